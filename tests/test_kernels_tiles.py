@@ -21,6 +21,7 @@ if importlib.util.find_spec("triton") is None:
 from triton_decoder_cases import make_bundle
 
 from wisparse.formats.errors import UsageError
+from wisparse.kernels.gpu import packed_gemv
 from wisparse.kernels.gpu import plan as plan_module
 from wisparse.kernels.gpu.plan import (
     GemvTile,
@@ -205,7 +206,7 @@ def test_tensor_cores_that_flush_subnormal_numbers_get_the_dequantizing_kernel(m
     shape = shape_of(4096, (6144,), "int4", 128, device=torch.device("cuda", 0))
     monkeypatch.setattr(plan_module, "gpu_of", lambda device: H200)
     for keeps in (True, False):
-        monkeypatch.setattr(plan_module, "keeps_subnormals", lambda device, dtype, keeps=keeps: keeps)
+        monkeypatch.setattr(packed_gemv, "keeps_subnormals", lambda device, dtype, keeps=keeps: keeps)
         plan.cache_clear()
         chosen = plan(shape, 1)
         assert (chosen.packed is not None) == keeps

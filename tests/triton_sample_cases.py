@@ -159,8 +159,3 @@ def test_random_numbers_are_the_twins():
         settings = [SamplingParams(1.0, seed=seed)]
         expected = sample(logits, settings, [position]).tolist()
         assert draw(logits, settings, [position], torch.float16, state)[0] == expected
-
-
-def test_float32_logits_are_refused():
-    with pytest.raises(ValueError, match="bfloat16 or float16"):
-        draw(torch.zeros(1, 8), [SamplingParams(1.0, seed=0)], [1], torch.float32)

@@ -6,8 +6,8 @@
 
 Decode (``launch_attention``): programs (kv_splits, kv_heads, B), each with one split of one KV head's context:
 
-    context   |-- split 0 --|-- split 1 --|-- split 2 --|-- split 3 --| p     K, V: (block_t, d) tiles, ``stages`` in flight
-                                                                              q: (heads / kv_heads padded to 16, d)
+    context   |-- split 0 --|-- split 1 --|-- split 2 --|-- split 3 --| p  K, V: (block_t, d) tiles, stages in flight
+                                                                           q: (heads / kv_heads padded to 16, d)
 
 It leaves its running maximum, denominator and weighted sum; the linear that reads the attention's output combines the
 splits as it selects its channels. Split 0 takes the new token's key and value from registers, so no program waits for
@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import KVSplits, let_next_kernel_start, rms_normalize, soft_cap, wait_for_previous_kernel
+from .common import KVSplits, gdc_wait, rms_normalize, soft_cap
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _CHUNK_TILES = 8  # programs of one KV head, about: 8 KV heads then fill half of an H200
@@ -112,30 +112,29 @@ def _head_vectors(
     live_partner = live_head[:, None] & (partner < D)[None, :]
     y = tl.load(base_ptr + head[:, None] * STRIDE + partner[None, :], mask=live_partner, other=0.0).to(tl.float32)
     if norm_ptr is not None:
-        ONCE: tl.constexpr = norm_ptr.dtype.element_ty == tl.float32
         if shape.norm_of == "whole":
             WIDTH: tl.constexpr = HEADS * D
             i = tl.arange(0, triton.next_power_of_2(WIDTH))
             whole = tl.load(base_ptr + FIRST * D + i, mask=i < WIDTH, other=0.0).to(tl.float32)
             rstd = tl.rsqrt(tl.sum(whole * whole, axis=0) / WIDTH + eps)
             own_ptr = norm_ptr + (head - FIRST)[:, None] * D
-            norm_x = tl.load(own_ptr + d[None, :], mask=live, other=0.0).to(tl.float32)
-            norm_y = tl.load(own_ptr + partner[None, :], mask=live_partner, other=0.0).to(tl.float32)
+            norm_x = tl.load(own_ptr + d[None, :], mask=live, other=0.0)
+            norm_y = tl.load(own_ptr + partner[None, :], mask=live_partner, other=0.0)
         elif shape.norm_of == "head":
             rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-            norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-            norm_y = tl.load(norm_ptr + partner, mask=partner < D, other=0.0).to(tl.float32)[None, :]
+            norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0)[None, :]
+            norm_y = tl.load(norm_ptr + partner, mask=partner < D, other=0.0)[None, :]
         if shape.norm_of != "rotated head":
-            x = rms_normalize(x, norm_x, rstd, dtype, ONCE).to(tl.float32)
-            y = rms_normalize(y, norm_y, rstd, dtype, ONCE).to(tl.float32)
+            x = rms_normalize(x, norm_x, rstd, dtype).to(tl.float32)
+            y = rms_normalize(y, norm_y, rstd, dtype).to(tl.float32)
     straight = (x * cos[None, :]).to(dtype).to(tl.float32)
     crossed = (sign[None, :] * y * sin[None, :]).to(dtype).to(tl.float32)
     rotated = tl.where((d < shape.rotary)[None, :], (straight + crossed).to(dtype).to(tl.float32), x)
     if norm_ptr is not None:  # noqa: SIM102 (resolved at compile time)
         if shape.norm_of == "rotated head":
             rstd = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / D + eps)[:, None]
-            norm = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-            rotated = rms_normalize(rotated, norm[None, :], rstd, dtype, norm_ptr.dtype.element_ty == tl.float32)
+            norm = tl.load(norm_ptr + d, mask=d < D, other=0.0)
+            rotated = rms_normalize(rotated, norm[None, :], rstd, dtype)
     return rotated.to(dtype)
 
 
@@ -169,20 +168,19 @@ def _queries(
 
 @triton.jit
 def _store_new_kv(
-    base_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
+    query_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
     """The new key and value (d_pad,) of a KV head, which are stored at position p if ``live``. Heads of keys and values
     are counted on from those of queries."""
     D: tl.constexpr = shape.d
-    HEADS: tl.constexpr = shape.heads
-    KV_HEADS: tl.constexpr = shape.kv_heads
-    VALUES: tl.constexpr = HEADS if shape.shared else HEADS + KV_HEADS  # the first head of values
+    VALUES: tl.constexpr = shape.heads if shape.shared else shape.heads + shape.kv_heads  # the first head of values
+    base_ptr = query_ptr + (shape.heads * D if shape.gated else 0)
     d = tl.arange(0, config.d_pad)
     one = tl.arange(0, 1)
     k = _head_vectors(
-        base_ptr, HEADS + kv_head + one, one == 0, norms.k, cos, sin, norms.eps, HEADS, KV_HEADS, D, shape, config,
-        dtype,
+        base_ptr, shape.heads + kv_head + one, one == 0, norms.k, cos, sin, norms.eps, shape.heads, shape.kv_heads, D,
+        shape, config, dtype,
     )  # fmt: skip
     k = tl.reshape(k, (config.d_pad,))
     v = tl.load(base_ptr + (VALUES + kv_head) * D + d, mask=d < D, other=0.0)
@@ -235,9 +233,7 @@ def _attention_kernel(
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
     D_PAD: tl.constexpr = config.d_pad
-    HEADS: tl.constexpr = shape.heads
-    KV_HEADS: tl.constexpr = shape.kv_heads
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: tl.constexpr = shape.heads // shape.kv_heads
     GROUP_PAD: tl.constexpr = config.group_pad
     BLOCK_T: tl.constexpr = config.block_t
     split = tl.program_id(0)
@@ -250,7 +246,7 @@ def _attention_kernel(
     place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
     p = tl.maximum(place, 0)
     cos, sin = _cos_sin(rotary, p, shape, config)
-    slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * cache.max_seq_len * D
+    slot_base = (row * shape.kv_heads + kv_head).to(tl.int64) * cache.max_seq_len * D
     low = 0
     if shape.window > 0:
         low = tl.maximum(p + 1 - shape.window, 0)
@@ -259,20 +255,17 @@ def _attention_kernel(
     end = tl.minimum(begin + length, p)
     t = begin + tl.arange(0, BLOCK_T)
     k, v = _load_kv(cache, slot_base, t, t < end, D, D_PAD)
-    wait_for_previous_kernel(PDL)
-    let_next_kernel_start(PDL)
+    gdc_wait(PDL)
 
     Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
-    KV_SIZE: tl.constexpr = KV_HEADS * D if shape.shared else 2 * KV_HEADS * D
-    query_ptr = qkv_ptr + row * (HEADS * Q_STRIDE + KV_SIZE)
+    query_ptr = qkv_ptr + row * (shape.heads * Q_STRIDE + shape.kv_heads * D * (1 if shape.shared else 2))
     q = _queries(query_ptr, kv_head, p, cos, sin, norms, rotary, shape, config, dtype)
     m = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if split == 0:
-        base_ptr = query_ptr + HEADS * (Q_STRIDE - D)
         k_new, v_new = _store_new_kv(
-            base_ptr, kv_head, slot_base, p, place >= 0, cos, sin, norms, cache, shape, config, dtype
+            query_ptr, kv_head, slot_base, p, place >= 0, cos, sin, norms, cache, shape, config, dtype
         )
         m = _scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1), scale_log2, shape)
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
@@ -292,30 +285,21 @@ def _attention_kernel(
     if shape.gated:  # every split alike, which is as if their sum were
         gate = tl.load(query_ptr + head[:, None] * Q_STRIDE + D + d[None, :], mask=live, other=0.0).to(tl.float32)
         acc = acc / (1.0 + tl.exp(-gate))
-    at = (row * HEADS + head) * config.splits + split
+    at = (row * shape.heads + head) * config.splits + split
     tl.store(out.maximum + at, m, mask=g < GROUP)
     tl.store(out.total + at, total, mask=g < GROUP)
     tl.store(out.x + at[:, None] * D + d[None, :], acc, mask=live)
 
 
 def launch_attention(
-    qkv: Tensor,
-    cache: KVSlots,
-    rows: Rows,
-    rotary: RotaryTables,
-    out: KVSplits,
-    shape: AttentionShape,
-    *,
-    scale: float,
-    norms: QKNorms,
-    stages: int = 3,
-    pdl: bool = False,
-) -> None:
+    qkv: Tensor, cache: KVSlots, rows: Rows, rotary: RotaryTables, out: KVSplits, shape: AttentionShape, *,
+    scale: float, norms: QKNorms, stages: int = 3, pdl: bool = False,
+) -> None:  # fmt: skip
     """Launch one block's attention for B rows on the current stream. Nothing is checked or allocated here.
 
     qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding; gated:
-    twice the heads; shared: kv_heads once. The new keys and values are stored at the rows' positions. scale: of the scores. ``stages`` tiles of keys and values are in
-    flight in shared memory: 64 positions take 32 KiB with heads of 128 in half precision.
+    twice the heads; shared: kv_heads once. The new keys and values are stored at the rows' positions. scale: of the
+    scores. ``stages`` tiles of keys and values are in flight in shared memory, 32 KiB each with heads of 128.
     """
     batch, _, splits, _ = out.x.shape
     config, warps = decode_config(shape, splits, batch, qkv.dtype, stages)
@@ -330,40 +314,36 @@ def decode_config(
 ) -> tuple[_Config, int]:
     """What ``launch_attention`` compiles for, and warps: worked out once, not for every launch."""
     # Wide heads take as much shared memory with fewer positions: some chips have little.
-    block_t = max(16, min(64, 8192 // triton.next_power_of_2(shape.d)))
+    d_pad = max(16, triton.next_power_of_2(shape.d))
+    block_t = max(16, min(64, 8192 // d_pad))
     if dtype == torch.float32:
-        stages = 1  # twice the bytes
+        # Twice the bytes; and without tensor cores a thread holds whole rows of q and of keys, the fewer the better.
+        stages, block_t = 1, max(16, block_t // 2)
     # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them, and the
     # widest do not fit into the registers of fewer.
     warps = 8 if shape.d > 256 or (splits * batch <= 8 and shape.d >= 128) else 4
     group_pad = max(16, triton.next_power_of_2(shape.heads // shape.kv_heads))  # 16: tl.dot's smallest side
-    return _Config(splits, 0, block_t, stages, max(16, triton.next_power_of_2(shape.d)), group_pad), warps
+    return _Config(splits, 0, block_t, stages, d_pad, group_pad), warps
 
 
 @triton.jit
-def _store_kv_kernel(
-    qkv_ptr, chunk_ptr, norms, rotary, cache, q_ptr, shape: tl.constexpr, config: tl.constexpr
-):  # fmt: skip
+def _store_kv_kernel(qkv_ptr, chunk_ptr, norms, rotary, cache, q_ptr, shape: tl.constexpr, config: tl.constexpr):
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
-    HEADS: tl.constexpr = shape.heads
-    KV_HEADS: tl.constexpr = shape.kv_heads
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: tl.constexpr = shape.heads // shape.kv_heads
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     live = row < tl.load(chunk_ptr + 2)
     p = tl.load(chunk_ptr + 1) + tl.where(live, row, 0)
     cos, sin = _cos_sin(rotary, p, shape, config)
-    Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
-    query_ptr = qkv_ptr + row * (HEADS * Q_STRIDE + 2 * KV_HEADS * D)
+    query_ptr = qkv_ptr + row * (shape.heads * (2 if shape.gated else 1) + 2 * shape.kv_heads) * D
     q = _queries(query_ptr, kv_head, p, cos, sin, norms, rotary, shape, config, dtype)
     g = tl.arange(0, config.group_pad)
     d = tl.arange(0, config.d_pad)
-    at = (row * HEADS + kv_head * GROUP + g)[:, None] * D + d[None, :]
+    at = (row * shape.heads + kv_head * GROUP + g)[:, None] * D + d[None, :]
     tl.store(q_ptr + at, q, mask=(g < GROUP)[:, None] & (d < D)[None, :])
-    slot_base = (tl.load(chunk_ptr) * KV_HEADS + kv_head) * cache.max_seq_len * D
-    base_ptr = query_ptr + HEADS * (Q_STRIDE - D)
-    _store_new_kv(base_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape, config, dtype)
+    slot_base = (tl.load(chunk_ptr) * shape.kv_heads + kv_head) * cache.max_seq_len * D
+    _store_new_kv(query_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape, config, dtype)
 
 
 @triton.jit
@@ -374,9 +354,7 @@ def _chunk_attention_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
     D_PAD: tl.constexpr = config.d_pad
-    HEADS: tl.constexpr = shape.heads
-    KV_HEADS: tl.constexpr = shape.kv_heads
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: tl.constexpr = shape.heads // shape.kv_heads
     BLOCK_M: tl.constexpr = config.block_m
     BLOCK_T: tl.constexpr = config.block_t
     tile = tl.program_id(0)
@@ -390,9 +368,9 @@ def _chunk_attention_kernel(
     place = start + tl.minimum(row, last)
     d = tl.arange(0, D_PAD)
     inside = (row < rows)[:, None] & (d < D)[None, :]
-    at = (row * HEADS + head)[:, None] * D + d[None, :]
+    at = (row * shape.heads + head)[:, None] * D + d[None, :]
     q = tl.load(q_ptr + at, mask=inside, other=0.0)
-    slot_base = (slot * KV_HEADS + kv_head) * cache.max_seq_len * D
+    slot_base = (slot * shape.kv_heads + kv_head) * cache.max_seq_len * D
     end = start + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, last) + 1
     begin = 0
     if shape.window > 0:
@@ -410,24 +388,16 @@ def _chunk_attention_kernel(
         m, total, acc = _attend(q, k, v, seen, m, total, acc, scale_log2, shape, dtype)
     out = acc / total[:, None]
     if shape.gated:
-        gate_at = row * (2 * HEADS + 2 * KV_HEADS) * D + head * 2 * D + D
+        gate_at = row * (2 * shape.heads + 2 * shape.kv_heads) * D + head * 2 * D + D
         gate = tl.load(qkv_ptr + gate_at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
         out = out / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + at, out.to(dtype), mask=inside)
 
 
 def launch_chunk_attention(
-    qkv: Tensor,
-    chunk: Tensor,
-    cache: KVSlots,
-    rotary: RotaryTables,
-    queries: Tensor,
-    out: Tensor,
-    shape: AttentionShape,
-    *,
-    scale: float,
-    norms: QKNorms,
-) -> None:
+    qkv: Tensor, chunk: Tensor, cache: KVSlots, rotary: RotaryTables, queries: Tensor, out: Tensor,
+    shape: AttentionShape, *, scale: float, norms: QKNorms,
+) -> None:  # fmt: skip
     """Launch one block's attention for a chunk of up to T rows on the current stream; half precision only.
 
     qkv: (T, (heads + 2 * kv_heads) * D). chunk: (3,) int64: the slot, the first row's position, and how many rows there

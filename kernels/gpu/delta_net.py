@@ -9,8 +9,8 @@ Each program has one value head of one row: its state (key_dim x value_dim, floa
 all of it. Bytes: twice the state, 128 KiB a head of 128 x 128, and the weights of a and b. Roundings are transformers'.
 
 States and inputs are double buffered: at position p the buffer with p's parity is read and the other one written. So
-value heads that share a key head read the same inputs whoever writes first, and a step that was started ahead and is not
-wanted has destroyed nothing. Twin: ``runtime.torch.delta_net``.
+value heads that share a key head read the same inputs whoever writes first, and a step that was started ahead and is
+not wanted has destroyed nothing. Twin: ``runtime.torch.delta_net``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import Rows
-from .common import let_next_kernel_start, load_squares, reciprocal_rms, rms_normalize, wait_for_previous_kernel
+from .common import gdc_wait, load_squares, reciprocal_rms, rms_normalize
 
 LARGEST_STATE = 128 * 128  # numbers of a head's state that stay in registers, both sides padded to powers of two
 _LENGTH_EPS = tl.constexpr(1e-6)  # of the squared length by which queries and keys are divided
@@ -149,19 +149,14 @@ def _delta_net_kernel(
     of_norm = ()
     for start in tl.static_range(0, H, BLOCK_H):
         there = start + h < H
-        a = tl.load(weights.a + head * H + start + h, mask=there, other=0.0)
-        b = tl.load(weights.b + head * H + start + h, mask=there, other=0.0)
-        factors = a
+        of_a += (tl.load(weights.a + head * H + start + h, mask=there, other=0.0),)
+        of_b += (tl.load(weights.b + head * H + start + h, mask=there, other=0.0),)
         if NORMED:
-            factors = tl.load(given.norm + start + h, mask=there, other=0.0)
-        of_a += (a,)
-        of_b += (b,)
-        of_norm += (factors,)
+            of_norm += (tl.load(given.norm + start + h, mask=there, other=0.0),)
     rate = tl.exp(tl.load(weights.log_rate + head).to(tl.float32))
     dt_bias = tl.load(weights.dt_bias + head).to(tl.float32)
-    out_norm = tl.load(weights.norm + j, mask=j < VALUE, other=0.0).to(tl.float32)
-    wait_for_previous_kernel(PDL)
-    let_next_kernel_start(PDL)
+    out_norm = tl.load(weights.norm + j, mask=j < VALUE, other=0.0)
+    gdc_wait(PDL)
 
     new_ptr = given.mixed + row * (MIXED + VALUE_SIZE)
     gate = tl.load(new_ptr + MIXED + head * VALUE + j, mask=j < VALUE, other=0.0).to(tl.float32)
@@ -172,12 +167,11 @@ def _delta_net_kernel(
     sums_b = tl.zeros((BLOCK_H,), tl.float32)
     rstd = eps
     if NORMED:
-        ONCE: tl.constexpr = given.norm.dtype.element_ty == tl.float32
         rstd = reciprocal_rms(load_squares(given.ssq, row, ssq_parts, shape.ssq_pad), eps, H)
     for start in tl.static_range(0, H, BLOCK_H):
         x = tl.load(given.hidden + row * H + start + h, mask=start + h < H, other=0.0)
         if NORMED:
-            x = rms_normalize(x.to(tl.float32), of_norm[start // BLOCK_H].to(tl.float32), rstd, dtype, ONCE)
+            x = rms_normalize(x, of_norm[start // BLOCK_H], rstd, dtype)
         sums_a += x.to(tl.float32) * of_a[start // BLOCK_H].to(tl.float32)
         sums_b += x.to(tl.float32) * of_b[start // BLOCK_H].to(tl.float32)
     step = tl.sum(sums_a, axis=0).to(dtype).to(tl.float32) + dt_bias
@@ -193,7 +187,7 @@ def _delta_net_kernel(
     tl.store(memory.state + (1 - side) * memory.state_stride + at, state, mask=own)
     y = tl.sum(q[:, None] * state, axis=0).to(dtype).to(tl.float32)
     out_rstd = tl.rsqrt(tl.sum(y * y, axis=0) / VALUE + eps)
-    y = rms_normalize(y, out_norm, out_rstd, dtype, False).to(tl.float32) * _silu(gate)
+    y = rms_normalize(y, out_norm, out_rstd, dtype).to(tl.float32) * _silu(gate)
     tl.store(out_ptr + row * VALUE_SIZE + head * VALUE + j, y.to(dtype), mask=j < VALUE)
 
 
@@ -203,16 +197,9 @@ def delta_state_size(key_dim: int, value_dim: int) -> int:
 
 
 def launch_delta_net(
-    given: DeltaInput,
-    weights: DeltaTensors,
-    memory: DeltaMemory,
-    rows: Rows,
-    out: Tensor,
-    *,
-    key_heads: int,
-    eps: float,
-    pdl: bool = False,
-) -> None:
+    given: DeltaInput, weights: DeltaTensors, memory: DeltaMemory, rows: Rows, out: Tensor, *, key_heads: int,
+    eps: float, pdl: bool = False,
+) -> None:  # fmt: skip
     """Launch one block's recurrent half for B rows on the current stream: out (B, value_heads * value_dim). Nothing is
     checked or allocated. ``key_heads``: of queries and of keys; each serves a group of value heads. ``eps``: of the
     input's norm and of each head's output."""

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import let_next_kernel_start, load_squares, reciprocal_rms, rms_normalize, wait_for_previous_kernel
+from .common import gdc_wait, load_squares, reciprocal_rms, rms_normalize
 
 # Rows of the vocabulary that a program has, for one row of x and for more.
 _ROW_TILE = 16
@@ -59,8 +59,7 @@ def _embed_kernel(
     tile = tl.program_id(0)
     row = tl.program_id(1)
     k = tile * BLOCK + tl.arange(0, BLOCK)
-    wait_for_previous_kernel(PDL)
-    let_next_kernel_start(PDL)
+    gdc_wait(PDL)
     token = tl.load(token_ptr + row)
     x = tl.load(embedding_ptr + token * K + k, mask=tl.where(token >= 0, k, K) < K, other=0.0)
     if MULTIPLIER != 1.0:
@@ -82,7 +81,6 @@ def _logits_kernel(
     PART: tl.constexpr = config.block_v // config.passes
     WHOLE: tl.constexpr = K <= BLOCK_K
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
-    ROUND_ONCE: tl.constexpr = norm_ptr.dtype.element_ty == tl.float32
     tile = tl.program_id(0)
     lane = tl.arange(0, BLOCK_K)
     v = tile * config.block_v + tl.arange(0, PART)
@@ -90,13 +88,12 @@ def _logits_kernel(
         if WHOLE:
             # The first rows and the norm are constants: they are in flight before the last block has ended.
             w = _vocabulary_rows(weight_ptr, v, lane, V, K)
-            norm = tl.load(norm_ptr + lane, mask=lane < K, other=0.0).to(tl.float32)
-        wait_for_previous_kernel(PDL)
-        let_next_kernel_start(PDL)
+            norm = tl.load(norm_ptr + lane, mask=lane < K, other=0.0)
+        gdc_wait(PDL)
         rstd = reciprocal_rms(load_squares(ssq_ptr, 0, config.ssq_parts, config.ssq_pad), eps, K)
         if WHOLE:
-            x = tl.load(hidden_ptr + lane, mask=lane < K, other=0.0).to(tl.float32)
-            x = rms_normalize(x, norm, rstd, dtype, ROUND_ONCE).to(tl.float32)
+            x = tl.load(hidden_ptr + lane, mask=lane < K, other=0.0)
+            x = rms_normalize(x, norm, rstd, dtype).to(tl.float32)
         best = tl.full((PART,), float("-inf"), tl.float32)
         best_id = tl.full((PART,), 2147483647, tl.int32)
         broken = tl.zeros((PART,), tl.int32)
@@ -110,9 +107,9 @@ def _logits_kernel(
                 for start in tl.range(0, K, BLOCK_K, num_stages=1):
                     k = start + lane
                     w = _vocabulary_rows(weight_ptr, v, k, V, K)
-                    x = tl.load(hidden_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-                    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-                    x = rms_normalize(x, norm, rstd, dtype, ROUND_ONCE).to(tl.float32)
+                    x = tl.load(hidden_ptr + k, mask=k < K, other=0.0)
+                    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+                    x = rms_normalize(x, norm, rstd, dtype).to(tl.float32)
                     acc += x[None, :] * w.to(tl.float32)
             y = _store_logits(out, tl.sum(acc, axis=1), 0, scale_ptr, v, V, dtype)
             better = (v < V) & (y > best)
@@ -122,8 +119,7 @@ def _logits_kernel(
             v += PART
         _store_best(out, best, best_id, broken, tile)
     else:
-        wait_for_previous_kernel(PDL)
-        let_next_kernel_start(PDL)
+        gdc_wait(PDL)
         rows = tl.arange(0, 16)
         live_rows = rows < config.batch
         i = tl.arange(0, config.ssq_pad)
@@ -136,9 +132,9 @@ def _logits_kernel(
             live = k < K
             w = _vocabulary_rows(weight_ptr, v, k, V, K)
             x_at = hidden_ptr + rows[:, None] * K + k[None, :]
-            x = tl.load(x_at, mask=live_rows[:, None] & live[None, :], other=0.0).to(tl.float32)
-            norm = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
-            x = rms_normalize(x, norm[None, :], rstd_rows[:, None], dtype, ROUND_ONCE)
+            x = tl.load(x_at, mask=live_rows[:, None] & live[None, :], other=0.0)
+            norm = tl.load(norm_ptr + k, mask=live, other=0.0)
+            x = rms_normalize(x, norm[None, :], rstd_rows[:, None], dtype)
             # An int8 code is exact in every dtype.
             acc = tl.dot(x, tl.trans(w.to(dtype)), acc, input_precision="ieee")
         for row in tl.static_range(BATCH):
@@ -176,8 +172,8 @@ def _store_best(out, best, best_id, broken, at):
 
 @triton.jit
 def likeliest_token(logits, row, tiles, value, largest):
-    """The lowest id of a row's largest logit, given each tile's largest, padded with -inf; as sampling.sample has it -1 for
-    a row that holds a NaN or whose largest logit is infinite."""
+    """The lowest id of a row's largest logit, given each tile's largest, padded with -inf; as sampling.sample has it -1
+    for a row that holds a NaN or whose largest logit is infinite."""
     i = tl.arange(0, value.shape[0])
     token = tl.load(logits.best_id + row * tiles + i, mask=i < tiles, other=2147483647)
     chosen = tl.min(tl.where(value == largest, token, 2147483647), axis=0)
@@ -191,8 +187,7 @@ def _argmax_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    wait_for_previous_kernel(PDL)
-    let_next_kernel_start(PDL)
+    gdc_wait(PDL)
     i = tl.arange(0, BLOCK)
     value = tl.load(logits.best + row * tiles + i, mask=i < tiles, other=float("-inf"))
     chosen = likeliest_token(logits, row, tiles, value, tl.max(value, axis=0))
@@ -223,16 +218,9 @@ def head_config(batch: int, k: int, ssq_parts: int, dtype: torch.dtype) -> HeadC
 
 
 def launch_logits(
-    hidden: Tensor,
-    ssq: Tensor,
-    norm: Tensor,
-    weight: Tensor,
-    scales: Tensor | None,
-    out: Logits,
-    *,
-    eps: float,
+    hidden: Tensor, ssq: Tensor, norm: Tensor, weight: Tensor, scales: Tensor | None, out: Logits, *, eps: float,
     pdl: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Final norm and ``lm_head``: hidden (B, K), ssq (B, parts) float32 the partial sums of its squares, norm (K,) as
     ``common.Input.norm``, weight (V, K) of hidden's dtype or int8 with scales (V,) float32."""
     batch, width = hidden.shape

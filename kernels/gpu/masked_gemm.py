@@ -10,9 +10,9 @@ Bytes: K * N * sizeof(dtype), whatever the rows; an H200 reaches 4.59 TB/s. The 
 
     x (16, K) in shared memory             weight_t (K, N): (stages - 1) blocks in flight before x is known
     rows beyond B repeat the last          +-----------+
-    +-----+-----+-----+                    | block_k x |  split 0        acc (16, block_n) float32 = tl.dot, mma.m16n8k16:
-    | 16 x block_k ...|                    |  block_n  |  split 1        Triton gives lane 4 g + t rows g, g + 8 and
-    +-----+-----+-----+                    +-----------+  split 0        columns 2 t, 2 t + 1 of each 8
+    +-----+-----+-----+                    | block_k x |  split 0      acc (16, block_n) float32 = tl.dot, mma.m16n8k16:
+    | 16 x block_k ...|                    |  block_n  |  split 1      Triton gives lane 4 g + t rows g, g + 8 and
+    +-----+-----+-----+                    +-----------+  split 0      columns 2 t, 2 t + 1 of each 8
 
 ``mask_gemm`` has no splits and masks x beside its loads; ``mask_rows`` only writes masked copies of x, for cuBLAS.
 """
@@ -28,16 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
-    Counting,
-    is_dropped,
-    program_channels,
-    smem_alloc,
-    smem_load,
-    store_inputs,
-    tile_columns,
-    wait_for_previous_kernel,
-)
+from .channels import is_dropped, program_channels, store_inputs, tile_columns
+from .common import gdc_wait, smem_alloc, smem_load
 from .reduction import reduce_tile, store_partial
 from .weights import FusedLinear, dequantize_block, quant_columns
 
@@ -63,22 +55,13 @@ def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at
     QUANTIZED: tl.constexpr = problem.quant != "none"
     dtype: tl.constexpr = output.out.dtype.element_ty
     program = tl.program_id(0)
-    tile = program % launch.tiles
-    split = program // launch.tiles
-    of = tile_columns(tile, problem, BLOCK_N)
-    n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_width = n < of.width
-    columns = of.first + n
-    read = quant_columns(of, n, problem) if QUANTIZED else weights.weight_t + columns
-    channels = program_channels(given, weights, of, split, problem, launch, BLOCK_K)
-    # As in sparse_gemv_kernel: a projection's first tile counts, each program in its own cell.
-    counts = of.local == 0
-    if counting is not None:
-        cell = of.projection * SPLITS + split
-        counting = Counting(counting.token, counting.before + cell, counting.after + cell)
+    of = tile_columns(program % launch.tiles, program // launch.tiles, problem, BLOCK_N)
+    split = of.split
+    read = quant_columns(of, of.n, problem) if QUANTIZED else weights.weight_t + of.column
+    channels = program_channels(given, weights, of, problem, launch, BLOCK_K)
     values = smem_alloc(SMEM, program) if SHARED else workspace.list_value + program * BATCH * LENGTH
     if not SHARED:
-        values = store_inputs(values, given, channels, counting, counts, eps, ssq_parts, problem, LENGTH, SHARED, dtype)
+        values = store_inputs(values, given, channels, counting, eps, ssq_parts, problem, LENGTH, SHARED, dtype)
 
     # --- the product
     rows = tl.arange(0, ROWS)
@@ -88,35 +71,31 @@ def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at
     count = (BLOCKS - split + SPLITS - 1) // SPLITS
     for step in tl.range(0, count, num_stages=launch.stages):
         k_now = (step * SPLITS + split) * BLOCK_K + lane
+        live = (k_now < K)[:, None] & of.live[None, :]
         if QUANTIZED:
-            w = dequantize_block(weights, read, k_now, (k_now < K)[:, None] & in_width[None, :], problem)
+            w = dequantize_block(weights, read, k_now, live, problem)
         else:
             at = read[None, :] + k_now.to(tl.int64)[:, None] * problem.stride
-            if WHOLE:  # noqa: SIM108 (resolved at compile time)
-                w = tl.load(at)
-            else:
-                w = tl.load(at, mask=(k_now < K)[:, None] & in_width[None, :], other=0.0)
+            w = tl.load(at) if WHOLE else tl.load(at, mask=live, other=0.0)
         if SHARED:  # noqa: SIM102 (resolved at compile time)
             # Inside the loop, as the compiler puts the first loads of weights before it.
             if step == 0:
-                values = store_inputs(
-                    values, given, channels, counting, counts, eps, ssq_parts, problem, LENGTH, SHARED, dtype
-                )
+                values = store_inputs(values, given, channels, counting, eps, ssq_parts, problem, LENGTH, SHARED, dtype)
         x = smem_load(values, held + (step * BLOCK_K + lane)[None, :], dtype, SHARED)
         acc = tl.dot(x.to(w.dtype), w, acc, input_precision="ieee")
     if BLOCKS < SPLITS:
         # A program without a block was not in the loop; the previous kernel's sums may still lie in the workspace.
-        wait_for_previous_kernel(problem.pdl)
-    place = (split * BATCH + rows)[:, None] * problem.n + columns[None, :]
-    store_partial(workspace.partial, place, acc, (rows < BATCH)[:, None] & in_width[None, :])
+        gdc_wait(problem.pdl, False)
+    place = (split * BATCH + rows)[:, None] * problem.n + of.column[None, :]
+    store_partial(workspace.partial, place, acc, (rows < BATCH)[:, None] & of.live[None, :])
 
-    reduce_tile(split, tile, of, weights.bias, output, workspace, problem, launch, True)
+    reduce_tile(of, weights.bias, output, workspace, problem, launch, True)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _mask_rows_kernel(
     x_ptr, scale_ptr, threshold_ptr, row_mask_ptr, out_ptr, M,  # as of mask_rows
-    K: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,  # the first copy of the second projection, and the third
+    K: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,  # first copies of these projections
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -126,7 +105,7 @@ def _mask_rows_kernel(
     live = k < K
     scale = tl.load(scale_ptr + p * K + k, mask=live, other=0.0)
     threshold = tl.load(threshold_ptr + p)
-    wait_for_previous_kernel(PDL)
+    gdc_wait(PDL, False)
     x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
     limit = threshold * tl.load(row_mask_ptr + row)
     kept = tl.where(is_dropped(x, scale, limit), 0.0, x)
@@ -134,18 +113,13 @@ def _mask_rows_kernel(
 
 
 def mask_rows(
-    x: Tensor,
-    scales: Tensor,
-    thresholds: Tensor,
-    row_mask: Tensor,
-    *,
-    copies: Sequence[int] | None = None,
+    x: Tensor, scales: Tensor, thresholds: Tensor, row_mask: Tensor, *, copies: Sequence[int] | None = None,
     pdl: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The masked copies of x (M, K): (sum(copies), M, K), those of one projection after those of another.
 
-    ``scales``: (projections, K) float32; ``thresholds``: (projections,) float32; ``row_mask``: (M,) float32, 0 for a row
-    that keeps all its channels; ``copies`` of each projection, one to three of them; None: one of each.
+    ``scales``: (projections, K) float32; ``thresholds``: (projections,) float32; ``row_mask``: (M,) float32, 0 for a
+    row that keeps all its channels; ``copies`` of each projection, one to three of them; None: one of each.
     """
     rows, k = x.shape
     ends = list(accumulate(copies or [1] * len(scales)))
@@ -184,10 +158,7 @@ def _mask_gemm_kernel(
     N: tl.constexpr = config.n0 + config.n1 + config.n2
     WHOLE: tl.constexpr = K % BLOCK_K + config.n0 % BLOCK_N + config.n1 % BLOCK_N + config.n2 % BLOCK_N == 0
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    of = tile_columns(tl.program_id(0), config, BLOCK_N)
-    n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_width = n < of.width
-    columns = of.first + n
+    of = tile_columns(tl.program_id(0), 0, config, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = m < M
     limit = tl.load(threshold_ptr + of.projection) * tl.load(row_mask_ptr + m, mask=there, other=0.0)
@@ -196,22 +167,22 @@ def _mask_gemm_kernel(
     for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
         k = start + lane
         x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
-        w_at = weight_ptr + k.to(tl.int64)[:, None] * config.stride + columns[None, :]
+        w_at = weight_ptr + k.to(tl.int64)[:, None] * config.stride + of.column[None, :]
         if WHOLE:
             w = tl.load(w_at)
             x = tl.load(x_at, mask=there[:, None], other=0.0)
             scale = tl.load(scale_ptr + of.projection * K + k)
         else:
             live = k < K
-            w = tl.load(w_at, mask=live[:, None] & in_width[None, :], other=0.0)
+            w = tl.load(w_at, mask=live[:, None] & of.live[None, :], other=0.0)
             x = tl.load(x_at, mask=there[:, None] & live[None, :], other=0.0)
             scale = tl.load(scale_ptr + of.projection * K + k, mask=live, other=0.0)
         x = tl.where(is_dropped(x, scale[None, :], limit[:, None]), 0.0, x).to(dtype)
         acc = tl.dot(x, w, acc)
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + columns, mask=in_width, other=0.0).to(tl.float32)[None, :]
-    out_at = out_ptr + m.to(tl.int64)[:, None] * N + columns[None, :]
-    tl.store(out_at, acc.to(dtype), mask=there[:, None] & in_width[None, :])
+        acc += tl.load(bias_ptr + of.column, mask=of.live, other=0.0).to(tl.float32)[None, :]
+    out_at = out_ptr + m.to(tl.int64)[:, None] * N + of.column[None, :]
+    tl.store(out_at, acc.to(dtype), mask=there[:, None] & of.live[None, :])
 
 
 def rows_of_tile(rows: int) -> int:

@@ -1,12 +1,12 @@
 """One to sixteen rows of x times quantized weights, over the kept channels, on the tensor cores.
 
-    y[n] = sum over groups G of scale[G, n] * (sum over kept k in G of q[k, n] x[k]  -  zero[G, n] * sum over kept k of x[k])
+    y[n] = sum over groups G of scale[G, n] * (sum over kept k in G of q[k, n] x[k] - zero[G, n] * sum of these x[k])
 
 Codes are never converted: their bits are used as bf16 or fp16 numbers, which below the smallest normal number are
 multiples of one step (subnormals), so int4 and int8 codes are exact with no bit added and no constant subtracted; fp8's
-seven lower bits are moved to where its exponent ends in the wider type. The power of two that this leaves is divided out
-with the scale; int4's odd columns stay in the upper half of their byte, 16 times too large. x of bf16 is multiplied by
-2^96 first, so that no product of such numbers is itself subnormal. ``keeps_subnormals`` checks the device for this.
+seven lower bits are moved to where its exponent ends in the wider type. The power of two that this leaves is divided
+out with the scale; int4's odd columns stay in the upper half of their byte, 16 times too large. x of bf16 is multiplied
+by 2^96 first, so that no product of such numbers is itself subnormal. ``keeps_subnormals`` checks the device for this.
 
 Written one element a thread: what a tensor here holds at i is thread i's. Weights are the product's left operand, x's
 rows its right one, so one to eight rows cost the same. A warp owns 8 lanes' columns and takes 16 of its program's
@@ -46,24 +46,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import (
-    Counting,
-    choose_channels,
-    issue_loads,
-    let_next_kernel_start,
-    program_channels,
-    segment_channel,
-    segment_length,
-    smem_alloc,
-    smem_barrier,
-    smem_load,
-    smem_store,
-    store_inputs,
-    tile_columns,
-    wait_for_previous_kernel,
-)
+from .channels import choose_channels, clear_lists, program_channels, segment_channel, store_inputs, tile_columns
+from .common import gdc_launch, gdc_wait, issue_loads, smem_alloc, smem_barrier, smem_load, smem_store
 from .reduction import reduce_tile, store_partial, store_partial4
-from .weights import COLUMN_BLOCK, ZERO, quant_columns
+from .weights import BLOCK, INT4_ZERO, quant_columns
 
 INT8_OFFSET = 128  # what an int8 code's bits, xor 128, are more than it
 _TYPES = {"bfloat16": "bf16", "float16": "f16"}
@@ -72,8 +58,6 @@ _SMALLEST = {"bfloat16": -133, "float16": -24}  # its subnormal numbers are mult
 _FP8 = {"bfloat16": (4, 120), "float16": (7, 8)}
 # x of bfloat16 times this is infinite from 2^32 on; a product with the smallest code is a normal number down to 2^-89.
 _VALUE_BITS = {"bfloat16": 96, "float16": 0}
-_BLOCK = tl.constexpr(COLUMN_BLOCK)
-_INT4_ZERO = tl.constexpr(float(ZERO["int4"]))
 _INT8_OFFSET = tl.constexpr(float(INT8_OFFSET))
 
 
@@ -109,7 +93,7 @@ def load_source(words: int, stride: int, listed: bool, whole: bool) -> tuple[str
 
     Operands: out 4 * words; in: the list's address or the first channel; the address of channel 0's first word; the
     number of channels. ``stride``: words of a channel; ``whole``: the number is a multiple of 16. For instance
-    ``@p0 ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [a0];``
+    ``@p0 ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [a0+0];``
     """
     n = 4 * words
     vector = {1: "", 2: ".v2", 4: ".v4"}[words]
@@ -120,15 +104,12 @@ def load_source(words: int, stride: int, listed: bool, whole: bool) -> tuple[str
         lines += [f"add.u32 k{i}, ${n}, {i};" for i in range(4)]
     for i in range(4):
         out = ", ".join(f"${i * words + w}" for w in range(words))
-        p = 0 if whole and not listed else i
+        p, a = (0 if whole and not listed else i), (i if listed else 0)
         if p == i:
             lines.append(f"setp.lt.u32 p{i}, k{i}, ${n + 2};")
-        if listed or i == 0:
+        if a == i:
             lines.append(f"mad.wide.u32 a{i}, k{i}, {4 * stride}, ${n + 1};")
-            at = f"a{i}"
-        else:
-            at = f"a0+{i * 4 * stride}"
-        lines.append(f"@p{p} ld.global.nc.L1::no_allocate{vector}.b32 {{{out}}}, [{at}];")
+        lines.append(f"@p{p} ld.global.nc.L1::no_allocate{vector}.b32 {{{out}}}, [a{a}+{(i - a) * 4 * stride}];")
     return " ".join(lines) + " }", ",".join(["=r"] * n + ["r", "l", "r"])
 
 
@@ -229,16 +210,15 @@ def packed_gemv_kernel(
     AHEAD: tl.constexpr = packed.ahead
     dtype: tl.constexpr = output.out.dtype.element_ty
     program = tl.program_id(0)
-    tile = program % launch.tiles
-    split = program // launch.tiles
-    of = tile_columns(tile, problem, BLOCK_N)
+    of = tile_columns(program % launch.tiles, program // launch.tiles, problem, BLOCK_N)
+    split = of.split
 
     # --- a lane's place: the columns it reads, those it sees to, and its rows
     thread = tl.arange(0, 32 * launch.warps)
     g = thread % 32 // 4
     t = thread % 4
     column = of.local * BLOCK_N + thread // 32 * (8 * COLUMNS) + g * COLUMNS
-    padded = (of.width + _BLOCK - 1) // _BLOCK * _BLOCK
+    padded = (of.width + BLOCK - 1) // BLOCK * BLOCK
     limit = tl.where(column < padded, K, 0)  # a warp beyond the projection reads nothing
     word_at = weights.weight_t.to(tl.int64) + quant_columns(of, column, problem).to(tl.int64) // EACH * 4
     copy = 2 * t // ROWS
@@ -247,26 +227,16 @@ def packed_gemv_kernel(
     there = mine < padded
 
     # --- this program's channels, as in sparse_gemv_kernel
-    channels = program_channels(given, weights, of, split, problem, launch, launch.chunk)
+    channels = program_channels(given, weights, of, problem, launch, launch.chunk)
     position = channels.position
-    count = segment_length(split, K, launch.splits, launch.chunk)
+    count = channels.count
     slots = count // SLOT if GROUPED else 1
-    counts = of.local == 0
-    cell = of.projection * launch.splits + split
     ends = _scales(weights, scale_at, there, 0, split, PART, problem, launch, packed)
     SMEM: tl.constexpr = launch.smem
     base = smem_alloc(SMEM, program)
     if LISTED:
-        for start in tl.static_range(0, LENGTH, SEGMENT):
-            place = start + position
-            smem_store(base, place, tl.full((SEGMENT,), K, tl.int32), place < LENGTH, True)
-        for start in tl.static_range(0, BATCH * LENGTH // 2, SEGMENT):
-            place = start + position
-            smem_store(base + LENGTH * 4, place, position * 0, place < BATCH * LENGTH // 2, True)
-        tl.debug_barrier()
-        wait_for_previous_kernel(problem.pdl)
-        if launch.trigger == 1:
-            let_next_kernel_start(problem.pdl)
+        clear_lists(base, base + LENGTH * 4, K, BATCH * LENGTH // 2, launch, True)
+        gdc_wait(problem.pdl, launch.trigger == 1)
         xs, keep, kept_rows = choose_channels(given, channels, counting, eps, ssq_parts, problem, True, dtype)
         rank = keep.to(tl.int32)
         if SLOT < SEGMENT:
@@ -293,12 +263,9 @@ def packed_gemv_kernel(
         ahead = ahead + _words(index, word_at, limit, coming, split, launch, packed)
         coming = _next_turn(coming, kept_at, GROUPED, launch, packed)
     if not LISTED:
-        cells = None
-        if counting is not None:
-            cells = Counting(counting.token, counting.before + cell, counting.after + cell)
         values = store_inputs(
-            base, given, channels, cells, counts, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale,
-        )  # fmt: skip
+            base, given, channels, counting, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale
+        )
 
     # --- the product
     # Rows that are not there repeat the last; nobody looks at their sums.
@@ -324,7 +291,7 @@ def packed_gemv_kernel(
             sums, acc, total, scaled_by, copy, PART, SECONDS, weights.quant_zeros is not None, problem, packed
         )
     if LISTED and launch.trigger == 2:
-        let_next_kernel_start(problem.pdl)
+        gdc_launch(problem.pdl)
 
     # --- what follows it
     FOUR: tl.constexpr = PART % 4 == 0 and problem.n0 % 4 + problem.n1 % 4 + problem.n2 % 4 == 0
@@ -341,9 +308,9 @@ def packed_gemv_kernel(
                     store_partial(workspace.partial, at + i, sums[0], wanted)
                     sums = sums[1:]
     if LISTED and counting is not None:
-        kept_before = tl.load(counting.before + cell, mask=counts, other=0)
-        tl.store(counting.after + cell, kept_before + tl.sum(kept_rows, axis=0), mask=counts)
-    reduce_tile(split, tile, of, weights.bias, output, workspace, problem, launch, BATCH > 2)
+        kept_before = tl.load(counting.before + channels.cell, mask=channels.counts, other=0)
+        tl.store(counting.after + channels.cell, kept_before + tl.sum(kept_rows, axis=0), mask=channels.counts)
+    reduce_tile(of, weights.bias, output, workspace, problem, launch, BATCH > 2)
 
 
 @triton.jit
@@ -435,8 +402,7 @@ def _scales(
     problem: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr,
 ):  # fmt: skip
     """A slot's scales of a lane's part of the columns, then, if there are any, its zero points."""
-    EACH: tl.constexpr = 8 if problem.quant == "int4" else 4
-    COLUMNS: tl.constexpr = problem.stride * EACH
+    COLUMNS: tl.constexpr = problem.stride * (8 if problem.quant == "int4" else 4)
     GROUPS: tl.constexpr = problem.k // problem.group
     group = 0
     if GROUPS > 1:
@@ -474,6 +440,7 @@ def _scaled(
     """sums + scale * (acc - zero * total), for a lane's part of the columns and its row or two of each eight."""
     INT4: tl.constexpr = problem.quant == "int4"
     EACH: tl.constexpr = 8 if INT4 else 4
+    NONE: tl.constexpr = INT4_ZERO if INT4 else 0.0
     EVEN: tl.constexpr = 1.0 / packed.unit
     ODD: tl.constexpr = EVEN / 16.0
     PARTS: tl.constexpr = (problem.batch + 7) // 8
@@ -487,11 +454,8 @@ def _scaled(
                     value = tl.where(copy == other, _sum_of(acc, other * PART + i, second, part, EACH, PARTS), value)
                 value = value * (ODD if INT4 and i % 2 == 1 else EVEN)
                 if problem.quant != "fp8":
-                    x = total[4 * part + second] * EVEN
-                    if INT4:
-                        value -= (ends[PART + i] if ZEROS else _INT4_ZERO) * x
-                    else:
-                        value -= (_INT8_OFFSET + ends[PART + i] if ZEROS else _INT8_OFFSET) * x
+                    zero = ends[PART + i] if ZEROS else NONE
+                    value -= (zero if INT4 else _INT8_OFFSET + zero) * (total[4 * part + second] * EVEN)
                 added += (sums[(part * SECONDS + second) * PART + i] + ends[i] * value,)
     return added
 

@@ -10,8 +10,8 @@ and that ``launch_linear`` launches.
     2      yes     rows     sparse_gemv, channels that either keeps     packed_gemv, the same
     2-16   else    batch    masked_gemm, all channels                   packed_gemv, all channels
 
-The boundaries are measured on an H200 (benchmarks/LOG.md). A tile comes from the local cache that ``wisparse bench --tune``
-writes, else from tiles.json (measured on an H200), else from ``default_tile``. Nothing is tuned while a model loads.
+The boundaries are measured on an H200 (benchmarks/LOG.md). A tile comes from the local cache that ``wisparse bench
+--tune`` writes, else from tiles.json (measured on an H200), else from ``default_tile``.
 """
 
 from __future__ import annotations
@@ -28,28 +28,11 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 
-from .common import (
-    Counting,
-    Input,
-    LaunchConfig,
-    Output,
-    Problem,
-    Weights,
-    Workspace,
-)
+from . import packed_gemv
+from .common import Counting, Input, LaunchConfig, Output, Problem, Weights, Workspace
 from .masked_gemm import masked_gemm_kernel
-from .packed_gemv import (
-    PackedConfig,
-    code_unit,
-    keeps_subnormals,
-    load_source,
-    packed_gemv_kernel,
-    product_source,
-    sum_source,
-    value_scale,
-)
+from .packed_gemv import PackedConfig
 from .reduction import EMPTY
 from .sparse_gemv import sparse_gemv_kernel
 from .weights import BITS, FusedLinear, LinearShape
@@ -126,7 +109,6 @@ class KernelPlan:
 
     kernel: Any
     shape: LinearShape
-    rows: int
     tile: GemvTile
     origin: str  # where the tile comes from
     why_not_packed: str  # of quantized weights; "" for the packed kernel
@@ -144,14 +126,14 @@ class KernelPlan:
         return self.launch.tiles * max(1, self.tile.reducers)
 
     def __str__(self) -> str:
-        shape, tile = self.shape, self.tile
+        shape, tile, rows = self.shape, self.tile, self.problem.batch
         quant = f"{shape.quant}-{shape.group}" if 0 < shape.group < shape.in_features else shape.quant
         quant = str(shape.dtype).removeprefix("torch.") if quant == "none" else quant
         adds = f"{tile.reducers} spinning reducers a tile" if tile.reducers else "last program of a tile adds up"
         name = self.kernel.__name__.removesuffix("_kernel")
         return (
-            f"{name} ({regime(self.rows, dense=shape.dense)}), {quant}, {shape.in_features} x "
-            f"{'+'.join(map(str, shape.widths))}, {self.rows} row{'s'[: self.rows != 1]}: "
+            f"{name} ({regime(rows, dense=shape.dense)}), {quant}, {shape.in_features} x "
+            f"{'+'.join(map(str, shape.widths))}, {rows} row{'s'[: rows != 1]}: "
             f"{self.launch.tiles} tiles of {tile.block_n} columns x {tile.splits} splits = {self.programs} programs of "
             f"{tile.warps} warps; {adds}; tile: {self.origin}"
             + (f"; not packed_gemv: {self.why_not_packed}" if self.why_not_packed else "")
@@ -171,17 +153,9 @@ def count_tiles(widths: tuple[int, ...], block_n: int) -> int:
 
 @cache
 def plan(
-    shape: LinearShape,
-    rows: int,
-    gpu: Gpu | None = None,
-    *,
-    output: str = "plain",
-    kv_splits: int = 1,
-    head_dim: int = 1,
-    ssq_parts: int = 1,
-    tile: GemvTile | None = None,
-    pdl: bool | None = None,
-) -> KernelPlan:
+    shape: LinearShape, rows: int, gpu: Gpu | None = None, *, output: str = "plain", kv_splits: int = 1,
+    head_dim: int = 1, ssq_parts: int = 1, tile: GemvTile | None = None, pdl: bool | None = None,
+) -> KernelPlan:  # fmt: skip
     """Plan the launch of a linear for 1 to 16 rows; ``gpu`` None: the one that the weights are on."""
     gpu = gpu or gpu_of(shape.device)
     kind = regime(rows, dense=shape.dense)
@@ -203,7 +177,7 @@ def plan(
     chosen = _plan_packed(shape, tile, tiles, rows) if shape.quant != "none" else ""
     packed: PackedConfig | None = None
     if not isinstance(chosen, str):
-        kernel: Any = packed_gemv_kernel
+        kernel: Any = packed_gemv.packed_gemv_kernel
         packed, launch = chosen
     elif kind == "batch":
         kernel, block_k = masked_gemm_kernel, max(16, tile.block_k)  # 16: tl.dot's smallest K
@@ -213,8 +187,8 @@ def plan(
         ahead = (tile.stages - 1) * block_k * tile.block_n * size
         limit = SMEM_LIMIT_BESIDE - (0 if ahead >= 48 * 1024 else ahead + 2048)
         needed = rows * length * size
-        # Two programs of a launch on one multiprocessor leave another without: the launch then takes up to half as long
-        # again. So a program with much in flight takes more shared memory than it needs, and there is none for a second.
+        # Two programs of a launch on one multiprocessor leave another without: the launch then takes up to half as
+        # long again. So a program with much in flight takes so much shared memory that there is none for a second.
         smem = smem_source(limit if needed <= limit and ahead >= _ALONE else needed, limit) if shared else ""
         launch = _config(tile, tiles, triton.next_power_of_2(channels), length, smem, block_k=block_k)
     else:
@@ -227,7 +201,7 @@ def plan(
         # Leading rows stand in the segment's own part of the list.
         lead = min(tile.lead, segment // step) if shape.dense else 0
         launch = _config(tile, tiles, segment, length, smem, lead=lead)
-    # Partial sums read at a time. Those that are polled, and those of many rows, stay in registers: 32 numbers a thread.
+    # Partial sums read at a time. Those that are polled, and those of many rows, stay in registers: 32 of each thread.
     at_once = min(triton.next_power_of_2(tile.splits), 32)
     if tile.reducers or kind == "batch":
         numbers = 2 if output in ("silu", "gelu_tanh") else 1
@@ -242,7 +216,7 @@ def plan(
         shape.quant, shape.group,
     )  # fmt: skip
     launch, why_not = launch._replace(reduce_splits=at_once), chosen if isinstance(chosen, str) else ""
-    return KernelPlan(kernel, shape, rows, tile, origin, why_not, problem, launch, packed)
+    return KernelPlan(kernel, shape, tile, origin, why_not, problem, launch, packed)
 
 
 def _config(tile: GemvTile, tiles: int, segment: int, length: int, smem: str, **changes: int) -> LaunchConfig:
@@ -268,24 +242,28 @@ def _plan_packed(shape: LinearShape, tile: GemvTile, tiles: int, rows: int) -> t
     listed = not shape.dense and rows <= 2
     slot = group if grouped else segment
     smem = smem_source((4 + 2 * rows) * length + 4 * (segment // slot) if listed else 2 * rows * length)
-    if shape.dtype == torch.float32:
-        return "float32 activations"
-    if shape.device.type == "cpu":
-        return "the interpreter has no tensor cores"
-    if shape.device.type == "cuda" and not keeps_subnormals(shape.device, shape.dtype):
-        return f"the tensor cores of {shape.device} flush subnormal {dtype} numbers"
-    if grouped and (group < 16 or group & (group - 1)):
-        return f"groups of {group} channels are no power of two of at least 16"
-    if rest or words not in (1, 2, 4):
-        return f"a lane would not read 4, 8 or 16 bytes in tiles of {tile.block_n} columns"
-    if smem == "":
-        return "its lists do not fit into shared memory"
+    half, on_gpu = shape.dtype != torch.float32, shape.device.type == "cuda"
+    for refused, why in (
+        (not half, "float32 activations"),
+        (shape.device.type == "cpu", "the interpreter has no tensor cores"),
+        (half and on_gpu and not packed_gemv.keeps_subnormals(shape.device, shape.dtype),
+         f"the tensor cores of {shape.device} flush subnormal {dtype} numbers"),
+        (grouped and (group < 16 or group & (group - 1)),
+         f"groups of {group} channels are no power of two of at least 16"),
+        (rest or words not in (1, 2, 4),
+         f"a lane would not read 4, 8 or 16 bytes in tiles of {tile.block_n} columns"),
+        (smem == "", "its lists do not fit into shared memory"),
+    ):  # fmt: skip
+        if refused:
+            return why
     parts = triton.cdiv(rows, 8)
     different = max(2, triton.next_power_of_2(min(rows, 8)))
     packed = PackedConfig(
         listed, slot, words, steps, tile.stages, 8 // different, 4 * (4 if shape.quant == "int4" else 2) * parts,
-        value_scale(dtype), code_unit(shape.quant, dtype), load_source(words, shape.stride, listed, k % 16 == 0),
-        product_source(shape.quant, dtype, parts), sum_source(dtype) if shape.quant != "fp8" else ("", ""),
+        packed_gemv.value_scale(dtype), packed_gemv.code_unit(shape.quant, dtype),
+        packed_gemv.load_source(words, shape.stride, listed, k % 16 == 0),
+        packed_gemv.product_source(shape.quant, dtype, parts),
+        packed_gemv.sum_source(dtype) if shape.quant != "fp8" else ("", ""),
     )  # fmt: skip
     # What else there is in a tile stands in PackedConfig, or does not matter: one compiled kernel serves them all.
     bare = GemvTile(tile.block_n, 1, tile.splits, tile.warps, chunk=chunk, trigger=tile.trigger, reducers=tile.reducers)
@@ -299,24 +277,16 @@ class Scratch:
     """Memory the programs of a launch share; one is enough for all launches of a stream, as they run in order."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        def empty(kind: torch.dtype = torch.int32) -> Tensor:
-            return torch.empty(0, dtype=kind, device=device)
-
-        self.partial, self.polled, self.counter, self.index, self.value = (
-            empty(),
-            empty(),
-            empty(),
-            empty(),
-            empty(dtype),
-        )
+        self.value = torch.empty(0, dtype=dtype, device=device)
+        self.partial = self.polled = self.counter = self.index = self.value.to(torch.int32)  # each grows on its own
 
     def reserve(self, plan: KernelPlan) -> None:
         """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw."""
         lists = 0 if plan.launch.smem else plan.programs * plan.launch.length
         for name, size in (
-            ("polled" if plan.tile.reducers else "partial", plan.launch.splits * plan.rows * plan.problem.n),
+            ("polled" if plan.tile.reducers else "partial", plan.launch.splits * plan.problem.batch * plan.problem.n),
             ("index", lists),
-            ("value", plan.rows * lists),
+            ("value", plan.problem.batch * lists),
             ("counter", plan.launch.tiles),
         ):
             held = getattr(self, name)
@@ -326,39 +296,26 @@ class Scratch:
 
 
 def launch_linear(
-    linear: FusedLinear,
-    given: Input,
-    output: Output,
-    scratch: Scratch,
-    plan: KernelPlan,
-    *,
-    eps: float = 0.0,
+    linear: FusedLinear, given: Input, output: Output, scratch: Scratch, plan: KernelPlan, *, eps: float = 0.0,
     counting: Counting | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Launch a linear on the current stream. Nothing is checked or allocated: ``scratch.reserve(plan)`` came before.
 
     ``eps``: of the RMSNorm; ``counting``: add up the kept channels (of a linear that is not dense).
     """
     weight, spinning, in_scratch = linear.weight, plan.tile.reducers > 0, plan.launch.smem == ""
-    plan.kernel[(plan.programs,)](
-        given,
-        Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros),
-        output,
-        Workspace(
-            scratch.polled if spinning else scratch.partial,
-            None if spinning else scratch.counter,
-            scratch.index if in_scratch and plan.kernel is sparse_gemv_kernel else None,
-            scratch.value if in_scratch else None,
-        ),
-        counting,
-        eps,
-        1 if given.ssq is None else given.ssq.shape[1],
-        plan.problem,
-        plan.launch,
-        *(() if plan.packed is None else (plan.packed,)),
-        num_warps=plan.tile.warps,
-        launch_pdl=plan.problem.pdl and plan.tile.early,
+    workspace = Workspace(
+        scratch.polled if spinning else scratch.partial,
+        None if spinning else scratch.counter,
+        scratch.index if in_scratch and plan.kernel is sparse_gemv_kernel else None,
+        scratch.value if in_scratch else None,
     )
+    weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
+    ssq_parts, packed = 1 if given.ssq is None else given.ssq.shape[1], () if plan.packed is None else (plan.packed,)
+    plan.kernel[(plan.programs,)](
+        given, weights, output, workspace, counting, eps, ssq_parts, plan.problem, plan.launch, *packed,
+        num_warps=plan.tile.warps, launch_pdl=plan.problem.pdl and plan.tile.early,
+    )  # fmt: skip
 
 
 # --- tiles

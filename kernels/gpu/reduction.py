@@ -7,9 +7,9 @@ reducers = 0: the last program of a tile to arrive, by a counter. That takes a f
 and back, and then the sums' own.
 
 reducers > 0: that many of the tile's last programs, part of its columns each, by spinning. The workspace holds EMPTY
-before a launch and after it: they poll until every split's sums are there, and put EMPTY in their place. The numbers are
-their own signal: two ways to the L2 cache fewer. But polling takes bandwidth from programs that still read weights, and
-spinning programs hold their places on the chip.
+before a launch and after it: they poll until every split's sums are there, and put EMPTY in their place. The numbers
+are their own signal: two ways to the L2 cache fewer. But polling takes bandwidth from programs that still read weights,
+and spinning programs hold their places on the chip.
 
 Progress: all other programs end without waiting for anybody. A single reducer a tile waits only for programs that began
 before it. Several wait for each other too, so the spinning programs of a launch, reducers * tiles, have to be resident
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import let_next_kernel_start, rms_normalize, wait_for_previous_kernel
+from .common import gdc_wait, rms_normalize
 
 # All bits set: as a float32 a NaN, though none that arithmetic results in, nor one that is ever stored.
 EMPTY = -1
@@ -56,9 +56,7 @@ def store_partial4(at, a, b, c, d, wanted):
 
 
 @triton.jit
-def reduce_tile(
-    split, tile, of, bias_ptr, output, workspace, problem: tl.constexpr, launch: tl.constexpr, TOGETHER: tl.constexpr
-):
+def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: tl.constexpr, TOGETHER: tl.constexpr):
     """The end of every program: its tile's reducer adds up the partial sums of all splits and writes the result, row by
     row or, TOGETHER, all rows in one tensor. ``of``: the tile's ``Columns``."""
     BATCH: tl.constexpr = problem.batch
@@ -72,12 +70,12 @@ def reduce_tile(
     dtype: tl.constexpr = output.out.dtype.element_ty
     # Gate's and up's programs of one tile arrive together.
     ARRIVALS: tl.constexpr = launch.splits * EACH
-    arrival = split + of.projection * launch.splits if PAIRS else split
+    arrival = of.split + of.projection * launch.splits if PAIRS else of.split
     # Which part of the tile's columns this program writes; negative: none.
     if launch.reducers > 0:
         part = arrival - (ARRIVALS - launch.reducers)
     else:
-        counter_ptr = workspace.counter + (of.local if PAIRS else tile)
+        counter_ptr = workspace.counter + (of.local if PAIRS else of.tile)
         tl.debug_barrier()
         if ARRIVALS > 1:
             arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
@@ -90,7 +88,7 @@ def reduce_tile(
         live = n < of.width
         # Columns of partial sums and bias; with gate and up gate's, n0 before up's.
         columns = n if PAIRS else of.first + n
-        ssq_at = tile * PARTS + part
+        ssq_at = of.tile * PARTS + part
         if TOGETHER:
             ROWS: tl.constexpr = triton.next_power_of_2(BATCH)
             row = tl.arange(0, ROWS)
@@ -202,13 +200,12 @@ def _residual_add_kernel(
     live = k < K
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + k, mask=live, other=0.0)
-    wait_for_previous_kernel(PDL)
-    let_next_kernel_start(PDL)
+    gdc_wait(PDL)
     hidden = tl.load(hidden_ptr + row * K + k, mask=live, other=0.0).to(tl.float32)
     y = tl.load(half_ptr + row * K + k, mask=live, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         rstd = tl.rsqrt(tl.sum(y * y, axis=0) / K + eps)
-        y = rms_normalize(y, norm.to(tl.float32), rstd, dtype, norm.dtype == tl.float32).to(tl.float32)
+        y = rms_normalize(y, norm, rstd, dtype).to(tl.float32)
     if MULTIPLIER != 1.0:
         y = (y * MULTIPLIER).to(dtype).to(tl.float32)
     y = (hidden + y).to(dtype)
@@ -220,16 +217,9 @@ def _residual_add_kernel(
 
 
 def launch_residual_add(
-    half: Tensor,
-    hidden: Tensor,
-    ssq: Tensor,
-    *,
-    norm: Tensor | None = None,
-    scalar: Tensor | None = None,
-    eps: float = 0.0,
-    multiplier: float = 1.0,
-    pdl: bool = False,
-) -> None:
+    half: Tensor, hidden: Tensor, ssq: Tensor, *, norm: Tensor | None = None, scalar: Tensor | None = None,
+    eps: float = 0.0, multiplier: float = 1.0, pdl: bool = False,
+) -> None:  # fmt: skip
     """hidden = (hidden + multiplier * norm?(half)) * scalar?, both (B, K), each step rounded as transformers does; norm
     (K,) as ``common.Input.norm``, scalar (1,). ``ssq`` (B, 1) float32 receives the sums of squares of hidden's rows.
 

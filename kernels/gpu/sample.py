@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import let_next_kernel_start, soft_cap, wait_for_previous_kernel
+from .common import gdc_wait, soft_cap
 from .head import Logits, likeliest_token
 
 # What the logits may have been rounded to: float32 has too many values to count.
@@ -52,17 +52,11 @@ class SampleState(NamedTuple):
     def empty(cls, batch: int, vocabulary: int, device: torch.device) -> SampleState:
         """Memory for ``batch`` rows: 0.25 MB each."""
         i32, i64, f32, f64 = torch.int32, torch.int64, torch.float32, torch.float64
-        columns = {
-            "numbers": (4, f64), "seeds": (0, i64), "counts": (VALUES.value, i32), "block_counts": (BLOCKS.value, i32),
-            "block_sums": (BLOCKS.value, f64), "threshold": (0, i32), "sums": (triton.cdiv(vocabulary, TILE.value), f64),
-            "largest": (0, f32), "likeliest": (0, i32), "arrived": (0, i32),
-        }  # fmt: skip
-        return cls(
-            **{
-                name: torch.zeros((batch, size) if size else batch, dtype=dtype, device=device)
-                for name, (size, dtype) in columns.items()
-            }
-        )
+        columns = (
+            (f64, 4), (i64,), (i32, VALUES.value), (i32, BLOCKS.value), (f64, BLOCKS.value), (i32,),
+            (f64, triton.cdiv(vocabulary, TILE.value)), (f32,), (i32,), (i32,),
+        )  # fmt: skip
+        return cls(*(torch.zeros((batch, *size), dtype=dtype, device=device) for dtype, *size in columns))
 
 
 class Finish(NamedTuple):
@@ -143,8 +137,7 @@ def _count_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     row = tl.program_id(1)
-    wait_for_previous_kernel(PDL)
-    let_next_kernel_start(PDL)
+    gdc_wait(PDL)
     temperature, top_k, top_p, filtered = _limits(state, choice.token, row, V)
     if filtered | (tile == 0):
         i = tl.arange(0, HEAD_PAD)
@@ -195,8 +188,7 @@ def _block_weights(state, row, block, largest, temperature, finish: tl.constexpr
 def _threshold_kernel(choice, state, V, tiles, TILES_PAD: tl.constexpr, finish: tl.constexpr, PDL: tl.constexpr):
     block = tl.program_id(0)
     row = tl.program_id(1)
-    wait_for_previous_kernel(PDL)
-    let_next_kernel_start(PDL)
+    gdc_wait(PDL)
     temperature, top_k, top_p, filtered = _limits(state, choice.token, row, V)
     if filtered:
         largest = tl.load(state.largest + row)
@@ -253,8 +245,7 @@ def _kept_weights(logits, row, tile, V, largest, temperature, threshold, min_p, 
 def _draw_kernel(logits, choice, state, V, tiles, TILES_PAD: tl.constexpr, finish: tl.constexpr, PDL: tl.constexpr):
     tile = tl.program_id(0)
     row = tl.program_id(1)
-    wait_for_previous_kernel(PDL)
-    let_next_kernel_start(PDL)
+    gdc_wait(PDL)
     threshold = tl.load(state.threshold + row)
     idle = tl.load(choice.token + row) < 0
     likeliest = tl.load(state.likeliest + row)
@@ -296,21 +287,13 @@ def _draw_kernel(logits, choice, state, V, tiles, TILES_PAD: tl.constexpr, finis
 
 
 def launch_sample(
-    logits: Logits,
-    choice: Choice,
-    state: SampleState,
-    dtype: torch.dtype,
-    *,
-    multiplier: float = 1.0,
-    cap: float | None = None,
-    pdl: bool = False,
-) -> None:
+    logits: Logits, choice: Choice, state: SampleState, dtype: torch.dtype, *, multiplier: float = 1.0,
+    cap: float | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
     """The next token of every row, and its position moved on; idle rows give -1 and stay where they are.
 
-    ``dtype``: bfloat16 or float16, which the logits are rounded to; they are multiplied and capped here.
+    ``dtype``: one of SAMPLED_DTYPES, which the logits are rounded to; they are multiplied and capped here.
     """
-    if dtype not in SAMPLED_DTYPES:
-        raise ValueError(f"expected logits rounded to bfloat16 or float16, found {dtype}")
     batch, vocabulary = logits.logit.shape
     tiles, head_tiles = triton.cdiv(vocabulary, TILE.value), logits.best.shape[1]
     tiles_pad, finish = triton.next_power_of_2(tiles), Finish(multiplier, cap, dtype == torch.float16)

@@ -1,5 +1,5 @@
-"""One or two rows of x times unquantized weights, over the kept channels (and quantized ones that ``packed_gemv`` cannot
-take, dequantized as they are read).
+"""One or two rows of x times unquantized weights, over the kept channels (and quantized ones that ``packed_gemv``
+cannot take, dequantized as they are read).
 
     keep = not (|x| * channel_scale < threshold)           y[n] = sum over kept k of x[k] * weight_t[k, n]
 
@@ -29,19 +29,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import (
-    choose_channels,
-    let_next_kernel_start,
-    program_channels,
-    segment_channel,
-    segment_length,
-    smem_alloc,
-    smem_barrier,
-    smem_load,
-    smem_store,
-    tile_columns,
-    wait_for_previous_kernel,
-)
+from .channels import choose_channels, clear_lists, program_channels, segment_channel, tile_columns
+from .common import gdc_launch, gdc_wait, smem_alloc, smem_barrier, smem_load, smem_store
 from .reduction import reduce_tile, store_partial
 from .weights import dequantize_block, quant_columns
 
@@ -72,34 +61,27 @@ def sparse_gemv_kernel(
     LEAD_ROWS: tl.constexpr = LEAD * STEP
     SMEM: tl.constexpr = launch.smem
     SHARED: tl.constexpr = SMEM != ""
+    VALUE: tl.constexpr = 4 if SHARED else 1  # from a value of the list to the next: bytes, or an element
     dtype: tl.constexpr = output.out.dtype.element_ty
     program = tl.program_id(0)
-    tile = program % launch.tiles
-    split = program // launch.tiles
-    of = tile_columns(tile, problem, BLOCK_N)
-    n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_width = n < of.width
-    columns = of.first + n
+    of = tile_columns(program % launch.tiles, program // launch.tiles, problem, BLOCK_N)
+    split = of.split
     # Of quantized weights the columns, else the addresses in the first row.
-    read = quant_columns(of, n, problem) if problem.quant != "none" else weights.weight_t + columns
+    read = quant_columns(of, of.n, problem) if problem.quant != "none" else weights.weight_t + of.column
 
     # --- before the previous kernel has ended: constants, and the first rows of weights
-    channels = program_channels(given, weights, of, split, problem, launch, launch.chunk)
+    channels = program_channels(given, weights, of, problem, launch, launch.chunk)
     position = channels.position
-    count = segment_length(split, K, launch.splits, launch.chunk)
-    # A projection's first tile counts for all of them, each program its own channels in a cell of its own.
-    counts = of.local == 0
-    cell = of.projection * launch.splits + split
+    count = channels.count
     kept = program * 0
-    kept_before = kept.to(tl.int64)
     if counting is not None:
-        kept_before = tl.load(counting.before + cell, mask=counts, other=0)
+        kept_before = tl.load(counting.before + channels.cell, mask=channels.counts, other=0)
     lane = tl.arange(0, BLOCK_K)
     if SHARED:
         list_index = smem_alloc(SMEM, program)
         list_value = list_index + LENGTH * 4
         spare = list_value + BATCH * LENGTH * 4
-        _clear(list_index, list_value, problem, launch)
+        clear_lists(list_index, list_value, K, BATCH * LENGTH, launch, not DENSE)
     else:
         list_index = workspace.list_index + program * LENGTH
         list_value = workspace.list_value + program * BATCH * LENGTH
@@ -108,13 +90,13 @@ def sparse_gemv_kernel(
         lead = ()
         for step in tl.static_range(LEAD):
             ks = _channels(list_index, lane, step * STEP, split, True, launch)
-            lead = lead + _rows(weights, read, ks, in_width, problem, launch)
-    wait_for_previous_kernel(problem.pdl)
+            lead = lead + _rows(weights, read, ks, of.live, problem, launch)
+    gdc_wait(problem.pdl, False)
     if not SHARED:
         # Not before: the previous kernel may still read its lists in the same scratch memory.
-        _clear(list_index, list_value, problem, launch)
+        clear_lists(list_index, list_value, K, BATCH * LENGTH, launch, not DENSE)
     if launch.trigger == 1:
-        let_next_kernel_start(problem.pdl)
+        gdc_launch(problem.pdl)
 
     # --- select: compact the kept channels
     xs, keep, kept_rows = choose_channels(given, channels, counting, eps, ssq_parts, problem, BATCH > 1, dtype)
@@ -127,7 +109,7 @@ def sparse_gemv_kernel(
         smem_store(list_index, position * 0 + (LENGTH - 1), place + 1, position == SEGMENT - 1, SHARED)
         smem_store(list_index, place, channels.k, listed, SHARED)
     for row in tl.static_range(BATCH):
-        smem_store(_values_of(list_value, row, launch), place, xs[row], listed, SHARED)
+        smem_store(list_value + row * LENGTH * VALUE, place, xs[row], listed, SHARED)
     list_index = smem_barrier(list_index, SHARED)
     if SHARED:
         list_value = list_index + LENGTH * 4
@@ -135,7 +117,7 @@ def sparse_gemv_kernel(
         count = smem_load(list_index, LENGTH - 1, tl.int32, SHARED)
     if counting is not None:
         if BATCH > 1:
-            if counts:
+            if channels.counts:
                 kept = tl.sum(kept_rows, axis=0)
         else:  # one row, and the list has all that it keeps
             kept = tl.where(tl.load(counting.token) >= 0, count, 0)
@@ -146,7 +128,7 @@ def sparse_gemv_kernel(
         sums += (tl.zeros((BLOCK_K, BLOCK_N), tl.float32),)
     # Two steps ahead with the channels, one with the weights: the memory is never idle while a program multiplies.
     ks = _channels(list_index, lane, LEAD_ROWS, split, DENSE, launch)
-    ws = _rows(weights, read, ks, in_width, problem, launch)
+    ws = _rows(weights, read, ks, of.live, problem, launch)
     ks = _channels(list_index, lane, LEAD_ROWS + STEP, split, DENSE, launch)
     if LEAD_ROWS > 0:
         tl.debug_barrier()
@@ -154,7 +136,7 @@ def sparse_gemv_kernel(
             at = i * BLOCK_K + lane
             sums = _add_products(sums, list_value, at, lead[i].to(tl.float32), BATCH, launch)
     for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
-        ahead = _rows(weights, read, ks, in_width, problem, launch)
+        ahead = _rows(weights, read, ks, of.live, problem, launch)
         ks = _channels(list_index, lane, start + 2 * STEP, split, DENSE, launch)
         # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
         # flight; it moves nothing across a barrier.
@@ -164,7 +146,7 @@ def sparse_gemv_kernel(
             sums = _add_products(sums, list_value, at, ws[i].to(tl.float32), BATCH, launch)
         ws = ahead
     if launch.trigger == 2:
-        let_next_kernel_start(problem.pdl)
+        gdc_launch(problem.pdl)
     for row in tl.static_range(BATCH):
         if SHARED and BLOCK_K > 1 and BLOCK_N >= 64:
             # Over block_k, first to last, in one exchange through shared memory: ``tl.sum`` takes one for each number
@@ -179,38 +161,16 @@ def sparse_gemv_kernel(
                 y += smem_load(items, other * BLOCK_N + spread, tl.float32, True)
         else:
             y = tl.sum(sums[row], axis=0)
-        store_partial(workspace.partial, (split * BATCH + row) * problem.n + columns, y, in_width)
+        store_partial(workspace.partial, (split * BATCH + row) * problem.n + of.column, y, of.live)
     if counting is not None:
-        tl.store(counting.after + cell, kept_before + kept, mask=counts)
+        tl.store(counting.after + channels.cell, kept_before + kept, mask=channels.counts)
 
-    reduce_tile(split, tile, of, weights.bias, output, workspace, problem, launch, False)
-
-
-@triton.jit
-def _clear(list_index, list_value, problem: tl.constexpr, launch: tl.constexpr):
-    """Fill the lists with "no channel": what they will not reach then needs no comparison with their length."""
-    LENGTH: tl.constexpr = launch.length
-    VALUES: tl.constexpr = problem.batch * LENGTH  # of all rows, one after the other
-    SEGMENT: tl.constexpr = launch.segment
-    SHARED: tl.constexpr = launch.smem != ""
-    position = tl.arange(0, SEGMENT)
-    if not problem.dense:
-        for start in tl.static_range(0, LENGTH, SEGMENT):
-            none = tl.full((SEGMENT,), problem.k, tl.int32)
-            smem_store(list_index, start + position, none, start + position < LENGTH, SHARED)
-    for start in tl.static_range(0, VALUES, SEGMENT):
-        smem_store(list_value, start + position, tl.zeros((SEGMENT,), tl.float32), start + position < VALUES, SHARED)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _values_of(list_value, row: tl.constexpr, launch: tl.constexpr):
-    return list_value + row * launch.length * (4 if launch.smem != "" else 1)
+    reduce_tile(of, weights.bias, output, workspace, problem, launch, False)
 
 
 @triton.jit
 def _channels(list_index, lane, start, split, DENSE: tl.constexpr, launch: tl.constexpr):
-    """The channels at positions ``start``.. of the program's list, as ``unroll`` tensors of block_k; K or more: none."""
+    """The channels at the list's positions ``start`` .., as ``unroll`` tensors of block_k; K or more: none."""
     UNROLL: tl.constexpr = launch.unroll
     ks = ()
     for i in tl.static_range(UNROLL):
@@ -242,6 +202,7 @@ def _add_products(sums, list_value, at, w, BATCH: tl.constexpr, launch: tl.const
     """Each row's sums (block_k, block_n), and the products of its values at the list's places ``at`` with w."""
     added = ()
     for row in tl.static_range(BATCH):
-        x = smem_load(_values_of(list_value, row, launch), at, tl.float32, launch.smem != "").to(w.dtype)
+        values = list_value + row * launch.length * (4 if launch.smem != "" else 1)
+        x = smem_load(values, at, tl.float32, launch.smem != "").to(w.dtype)
         added += (sums[row] + x[:, None] * w,)
     return added

@@ -27,8 +27,8 @@ ZERO = {"int4": 8, "int8": 0, "fp8": 0}  # the code of zero without zero points
 COLUMN_BLOCK = 256
 _UNQUANTIZED_BLOCK = 16
 _PIECE = 8 << 20  # numbers stored or dequantized at a time
-_BLOCK = tl.constexpr(COLUMN_BLOCK)
-_INT4_ZERO = tl.constexpr(ZERO["int4"])
+BLOCK = tl.constexpr(COLUMN_BLOCK)
+INT4_ZERO = tl.constexpr(float(ZERO["int4"]))
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DeviceWeight:
     data: Tensor  # (K, stride) of dtype; quantized: (K, words) int32
     scales: Tensor | None  # quantized: (K / group, padded columns) float32; 0 in the padding
     zeros: Tensor | None  # the same shape, zero points; None: the type's own
-    group: int  # neighbouring channels that share a scale
+    group: int  # neighbouring channels that share a scale; 0: unquantized
     dtype: torch.dtype
     widths: tuple[int, ...]
 
@@ -95,9 +95,8 @@ class FusedLinear:
     @cached_property
     def shape(self) -> LinearShape:
         weight, data = self.weight, self.weight.data
-        group = 0 if weight.quant == "none" else weight.group
         return LinearShape(
-            len(data), self.widths, data.stride(0), weight.dtype, data.device, self.dense, weight.quant, group
+            len(data), self.widths, data.stride(0), weight.dtype, data.device, self.dense, weight.quant, weight.group
         )
 
 
@@ -108,7 +107,7 @@ def padded_width(width: int) -> int:
 
 def unquantized(data: Tensor, widths: tuple[int, ...]) -> DeviceWeight:
     """Weights as they are: (K, stride), of which the first ``sum(widths)`` columns are used."""
-    return DeviceWeight("none", data, None, None, data.shape[0], data.dtype, widths)
+    return DeviceWeight("none", data, None, None, 0, data.dtype, widths)
 
 
 def empty_weight(
@@ -208,8 +207,8 @@ def without_default_zeros(weight: DeviceWeight) -> DeviceWeight:
 @triton.jit
 def quant_columns(of, n, problem: tl.constexpr):
     """Where the columns ``n`` of a tile's projection stand among the padded ones: an index of ``quant_scales``."""
-    FIRST: tl.constexpr = (problem.n0 + _BLOCK - 1) // _BLOCK * _BLOCK
-    SECOND: tl.constexpr = FIRST + (problem.n1 + _BLOCK - 1) // _BLOCK * _BLOCK
+    FIRST: tl.constexpr = (problem.n0 + BLOCK - 1) // BLOCK * BLOCK
+    SECOND: tl.constexpr = FIRST + (problem.n1 + BLOCK - 1) // BLOCK * BLOCK
     return tl.where(of.projection == 0, 0, tl.where(of.projection == 1, FIRST, SECOND)) + n
 
 
@@ -232,5 +231,5 @@ def dequantize_block(weights, column, k, live, problem: tl.constexpr):
     if weights.quant_zeros is not None:
         value -= tl.load(weights.quant_zeros + scale_at, mask=live, other=0.0)
     elif INT4:
-        value -= _INT4_ZERO
+        value -= INT4_ZERO
     return value * tl.load(weights.quant_scales + scale_at, mask=live, other=0.0)

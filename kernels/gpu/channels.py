@@ -1,0 +1,273 @@
+"""How the kernels of a linear begin: which columns and channels a program has, its input, which channels it keeps.
+
+Sums are float32. Channels are dealt to the S programs of a split in chunks of ``CHUNK``: chunk c goes to program
+c mod S. Heads or other runs of channels that are kept more often than others are spread evenly, so the splits finish
+together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .common import Input, KVSplits, issue_loads, load_squares, reciprocal_rms, rms_normalize, smem_barrier, smem_store
+
+_ROWS = tl.constexpr(8)  # rows whose inputs are read at the same time
+
+
+class Columns(NamedTuple):
+    """Within a kernel: a program's tile of columns and its split of the channels."""
+
+    tile: Any
+    split: Any
+    projection: Any  # of the tile
+    local: Any  # the tile's index among the projection's
+    first: Any  # the projection's first column
+    width: Any  # and its columns
+    n: Any  # (BLOCK_N,) the tile's columns, from the projection's first
+    live: Any  # those that exist
+    column: Any  # from the first projection's first
+
+
+class Channels(NamedTuple):
+    """Within a kernel: a program's channels, their positions in its segment and ids; and what is known before x."""
+
+    position: Any
+    k: Any
+    live: Any  # those that exist
+    norm: Any
+    scale: Any
+    threshold: Any
+    count: Any  # of them; the last chunk may run past K and is masked where it is read
+    cell: Any  # the program's own in ``Counting``
+    counts: Any  # a projection's first tile counts for all of its tiles
+
+
+# --- columns and channels of a program
+
+
+@triton.jit
+def tile_columns(tile, split, problem: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The ``Columns`` of a tile of BLOCK_N of them; none spans two projections."""
+    T0: tl.constexpr = (problem.n0 + BLOCK_N - 1) // BLOCK_N
+    T1: tl.constexpr = (problem.n1 + BLOCK_N - 1) // BLOCK_N
+    second = (tile >= T0).to(tl.int32)
+    third = (tile >= T0 + T1).to(tl.int32)
+    projection = second + third if problem.n2 > 0 else second
+    local = tile - second * T0
+    first = tl.where(second > 0, problem.n0, 0)
+    width = tl.where(second > 0, problem.n1, problem.n0)
+    if problem.n2 > 0:
+        local = local - third * T1
+        first = tl.where(third > 0, problem.n0 + problem.n1, first)
+        width = tl.where(third > 0, problem.n2, width)
+    n = local * BLOCK_N + tl.arange(0, BLOCK_N)
+    return Columns(tile, split, projection, local, first, width, n, n < width, first + n)
+
+
+@triton.jit
+def segment_channel(position, split, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+    """The channel at ``position`` of a split's segment."""
+    return ((position // CHUNK) * SPLITS + split) * CHUNK + position % CHUNK
+
+
+@triton.jit
+def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.constexpr, CHUNK: tl.constexpr):
+    """The ``Channels`` of a program: constants, which are read before the previous kernel has ended."""
+    position = tl.arange(0, launch.segment)
+    k = segment_channel(position, of.split, launch.splits, CHUNK)
+    live = k < problem.k
+    threshold = tl.load(weights.thresholds + of.projection)
+    norm = k
+    scale = k
+    if given.norm is not None:
+        norm = tl.load(given.norm + k, mask=live, other=0.0)
+    if not problem.dense:
+        scale = tl.load(weights.scales + of.projection * problem.k + k, mask=live, other=0.0)
+    CHUNKS: tl.constexpr = (problem.k + CHUNK - 1) // CHUNK
+    count = ((CHUNKS - of.split + launch.splits - 1) // launch.splits) * CHUNK
+    cell = of.projection * launch.splits + of.split
+    return Channels(position, k, live, norm, scale, threshold, count, cell, of.local == 0)
+
+
+@triton.jit
+def clear_lists(index, values, K: tl.constexpr, VALUES: tl.constexpr, launch: tl.constexpr, LISTED: tl.constexpr):
+    """Fill a program's lists with "no channel" (LISTED) and with VALUES float32 zeros: what they will not reach then
+    needs no comparison with their length."""
+    SEGMENT: tl.constexpr = launch.segment
+    LENGTH: tl.constexpr = launch.length
+    SHARED: tl.constexpr = launch.smem != ""
+    position = tl.arange(0, SEGMENT)
+    if LISTED:
+        for start in tl.static_range(0, LENGTH, SEGMENT):
+            none = tl.full((SEGMENT,), K, tl.int32)
+            smem_store(index, start + position, none, start + position < LENGTH, SHARED)
+    for start in tl.static_range(0, VALUES, SEGMENT):
+        smem_store(values, start + position, tl.zeros((SEGMENT,), tl.float32), start + position < VALUES, SHARED)
+    tl.debug_barrier()
+
+
+@triton.jit
+def is_dropped(x, scale, limit):
+    """The mask, as ``reference.keep_mask`` defines it: a NaN is not below anything, so it is kept."""
+    return tl.abs(x.to(tl.float32)) * scale < limit
+
+
+@triton.jit
+def drops(given, x, channels, row):
+    """``is_dropped`` for the channels of a row; its threshold is 0 if it keeps all of them."""
+    limit = channels.threshold
+    if given.row_mask is not None:
+        limit = limit * tl.load(given.row_mask + row)
+    return is_dropped(x, channels.scale, limit)
+
+
+# --- the input of a linear
+
+
+@triton.jit
+def load_input(given, row, channels, problem: tl.constexpr, dtype: tl.constexpr):
+    """A row's values of the program's channels before any norm: x, or in ``dtype`` attention's splits combined.
+
+    One tensor for each split: a second dimension would cost exchanges between threads.
+    """
+    k = channels.k
+    live = channels.live
+    if given.attention is None:
+        x = tl.load(given.x + row * problem.k + k, mask=live, other=0.0)
+    else:
+        KV_SPLITS: tl.constexpr = problem.kv_splits
+        HEAD_DIM: tl.constexpr = problem.head_dim
+        at = (row * (problem.k // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
+        ms = ()
+        totals = ()
+        parts = ()
+        for s in tl.static_range(KV_SPLITS):
+            ms += (tl.load(given.attention.maximum + at + s, mask=live, other=0.0),)
+            totals += (tl.load(given.attention.total + at + s, mask=live, other=1.0),)
+            part = tl.load(given.attention.x + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
+            parts += (part,)
+        m = ms[0]
+        for s in tl.static_range(1, KV_SPLITS):
+            m = tl.maximum(m, ms[s])
+        x = tl.zeros(k.shape, m.dtype)
+        total = tl.zeros(k.shape, m.dtype)
+        for s in tl.static_range(KV_SPLITS):
+            factor = tl.exp2(ms[s] - m)
+            total += totals[s] * factor
+            x += parts[s] * factor
+        x = (x / total).to(dtype)
+    return x
+
+
+@triton.jit
+def choose_channels(
+    given, channels, counting, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr
+):
+    """For one row or two: each row's float32 values of the program's channels, which of them any row keeps, and how
+    many counted rows keep each. EACH: a row's own dropped channels are 0, and what each row keeps is counted."""
+    BATCH: tl.constexpr = problem.batch
+    NORMED: tl.constexpr = given.norm is not None
+    # Loads first: none passes a store or a barrier.
+    inputs = ()
+    squares = ()
+    for row in tl.static_range(BATCH):
+        inputs += (load_input(given, row, channels, problem, dtype),)
+        if NORMED:
+            squares += (load_squares(given.ssq, row, ssq_parts, problem.ssq_pad),)
+    keep = channels.position < 0
+    kept_rows = channels.position * 0
+    xs = ()
+    for row in tl.static_range(BATCH):
+        x = inputs[row]
+        if NORMED:
+            x = rms_normalize(x, channels.norm, reciprocal_rms(squares[row], eps, problem.k), dtype)
+        value = x.to(tl.float32)
+        if not problem.dense:
+            keep_row = channels.live & ~drops(given, x, channels, row)
+            keep = keep | keep_row
+            if EACH:
+                if counting is not None:
+                    kept_rows += (keep_row & (tl.load(counting.token + row) >= 0)).to(tl.int32)
+                value = tl.where(keep_row, value, 0.0)
+        xs += (value,)
+    return xs, keep, kept_rows
+
+
+@triton.jit
+def wait_in_loop(scalar, PDL: tl.constexpr):
+    """``gdc_wait`` inside a loop whose first loads have to come before it: the compiler moves no load
+    across that one. Returns 0, to be added to the address of what is read afterwards, or that may come too early.
+    ``scalar``: any int32."""
+    zero = scalar * 0
+    if PDL:
+        zero = tl.inline_asm_elementwise(
+            "{ griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0; }",
+            "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return tl.multiple_of(zero, 16)
+
+
+@triton.jit
+def store_inputs(
+    values, given, channels, counting, eps, ssq_parts,
+    problem: tl.constexpr, LENGTH: tl.constexpr, SHARED: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr = 1.0,
+):  # fmt: skip
+    """Store each row's values of the program's channels, times SCALE, 0 where it drops one, LENGTH apart; returns
+    where, for ``smem_load``.
+
+    Waits for the previous kernel, and lets the next one start. Adds what the rows keep to the program's own cell.
+    """
+    BATCH: tl.constexpr = problem.batch
+    NORMED: tl.constexpr = given.norm is not None
+    COUNT: tl.constexpr = counting is not None
+    position = channels.position
+    zero = wait_in_loop(ssq_parts, problem.pdl)
+    kept_rows = position * 0
+    kept_before = zero.to(tl.int64)
+    if COUNT:
+        kept_before = tl.load(counting.before + channels.cell, mask=channels.counts, other=0)
+    if given.attention is not None:
+        splits = given.attention
+        splits = KVSplits(splits.x + zero, splits.maximum + zero, splits.total + zero)
+        after_wait = Input(None, None, None, splits, given.row_mask)
+    else:
+        after_wait = Input(given.x + zero, None, None, None, given.row_mask)
+    ssq_ptr = given.ssq
+    if NORMED:
+        ssq_ptr += zero
+    for begin in tl.static_range(0, BATCH, _ROWS):
+        # Several rows' loads first: none passes a store or a barrier.
+        inputs = ()
+        squares = ()
+        for row in tl.static_range(begin, begin + _ROWS):
+            if row < BATCH:
+                inputs += (load_input(after_wait, row, channels, problem, dtype),)
+        if NORMED:
+            if SHARED:
+                issue_loads(zero)
+            for row in tl.static_range(begin, begin + _ROWS):
+                if row < BATCH:
+                    squares += (load_squares(ssq_ptr, row, ssq_parts, problem.ssq_pad),)
+        if SHARED:
+            issue_loads(zero)
+        for row in tl.static_range(begin, begin + _ROWS):
+            if row < BATCH:
+                x = inputs[row - begin]
+                if NORMED:
+                    x = rms_normalize(x, channels.norm, reciprocal_rms(squares[row - begin], eps, problem.k), dtype)
+                if not problem.dense:
+                    dropped = drops(given, x, channels, row)
+                    if COUNT:
+                        kept_rows += (channels.live & ~dropped & (tl.load(counting.token + row) >= 0)).to(tl.int32)
+                    x = tl.where(dropped, 0.0, x).to(dtype)
+                x = tl.where(channels.live, x, 0.0).to(dtype)
+                if SCALE != 1.0:
+                    x = (x.to(tl.float32) * SCALE).to(dtype)
+                smem_store(values, row * LENGTH + position, x, position < LENGTH, SHARED)
+    if COUNT:  # noqa: SIM102 (resolved at compile time)
+        if channels.counts:
+            tl.store(counting.after + channels.cell, kept_before + tl.sum(kept_rows, axis=0))
+    return smem_barrier(values, SHARED)
