@@ -94,15 +94,13 @@ def test_kernels_compile_within_the_chips_limits(arch: int, outcomes) -> None:
         # Those without a block never reach the wait in the loop, and may not touch what is shared before another.
         # The product for many rows within vLLM is launched like any other, and so is what reads a prompt.
         # Kernels with a mask by row are compiled without programmatic launches, as vLLM launches them.
-        plainly = (
-            row["kernel"] == "mask gemm"
-            or row["kernel"].startswith(("chunk", "subnormals"))
-            or "by row" in row["kernel"]
-        )
+        plainly = row["kernel"].startswith(("chunk", "mask gemm", "subnormals")) or "by row" in row["kernel"]
         waits = 2 if "idle" in row["kernel"] else 0 if plainly else 1
         assert row["waits"] == (row["arch"] >= 90) * waits, row
         # A sum that two threads poll is taken when one of them has seen it.
         assert row["polls_shared"] == (0 if "waiting" in row["kernel"] else -1), row
-        # One row is the case that speed is promised for: it may not spill. Batches may, a little, and float32.
-        slower = {"batch", "rows", "fp32"} & set(row["kernel"].split())
-        assert row["stack"] <= (512 if slower else 32), row
+        # One row is the case that speed is promised for: it may not spill. Batches may, a little, and float32. That has no
+        # tensor cores: a thread multiplies whole rows of q and keys, 4 bytes a number, and 512 wide they fill no register.
+        words = set(row["kernel"].split())
+        most = 4 * 512 if {"512", "fp32"} <= words else 512 if {"batch", "rows", "fp32"} & words else 32
+        assert row["stack"] <= most, row

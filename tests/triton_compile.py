@@ -13,24 +13,43 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import JITFunction
 
-from wisparse.kernels.gpu import attention as attention_module
-from wisparse.kernels.gpu import delta_net, head, masked_gemm, packed_gemv, plan, reduction, sample
-from wisparse.kernels.gpu.attention import AttentionShape, KVSlots, QKNorms, RotaryTables, Rows
-from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Weights, Workspace
+from wisparse.kernels.gpu import plan
+from wisparse.kernels.gpu.attention import (
+    AttentionShape,
+    KVSlots,
+    QKNorms,
+    RotaryTables,
+    Rows,
+    launch_attention,
+    launch_chunk_attention,
+)
+from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
+from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
+from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
+from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
+from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel, sum_source
 from wisparse.kernels.gpu.plan import GemvTile, Gpu
-from wisparse.kernels.gpu.weights import BITS, LinearShape, padded_width
+from wisparse.kernels.gpu.reduction import launch_residual_add
+from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
+from wisparse.kernels.gpu.weights import FusedLinear, empty_weight
 
-TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+I8, I32, I64 = torch.int8, torch.int32, torch.int64
+TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", FP64: "fp64", I8: "i8", I32: "i32", I64: "i64"}
+META = torch.device("meta")
 SHAPES = {  # Llama-3.1-8B's: K, widths, source, target
     "qkv": (4096, (4096, 1024, 1024), "hidden", "plain"),
     "o": (4096, (4096,), "attention", "residual"),
@@ -38,31 +57,47 @@ SHAPES = {  # Llama-3.1-8B's: K, widths, source, target
     "down": (14336, (4096,), "plain", "residual"),
 }
 LLAMA = AttentionShape(32, 8, 128, rotary=128)
-LOGITS = head.Logits("*fp32", "*fp32", "*i32")
+VOCABULARY = 128256
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def compile_kernel(kernel, arch: int, given: dict[str, Any], warps: int = 4):
-    """Compile one kernel for ``given``: types of pointers and numbers ("*bf16", "i32"), every pointer and int taken as
-    divisible by 16, or groups of them; all else is a constant. What the kernel has no argument for is left out."""
-    attrs: dict[tuple[int, ...], list] = {}
-    values: dict[tuple[int, ...], Any] = {}
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
 
-    def signature_of(path: tuple[int, ...], given: Any) -> Any:
-        if isinstance(given, (Input, KVSplits, Output, Weights, Workspace, Counting, QKNorms, RotaryTables, KVSlots, Rows,
-                              head.Logits, sample.Choice, sample.SampleState, delta_net.DeltaInput,
-                              delta_net.DeltaTensors, delta_net.DeltaMemory)):  # fmt: skip
-            return type(given)(*(signature_of((*path, i), inner) for i, inner in enumerate(given)))
-        if not isinstance(given, str) or not re.fullmatch(r"\*?[a-z]+\d+", given):
-            values[path] = given
+
+def launched(arch: int, launch: Callable[[], object]) -> dict[str, Any]:
+    """The kernels, by name, that ``launch`` launches on meta tensors, compiled instead; every pointer and int is taken as
+    divisible by 16."""
+    found = {}
+
+    def compile_kernel(kernel: JITFunction, *given: Any, grid: object, warmup: bool, **options: Any) -> None:
+        attrs: dict[tuple[int, ...], list] = {}
+        values: dict[tuple[int, ...], Any] = {}
+
+        def type_of(path: tuple[int, ...], value: Any) -> Any:
+            if isinstance(value, (Tensor, int)):
+                attrs[path] = [["tt.divisibility", 16]]
+                return "i32" if isinstance(value, int) else f"*{TYPES[value.dtype]}"
+            if isinstance(value, tuple):
+                return type(value)(*(type_of((*path, i), inner) for i, inner in enumerate(value)))
+            return "fp32" if isinstance(value, float) else constant(path, value)
+
+        def constant(path: tuple[int, ...], value: Any) -> str:
+            values[path] = value
             return "constexpr"
-        if given.startswith("*") or given == "i32":
-            attrs[path] = [["tt.divisibility", 16]]
-        return given
 
-    signature = {name: signature_of((i,), given[name]) for i, name in enumerate(kernel.arg_names)}
-    source = ASTSource(kernel, signature, values, attrs)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+        given += tuple(options[name] for name in kernel.arg_names[len(given) :])
+        signature = {
+            parameter.name: (constant if parameter.is_constexpr else type_of)((i,), value)
+            for i, (parameter, value) in enumerate(zip(kernel.params, given, strict=True))
+        }
+        source = ASTSource(kernel, signature, values, attrs)
+        warps = {"num_warps": options.get("num_warps", 4)}
+        found[kernel.__name__] = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=warps)
+
+    with patch.object(JITFunction, "run", compile_kernel):
+        launch()
+    return found
 
 
 def resources(compiled) -> dict[str, int]:
@@ -98,162 +133,94 @@ def polls_shared(compiled) -> int:
     return shared if polls else -1
 
 
-def llama_shape(
-    group: str, dense: bool, dtype: str = "bf16", quant: tuple[str, int, bool] = ("none", 0, False)
-) -> LinearShape:
+def llama_linear(
+    group: str, dense: bool, dtype: torch.dtype = BF16, quant: tuple[str, int, bool] = ("none", 0, False)
+) -> FusedLinear:
     """``quant``: the weights' type, group (0: all channels) and whether there are zero points."""
     k, widths, _, _ = SHAPES[group]
-    kind, size, _ = quant
-    coded = kind != "none"
-    stride = sum(map(padded_width, widths)) * BITS[kind] // 32 if coded else sum(widths)
-    return LinearShape(k, widths, stride, TORCH_TYPES[dtype], torch.device("meta"), dense, kind, coded * (size or k))
+    kind, size, zeros = quant
+    weight = empty_weight(kind, k, widths, size or None, dtype, META, zeros=zeros)
+    parts = len(widths)
+    return FusedLinear(weight, None, empty(parts, k, dtype=FP32), empty(parts, dtype=FP32), dense)
 
 
 def gemv(
-    arch: int,
-    tile: GemvTile | None,
-    group: str,
-    batch: int = 1,
-    dense: bool = False,
-    dtype: str = "bf16",
-    pdl: bool | None = None,
-    count: bool = False,
-    by_row: bool = False,
-    norm: str | None = None,
-    quant: tuple[str, int, bool] = ("none", 0, False),
-    **ends: str,
-):
+    arch: int, tile: GemvTile | None, group: str, batch: int = 1, dense: bool = False, dtype: torch.dtype = BF16,
+    pdl: bool | None = None, count: bool = False, by_row: bool = False, norm: torch.dtype | None = None,
+    quant: tuple[str, int, bool] = ("none", 0, False), **ends: str,
+) -> None:  # fmt: skip
     """The linear as Llama-3.1-8B launches it for ``group``; ``count``: with its kept channels counted; ``by_row``:
     as vLLM does; ``norm`` (type of the norm's weights), ``source`` and ``target``: as other families do."""
-    shape = llama_shape(group, dense, dtype, quant)
-    _, _, source, target = SHAPES[group]
+    linear, (k, _, source, target) = llama_linear(group, dense, dtype, quant), SHAPES[group]
     if by_row:
         source = target = "plain"
-    source, target = ends.get("source", source), ends.get("target", target)
-    attention = {"kv_splits": 16 // batch, "head_dim": 128} if source == "attention" else {}
-    chosen = plan.plan(shape, batch, Gpu(arch, 1 << 20), output=target, ssq_parts=16, tile=tile, pdl=pdl, **attention)
-    in_scratch, many = chosen.launch.smem == "", chosen.kernel is masked_gemm.masked_gemm_kernel
-    quantized = quant[0] != "none"
+    source, target, splits = ends.get("source", source), ends.get("target", target), 16 // batch
+    sums = empty(batch, k // 128, splits, dtype=FP32)
     given = {
-        "plain": Input(f"*{dtype}"),
-        "hidden": Input(f"*{dtype}", "*fp32", norm or f"*{dtype}"),
-        "attention": Input(None, attention=KVSplits("*fp32", "*fp32", "*fp32")),
+        "plain": Input(empty(batch, k, dtype=dtype)),
+        "hidden": Input(empty(batch, k, dtype=dtype), empty(batch, 16, dtype=FP32), empty(k, dtype=norm or dtype)),
+        "attention": Input(None, attention=KVSplits(empty(batch, k // 128, splits, 128, dtype=FP32), sums, sums)),
     }[source]
-    arguments = {
-        "given": given._replace(row_mask="*fp32" if by_row else None),
-        "weights": Weights(
-            "*i32" if quantized else f"*{dtype}", None, "*fp32", "*fp32", "*fp32" if quantized else None,
-            "*fp32" if quant[2] else None,
-        ),
-        "output": Output(f"*{dtype}", "*fp32" if target == "residual" else None),
-        "workspace": Workspace(
-            "*i32", None if chosen.tile.reducers else "*i32", "*i32" if in_scratch and not many else None,
-            f"*{dtype}" if in_scratch else None,
-        ),
-        "counting": Counting("*i64", "*i64", "*i64") if count else None,
-        "eps": "fp32", "ssq_parts": "i32", "problem": chosen.problem, "launch": chosen.launch, "packed": chosen.packed,
-    }  # fmt: skip
-    return compile_kernel(chosen.kernel, arch, arguments, chosen.tile.warps)
-
-
-def mask(arch: int, name: str, **constants: Any):
-    """vLLM's launches for many rows."""
-    pointers = dict.fromkeys(("x_ptr", "out_ptr", "weight_ptr"), "*bf16")
-    pointers |= dict.fromkeys(("scale_ptr", "threshold_ptr", "row_mask_ptr"), "*fp32")
-    given = {**pointers, "bias_ptr": None, "M": "i32", "K": 4096, "PDL": arch >= 90, **constants}
-    return compile_kernel(getattr(masked_gemm, name), arch, given)
+    chosen = plan.plan(
+        linear.shape, batch, Gpu(arch, 1 << 20), output=target, ssq_parts=16, tile=tile, pdl=pdl,
+        **({"kv_splits": splits, "head_dim": 128} if source == "attention" else {}),
+    )  # fmt: skip
+    scratch = plan.Scratch(META, dtype)
+    scratch.reserve(chosen)
+    out = Output(empty(batch, linear.out_features, dtype=dtype), sums if target == "residual" else None)
+    plan.launch_linear(
+        linear, given._replace(row_mask=empty(batch, dtype=FP32) if by_row else None), out, scratch, chosen,
+        counting=Counting(*(empty(1, dtype=I64) for _ in range(3))) if count else None,
+    )  # fmt: skip
 
 
 def attention(
-    arch: int, dtype: str = "bf16", splits: int = 16, stages: int = 3, norm: str | None = None, **changes: Any
-):
-    """Llama-3.1-8B's; ``norm``: type of q and k norms' weights; ``changes``: of the shape, as other families have."""
-    kind = f"*{dtype}"
-    scale = kind if changes.pop("scaled", False) else None
+    arch: int, rows: int = 0, dtype: torch.dtype = BF16, splits: int = 16, stages: int = 3,
+    norm: torch.dtype | None = None, scaled: bool = False, **changes: Any,
+) -> None:  # fmt: skip
+    """Llama-3.1-8B's, of a step or a short prompt's ``rows``; ``norm``: type of q and k norms' weights; ``changes``: of the
+    shape, as other families have."""
     shape = LLAMA._replace(**changes)
-    config, warps = attention_module.decode_config(shape, splits, 1, TORCH_TYPES[dtype], stages)
-    given = {
-        "qkv_ptr": kind, "norms": QKNorms(norm, norm, "fp32"), "rotary": RotaryTables(kind, kind, scale),
-        "cache": KVSlots(kind, kind, "i32"), "rows": Rows("*i64", "*i32"), "out": KVSplits("*fp32", "*fp32", "*fp32"),
-        "scale_log2": "fp32", "shape": shape, "config": config, "PDL": arch >= 90,
-    }  # fmt: skip
-    return compile_kernel(attention_module._attention_kernel, arch, given, warps)
+    qkv = empty(rows or 1, (shape.heads * (1 + shape.gated) + 2 * shape.kv_heads) * shape.d, dtype=dtype)
+    cache, angles = empty(1, shape.kv_heads, 64, shape.d, dtype=dtype), empty(64, shape.rotary // 2, dtype=dtype)
+    norms = QKNorms(*[None if norm is None else empty(shape.d, dtype=norm)] * 2, 1e-5)
+    slots = KVSlots(cache, cache, 64)
+    rotary = RotaryTables(angles, angles, empty(64, dtype=dtype) if scaled else None)
+    if rows:
+        q = empty(rows, shape.heads, shape.d)
+        launch_chunk_attention(qkv, empty(3, dtype=I64), slots, rotary, q, q, shape, scale=0.1, norms=norms)
+        return
+    sums = empty(1, shape.heads, splits, dtype=FP32)
+    launch_attention(
+        qkv, slots, Rows(empty(1, dtype=I64), empty(1, dtype=I32)), rotary,
+        KVSplits(empty(*sums.shape, shape.d, dtype=FP32), sums, sums), shape, scale=0.1, norms=norms, stages=stages,
+        pdl=arch >= 90,
+    )  # fmt: skip
 
 
-def chunk(arch: int, name: str, rows: int, norm: str | None = None, **changes: Any):
-    """Llama-3.1-8B's attention of a short prompt; ``norm`` and ``changes`` as for ``attention``."""
-    scale = "*bf16" if changes.pop("scaled", False) else None
-    shape = LLAMA._replace(**changes)
-    given = {
-        "qkv_ptr": "*bf16", "q_ptr": "*bf16", "out_ptr": "*bf16", "chunk_ptr": "*i64",
-        "norms": QKNorms(norm, norm, "fp32"), "rotary": RotaryTables("*bf16", "*bf16", scale),
-        "cache": KVSlots("*bf16", "*bf16", "i32"), "rows": "i32", "scale_log2": "fp32",
-        "shape": shape, "config": attention_module.chunk_config(shape, rows),
-    }  # fmt: skip
-    return compile_kernel(getattr(attention_module, f"_{name}_kernel"), arch, given)
+def logits(
+    arch: int, batch: int = 1, dtype: torch.dtype = BF16, norm: torch.dtype | None = None, int8: bool = False
+) -> None:
+    hidden, weight = empty(batch, 4096, dtype=dtype), empty(VOCABULARY, 4096, dtype=I8 if int8 else dtype)
+    launch_logits(
+        hidden, empty(batch, 16, dtype=FP32), empty(4096, dtype=norm or dtype), weight,
+        empty(VOCABULARY, dtype=FP32) if int8 else None, Logits.empty(batch, VOCABULARY, META), eps=1e-5, pdl=arch >= 90,
+    )  # fmt: skip
 
 
-def logits(arch: int, batch: int = 1, dtype: str = "bf16", norm: str | None = None, int8: bool = False):
-    given = {
-        "hidden_ptr": f"*{dtype}", "ssq_ptr": "*fp32", "norm_ptr": norm or f"*{dtype}",
-        "weight_ptr": "*i8" if int8 else f"*{dtype}", "scale_ptr": "*fp32" if int8 else None, "out": LOGITS,
-        "eps": "fp32", "V": "i32", "config": head.head_config(batch, 4096, 16, TORCH_TYPES[dtype]), "PDL": arch >= 90,
-    }  # fmt: skip
-    return compile_kernel(head._logits_kernel, arch, given, 4 if batch == 1 else 2)
-
-
-def ends(arch: int, name: str):
-    """The embedding, and the greedy choice."""
-    given = {
-        "token_ptr": "*i64", "embedding_ptr": "*bf16", "hidden_ptr": "*bf16", "ssq_ptr": "*fp32", "logits": LOGITS,
-        "next_ptr": "*i64", "position_ptr": "*i32", "tiles": "i32", "MULTIPLIER": 1.0, "K": 4096, "TILES": 16,
-        "BLOCK": 256 if name == "embed" else 8192, "PDL": arch >= 90,
-    }  # fmt: skip
-    return compile_kernel(getattr(head, f"_{name}_kernel"), arch, given, 8)
-
-
-def add(arch: int, norm: str | None, multiplier: float = 1.0, scalar: str | None = None):
-    given = {
-        "half_ptr": "*bf16", "hidden_ptr": "*bf16", "ssq_ptr": "*fp32", "eps": "fp32", "norm_ptr": norm,
-        "scalar_ptr": scalar, "MULTIPLIER": multiplier, "K": 4096, "BLOCK": 4096, "PDL": arch >= 90,
-    }  # fmt: skip
-    return compile_kernel(reduction._residual_add_kernel, arch, given, 8)
-
-
-def delta(arch: int, dtype: str = "bf16"):
+def delta(arch: int, dtype: torch.dtype = BF16) -> None:
     """Qwen3.5-4B's: hidden state 2560, 16 key heads and 32 value heads, each 128 wide."""
-    kind = f"*{dtype}"
-    shape = delta_net._Shape(2560, 16, 32, 128, 128, 4, ssq_pad=32)
-    given = {
-        "given": delta_net.DeltaInput(kind, kind, "*fp32", "*fp32"), "weights": delta_net.DeltaTensors(*[kind] * 6),
-        "memory": delta_net.DeltaMemory(kind, "*fp32", "i32", "i32"), "rows": Rows("*i64", "*i32"), "out_ptr": kind,
-        "ssq_parts": "i32", "eps": "fp32", "query_scale": "fp32", "shape": shape, "PDL": arch >= 90,
-    }  # fmt: skip
-    return compile_kernel(delta_net._delta_net_kernel, arch, given, 16)
-
-
-def sampling(arch: int, name: str, half: bool, multiplier: float = 1.0, cap: float | None = None):
-    given = {
-        "logits": LOGITS, "choice": sample.Choice("*i64", "*i64", "*i32"),
-        "state": sample.SampleState(
-            "*fp64", "*i64", "*i32", "*i32", "*fp64", "*i32", "*fp64", "*fp32", "*i32", "*i32"
-        ),
-        "V": "i32", "head_tiles": "i32", "tiles": "i32", "HEAD_PAD": 8192, "TILES_PAD": 128,
-        "finish": sample.Finish(multiplier, cap, half), "PDL": arch >= 90,
-    }  # fmt: skip
-    return compile_kernel(getattr(sample, f"_{name}_kernel"), arch, given)
-
-
-def subnormals(arch: int):
-    source, constraints = packed_gemv.sum_source("bfloat16")
-    given = {"out_ptr": "*fp32", "X": 0x6F806F80, "TOTAL": source, "CONSTRAINTS": constraints}
-    return compile_kernel(packed_gemv._subnormal_kernel, arch, given, 1)
+    one, state = empty(1, dtype=dtype), empty(2, 1, 32, 128, 128, dtype=FP32)
+    given = DeltaInput(one, empty(1, 2560, dtype=dtype), empty(1, 16, dtype=FP32), empty(2560, dtype=FP32))
+    weights = DeltaTensors(one, one, empty(8192, 1, 4, dtype=dtype), one, one, one)
+    rows = Rows(empty(1, dtype=I64), empty(1, dtype=I32))
+    launch_delta_net(given, weights, DeltaMemory(one, state, 1, 1), rows, one, key_heads=16, eps=1e-5, pdl=arch >= 90)
 
 
 def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
     def tile_of(group: str, kind: str, *, measured: bool = False) -> GemvTile:
         if not measured:
-            return plan.default_tile(Gpu(arch, 132), llama_shape(group, kind == "dense"), kind)
+            return plan.default_tile(Gpu(arch, 132), llama_linear(group, kind == "dense").shape, kind)
         k, widths, _, _ = SHAPES[group]
         return plan.measured_tiles()[f"sm90:{kind}:{k}x{sum(widths)}"]
 
@@ -273,8 +240,8 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
                 if not dense and measured == (arch == 90):
                     name, build = linear(*case, count=True)
                     yield f"{name} counting", build
-        yield linear("fp32", tile_of(group, "sparse"), group, dtype="fp32")
-        yield linear("batch 8 fp32", tile_of(group, "batch"), group, 8, dtype="fp32")
+        yield linear("fp32", tile_of(group, "sparse"), group, dtype=FP32)
+        yield linear("batch 8 fp32", tile_of(group, "batch"), group, 8, dtype=FP32)
     # Programs without a block of channels, and the least that a spinning reducer may have.
     yield linear("batch 8 idle", GemvTile(128, 64, 2048, stages=3, unroll=1), "down", 8)
     for group in ("qkv", "down"):
@@ -283,31 +250,31 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
         tile = tile_of(group, kind, measured=True)
         yield linear(f"{kind} {batch} by row", tile, group, batch, pdl=False, by_row=True)
     for name, group, kind, batch, changes in (  # what families beyond Llama's launch
-        ("gelu", "gate_up", "sparse", 1, {"norm": "*fp32", "target": "gelu_tanh"}),
-        ("gelu", "gate_up", "batch", 8, {"norm": "*fp32", "target": "gelu_tanh"}),
-        ("offset", "qkv", "sparse", 1, {"norm": "*fp32"}),
-        ("offset", "qkv", "rows", 2, {"norm": "*fp32"}),
-        ("offset", "qkv", "batch", 8, {"norm": "*fp32"}),
+        ("gelu", "gate_up", "sparse", 1, {"norm": FP32, "target": "gelu_tanh"}),
+        ("gelu", "gate_up", "batch", 8, {"norm": FP32, "target": "gelu_tanh"}),
+        ("offset", "qkv", "sparse", 1, {"norm": FP32}),
+        ("offset", "qkv", "rows", 2, {"norm": FP32}),
+        ("offset", "qkv", "batch", 8, {"norm": FP32}),
         ("unnormed", "qkv", "sparse", 1, {"source": "plain"}),
         ("beside", "o", "sparse", 1, {"target": "plain"}),
         ("beside", "down", "batch", 8, {"target": "plain"}),
     ):
         yield linear(f"{kind} {batch} {name}", tile_of(group, kind), group, batch, **changes)
     for group, rows, dense, quant, dtype in (
-        ("gate_up", 1, True, ("int4", 128, False), "bf16"),
-        ("gate_up", 1, False, ("int4", 128, False), "bf16"),
-        ("qkv", 1, False, ("int4", 64, True), "fp16"),
-        ("o", 1, False, ("int4", 128, False), "bf16"),
-        ("down", 2, False, ("int4", 128, False), "bf16"),
-        ("gate_up", 8, False, ("int4", 128, False), "bf16"),
-        ("qkv", 16, True, ("int4", 128, True), "bf16"),
-        ("gate_up", 1, False, ("int8", 0, False), "bf16"),
-        ("o", 1, True, ("int8", 0, False), "fp16"),
-        ("down", 8, True, ("int8", 128, True), "bf16"),
-        ("down", 1, False, ("fp8", 0, False), "bf16"),
-        ("qkv", 8, False, ("fp8", 0, False), "fp16"),
+        ("gate_up", 1, True, ("int4", 128, False), BF16),
+        ("gate_up", 1, False, ("int4", 128, False), BF16),
+        ("qkv", 1, False, ("int4", 64, True), FP16),
+        ("o", 1, False, ("int4", 128, False), BF16),
+        ("down", 2, False, ("int4", 128, False), BF16),
+        ("gate_up", 8, False, ("int4", 128, False), BF16),
+        ("qkv", 16, True, ("int4", 128, True), BF16),
+        ("gate_up", 1, False, ("int8", 0, False), BF16),
+        ("o", 1, True, ("int8", 0, False), FP16),
+        ("down", 8, True, ("int8", 128, True), BF16),
+        ("down", 1, False, ("fp8", 0, False), BF16),
+        ("qkv", 8, False, ("fp8", 0, False), FP16),
     ):
-        tile, _ = plan.choose_tile(Gpu(arch, 132), llama_shape(group, dense, dtype, quant), rows)
+        tile, _ = plan.choose_tile(Gpu(arch, 132), llama_linear(group, dense, dtype, quant).shape, rows)
         name = f"{quant[0]}-{quant[1]} {plan.regime(rows, dense=dense)} {rows}"
         yield linear(name, tile, group, rows, dense=dense, dtype=dtype, quant=quant, count=not dense)
 
@@ -315,55 +282,62 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
 def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
     """Name and compiled kernel of every variant that is watched, if the name begins with ``only``."""
     gemma = {"heads": 8, "kv_heads": 4, "d": 256, "rotary": 256}
-    wide = {"norm": "*bf16", "value_norm": True}
+    wide = {"norm": BF16, "value_norm": True}
     widest = {**wide, "kv_heads": 4, "d": 512, "rotary": 512, "shared": True}
     capped = {**gemma, "softcap": 50.0, "window": 4096}
-    mask_config = masked_gemm._MaskGemm(4096, 4096, 1024, 1024, 6144, 64, 64, 64, 4)
+    pdl, hidden, ids, place = arch >= 90, empty(1, 4096), empty(1, dtype=I64), empty(1, dtype=I32)
+    found, state = Logits.empty(1, VOCABULARY, META), SampleState.empty(1, VOCABULARY, META)
+    qkv, many, by_row = llama_linear("qkv", False), empty(64, 4096), empty(64, dtype=FP32)
+    add = partial(launch_residual_add, hidden, hidden, empty(1, 1, dtype=FP32), pdl=pdl)
+    draw = partial(launch_sample, found, Choice(ids, ids, place), state, pdl=pdl)
     cases = {
-        **dict(linear_cases(arch)),
-        "attention": partial(attention),
-        "attention short": partial(attention, splits=4),
-        "attention fp32": partial(attention, dtype="fp32"),
-        **({f"attention {n} stretches": partial(attention, splits=n, stages=5) for n in (8, 16)} if arch == 90 else {}),
-        "attention head norm offset": partial(attention, norm="*fp32", **gemma),
-        "attention rotated head norm": partial(attention, norm="*bf16", norm_of="rotated head"),
-        "attention whole norm": partial(attention, norm="*bf16", norm_of="whole", kv_heads=32),
-        "attention capped": partial(attention, **capped),
-        "attention interleaved": partial(attention, interleaved=True, rotary=64),
-        "attention unrotated": partial(attention, rotary=0),
-        "attention scaled": partial(attention, scaled=True),
-        "attention gated": partial(attention, norm="*fp32", gated=True, heads=16, kv_heads=4, d=256, rotary=64),
-        "attention 512 wide": partial(attention, **widest),
-        "attention 512 wide fp32": partial(attention, dtype="fp32", **{**widest, "norm": "*fp32"}),
-        "attention 512 wide short": partial(attention, splits=4, **widest),
-        "attention 256 wide": partial(attention, kv_heads=16, d=256, rotary=256, window=1024, **wide),
-        "chunk store": partial(chunk, name="store_kv", rows=16),
-        "chunk store normed": partial(chunk, name="store_kv", rows=16, norm="*fp32", gated=True, scaled=True),
-        "chunk 16": partial(chunk, name="chunk_attention", rows=16),
-        "chunk 128": partial(chunk, name="chunk_attention", rows=128),
-        "chunk capped": partial(chunk, name="chunk_attention", rows=128, gated=True, **capped),
-        "delta net": delta,
-        "delta net fp32": partial(delta, dtype="fp32"),
-        **{f"logits batch {batch}{name}": partial(logits, batch=batch, **changes) for batch in (1, 4)
+        **{name: partial(launch, arch) for name, launch in linear_cases(arch)},
+        "attention": partial(attention, arch),
+        "attention short": partial(attention, arch, splits=4),
+        "attention fp32": partial(attention, arch, dtype=FP32),
+        **({f"attention {n} stretches": partial(attention, arch, splits=n, stages=5) for n in (8, 16)} if arch == 90 else {}),
+        "attention head norm offset": partial(attention, arch, norm=FP32, **gemma),
+        "attention rotated head norm": partial(attention, arch, norm=BF16, norm_of="rotated head"),
+        "attention whole norm": partial(attention, arch, norm=BF16, norm_of="whole", kv_heads=32),
+        "attention capped": partial(attention, arch, **capped),
+        "attention interleaved": partial(attention, arch, interleaved=True, rotary=64),
+        "attention unrotated": partial(attention, arch, rotary=0),
+        "attention scaled": partial(attention, arch, scaled=True),
+        "attention gated": partial(attention, arch, norm=FP32, gated=True, heads=16, kv_heads=4, d=256, rotary=64),
+        "attention 512 wide": partial(attention, arch, **widest),
+        "attention 512 wide fp32": partial(attention, arch, dtype=FP32, **{**widest, "norm": FP32}),
+        "attention 512 wide short": partial(attention, arch, splits=4, **widest),
+        "attention 256 wide": partial(attention, arch, kv_heads=16, d=256, rotary=256, window=1024, **wide),
+        "chunk 16": partial(attention, arch, rows=16),
+        "chunk normed": partial(attention, arch, rows=16, norm=FP32, gated=True, scaled=True),
+        "chunk 128": partial(attention, arch, rows=128),
+        "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
+        "delta net": partial(delta, arch),
+        "delta net fp32": partial(delta, arch, dtype=FP32),
+        **{f"logits batch {batch}{name}": partial(logits, arch, batch=batch, **changes) for batch in (1, 4)
            for name, changes in {
-               "": {}, " fp32": {"dtype": "fp32"}, " offset": {"norm": "*fp32"}, " int8": {"int8": True},
+               "": {}, " fp32": {"dtype": FP32}, " offset": {"norm": FP32}, " int8": {"int8": True},
            }.items()},
-        "add offset": partial(add, norm="*fp32"),
-        "add norm": partial(add, norm="*bf16"),
-        "add multiplied": partial(add, norm=None, multiplier=0.22),
-        "add scaled": partial(add, norm="*bf16", scalar="*bf16"),
-        "mask": partial(mask, name="_mask_rows_kernel", SECOND=3, THIRD=4, BLOCK_K=1024),
-        "mask gemm": partial(mask, name="_mask_gemm_kernel", config=mask_config),
-        "subnormals": subnormals,
-        **{f"{name}": partial(ends, name=name) for name in ("embed", "argmax")},
-        **{f"sample {name}{' fp16' * half}": partial(sampling, name=name, half=half)
-           for name in ("count", "threshold", "draw") for half in (False, True)},
-        **{f"sample {name} capped": partial(sampling, name=name, half=False, multiplier=0.125, cap=30.0)
-           for name in ("count", "draw")},
+        "add offset": partial(add, norm=empty(4096, dtype=FP32)),
+        "add norm": partial(add, norm=hidden[0]),
+        "add multiplied": partial(add, multiplier=0.22),
+        "add scaled": partial(add, norm=hidden[0], scalar=empty(1)),
+        "embed": partial(launch_embed, ids, empty(VOCABULARY, 4096), hidden, empty(1, 16, dtype=FP32), pdl=pdl),
+        "argmax": partial(launch_argmax, found, ids, ids, place, pdl=pdl),
+        "sample": partial(draw, dtype=BF16),
+        "sample fp16": partial(draw, dtype=FP16),
+        "sample capped": partial(draw, dtype=BF16, multiplier=0.125, cap=30.0),
+        # vLLM's for many rows.
+        "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),
+        "mask gemm": partial(mask_gemm, many, qkv, by_row, GemvTile(64, 64, stages=4)),
+        "subnormals": partial(
+            _subnormal_kernel[(1,)], empty(128, dtype=FP32), 0x6F806F80, *sum_source("bfloat16"), num_warps=1
+        ),
     }  # fmt: skip
-    for name, build in cases.items():
+    for name, launch in cases.items():
         if name.startswith(only):
-            yield name, build(arch)
+            for kernel, compiled in launched(arch, launch).items():
+                yield f"{name} {kernel}", compiled
 
 
 if __name__ == "__main__":
