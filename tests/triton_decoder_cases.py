@@ -8,11 +8,8 @@ Run by test_kernels_triton.py in a process of its own; under the interpreter the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,9 +21,7 @@ from wisparse.converter.source import full_config
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
-from wisparse.kernels.reference import keep_mask, scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
-from wisparse.runtime.torch import block
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -183,48 +178,6 @@ def test_a_bundles_own_codes_at_every_level(scheme: str, tmp_path: Path) -> None
         for decoder in (fast, slow):
             decoder.set_masks(bundle.at(0.0).masks)
         follow(fast, slow, 2)
-
-
-def clear_of_scores(bundle: SimpleNamespace, run: Callable[[TorchDecoder], object], **settings: Any) -> None:
-    """Move each threshold to the middle of the widest gap near it between the scores that ``run`` meets in one block, so
-    that no rounding of half precision decides about a channel. In order, as a mask changes what projections behind it
-    see."""
-    projections = list(bundle.config.projections(0))
-    for index, projection in enumerate(projections):
-        met: list[torch.Tensor] = []  # of one projection after the other
-
-        def keep(x: torch.Tensor, scale: torch.Tensor, threshold: float, met: list[torch.Tensor] = met) -> torch.Tensor:
-            met.append(scores(x, scale))
-            return keep_mask(x, scale, threshold)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(block, "keep_mask", keep)
-            run(TorchDecoder(bundle, dtype=torch.float64, **settings))
-        mask = bundle.masks[projection.name]
-        near = torch.cat(met[index :: len(projections)]).flatten().sort().values
-        near = near[(near > 0.7 * mask.threshold) & (near < 1.4 * mask.threshold)]
-        widest = int((near[1:] / near[:-1]).argmax())
-        assert near[widest + 1] > 1.01 * near[widest]  # twenty half-precision roundings
-        bundle.masks[projection.name] = replace(mask, threshold=float(near[widest] + near[widest + 1]) / 2)
-
-
-def test_many_rows_in_half_precision() -> None:
-    """The tensor cores' kernel: no further from the exact result than plain half precision is."""
-    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1)
-    settings = {"device": DEVICE, "max_seq_len": 12, "max_batch": 4}
-    tokens = torch.arange(4) * 5 + 3
-
-    def run(decoder: CudaDecoder | TorchDecoder) -> torch.Tensor:
-        for slot in range(4):
-            prompt = PROMPT[: 5 - slot] + slot
-            decoder.prefill(slot, prompt, len(prompt))
-        return decoder.decode(tokens)
-
-    clear_of_scores(rounded(bundle, "int4", torch.float16), run, **settings)
-    fast = CudaDecoder(bundle, dtype=torch.float16, weights="int4", **settings)
-    same = rounded(bundle, "int4", torch.float16)
-    slow, exact = (TorchDecoder(same, dtype=dtype, **settings) for dtype in (torch.float16, torch.float64))
-    within_half_precision(fast, slow, exact, run)
 
 
 def test_short_pieces_of_codes() -> None:

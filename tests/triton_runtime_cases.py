@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 from triton_decoder_cases import DEVICE, assert_as_exact, make_bundle, within_half_precision
 
-from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.runtime.cuda import decoder as cuda_decoder
 from wisparse.runtime.cuda import prefill as cuda_prefill
@@ -25,7 +23,6 @@ from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
-from wisparse.runtime.model import Model
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 GREEDY = SamplingParams()
@@ -127,37 +124,6 @@ def test_other_masks_are_what_loading_them_gives():
     slow = TorchDecoder(changed(0.0), dtype=torch.float64, **settings)
     slow.prefill(0, PROMPT, len(PROMPT))
     torch.testing.assert_close(fast.decode(torch.tensor([7])), slow.decode(torch.tensor([7])), rtol=1e-5, atol=1e-5)
-
-
-def test_a_running_model_switches_levels(tmp_path):
-    """Of a bundle, through ``model.sparsity``: token for token what loading at the sparsity level gives, and what the plain
-    decoder gives; whatever was in force before."""
-    config = tiny_config(
-        "qwen2", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16, vocab_size=70,
-        bos_token_id=68, eos_token_id=69, pad_token_id=69, tie_word_embeddings=False,
-    )  # fmt: skip
-    source = write_tiny_model(tmp_path / "model", config)
-    for name in ("tokenizer.json", "generation_config.json"):
-        (source / name).unlink()
-    opened = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source, 0.3, 0.7))
-
-    def load(sparsity: float, cls: type[Decoder] = CudaDecoder, dtype: torch.dtype = torch.float32) -> Model:
-        level = opened.at(sparsity)
-        return Model(level, cls(level, device=DEVICE, dtype=dtype, max_seq_len=24), None)
-
-    def tokens(model: Model) -> tuple[int, ...]:
-        return model.generate(PROMPT.tolist(), max_new_tokens=4, prefill="half").token_ids
-
-    expected, plain = {}, {}
-    for sparsity in (0.0, 0.3, 0.7):
-        with load(sparsity) as alone, load(sparsity, TorchDecoder, torch.float64) as slow:
-            expected[sparsity], plain[sparsity] = tokens(alone), tokens(slow)
-    assert expected == plain
-    assert len(set(expected.values())) == 3
-    with load(0.7) as model:
-        for sparsity in (0.3, 0.0, 0.7, 0.3):
-            model.sparsity = sparsity
-            assert tokens(model) == expected[sparsity], sparsity
 
 
 @pytest.mark.filterwarnings("error")
@@ -294,37 +260,6 @@ def test_recurrent_states_are_those_of_the_tokens_that_were_asked_for():
     decoders = told(story, bundle=bundle, max_batch=2)
     state, expected = (decoder._cache.state(0, 1, 8).state for decoder in decoders)
     torch.testing.assert_close(state.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_an_idle_rows_state_stays():
-    decoder = make(CudaDecoder, bundle=make_bundle("qwen3.5", 0.5, **ONE_RECURRENT_BLOCK), max_batch=2)
-    start(decoder, 0, PROMPT % 40)
-    start(decoder, 1, PROMPT % 40)
-    states = decoder._cache.recurrent[0]
-    before = [tensor[:, 1].clone() for tensor in (states.inputs, states.state)]
-    after = [tensor[:, 1] for tensor in (states.inputs, states.state)]
-    step = decoder.step_for(2)
-    step.tokens.copy_(torch.tensor([4, -1]))
-    step.launch()
-    assert all(map(torch.equal, before, after))
-    step.tokens.copy_(torch.tensor([-1, 4]))
-    step.launch()
-    assert not any(map(torch.equal, before, after))
-
-
-def test_three_slots_in_a_graph_of_four_rows_with_idle_ones():
-    def story(decoder: Decoder) -> Iterator[object]:
-        first, last = start(decoder, 0, PROMPT), start(decoder, 2, PROMPT[:2])
-        token = torch.cat([first, torch.tensor([-1]), last])  # slot 1 was never filled
-        for _ in range(3):
-            token = decoder.step(token, [GREEDY] * 3).cpu().clone()
-            token[1] = -1
-            yield token.tolist()
-        token[1:2] = start(decoder, 1, PROMPT[2:])
-        yield run(decoder, token, 2)
-        assert decoder.lengths == [10, 5, 7]
-
-    told(story, max_batch=3)
 
 
 def test_the_context_is_filled_to_its_last_position():
