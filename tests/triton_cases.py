@@ -88,8 +88,16 @@ def launch(
 
 
 def apply_linear(x: torch.Tensor, linear: FusedLinear, tile: GemvTile | None = None) -> torch.Tensor:
+    """Through scratch memory that holds poison, and is left as the next launch needs it."""
     out = torch.full((len(x), linear.out_features), float("nan"), dtype=x.dtype, device=DEVICE)
-    launch(linear, Input(x), Output(out), tile=tile, pdl=None)
+    scratch = Scratch(DEVICE, x.dtype)
+    scratch.reserve(plan(linear.shape, len(x), tile=tile))
+    scratch.partial.fill_(EMPTY)  # as a number a NaN
+    scratch.value.fill_(float("nan"))
+    scratch.index.fill_(2**30)
+    launch(linear, Input(x), Output(out), scratch, tile=tile, pdl=None)
+    assert (scratch.polled == EMPTY).all()
+    assert not scratch.counter.any()
     return out
 
 
@@ -254,22 +262,6 @@ def test_copies_of_many_rows_are_masked_as_the_reference(dtype, copies, of):
         keep = keep_mask(x, linear.scales[i], linear.thresholds[i]) | (masked[:, None] == 0)
         expected = torch.where(keep, x, x.new_zeros(()))
         assert torch.equal(found[copy].nan_to_num(7), expected.nan_to_num(7))
-
-
-@pytest.mark.parametrize(*pairwise(dtype=[torch.float32, torch.float16], tile=TILES, batch=[1, 2, 5]))
-def test_poisoned_buffers_do_not_show(dtype, tile, batch):
-    linear, x = make_linear((72,), 50, dtype, 0.5), rows(batch, 50, dtype)
-    scratch = Scratch(DEVICE, dtype)
-    scratch.reserve(plan(linear.shape, batch, tile=tile, pdl=False))
-    scratch.partial.fill_(EMPTY)  # as a number a NaN
-    scratch.value.fill_(float("nan"))
-    scratch.index.fill_(2**30)
-    out = torch.full((batch, 72), float("nan"), dtype=dtype, device=DEVICE)
-    for _ in range(2):  # partial sums have to be taken back
-        launch(linear, Input(x), Output(out), scratch, tile=tile)
-        assert_close(out, twin(x, linear), dtype)
-    assert (scratch.polled == EMPTY).all()
-    assert not scratch.counter.any()
 
 
 @pytest.mark.parametrize("tile", [TILES[0], TILES[1], TILES[4]])

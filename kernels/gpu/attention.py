@@ -247,9 +247,7 @@ def _attention_kernel(
     p = tl.maximum(place, 0)
     cos, sin = _cos_sin(rotary, p, shape, config)
     slot_base = (row * shape.kv_heads + kv_head).to(tl.int64) * cache.max_seq_len * D
-    low = 0
-    if shape.window > 0:
-        low = tl.maximum(p + 1 - shape.window, 0)
+    low = tl.maximum(p + 1 - shape.window, 0) if shape.window > 0 else 0
     length = tl.cdiv(tl.cdiv(p - low, config.splits), BLOCK_T) * BLOCK_T
     begin = low + split * length
     end = tl.minimum(begin + length, p)

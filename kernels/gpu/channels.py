@@ -80,12 +80,8 @@ def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.const
     k = segment_channel(position, of.split, launch.splits, CHUNK)
     live = k < problem.k
     threshold = tl.load(weights.thresholds + of.projection)
-    norm = k
-    scale = k
-    if given.norm is not None:
-        norm = tl.load(given.norm + k, mask=live, other=0.0)
-    if not problem.dense:
-        scale = tl.load(weights.scales + of.projection * problem.k + k, mask=live, other=0.0)
+    norm = tl.load(given.norm + k, mask=live, other=0.0) if given.norm is not None else k
+    scale = k if problem.dense else tl.load(weights.scales + of.projection * problem.k + k, mask=live, other=0.0)
     CHUNKS: tl.constexpr = (problem.k + CHUNK - 1) // CHUNK
     count = ((CHUNKS - of.split + launch.splits - 1) // launch.splits) * CHUNK
     cell = of.projection * launch.splits + of.split
