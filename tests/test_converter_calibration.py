@@ -49,9 +49,6 @@ def write_conversation(path: Path, *messages: tuple[str, str], count: int = 1) -
     return str(path)
 
 
-# ---------------------------------------------------------------------- packing
-
-
 def test_rows_hold_the_documents_text_and_their_first_token_is_left_out(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text(500))
     tokens = load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=5, seq_len=64)
@@ -95,9 +92,6 @@ def test_text_that_just_suffices(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 126)
     with pytest.raises(CalibrationError, match=r"2 samples of 64 tokens need 128 tokens, found 126"):
         load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=2, seq_len=64)
-
-
-# ---------------------------------------------------------------------- sources
 
 
 @pytest.mark.parametrize(
@@ -219,9 +213,6 @@ def test_what_is_a_data_set_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert describe_spec(["a/b", "me/data"]) == "b, me/data"
 
 
-# ---------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -254,9 +245,6 @@ def test_self_and_paper_stand_alone(word: str, tokenizer, tmp_path: Path) -> Non
     (tmp_path / "a.txt").write_text(text(10))
     with pytest.raises(CalibrationError, match="stands alone"):
         load_calibration([str(tmp_path / "a.txt"), word], tokenizer)
-
-
-# ---------------------------------------------------------------------- conversations
 
 
 def test_conversations_go_through_the_chat_template(tokenizer, tmp_path: Path) -> None:
@@ -302,9 +290,6 @@ def test_conversations_are_rendered_as_in_transformers(tokenizer) -> None:
     for opened in (False, True):
         found = conversation_renderer(tokenizer)(messages, add_generation_prompt=opened)
         assert found == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
-
-
-# ---------------------------------------------------------------------- self
 
 
 @pytest.fixture(scope="module")

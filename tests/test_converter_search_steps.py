@@ -28,20 +28,20 @@ from wisparse.converter.search.allocation import (
 )
 from wisparse.converter.search.search import DAMAGE_LEVELS
 
-# ---- budgets
-
 sizes_and_sparsities = st.lists(st.tuples(st.integers(1, 10**8), st.floats(-0.5, 1.5)), min_size=1, max_size=20)
+
+
+def assert_budget(found: Sequence[float], sizes: Sequence[int], target: float) -> None:
+    assert all(0.0 <= p <= MAX_SPARSITY for p in found)
+    assert mean_sparsity(found, sizes) == pytest.approx(target, abs=1e-8)
 
 
 @given(entries=sizes_and_sparsities, target=st.floats(0, MAX_SPARSITY))
 def test_repair_meets_the_budget_within_bounds(entries: list[tuple[int, float]], target: float) -> None:
     sizes = {str(i): size for i, (size, _) in enumerate(entries)}
     repaired = repair({str(i): p for i, (_, p) in enumerate(entries)}, sizes, target)
-    assert all(0.0 <= p <= MAX_SPARSITY for p in repaired.values())
-    assert mean_sparsity(list(repaired.values()), list(sizes.values())) == pytest.approx(target, abs=1e-9)
+    assert_budget(list(repaired.values()), list(sizes.values()), target)
 
-
-# ---- allocation
 
 damages = st.lists(st.floats(-1e-3, 10), min_size=len(DAMAGE_LEVELS), max_size=len(DAMAGE_LEVELS))
 
@@ -50,8 +50,7 @@ damages = st.lists(st.floats(-1e-3, 10), min_size=len(DAMAGE_LEVELS), max_size=l
 def test_allocation_meets_the_budget(rows: list[tuple[int, list[float]]], target: float) -> None:
     sizes = {str(i): size for i, (size, _) in enumerate(rows)}
     found = allocate({str(i): interpolate(DAMAGE_LEVELS, row) for i, (_, row) in enumerate(rows)}, sizes, target)
-    assert all(0.0 <= p <= MAX_SPARSITY for p in found.values())
-    assert mean_sparsity([found[n] for n in sizes], list(sizes.values())) == pytest.approx(target, abs=1e-9)
+    assert_budget([found[n] for n in sizes], list(sizes.values()), target)
 
 
 @given(row=damages)
@@ -113,15 +112,6 @@ def test_the_order_of_the_projections_does_not_matter() -> None:
     assert allocate(curves, sizes, 0.3) == {n: backwards[n] for n in "abc"}
 
 
-# ---- alpha
-
-
-def test_finds_one_alpha_per_projection() -> None:
-    best = {"q": 0.35, "k": 1.5, "v": 0.0}
-    found = search_alpha(lambda a: 1 + sum((a[n] - best[n]) ** 2 for n in best), list(best))
-    assert found == pytest.approx(best)
-
-
 def test_the_block_is_swept_with_one_alpha_and_then_each_projection_from_the_best() -> None:
     calls: list[dict[str, float]] = []
 
@@ -140,9 +130,6 @@ def test_a_tie_goes_to_the_smaller_alpha() -> None:
     assert search_alpha(lambda a: 1.0, ["q", "k"]) == {"q": 0.0, "k": 0.0}
 
 
-# ---- greedy
-
-
 @given(
     entries=st.lists(st.tuples(st.integers(1, 10**7), st.floats(0.01, 100)), min_size=1, max_size=8),
     target=st.floats(0, MAX_SPARSITY),
@@ -152,8 +139,7 @@ def test_greedy_meets_the_budget(entries: list[tuple[int, float]], target: float
     sizes = {str(i): size for i, (size, _) in enumerate(entries)}
     weights = {str(i): weight for i, (_, weight) in enumerate(entries)}
     found = allocate_greedily(lambda p: sum(weights[n] * p[n] ** 2 for n in p), sizes, target, step=step)
-    assert all(0.0 <= p <= MAX_SPARSITY for p in found.values())
-    assert mean_sparsity(list(found.values()), list(sizes.values())) == pytest.approx(target, abs=1e-8)
+    assert_budget(list(found.values()), list(sizes.values()), target)
 
 
 def test_a_step_is_of_equal_parameters() -> None:
@@ -166,9 +152,6 @@ def test_no_projection_passes_the_cap() -> None:
     found = allocate_greedily(lambda p: p["large"], {"small": 10, "large": 90}, 0.5)
     assert found["small"] == MAX_SPARSITY
     assert found["large"] == pytest.approx((50 - 9.5) / 90)
-
-
-# ---- evolution
 
 
 def bowl(best: tuple[float, ...]):
@@ -185,8 +168,7 @@ def generator(seed: int) -> torch.Generator:
 )
 def test_mutants_of_unequal_blocks_keep_the_budget(sizes: list[int], target: float, seed: int) -> None:
     child = mutate((target,) * len(sizes), sizes, generator(seed))
-    assert all(0.0 <= p <= MAX_SPARSITY for p in child)
-    assert mean_sparsity(child, sizes) == pytest.approx(target, abs=1e-9)
+    assert_budget(child, sizes, target)
 
 
 def test_a_mutation_is_local_and_from_the_grid_to_the_grid() -> None:
@@ -236,9 +218,6 @@ def test_a_mutant_of_one_parent_is_scored_once() -> None:
 
     evolve(losses, [1] * 4, 0.5, generator(7), num_generations=40, num_offspring=8)
     assert len(scored) == len(set(scored)) == 1 + 4 * 3  # one block up, another one down
-
-
-# ---- the highest sparsity of a budget
 
 
 @given(st.floats(1.0, 8.0), st.floats(1e-6, 1e3), st.floats(0.0, 0.3))

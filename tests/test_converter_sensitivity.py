@@ -117,9 +117,6 @@ def test_the_kl_is_that_of_the_whole_model(limit: int, monkeypatch: pytest.Monke
         torch.testing.assert_close(gradient, torch.autograd.grad(value, final)[0], rtol=1e-4, atol=1e-6)
 
 
-# ---- every family, block by block
-
-
 @pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SourceModel:
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp("source"))
@@ -141,11 +138,12 @@ def flow_of(source: SourceModel, ids: torch.Tensor) -> BlockFlow:
 @torch.no_grad()
 def test_logits_are_the_models(source: SourceModel, ids: torch.Tensor) -> None:
     flow = flow_of(source, ids)
-    for batch, part in enumerate(flow.input_ids):
+    for batch, (part, start) in enumerate(zip(flow.input_ids, flow.start(), strict=True)):
         expected = source.model(input_ids=part, use_cache=False).logits[flow.counted[batch]]
-        found = flow.logits(flow.final(batch))
         assert expected.abs().max() > 1, "logits this small would hide any difference"
-        assert (found - expected).abs().max() < 1e-4
+        for final in (flow.final(batch), flow.final(batch, 1, flow.block(0, batch, start))):
+            assert (flow.logits(final) - expected).abs().max() < 1e-4
+    assert flow.num_counted == 3 * 19
 
 
 @pytest.mark.parametrize(("bytes_at_once", "threshold"), [(0, 0.02), (1 << 30, 0.0)], ids=["sparse", "dense"])

@@ -10,7 +10,6 @@ from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter import statistics
 from wisparse.converter.calibration_state import CalibrationState
-from wisparse.converter.flow import BlockFlow
 from wisparse.converter.statistics import Scores, channel_scale, score_quantiles, weight_norm
 from wisparse.kernels.reference import keep_mask, scores
 
@@ -63,29 +62,6 @@ def test_scores_and_what_is_dropped_are_the_masks(dtype: torch.dtype) -> None:
     assert torch.equal(found[0].nan_to_num(-1.0), scores(x, scale).nan_to_num(-1.0))
     for threshold in (0.0, 0.5, float(scores(x, scale)[3, 4])):
         assert found.dropped(threshold) == int((~keep_mask(x, scale, threshold)).sum())
-
-
-def test_sorting_and_counting_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = [torch.randn(50, 8).abs().bfloat16().float() for _ in range(3)]
-    levels = [i / 20 for i in range(19)]
-    sorted_ = score_quantiles(scores, levels)
-    monkeypatch.setattr(statistics, "_SORT_LIMIT", 0)
-    assert score_quantiles(scores, levels) == sorted_
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_the_flow_of_blocks_is_the_model(kind: str) -> None:
-    # A sliding window in some blocks: what a block is called with differs from block to block.
-    changes = {} if kind == "llama" else {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-    source, tokens = tiny_source(kind, **changes), tiny_tokens(5)
-    flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep, batch_size=2)
-    expected = source.model(input_ids=tokens.input_ids, use_cache=False).logits
-    got = torch.cat([flow.logits(flow.final(batch)) for batch in range(flow.num_batches)])
-    torch.testing.assert_close(got, expected[tokens.keep], atol=1e-5, rtol=1e-5)
-    hidden = [flow.block(0, batch, h) for batch, h in enumerate(flow.start())]
-    again = torch.cat([flow.logits(flow.final(batch, 1, h)) for batch, h in enumerate(hidden)])
-    torch.testing.assert_close(again, expected[tokens.keep], atol=1e-5, rtol=1e-5)
-    assert flow.num_counted == 5 * 23
 
 
 def test_an_error_counts_only_the_tokens_that_count() -> None:
