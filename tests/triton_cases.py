@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from wisparse.formats.model_config import DeltaNet
 from wisparse.kernels.gpu.attention import AttentionShape, KVSlots, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
@@ -24,6 +25,8 @@ from wisparse.kernels.gpu.plan import GemvTile, Scratch, launch_linear, plan
 from wisparse.kernels.gpu.reduction import EMPTY
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 from wisparse.kernels.reference import keep_mask
+from wisparse.runtime.decoding.cache import DeltaState
+from wisparse.runtime.torch.delta_net import DeltaWeights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -447,58 +450,44 @@ def test_embedding_logits_and_argmax(dtype, size, int8):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("normed", [False, True])
-def test_delta_net_is_the_rule_position_by_position(dtype, normed):
+def test_delta_net_is_the_plain_one_position_by_position(dtype, normed):
     """Two steps of three rows, one of them idle, whose sides keep what they hold; heads that share keys, odd sizes."""
     generator = torch.Generator().manual_seed(5)
-    hidden, key_heads, heads, key_dim, value_dim, taps, rows, eps = 72, 2, 6, 12, 20, 3, 3, 1e-5
-    mixed, values = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim
+    hidden, rows, eps, config = 72, 3, 1e-5, DeltaNet(2, 6, 12, 20, 3)
 
     def random(*shape, kind=dtype):
         return torch.randn(shape, generator=generator).to(kind).to(DEVICE)
 
+    mixed, heads = config.mixed_size, config.value_heads
     weights = DeltaTensors(
-        random(heads, hidden), random(heads, hidden), random(mixed, 1, taps), random(heads), random(heads),
-        random(value_dim),
+        random(heads, hidden), random(heads, hidden), random(mixed, 1, config.taps), random(heads), random(heads),
+        random(config.value_dim),
     )  # fmt: skip
-    inputs, state = random(2, rows, taps - 1, mixed), random(2, rows, heads, key_dim, value_dim, kind=torch.float32)
+    twin = DeltaWeights(config, *(tensor.double() for tensor in weights), eps)
+    inputs = random(2, rows, config.taps - 1, mixed)
+    state = random(2, rows, heads, config.key_dim, config.value_dim, kind=torch.float32)
     memory = DeltaMemory(inputs, state, inputs.stride(0), state.stride(0))
     tokens = torch.tensor([3, -1, 0], device=DEVICE)
     positions = torch.tensor([4, 4, 7], dtype=torch.int32, device=DEVICE)
     idle = inputs[:, 1].clone(), state[:, 1].clone()
-    kept = {row: [side.double() for side in (inputs[at % 2, row], state[at % 2, row])] for row, at in ((0, 4), (2, 7))}
-    out = torch.empty(rows, values, dtype=dtype, device=DEVICE)
+    kept = {row: DeltaState(inputs[at % 2, row].double(), state[at % 2, row].double()) for row, at in ((0, 4), (2, 7))}
+    out = torch.empty(rows, config.value_size, dtype=dtype, device=DEVICE)
     norm = random(hidden) if normed else None
-    a, b, kernel, log_rate, dt_bias, head_norm = (tensor.double() for tensor in weights)
-    silu = torch.nn.functional.silu
     for _ in range(2):
-        x, new = random(rows, hidden), random(rows, mixed + values)
+        x, new = random(rows, hidden), random(rows, mixed + config.value_size)
         ssq = (x.float() ** 2).sum(1, keepdim=True)
         given = DeltaInput(new, x, ssq if normed else None, norm)
-        launch_delta_net(given, weights, memory, Rows(tokens, positions), out, key_heads=key_heads, eps=eps)
-        for row, (before, s) in kept.items():
-            n = x[row].double()
+        launch_delta_net(given, weights, memory, Rows(tokens, positions), out, key_heads=config.key_heads, eps=eps)
+        for row, before in kept.items():
+            n, own = x[row : row + 1].double(), new[row : row + 1].double()
             if norm is not None:
                 n = n * (n.square().mean() + eps).rsqrt() * norm.double()
-            seen = torch.cat((before, new[row, :mixed].double()[None]))
-            c = silu((seen * kernel[:, 0].T).sum(0))
-            q, k, v = c.split((key_heads * key_dim, key_heads * key_dim, values))
-            q, k = (
-                (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(heads // key_heads, 0)
-                for y in (q.view(key_heads, key_dim), k.view(key_heads, key_dim))
-            )
-            decay = (-log_rate.exp() * torch.nn.functional.softplus(a @ n + dt_bias)).exp()[:, None, None]
-            s = s * decay
-            recalled = torch.einsum("hkv,hk->hv", s, k)
-            s = s + torch.einsum("hk,hv->hkv", k, (b @ n).sigmoid()[:, None] * (v.view(heads, -1) - recalled))
-            o = torch.einsum("hkv,hk->hv", s, q * key_dim**-0.5)
-            o = o * (o.square().mean(-1, keepdim=True) + eps).rsqrt() * head_norm
-            expected = o.flatten() * silu(new[row, mixed:].double())
-            kept[row] = [seen[1:], s]
+            expected = twin(n, own[:, :mixed], own[:, mixed:], before)[0]
             rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 4e-2)
             torch.testing.assert_close(out[row].double(), expected, rtol=rtol, atol=atol)
             side = (int(positions[row]) + 1) % 2
-            torch.testing.assert_close(state[side, row].double(), s, rtol=rtol, atol=atol)
-            assert torch.equal(inputs[side, row].double(), seen[1:])
+            torch.testing.assert_close(state[side, row].double(), before.state, rtol=rtol, atol=atol)
+            assert torch.equal(inputs[side, row].double(), before.inputs)
         positions += (tokens >= 0).int()
     assert torch.equal(inputs[:, 1], idle[0])
     assert torch.equal(state[:, 1], idle[1])
