@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wisparse.kernels.cpu.intrinsics import exact, floats, num_threads, pointer, projection_row, span, thread_num
 from wisparse.kernels.cpu.launch import REGIONS, launch, team_size
-from wisparse.kernels.cpu.layout import ProjectionField, StoredAs, TeamField, type_name
+from wisparse.kernels.cpu.layout import NAMES, ProjectionField, StoredAs, TeamField
 from wisparse.kernels.cpu.linear import gather, project, select
 from wisparse.kernels.cpu.step import barrier
 from wisparse.runtime.cpu.weights import Matrix, round_int8
@@ -167,7 +167,7 @@ def sparse_linear(
     team = torch.zeros(TeamField.SIZE, dtype=torch.int64)
     parameters[LinearField.TEAM] = team.data_ptr()
     base = weight_t.data.dtype if weight_t.stored_as == StoredAs.BASE else torch.float32
-    launch(f"linear_{type_name(base)}", parameters, threads)
+    launch(f"linear_{NAMES[base]}", parameters, threads)
     return y.to(x.dtype).view(*x.shape[:-1], n)
 
 

@@ -46,10 +46,10 @@ def make_decoder(
     except ValueError as error:
         raise UsageError(str(error)) from error
     reason, implementation = choice.reason, _decoder_class(choice.name)
-    refused: str | None = implementation.refusal(bundle.config, device, dtype, weights)
+    refused: str | None = implementation.refusal(bundle.config, weights)
     if refused is not None and backend == "auto" and choice.name != "torch":
         reason, implementation = f"{choice.name} cannot: {refused}", _decoder_class("torch")
-        refused = implementation.refusal(bundle.config, device, dtype, weights)
+        refused = implementation.refusal(bundle.config, weights)
         if refused is not None:
             raise UsageError(f"no back end can run this model on {device}: {reason}; torch cannot: {refused}")
     if refused is not None:

@@ -326,9 +326,6 @@ def test_is_the_default_on_cpus(tiny_bundles: dict[str, Bundle]) -> None:
     assert isinstance(int8, CpuDecoder)
     int8.close()
     int8.close()
-    config = tiny_bundles["qwen3"].config
-    assert "float64" in (CpuDecoder.refusal(config, CPU, torch.float64, "native") or "")
-    assert "cuda" in (CpuDecoder.refusal(config, torch.device("cuda"), torch.float32, "native") or "")
 
 
 def test_prompts_leak_nothing(tiny_bundles: dict[str, Bundle]) -> None:

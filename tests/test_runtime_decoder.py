@@ -261,7 +261,7 @@ def test_a_block_with_wider_heads_than_the_kernels_keep_is_refused() -> None:
     values = {**settings, **sizes, "model_type": model_type, "vocab_size": 9, "max_position_embeddings": 64}
     for width, refused in ((512, None), (514, "up to 512 wide; head_dim is 514")):
         config = ModelConfig.from_dict(full_config(values | {"global_head_dim": width}))
-        found = CudaDecoder.refusal(config, torch.device("cuda"), torch.bfloat16, "native")
+        found = CudaDecoder.refusal(config, "native")
         assert found is refused if refused is None else str(found).endswith(refused)
 
 

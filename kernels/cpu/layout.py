@@ -10,14 +10,8 @@ from enum import IntEnum
 import torch
 
 CACHE_LINE = 64
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def type_name(dtype: torch.dtype) -> str:
-    """The floating type's part of a region's name."""
-    if dtype not in _NAMES:
-        raise TypeError(f"expected float32, bfloat16 or float16, found {dtype}")
-    return _NAMES[dtype]
+# A floating type's part of a region's name.
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class StoredAs(IntEnum):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,24 +20,22 @@ from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.cpu.launch import Team, prepare, team_size
 from wisparse.kernels.cpu.layout import (
+    NAMES,
     BlockField,
     DeltaField,
     ProjectionField,
     StepField,
     StoredAs,
     scratch_layout,
-    type_name,
 )
 
-from ..decoding.cache import DeltaState, KVCache
+from ..decoding.cache import KVCache
 from ..decoding.decoder import check_capacity
-from ..decoding.rotary import Rotary, query_scales, switch_length
+from ..decoding.rotary import query_scales, switch_length
 from ..torch.block import Block, MaskedLinear, Norm, finish_logits
 from ..torch.decoder import TorchDecoder
-from ..torch.delta_net import DeltaWeights
-from .weights import CpuProjection, Matrix, product_dtype, read_matrices
+from .weights import CpuProjection, Matrix, product_dtype, read_matrix
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EMBEDDING = "model.embed_tokens.weight"
 # A thread that reads less than this per step waits for the others for longer than it helps.
 _BYTES_PER_THREAD = 1 << 20
@@ -45,44 +46,41 @@ class CpuDecoder(TorchDecoder):
     name: ClassVar[str] = "numba"
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
 
-    def __init__(self, bundle: Bundle, **settings: Any) -> None:
-        super().__init__(bundle, **settings)
+    def _load(self, bundle: Bundle, weights: str) -> None:
+        super()._load(bundle, weights)
         # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
         matrices = [p.matrix for p in self._projections if isinstance(p, CpuProjection)]
         converted = self.dtype != torch.float32 or any(matrix.stored_as != StoredAs.BASE for matrix in matrices)
         fast = product_dtype(self.dtype) == torch.bfloat16
         self._step_rows = 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
-        self._step = Step(
-            f"step_{type_name(self.dtype)}", self.config, self._blocks, self._embedding, self._norm, self._head,
-            self._rotaries, self._cache,
-        )  # fmt: skip
+        self._step = Step(self)
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], MaskedLinear]:
         config, dtype = self.config, self.dtype
         stored = {stored.packing.kind for stored in bundle.checkpoint.quantised.values()}
-        regions = [f"step_{type_name(dtype)}"]
+        regions = [f"step_{NAMES[dtype]}"]
         if weights == "int4" or (weights == "native" and "int4" in stored):
-            regions.append(f"dequantize_{type_name(product_dtype(dtype))}")
+            regions.append(f"dequantize_{NAMES[product_dtype(dtype)]}")
         prepare(*regions)
         names = [f"{projection.name}.weight" for projection in config.projections()]
-        matrices = read_matrices(bundle, names, dtype, weights, transposed=True)
-        self._embedding = read_matrices(bundle, [_EMBEDDING], dtype, "native", transposed=False)[_EMBEDDING].data
+        # Reading, checksums and the transposition all run without the interpreter's lock.
+        with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
+            read = partial(read_matrix, bundle, dtype=dtype, weights=weights, transposed=True)
+            matrices = dict(zip(names, pool.map(read, names), strict=True))
+        self._embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False).data
         tied, head_type = config.tie_word_embeddings, WEIGHT_TYPES[weights].head
         if tied and head_type == "native":
             shape = config.vocab_size, config.hidden_size
             self._head = Matrix(StoredAs.BASE, self._embedding, shape, transposed=False)
         else:
             head = _EMBEDDING if tied else "lm_head.weight"
-            self._head = read_matrices(bundle, [head], dtype, head_type, transposed=False)[head]
+            self._head = read_matrix(bundle, head, dtype, head_type, transposed=False)
         return lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], dtype)
 
     @classmethod
-    def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
-        if device.type != "cpu":
-            return f"it runs on the CPU, the device is {device.type}"
-        if weights not in cls.weight_types:
-            return f"it has no {weights} weights; int8 ones are as small"
-        return None if dtype in _DTYPES else f"it knows float32, bfloat16 and float16, not {dtype}"
+    def refusal(cls, config: ModelConfig, weights: str) -> str | None:
+        refused = super().refusal(config, weights)
+        return refused and f"{refused}; int8 ones are as small"
 
     @classmethod
     def keeps(cls, stored: StoredWeight) -> bool:
@@ -134,33 +132,22 @@ class CpuDecoder(TorchDecoder):
 class Step:
     """Decodes one token for some of the slots."""
 
-    def __init__(
-        self,
-        region: str,
-        config: ModelConfig,
-        blocks: Sequence[Block],
-        embedding: Tensor,
-        final_norm: Norm,
-        output: Matrix,
-        rotaries: Sequence[Rotary],
-        cache: KVCache,
-    ) -> None:
-        """region: of ``launch.REGIONS``, the one for the type of cache and embedding; output: (V, hidden)."""
-        self._region, self._config = region, config
+    def __init__(self, decoder: CpuDecoder) -> None:
+        config, embedding, output, blocks = decoder.config, decoder._embedding, decoder._head, decoder._blocks
+        self._region, self._config = f"step_{NAMES[decoder.dtype]}", config
         self._kept_alive: list[Tensor] = []
         self._team = Team()
         self._threads = self._capacity = 0  # what the buffers were allocated for
-        self._projections: list[Any] = [p for block in blocks for p in block.projections]  # CpuProjection
+        self._projections: list[Any] = decoder._projections  # CpuProjection
         self._counts = np.zeros((1, len(self._projections)), dtype=np.int64)
-        weights = output.nbytes + sum(p.matrix.nbytes for p in self._projections)
-        self._most_threads = max(1, min(usable_cores(), weights // _BYTES_PER_THREAD))
+        self._most_threads = max(1, min(usable_cores(), sum(decoder.bytes_read()) // _BYTES_PER_THREAD))
         self._input_width = max(sum(p.out_features for p in block.qkv) for block in blocks)
 
-        max_batch, max_len = len(cache.lengths), cache.max_seq_len
+        max_batch, max_len = decoder.max_batch, decoder.max_seq_len
         self.logits = torch.empty(max_batch, config.vocab_size)  # float32, by slot
         rows = torch.zeros(3, max(max_batch, MOST_ROWS), dtype=torch.int64)  # slot, token and position of every row
         self._rows = rows.numpy()
-        tables = [tuple(table.float() for table in rotary.step_tables(max_len)) for rotary in rotaries]
+        tables = [tuple(table.float() for table in rotary.step_tables(max_len)) for rotary in decoder._rotaries]
         self._table = np.array([p.matrix.row() for p in self._projections])  # the table of projections
         self._thresholds = torch.zeros(len(self._projections))
         qk_norm = config.architecture.qk_norm
@@ -196,10 +183,10 @@ class Step:
                 StepField.EMBEDDING: embedding,
                 StepField.HEAD: output.data,
                 StepField.HEAD_SCALE: output.scale,
-                StepField.FINAL_NORM: _norm_weight(final_norm),
+                StepField.FINAL_NORM: decoder._norm.factors.float(),
                 StepField.QUERY_SCALES: query_scales(config, 0, max_len, torch.device("cpu")),
                 StepField.FLOATS: floats,
-                StepField.BLOCKS: torch.from_numpy(self._block_table(blocks, tables, cache)),
+                StepField.BLOCKS: torch.from_numpy(self._block_table(blocks, tables, decoder._cache)),
                 StepField.PROJECTIONS: torch.from_numpy(self._table),
                 StepField.THRESHOLDS: self._thresholds,
                 StepField.LOGITS: self.logits,
@@ -269,12 +256,6 @@ class Step:
         for index, block in enumerate(blocks):
             spec = block.facts
             row: dict[BlockField, Tensor | int | None] = {
-                BlockField.ATTENTION_INPUT: _norm_weight(block.attention_input),
-                BlockField.ATTENTION_OUTPUT: _norm_weight(block.attention_output),
-                BlockField.MLP_INPUT: _norm_weight(block.mlp_input),
-                BlockField.MLP_OUTPUT: _norm_weight(block.mlp_output),
-                BlockField.Q_NORM: _norm_weight(block.q_norm),
-                BlockField.K_NORM: _norm_weight(block.k_norm),
                 BlockField.VALUE_NORM: torch.ones(spec.head_dim) if self._config.architecture.value_norm else None,
                 BlockField.WINDOW: spec.window,
                 BlockField.KV_HEADS: spec.num_kv_heads,
@@ -284,10 +265,29 @@ class Step:
                 BlockField.INPUT_WIDTH: sum(projection.out_features for projection in block.qkv),
                 BlockField.SCALAR: None if block.scalar is None else block.scalar.float(),
             }
+            for name in ("attention_input", "attention_output", "mlp_input", "mlp_output", "q_norm", "k_norm"):
+                norm: Norm | None = getattr(block, name)
+                row[BlockField[name.upper()]] = None if norm is None else norm.factors.float()
             if block.delta is None:
                 row[BlockField.KEYS], row[BlockField.VALUES] = cache.attention[index]
             else:
-                row[BlockField.DELTA] = self._delta_row(block.delta, cache.recurrent[index])
+                delta, states = block.delta, cache.recurrent[index]
+                numbers = {
+                    DeltaField.KEY_HEADS: delta.config.key_heads,
+                    DeltaField.VALUE_HEADS: delta.config.value_heads,
+                    DeltaField.KEY_DIM: delta.config.key_dim,
+                    DeltaField.VALUE_DIM: delta.config.value_dim,
+                    DeltaField.TAPS: delta.config.taps,
+                    DeltaField.A: delta.a.float(),
+                    DeltaField.B: delta.b.float(),
+                    DeltaField.KERNEL: delta.kernel[:, 0].t().float(),
+                    DeltaField.RATE: delta.log_rate.float().exp(),
+                    DeltaField.DT_BIAS: delta.dt_bias.float(),
+                    DeltaField.NORM: delta.norm.float(),
+                    DeltaField.INPUTS: states.inputs,
+                    DeltaField.STATES: states.state,
+                }
+                row[BlockField.DELTA] = torch.from_numpy(self._fill(DeltaField, numbers))
             if spec.rotary is not None:
                 rope, (cos, sin) = self._config.rotaries[spec.rotary], tables[spec.rotary]
                 row[BlockField.ROTARY_HALF], row[BlockField.INTERLEAVED] = rope.rotary_dim // 2, rope.interleaved
@@ -295,24 +295,6 @@ class Step:
             rows.append(self._fill(BlockField, row))
             first += len(block.projections)
         return np.array(rows)
-
-    def _delta_row(self, delta: DeltaWeights, states: DeltaState) -> Tensor:
-        row = {
-            DeltaField.KEY_HEADS: delta.config.key_heads,
-            DeltaField.VALUE_HEADS: delta.config.value_heads,
-            DeltaField.KEY_DIM: delta.config.key_dim,
-            DeltaField.VALUE_DIM: delta.config.value_dim,
-            DeltaField.TAPS: delta.config.taps,
-            DeltaField.A: delta.a.float(),
-            DeltaField.B: delta.b.float(),
-            DeltaField.KERNEL: delta.kernel[:, 0].t().float(),
-            DeltaField.RATE: delta.log_rate.float().exp(),
-            DeltaField.DT_BIAS: delta.dt_bias.float(),
-            DeltaField.NORM: delta.norm.float(),
-            DeltaField.INPUTS: states.inputs,
-            DeltaField.STATES: states.state,
-        }
-        return torch.from_numpy(self._fill(DeltaField, row))
 
     def _allocate(self, threads: int, rows: int) -> None:
         """Buffers for a team of ``threads`` and ``rows`` rows; counts are kept."""
@@ -340,10 +322,3 @@ class Step:
             self._parameters[field] = tensor.data_ptr()
         for field, value in layout.items():
             self._parameters[field] = value
-
-
-def _norm_weight(norm: Norm | None) -> Tensor | None:
-    """What a norm multiplies by, float32."""
-    if norm is None:
-        return None
-    return norm.weight.float() + 1.0 if norm.offset else norm.weight.float()

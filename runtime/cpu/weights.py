@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +14,7 @@ from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.model_config import Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, group_of, pack_int4, round_weight, unpack_int4
 from wisparse.kernels.cpu.launch import launch, team_size
-from wisparse.kernels.cpu.layout import DequantizeField, ProjectionField, ScaleType, StoredAs, type_name
+from wisparse.kernels.cpu.layout import NAMES, DequantizeField, ProjectionField, ScaleType, StoredAs
 
 from ..torch.block import MaskedLinear
 
@@ -130,7 +126,7 @@ class Matrix:
         parameters[DequantizeField.PROJECTION] = row.ctypes.data
         parameters[DequantizeField.FIRST], parameters[DequantizeField.LAST] = first, last
         parameters[DequantizeField.TARGET] = target.data_ptr()
-        launch(f"dequantize_{type_name(dtype)}", parameters, team_size())
+        launch(f"dequantize_{NAMES[dtype]}", parameters, team_size())
         return target.t()
 
 
@@ -151,17 +147,6 @@ class CpuProjection(MaskedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         return self.matrix.linear(x, self.bias)
-
-
-def read_matrices(
-    bundle: Bundle, names: Iterable[str], dtype: torch.dtype, weights: str, *, transposed: bool
-) -> dict[str, Matrix]:
-    """Read several weights side by side; arguments as for :func:`read_matrix`."""
-    names = list(names)
-    read = partial(read_matrix, bundle, dtype=dtype, weights=weights, transposed=transposed)
-    # Reading, checksums and the transposition all run without the interpreter's lock.
-    with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
-        return dict(zip(names, pool.map(read, names), strict=True))
 
 
 def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, transposed: bool) -> Matrix:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -20,12 +19,11 @@ from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, prefix_block_size
-from ..decoding.decoder import Decoder, check_capacity, check_part, prompt_chunks
-from ..decoding.rotary import Rotary
+from ..decoding.decoder import Decoder, check_capacity
 from ..decoding.sampling import SamplingParams, sample
-from ..torch.block import Positions, embed, finish_logits, run_block
+from ..torch.block import finish_logits
 from .prefill import ShortPrompts, attention, chunk_size, head_products, lower_right, project, too_little_memory
-from .step import MAX_ROWS, DecodeStep, PositionTables, contexts_between, kv_splits_for
+from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
 from .weights import BlockWeights, CudaWeights, dense_linears, load_weights, put_masks, with_dense
 
 if TYPE_CHECKING:
@@ -66,53 +64,38 @@ class CudaDecoder(Decoder):
 
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
+    _attention = staticmethod(attention)
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_seq_len: int,
-        max_batch: int = 1,
-        weights: str = "native",
-    ) -> None:
-        self.config: ModelConfig = bundle.config
-        self.device, self.dtype = device, dtype
-        self.max_batch, self.max_seq_len = max_batch, max_seq_len
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.weights = load_weights(bundle, device, dtype, weights)
-            self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
-            self._tables = PositionTables(self.config, self._rotaries, max_seq_len, device, dtype)
-            # Graphs are padded to 1, 2, 4, 8 or 16 rows.
-            padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
-            self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype, sides=2)
-            self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
-        self.prefill_chunk = chunk_size(self.config, dtype)
-        self.prefix_block_size = prefix_block_size(self.config, 1, max_seq_len)
+    def _load(self, bundle: Bundle, weights: str) -> None:
+        config, device, dtype, max_batch = self.config, self.device, self.dtype, self.max_batch
+        self.weights = load_weights(bundle, device, dtype, weights)
+        self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
+        self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
+        self._cache = KVCache(config, max_batch, self.max_seq_len, device, dtype, sides=2)
+        # Graphs are padded to 1, 2, 4, 8 or 16 rows.
+        self._positions = torch.zeros(-(-max_batch // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
+        self.prefill_chunk = chunk_size(config, dtype)
+        self.prefix_block_size = prefix_block_size(config, 1, self.max_seq_len)
         self._steps: dict[_StepKey, DecodeStep] = {}
         # The weights and steps by which linears masks leave dense; now these are in force.
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
-            dense_linears(self.config, bundle.masks): (self.weights, self._steps)
+            dense_linears(config, bundle.masks): (self.weights, self._steps)
         }
         # A step's successor, started before anybody asked for it: its input ids, how it chooses, the step, and whether
         # it is counted.
         self._ahead: tuple[list[int], list[SamplingParams], DecodeStep, bool] | None = None
         self._readback = TokenReadback(MAX_ROWS, device)
         self._short: ShortPrompts | None = None  # once somebody has asked for it
-        # Counting: the prompts' kept weights, on the device; weights of the prompts' sparse positions; decoded rows
-        # that were counted; one of so many steps is, and so many have been started.
-        self._observe: Callable[[FusedLinear, Tensor, int], None] | None = None  # see _read; None if nothing is counted
+        # Counting: the prompts' kept weights, on the device; decoded rows that were counted; one of so many steps is, and
+        # so many have been started.
+        self._observe: Callable[[FusedLinear, Tensor, int], None] | None = (
+            None  # see _apply; None if nothing is counted
+        )
         self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=device)
-        self._prompt_weights = self._decoded = 0
-        self._every, self._started = 1, 0
+        self._decoded, self._every, self._started = 0, 1, 0
 
     @classmethod
-    def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
-        if device.type != "cuda":
-            return f"it runs on cuda, the device is {device.type}"
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return f"it knows float32, float16 and bfloat16, not {dtype}"
+    def refusal(cls, config: ModelConfig, weights: str) -> str | None:
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
             return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"
@@ -136,33 +119,24 @@ class CudaDecoder(Decoder):
     def prefill_chunk_under_load(self) -> int:
         return max(1, self.prefill_chunk // 2)
 
-    @torch.inference_mode()
-    def prefill(
+    def _prefill(
         self,
         slot: int,
         token_ids: Tensor,
         sparse_from: int,
-        *,
-        start: int = 0,
-        stop: int | None = None,
-        on_logits: Callable[[Tensor], None] | None = None,
+        start: int,
+        stop: int,
+        on_logits: Callable[[Tensor], None] | None,
     ) -> Tensor:
-        stop = check_part(token_ids, self.max_seq_len, start, stop)
         self._forget_ahead()
-        self._cache.begin(slot, start)
         dense = stop <= sparse_from <= len(token_ids) and on_logits is None
         short = self._short.logits(slot, token_ids, start, stop) if dense and self._short is not None else None
         if short is not None:
             logits = finish_logits(self.config, short)
         else:
-            for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
-                if on_logits is not None:
-                    on_logits(self._logits(hidden))
-                last = hidden[-1:]
-            logits = self._logits(last)
-        self._cache.lengths[slot] = stop
+            logits = super()._prefill(slot, token_ids, sparse_from, start, stop, on_logits)
         self._positions[slot : slot + 1].fill_(stop)
-        return logits[0]
+        return logits
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -266,28 +240,28 @@ class CudaDecoder(Decoder):
             self._by_dense[dense] = with_dense(self.weights, dense), {}
         # Steps captured for such masks go on with these, which lie where those lay.
         self.weights, self._steps = self._by_dense[dense]
+        self._blocks = self.weights.blocks
         put_masks(self.weights, self.config, masks)
 
     @torch.inference_mode()
     def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
         self._forget_ahead()
-        self._every, self._started = every, 0
+        self._decoded, self._every, self._started, self._sparse_positions = 0, every, 0, 0
         self._observe = self._count_prompt if enabled else None
         self._kept_in_prompts.zero_()
-        self._prompt_weights = self._decoded = 0
         for step in self._steps.values():
             step.counts.cells.zero_()
 
     def realised_sparsity(self) -> float | None:
         per_position = sum(projection.num_parameters for projection in self.config.projections())
-        total = self._prompt_weights + self._decoded * per_position
-        if self._observe is None or not total:
+        positions = self._sparse_positions + self._decoded
+        if self._observe is None or not positions:
             return None
         linears = [linear for block in self.weights.blocks for linear in block.linears]
         kept = self._decoded * sum(linear.in_features * linear.out_features for linear in linears if linear.dense)
         for step in self._steps.values():
             kept += step.counts.weights(but_last=self._ahead is not None and self._ahead[2] is step)
-        return 1.0 - (kept + float(self._kept_in_prompts)) / total
+        return 1.0 - (kept + float(self._kept_in_prompts)) / (positions * per_position)
 
     def close(self) -> None:
         super().close()
@@ -359,25 +333,12 @@ class CudaDecoder(Decoder):
             self._ahead = None
             self._positions[: self.max_batch].copy_(torch.tensor(self._cache.lengths, dtype=torch.int32))
 
-    def _read(
-        self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int
-    ) -> Iterator[Tensor]:
-        """As in the base class. ``_observe`` is called with each linear, its input (chunk, K) and the first masked row,
-        before the product."""
-        config, weights, total, ids = self.config, self.weights, len(token_ids), token_ids.to(self.device)
-        for first, end, dense in prompt_chunks(start, stop, total, self.prefill_chunk, sparse_from):
-            at = Positions.of(config, self._rotaries, cache, slot, range(first, end), total, self.device)
-            x = embed(config, weights.embedding, ids[first:end])
-            for index, block in enumerate(weights.blocks):
-
-                def apply(role: str, n: Tensor, block: BlockWeights = block, dense: int = dense) -> tuple[Tensor, ...]:
-                    linear = getattr(block, role)
-                    if self._observe is not None:
-                        self._observe(linear, n, dense)
-                    return project(linear, n, dense, weights.dequantized)
-
-                x = run_block(config, index, block, x, at, apply, attention)
-            yield x
+    def _apply(self, block: BlockWeights, first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
+        """``_observe`` is called with each linear, its input (T, K) and the first masked row, before the product."""
+        linear: FusedLinear = getattr(block, role)
+        if self._observe is not None:
+            self._observe(linear, x, first_sparse)
+        return project(linear, x, first_sparse, self.weights.dequantized)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         normed = self.weights.norm(hidden)
@@ -388,7 +349,6 @@ class CudaDecoder(Decoder):
         for i, width in enumerate(linear.widths if len(tail) else ()):
             keep = keep_mask(tail, linear.scales[i], linear.thresholds[i])
             self._kept_in_prompts.add_(keep.sum(), alpha=width)
-            self._prompt_weights += keep.numel() * width
 
 
 def _blocks(slots: Sequence[int]) -> list[tuple[int, int]]:

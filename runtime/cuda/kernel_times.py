@@ -14,9 +14,9 @@ from wisparse.formats.errors import UsageError
 from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, regime, remember_tiles, tuned_key
 
 from ..decoding.decoder import Decoder
+from ..torch.block import LINEARS
 from .decoder import CudaDecoder
 from .step import DecodeStep, capture, kv_splits_for
-from .weights import LINEARS
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,9 @@ from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import switch_length
-from ..torch.block import capped_attention, causal_mask, drop_channels, embed, finish_block
-from .step import MAX_ROWS, PositionTables, attention_shape, capture, qk_norms
+from ..torch.block import attention as plain_attention
+from ..torch.block import drop_channels, embed, finish_block
+from .step import MAX_ROWS, PositionTables, attention_arguments, capture
 from .weights import BlockWeights, CudaWeights
 
 log = logging.getLogger(__name__)
@@ -97,25 +98,17 @@ def lower_right() -> Callable[[int, int], Tensor]:
 
 
 def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
-    """Causal attention of the positions from ``start`` on, (heads, T, D); ``window`` counts the position itself."""
+    """As ``runtime.torch.block``'s, without an explicit mask where torch has kernels that need none."""
     count, stop = q.shape[1], keys.shape[1]
-    gqa, scale = q.shape[0] != keys.shape[0], config.attention_scale
-    reach = stop if window is None else window
     behind = start > 0 and count > 1
-    if config.attention_softcap is None and stop <= reach and not (behind and count <= _FEW):
-        mask = lower_right()(count, stop) if behind else None
-        return functional.scaled_dot_product_attention(
-            q[None], keys[None], values[None],
-            attn_mask=mask, is_causal=start == 0 and count > 1, scale=scale, enable_gqa=gqa,
-        )[0]  # fmt: skip
-    first = max(start - reach + 1, 0)
-    near = causal_mask(start, stop, first, window, q.device)
-    keys, values = keys[:, first:], values[:, first:]
-    if config.attention_softcap is not None:
-        return capped_attention(config, q, keys, values, near)
+    windowed = window is not None and stop > window
+    if config.attention_softcap is not None or windowed or (behind and count <= _FEW):
+        return plain_attention(config, q, keys, values, start, window)
+    mask = lower_right()(count, stop) if behind else None
     return functional.scaled_dot_product_attention(
-        q[None], keys[None], values[None], attn_mask=near, scale=scale, enable_gqa=gqa
-    )[0]
+        q[None], keys[None], values[None], attn_mask=mask, is_causal=start == 0 and count > 1,
+        scale=config.attention_scale, enable_gqa=q.shape[0] != keys.shape[0],
+    )[0]  # fmt: skip
 
 
 def too_little_memory(device: torch.device) -> str | None:
@@ -198,11 +191,10 @@ class ShortPrompts:
 
                 n = x if block.attention_input is None else block.attention_input(x)
                 keys, values = self._cache.attention[index]
-                rotary, out = self._tables.rotary(block.facts.rotary), torch.empty_like(queries)
+                rotary, out = self._tables[block.facts.rotary], torch.empty_like(queries)
                 launch_chunk_attention(
                     self._products(block.qkv, n), given, KVSlots(keys, values, keys.shape[2]), rotary, queries, out,
-                    attention_shape(config, block.facts, rotary), scale=config.attention_scale,
-                    norms=qk_norms(config, block),
+                    **attention_arguments(config, block, rotary),
                 )  # fmt: skip
                 x = finish_block(config, block, x, out.flatten(1), apply)
             last = x.index_select(0, (given[2:3] - 1).clamp(min=0))

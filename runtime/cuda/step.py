@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wisparse.formats.model_config import Block, ModelConfig
+from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
 from wisparse.kernels.gpu.attention import AttentionShape, KVSlots, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
@@ -30,7 +31,8 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, lau
 from ..decoding.cache import KVCache
 from ..decoding.rotary import Rotary, query_scales
 from ..decoding.sampling import SamplingParams
-from .weights import LINEARS, BlockWeights, CudaNorm, CudaWeights
+from ..torch.block import LINEARS, Norm
+from .weights import BlockWeights, CudaWeights
 
 MAX_ROWS = 16
 # KV splits of one row's context, up to how many positions: with 8 KV heads 16 make about one program for each of an
@@ -52,43 +54,33 @@ def contexts_between(first: int, last: int) -> list[int]:
     return sorted({min(longest, last) for longest in KV_SPLITS if first <= longest})
 
 
-class PositionTables:
-    """Each rotary embedding's cosines and sines (max_seq_len, rotary_dim / 2); the queries' factors (max_seq_len,)."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        rotaries: Sequence[Rotary],
-        max_seq_len: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        scales = query_scales(config, 0, max_seq_len, device)
-        self._rotaries = [rotary.step_tables(max_seq_len) for rotary in rotaries]
-        self._query_scales = None if scales is None else scales.to(dtype)
-
-    def rotary(self, index: int | None) -> RotaryTables:
-        """A block's; of no dimensions where nothing is rotated."""
-        cos, sin = self._rotaries[index or 0]
-        if index is None:
-            cos, sin = cos[:, :0], sin[:, :0]
-        return RotaryTables(cos, sin, self._query_scales)
+# A block's ``rotary`` -> its cosines and sines (max_seq_len, rotary_dim / 2), and the queries' factors (max_seq_len,).
+PositionTables = dict[int | None, RotaryTables]
 
 
-def attention_shape(config: ModelConfig, block: Block, rotary: RotaryTables) -> AttentionShape:
-    norm = config.architecture.qk_norm
+def position_tables(
+    config: ModelConfig, rotaries: Sequence[Rotary], max_seq_len: int, device: torch.device, dtype: torch.dtype
+) -> PositionTables:
+    scales = query_scales(config, 0, max_seq_len, device)
+    factors = None if scales is None else scales.to(dtype)
+    found: PositionTables = {
+        i: RotaryTables(*rotaries[i].step_tables(max_seq_len), factors) for i in range(len(rotaries))
+    }
+    # Of no dimensions where nothing is rotated.
+    return found | {None: RotaryTables(found[0].cos[:, :0], found[0].sin[:, :0], factors)}
+
+
+def attention_arguments(config: ModelConfig, block: BlockWeights, rotary: RotaryTables) -> dict[str, Any]:
+    """What a block's attention kernels are told about it."""
+    facts, norm = block.facts, config.architecture.qk_norm
     norm_of = "whole" if norm and not norm.per_head else "rotated head" if norm and norm.after_rotary else "head"
-    return AttentionShape(
-        config.num_heads, block.num_kv_heads, block.head_dim, rotary.cos.shape[1] * 2, block.window or 0,
+    shape = AttentionShape(
+        config.num_heads, facts.num_kv_heads, facts.head_dim, rotary.cos.shape[1] * 2, facts.window or 0,
         config.rotaries[0].interleaved, config.attention_softcap or 0.0, norm_of,
-        config.architecture.attention_gate, block.shared_values, config.architecture.value_norm,
+        config.architecture.attention_gate, facts.shared_values, config.architecture.value_norm,
     )  # fmt: skip
-
-
-def qk_norms(config: ModelConfig, block: BlockWeights) -> QKNorms:
-    if block.q_norm is None or block.k_norm is None:
-        return QKNorms(None, None, config.rms_norm_eps)
-    return QKNorms(block.q_norm.factors, block.k_norm.factors, config.rms_norm_eps)
+    factors = (norm and norm.factors for norm in (block.q_norm, block.k_norm))
+    return {"shape": shape, "scale": config.attention_scale, "norms": QKNorms(*factors, config.rms_norm_eps)}
 
 
 def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -233,7 +225,7 @@ class DecodeStep:
                 counting=counting,
             )  # fmt: skip
 
-        def into_residual(role: str, given: Input, norm: CudaNorm | None, scalar: Tensor | None) -> None:
+        def into_residual(role: str, given: Input, norm: Norm | None, scalar: Tensor | None) -> None:
             ssq = self._sums(index, role)
             linear(role, given, Output(self._half) if separate[role] else Output(self.hidden, ssq))
             if separate[role]:
@@ -254,11 +246,10 @@ class DecodeStep:
             )  # fmt: skip
             attended = Input(self._recalled)
         else:
-            rotary = self._tables.rotary(block.facts.rotary)
+            rotary = self._tables[block.facts.rotary]
             launches["attention"] = partial(
                 launch_attention, qkv, self._cache[index], rows, rotary, self._attended[index],
-                attention_shape(config, block.facts, rotary), scale=config.attention_scale,
-                norms=qk_norms(config, block), stages=self._attention_stages[index], pdl=pdl,
+                **attention_arguments(config, block, rotary), stages=self._attention_stages[index], pdl=pdl,
             )  # fmt: skip
             attended = Input(None, attention=self._attended[index])
         into_residual("o", attended, block.attention_output, None)
@@ -273,7 +264,7 @@ class DecodeStep:
             eps=self.config.rms_norm_eps, pdl=self.pdl,
         )  # fmt: skip
 
-    def _normed(self, norm: CudaNorm | None, ssq: Tensor) -> Input:
+    def _normed(self, norm: Norm | None, ssq: Tensor) -> Input:
         return Input(self.hidden) if norm is None else Input(self.hidden, ssq, norm.factors)
 
     def _sums(self, index: int, role: str) -> Tensor:

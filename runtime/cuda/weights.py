@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,28 +19,19 @@ from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, round_weight
 from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
-from ..torch.block import BlockFacts, Norm
-from ..torch.delta_net import delta_names, read_delta_weights
+from ..torch.block import LINEARS, BlockFacts, Norm, block_tensors, read_facts
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
 
 
-LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, in the order of execution
 _HEAD_ROWS = 4096  # rows of a quantized output layer that a prompt dequantizes at once, at least
 _MOST_THREADS = 12  # that read files
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
-@dataclass(frozen=True)
-class CudaNorm(Norm):
-    """``factors``: what the kernels multiply by: the weight, or 1 + weight in float32."""
-
-    factors: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
-class BlockWeights(BlockFacts[CudaNorm]):
+class BlockWeights(BlockFacts):
     """One transformer block. A recurrent block's ``qkv`` and ``o`` are the linears around its ``delta``."""
 
     qkv: FusedLinear
@@ -59,7 +50,7 @@ class CudaWeights:
 
     embedding: Tensor
     blocks: list[BlockWeights]
-    norm: CudaNorm
+    norm: Norm
     head: Tensor  # (V, H), int8 if it has scales
     head_scales: Tensor | None  # (V,) float32
     dequantized: Tensor | None  # (n,) scratch for one projection's numbers, for prompts; None if nothing is quantized
@@ -117,10 +108,6 @@ class _Source:
         numbers = found.dequantise(self.dtype)
         return numbers if weights == "native" else self.rounded(_HEAD, numbers, weights)
 
-    def norm(self, config: ModelConfig, name: str) -> CudaNorm:
-        weight, offset = self.tensor(name), config.architecture.norm_offset
-        return CudaNorm(weight, config.rms_norm_eps, offset, 1.0 + weight.float() if offset else weight)
-
 
 def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str = "native") -> CudaWeights:
     """Read a bundle's weights onto ``device``; copies may still be under way on the current stream. The bundle's masks are
@@ -136,21 +123,13 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
         head = source.head(config, embedding, WEIGHT_TYPES[weights].head)
         blocks = []
         for index in range(config.num_blocks):
-            prefix = f"model.layers.{index}"
-            norms = {
-                field: None if name is None else source.norm(config, f"{prefix}.{name}.weight")
-                for field, name in _norms(config, index).items()
-            }
-            delta = read_delta_weights(config, index, source.tensor)
-            name = config.architecture.block_scalar
-            scalar = None if name is None else source.tensor(f"{prefix}.{name}")
+            facts = read_facts(config, index, source.tensor)
             linears = {
                 role: _load_linear(projections, copies, source, weights)
                 for role, (projections, copies) in zip(LINEARS, _projections(config, index), strict=True)
             }
-            facts = config.blocks[index]
-            blocks.append(BlockWeights(**norms, **linears, facts=facts, delta=delta, scalar=scalar))  # type: ignore[arg-type]
-        norm = source.norm(config, _NORM)
+            blocks.append(BlockWeights(**facts, **linears))
+        norm = Norm(source.tensor(_NORM), config.rms_norm_eps, config.architecture.norm_offset)
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
         quantized = [linear for block in blocks for linear in block.linears if linear.weight.quant != "none"]
         widest = max((linear.in_features * max(linear.widths) for linear in quantized), default=0)
@@ -169,24 +148,12 @@ def _names(config: ModelConfig) -> Iterator[str]:
     if not config.tie_word_embeddings:
         yield _HEAD
     for index in range(config.num_blocks):
-        prefix = f"model.layers.{index}"
-        yield from (f"{prefix}.{name}.weight" for name in _norms(config, index).values() if name is not None)
-        yield from delta_names(config, index).values()
-        if config.architecture.block_scalar is not None:
-            yield f"{prefix}.{config.architecture.block_scalar}"
+        yield from block_tensors(config, index).values()
         for projection in config.projections(index):
             yield f"{projection.name}.weight"
             if projection.bias:
                 yield f"{projection.name}.bias"
     yield _NORM
-
-
-def _norms(config: ModelConfig, index: int) -> dict[str, str | None]:
-    """A block's norms, the fields of ``BlockWeights``, and their names in the checkpoint."""
-    arch = config.architecture
-    q_norm, k_norm = (None, None) if arch.qk_norm is None or config.blocks[index].recurrent else arch.qk_norm.names
-    own = {"q_norm": q_norm and f"self_attn.{q_norm}", "k_norm": k_norm and f"self_attn.{k_norm}"}
-    return asdict(arch.norms) | own
 
 
 def _projections(config: ModelConfig, index: int) -> Iterator[tuple[list[Projection], int]]:

@@ -6,8 +6,9 @@ import resource
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
+from ..torch.block import BlockFacts, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
+from .rotary import Rotary
 from .sampling import SamplingParams, sample
 
 if TYPE_CHECKING:
@@ -33,28 +36,48 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 class Decoder(ABC):
     """One model on one device, with ``max_batch`` slots of up to ``max_seq_len`` positions.
 
-    Constructed by ``backends.make_decoder`` as ``Implementation(bundle, device=..., dtype=..., weights=...,
-    max_seq_len=..., max_batch=...)``, after ``refusal`` was asked. Not thread-safe. After an exception inside
+    Constructed by ``backends.make_decoder`` after ``refusal`` was asked. Not thread-safe. After an exception inside
     ``prefill``, ``decode`` or ``step``, also a KeyboardInterrupt, a slot is undefined until it is prefilled from 0.
     """
 
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # which of WEIGHT_TYPES it can hold weights as
-    config: ModelConfig
-    device: torch.device
-    dtype: torch.dtype  # of weights, and of activations between projections
-    max_batch: int
-    max_seq_len: int
     prefill_chunk: int  # positions of a prompt that are read together; chunks begin at multiples of it
     # The first positions of a slot can serve another prompt up to a multiple of this. Where it is the prefill chunk,
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
     prefix_block_size: int
+    _embedding: Tensor  # (V, H)
+    _blocks: Sequence[BlockFacts]  # with projections
     _cache: KVCache
+    _sparse_positions = 0  # that ``_forward`` has read since ``measure_sparsity``
+    _attention = staticmethod(attention)
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_seq_len: int,
+        max_batch: int = 1,
+        weights: str = "native",
+    ) -> None:
+        """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``."""
+        self.config = bundle.config
+        self.device, self.dtype = device, dtype
+        self.max_batch, self.max_seq_len = max_batch, max_seq_len
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
+            self._load(bundle, weights)
+
+    @abstractmethod
+    def _load(self, bundle: Bundle, weights: str) -> None:
+        """Read the weights and allocate the cache."""
 
     @classmethod
-    def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
-        """Why it cannot run such a model there, as a clause without a full stop, or None; reads no weights."""
-        return None
+    def refusal(cls, config: ModelConfig, weights: str) -> str | None:
+        """Why it cannot run such a model where its back end runs, as a clause without a full stop, or None."""
+        return None if weights in cls.weight_types else f"it has no {weights} weights"
 
     @classmethod
     def keeps(cls, stored: StoredWeight) -> bool:
@@ -75,11 +98,32 @@ class Decoder(ABC):
     def bytes_read(self) -> tuple[int, int]:
         """Bytes of the projections' weights and of the output layer's."""
 
-    @abstractmethod
     def _read(
         self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int
     ) -> Iterator[Tensor]:
         """Run positions start..stop of a prompt through the blocks, filling the cache: hidden states of each chunk."""
+        total, ids = len(token_ids), token_ids.to(self.device)
+        for first, end, first_sparse in prompt_chunks(start, stop, total, self.prefill_chunk, sparse_from):
+            yield self._forward(cache, slot, ids[first:end], start=first, total=total, first_sparse=first_sparse)
+
+    def _forward(
+        self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int
+    ) -> Tensor:
+        """Positions from ``start`` on, of a sequence of ``total``: (T,) ids to (T, H) hidden states, filling the cache.
+
+        Those from the chunk's ``first_sparse``-th on are masked.
+        """
+        config, stop = self.config, start + len(token_ids)
+        self._sparse_positions += len(token_ids) - first_sparse
+        at = Positions.of(config, self._rotaries, cache, slot, range(start, stop), total, self.device)
+        x = embed(config, self._embedding, token_ids)
+        for index, block in enumerate(self._blocks):
+            x = run_block(config, index, block, x, at, partial(self._apply, block, first_sparse), self._attention)
+        return x
+
+    @abstractmethod
+    def _apply(self, block: Any, first_sparse: int, role: str, x: Tensor) -> Sequence[Tensor]:
+        """The projections of a block that share the input x (T, K), as `run_block` wants them."""
 
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -103,14 +147,31 @@ class Decoder(ABC):
         with the logits (n, V) of each chunk. The result is valid until the next call. Rotary scaling ``longrope`` takes
         its long factors if T is above ``original_max_position_embeddings``, as transformers does.
         """
-        stop = check_part(token_ids, self.max_seq_len, start, stop)
+        total = len(token_ids)
+        check_prompt(total, self.max_seq_len)
+        stop = total if stop is None else stop
+        if not 0 <= start < stop <= total:
+            raise UsageError(f"start, stop: expected 0 <= start < stop <= {total}, found {start} and {stop}")
         self._cache.begin(slot, start)
+        logits = self._prefill(slot, token_ids, sparse_from, start, stop, on_logits)
+        self._cache.lengths[slot] = stop
+        return logits[0]
+
+    def _prefill(
+        self,
+        slot: int,
+        token_ids: Tensor,
+        sparse_from: int,
+        start: int,
+        stop: int,
+        on_logits: Callable[[Tensor], None] | None,
+    ) -> Tensor:
+        """:meth:`prefill`, with its arguments checked: logits (1, V)."""
         for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
             if on_logits is not None:
                 on_logits(self._logits(hidden))
             last = hidden[-1:]
-        self._cache.lengths[slot] = stop
-        return self._logits(last)[0]
+        return self._logits(last)
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
@@ -201,16 +262,6 @@ def check_prompt(length: int, max_seq_len: int) -> None:
             f"the prompt has {length} tokens and the context holds {max_seq_len}: "
             "shorten it, or load with a larger max_seq_len if the model allows one"
         )
-
-
-def check_part(token_ids: Tensor, max_seq_len: int, start: int, stop: int | None) -> int:
-    """``stop`` of a prefill, its default resolved; the prompt must fit."""
-    total = len(token_ids)
-    check_prompt(total, max_seq_len)
-    stop = total if stop is None else stop
-    if not 0 <= start < stop <= total:
-        raise UsageError(f"start, stop: expected 0 <= start < stop <= {total}, found {start} and {stop}")
-    return stop
 
 
 def check_capacity(token_ids: Sequence[int], lengths: Sequence[int], max_seq_len: int) -> None:

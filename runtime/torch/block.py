@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,12 @@ from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import Rotary, query_scales, rotate
-from .delta_net import DeltaWeights, float_dtype, read_delta_weights
+from .delta_net import DeltaWeights, float_dtype
 
 if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
+    from wisparse.formats.bundle import ProjectionMask
+
+LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, by the input that they read, in the order of execution
 
 
 def drop_channels(x: Tensor, keep: Tensor) -> Tensor:
@@ -71,45 +73,77 @@ class Norm:
     weight: Tensor
     eps: float
     offset: bool
+    factors: Tensor = field(init=False)  # what x / rms(x) is multiplied by: the weight, or 1 + weight in float32
+
+    def __post_init__(self) -> None:
+        weight = self.weight
+        object.__setattr__(self, "factors", 1.0 + weight.to(float_dtype(weight.dtype)) if self.offset else weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.to(float_dtype(x.dtype))
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.offset:
-            return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
-        return self.weight * normed.to(x.dtype)
-
-
-N = TypeVar("N", bound=Norm)
+        return (normed * self.factors).to(x.dtype) if self.offset else self.factors * normed.to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockFacts(Generic[N]):
+class BlockFacts:
     """A block without its projections. A norm that the architecture lacks is None."""
 
     facts: model_config.Block
-    attention_input: N | None
-    attention_output: N | None
-    mlp_input: N | None
-    mlp_output: N | None
-    q_norm: N | None
-    k_norm: N | None
+    attention_input: Norm | None = None
+    attention_output: Norm | None = None
+    mlp_input: Norm | None = None
+    mlp_output: Norm | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
     delta: DeltaWeights | None = None  # of a recurrent block
     scalar: Tensor | None = None  # (1,), multiplies the block's output
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block(BlockFacts[Norm]):
+class Block(BlockFacts):
     """A block with its projections; a recurrent one's ``qkv`` are in_proj_qkv and in_proj_z, its ``o`` is out_proj."""
 
     qkv: list[MaskedLinear]
-    o: MaskedLinear
+    o: list[MaskedLinear]
     gate_up: list[MaskedLinear]
-    down: MaskedLinear
+    down: list[MaskedLinear]
 
     @property
     def projections(self) -> list[MaskedLinear]:
-        return [*self.qkv, self.o, *self.gate_up, self.down]
+        return [*self.qkv, *self.o, *self.gate_up, *self.down]
+
+
+def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
+    """A block's tensors beside its projections: field of `BlockFacts`, or of `DeltaWeights`, -> name in the checkpoint."""
+    arch, block, prefix = config.architecture, config.blocks[index], f"model.layers.{index}."
+    norms = asdict(arch.norms)
+    if arch.qk_norm is not None and not block.recurrent:
+        norms |= zip(("q_norm", "k_norm"), (f"self_attn.{name}" for name in arch.qk_norm.names), strict=True)
+    found = {field: f"{prefix}{name}.weight" for field, name in norms.items() if name is not None}
+    if config.delta_net is not None and block.recurrent:
+        found |= {name: f"{prefix}linear_attn.{name}" for name in config.delta_net.tensors(config.hidden_size)}
+    return found if arch.block_scalar is None else found | {"scalar": prefix + arch.block_scalar}
+
+
+def read_facts(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """The fields of a block's `BlockFacts`; ``read`` gives a tensor by its name in the checkpoint."""
+    eps, delta = config.rms_norm_eps, None
+    tensors = {field: read(name) for field, name in block_tensors(config, index).items()}
+    if config.delta_net is not None and config.blocks[index].recurrent:
+        delta = DeltaWeights(
+            config.delta_net,
+            a=tensors.pop("in_proj_a.weight"),
+            b=tensors.pop("in_proj_b.weight"),
+            kernel=tensors.pop("conv1d.weight"),
+            log_rate=tensors.pop("A_log"),
+            dt_bias=tensors.pop("dt_bias"),
+            norm=tensors.pop("norm.weight"),
+            eps=eps,
+        )
+    scalar, offset = tensors.pop("scalar", None), config.architecture.norm_offset
+    norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items()}
+    return {"facts": config.blocks[index], "delta": delta, "scalar": scalar, **norms}
 
 
 @dataclass(frozen=True)
@@ -140,42 +174,30 @@ def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, star
     count, stop = q.shape[1], keys.shape[1]
     first = 0 if window is None else max(start - window + 1, 0)
     keys, values = keys[:, first:], values[:, first:]
-    mask = causal_mask(start, stop, first, window, q.device) if count > 1 else None
-    if config.attention_softcap is not None:
-        return capped_attention(config, q, keys, values, mask)
+    mask = None
+    if count > 1:  # (T, stop - first) bool, True where attended
+        ahead = torch.arange(first, stop, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
+        mask = ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
+    if config.attention_softcap is not None:  # torch's own attention has no cap on scores
+        keys, values = (x.repeat_interleave(q.shape[0] // len(x), dim=0) for x in (keys, values))
+        scores = soft_cap(q @ keys.transpose(1, 2) * config.attention_scale, config.attention_softcap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return scores.softmax(dim=-1, dtype=float_dtype(q.dtype)).to(q.dtype) @ values
+    gqa = q.shape[0] != keys.shape[0]
     return functional.scaled_dot_product_attention(
-        q[None],
-        keys[None],
-        values[None],
-        attn_mask=mask,
-        scale=config.attention_scale,
-        enable_gqa=q.shape[0] != keys.shape[0],
+        q[None], keys[None], values[None], attn_mask=mask, scale=config.attention_scale, enable_gqa=gqa
     )[0]
-
-
-def causal_mask(start: int, stop: int, first: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of positions first..stop those of start..stop attend to: (stop - start, stop - first) bool."""
-    ahead = torch.arange(first, stop, device=device) - torch.arange(start, stop, device=device)[:, None]
-    return ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
-
-
-def capped_attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention with soft-capped scores, which torch's own has not; mask: (T, context), True where attended."""
-    keys, values = (x.repeat_interleave(q.shape[0] // len(x), dim=0) for x in (keys, values))
-    scores = soft_cap(q @ keys.transpose(1, 2) * config.attention_scale, config.attention_softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(dim=-1, dtype=float_dtype(q.dtype)).to(q.dtype) @ values
 
 
 def run_block(
     config: ModelConfig,
     index: int,
-    block: BlockFacts[Any],
+    block: BlockFacts,
     x: Tensor,
     at: Positions,
     apply: Callable[[str, Tensor], Sequence[Tensor]],
-    attend: Callable[[ModelConfig, Tensor, Tensor, Tensor, int, int | None], Tensor] = attention,
+    attend: Callable[[ModelConfig, Tensor, Tensor, Tensor, int, int | None], Tensor],
 ) -> Tensor:
     """One block: x (T, H) to (T, H), filling the cache.
 
@@ -204,7 +226,7 @@ def run_block(
 
 def finish_block(
     config: ModelConfig,
-    block: BlockFacts[Any],
+    block: BlockFacts,
     x: Tensor,
     attended: Tensor,
     apply: Callable[[str, Tensor], Sequence[Tensor]],
@@ -235,7 +257,7 @@ def _maybe(norm: Norm | None, x: Tensor) -> Tensor:
 
 def _place(
     config: ModelConfig,
-    block: BlockFacts[Any],
+    block: BlockFacts,
     parts: Sequence[Tensor],
     tables: Sequence[tuple[Tensor, Tensor]],
     scales: Tensor | None,
@@ -258,50 +280,6 @@ def _place(
     if scales is not None:
         q = q * scales[:, None].to(q.dtype)
     return q, k, v
-
-
-def read_norm(bundle: Bundle, name: str, device: torch.device, dtype: torch.dtype) -> Norm:
-    """A norm of the checkpoint under its module's name."""
-    config = bundle.config
-    weight = bundle.checkpoint.tensor(f"{name}.weight", device).to(dtype)
-    return Norm(weight, config.rms_norm_eps, config.architecture.norm_offset)
-
-
-def read_block(
-    bundle: Bundle,
-    index: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    read_projection: Callable[[model_config.Projection], MaskedLinear],
-) -> Block:
-    """One block's weights."""
-    config, arch = bundle.config, bundle.config.architecture
-    prefix = f"model.layers.{index}."
-    by_role = {p.role: read_projection(p) for p in config.projections(index)}
-
-    def norm(name: str | None) -> Norm | None:
-        return None if name is None else read_norm(bundle, prefix + name, device, dtype)
-
-    def tensor(name: str) -> Tensor:
-        return bundle.checkpoint.tensor(name, device).to(dtype)
-
-    recurrent = config.blocks[index].recurrent
-    q_norm, k_norm = (None, None) if arch.qk_norm is None or recurrent else arch.qk_norm.names
-    return Block(
-        facts=config.blocks[index],
-        attention_input=norm(arch.norms.attention_input),
-        attention_output=norm(arch.norms.attention_output),
-        mlp_input=norm(arch.norms.mlp_input),
-        mlp_output=norm(arch.norms.mlp_output),
-        qkv=[by_role[role] for role in (("in_proj_qkv", "in_proj_z") if recurrent else config.qkv(index))],
-        o=by_role["out_proj" if recurrent else "o_proj"],
-        gate_up=[by_role[role] for role in arch.gate_up],
-        down=by_role["down_proj"],
-        q_norm=norm(q_norm and f"self_attn.{q_norm}"),
-        k_norm=norm(k_norm and f"self_attn.{k_norm}"),
-        delta=read_delta_weights(config, index, tensor),
-        scalar=None if arch.block_scalar is None else tensor(prefix + arch.block_scalar),
-    )
 
 
 def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.model_config import ModelConfig, Projection
+from wisparse.formats.model_config import Projection
 
 from ..decoding.cache import KVCache, prefix_block_size
-from ..decoding.decoder import Decoder, check_capacity, prompt_chunks
-from ..decoding.rotary import Rotary
-from .block import Block, MaskedLinear, Positions, embed, finish_logits, read_block, read_norm, run_block
+from ..decoding.decoder import Decoder, check_capacity
+from .block import LINEARS, Block, MaskedLinear, Norm, finish_logits, read_facts
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
@@ -46,29 +45,22 @@ class TorchDecoder(Decoder):
     weight_types: ClassVar[tuple[str, ...]] = ("native",)
     prefill_chunk = PREFILL_CHUNK
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_seq_len: int,
-        max_batch: int = 1,
-        weights: str = "native",
-    ) -> None:
-        self.config = config = bundle.config
-        self.device, self.dtype = device, dtype
-        self.max_batch, self.max_seq_len = max_batch, max_seq_len
+    def _load(self, bundle: Bundle, weights: str) -> None:
+        config, device, dtype = self.config, self.device, self.dtype
         read_projection = self._read_matrices(bundle, weights)
-        self._blocks: list[Block] = [
-            read_block(bundle, index, device, dtype, read_projection) for index in range(config.num_blocks)
-        ]
-        self._norm = read_norm(bundle, "model.norm", device, dtype)
-        self._rotaries = [Rotary(rope, device, dtype) for rope in config.rotaries]
-        self._cache = KVCache(config, max_batch, max_seq_len, device, dtype)
-        self._projections = [projection for block in self._blocks for projection in block.projections]
-        self.prefix_block_size = prefix_block_size(config, PREFILL_CHUNK, max_seq_len)
-        self._sparse_positions = 0
+
+        def read(name: str) -> Tensor:
+            return bundle.checkpoint.tensor(name, device).to(dtype)
+
+        self._blocks = blocks = []
+        for index in range(config.num_blocks):
+            projections = ([read_projection(p) for p in shared] for shared in config.shared_inputs(index))
+            linears = dict(zip(LINEARS, projections, strict=True))
+            blocks.append(Block(**read_facts(config, index, read), **linears))
+        self._norm = Norm(read("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
+        self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype)
+        self._projections = [projection for block in blocks for projection in block.projections]
+        self.prefix_block_size = prefix_block_size(config, PREFILL_CHUNK, self.max_seq_len)
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], MaskedLinear]:
         """Read embedding and output layer; returns what makes the projections."""
@@ -77,10 +69,6 @@ class TorchDecoder(Decoder):
         tied = self.config.tie_word_embeddings
         self._head: Any = self._embedding if tied else tensor("lm_head.weight", device).to(dtype)
         return lambda p: _Projection(bundle, p.name, p.bias, device, dtype)
-
-    @classmethod
-    def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
-        return None if weights in cls.weight_types else f"it has no {weights} weights"
 
     def bytes_read(self) -> tuple[int, int]:
         return sum(projection.nbytes for projection in self._projections), self._head.nbytes
@@ -99,34 +87,8 @@ class TorchDecoder(Decoder):
             rows.append(self._logits(hidden))
         return torch.cat(rows)
 
-    def _read(
-        self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int
-    ) -> Iterator[Tensor]:
-        total = len(token_ids)
-        for first, end, first_sparse in prompt_chunks(start, stop, total, self.prefill_chunk, sparse_from):
-            chunk = token_ids[first:end].to(self.device)
-            yield self._forward(cache, slot, chunk, start=first, total=total, first_sparse=first_sparse)
-
-    def _forward(
-        self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int
-    ) -> Tensor:
-        """Positions from ``start`` on, of a sequence of ``total``: (T,) ids to (T, H) hidden states, filling the cache.
-
-        Those from the chunk's ``first_sparse``-th on are masked.
-        """
-        config, count = self.config, len(token_ids)
-        self._sparse_positions += count - first_sparse
-        at = Positions.of(config, self._rotaries, cache, slot, range(start, start + count), total, self.device)
-        x = embed(config, self._embedding, token_ids)
-        for index, block in enumerate(self._blocks):
-
-            def apply(role: str, n: Tensor, block: Block = block) -> list[Tensor]:
-                found = getattr(block, role)
-                projections = found if isinstance(found, list) else [found]
-                return [projection(n, first_sparse) for projection in projections]
-
-            x = run_block(config, index, block, x, at, apply)
-        return x
+    def _apply(self, block: Block, first_sparse: int, role: str, x: Tensor) -> list[Tensor]:
+        return [projection(x, first_sparse) for projection in getattr(block, role)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return finish_logits(self.config, functional.linear(self._norm(hidden), self._head).float())

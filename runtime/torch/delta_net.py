@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.model_config import DeltaNet, ModelConfig
+from wisparse.formats.model_config import DeltaNet
 
 from ..decoding.cache import DeltaState
 
@@ -69,30 +68,6 @@ class DeltaWeights:
         normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + self.eps)
         normed = self.norm * normed.to(x.dtype)
         return (normed * functional.silu(gate.view_as(normed).to(wide))).to(x.dtype).reshape(len(x), delta.value_size)
-
-
-def delta_names(config: ModelConfig, index: int) -> dict[str, str]:
-    """Name below ``linear_attn.`` -> name in the checkpoint of what :func:`read_delta_weights` reads, in that order."""
-    if config.delta_net is None or not config.blocks[index].recurrent:
-        return {}
-    return {name: f"model.layers.{index}.linear_attn.{name}" for name in config.delta_net.tensors(config.hidden_size)}
-
-
-def read_delta_weights(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> DeltaWeights | None:
-    """Those of block ``index``; None if it is not a recurrent one."""
-    tensors = {name: read(full) for name, full in delta_names(config, index).items()}
-    if config.delta_net is None or not tensors:
-        return None
-    return DeltaWeights(
-        config.delta_net,
-        a=tensors["in_proj_a.weight"],
-        b=tensors["in_proj_b.weight"],
-        kernel=tensors["conv1d.weight"],
-        log_rate=tensors["A_log"],
-        dt_bias=tensors["dt_bias"],
-        norm=tensors["norm.weight"],
-        eps=config.rms_norm_eps,
-    )
 
 
 def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
