@@ -115,8 +115,8 @@ def give_rounded(bundle: Bundle, decoder: CpuDecoder, twin: TorchDecoder, kind: 
         else:
             codes = round_int8(weight)
         plain.weight = codes.dequantise(torch.float32)
-        assert cpu.matrix.stored_as == StoredAs[kind.upper()]
-        own = cpu.matrix.linear(torch.eye(weight.shape[1]), None).T
+        assert cpu.weight.stored_as == StoredAs[kind.upper()]
+        own = cpu.weight.linear(torch.eye(weight.shape[1]), None).T
         torch.testing.assert_close(own, plain.weight, atol=0, rtol=0 if kind == "int4" else 1e-6)
     assert decoder._head.stored_as == StoredAs.INT8
     twin._head = decoder._head.linear(torch.eye(bundle.config.hidden_size), None).T

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -49,8 +49,8 @@ class CpuDecoder(TorchDecoder):
     def _load(self, bundle: Bundle, weights: str) -> None:
         super()._load(bundle, weights)
         # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
-        matrices = [p.matrix for p in self._projections if isinstance(p, CpuProjection)]
-        converted = self.dtype != torch.float32 or any(matrix.stored_as != StoredAs.BASE for matrix in matrices)
+        codes = any(projection.weight.stored_as != StoredAs.BASE for projection in self._projections)
+        converted = self.dtype != torch.float32 or codes
         fast = product_dtype(self.dtype) == torch.bfloat16
         self._step_rows = 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
         self._step = Step(self)
@@ -75,7 +75,7 @@ class CpuDecoder(TorchDecoder):
         else:
             head = _EMBEDDING if tied else "lm_head.weight"
             self._head = read_matrix(bundle, head, dtype, head_type, transposed=False)
-        return lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], dtype)
+        return lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], self.device, dtype)
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
@@ -138,7 +138,7 @@ class Step:
         self._kept_alive: list[Tensor] = []
         self._team = Team()
         self._threads = self._capacity = 0  # what the buffers were allocated for
-        self._projections: list[Any] = decoder._projections  # CpuProjection
+        self._projections = decoder._projections
         self._counts = np.zeros((1, len(self._projections)), dtype=np.int64)
         self._most_threads = max(1, min(usable_cores(), sum(decoder.bytes_read()) // _BYTES_PER_THREAD))
         self._input_width = max(sum(p.out_features for p in block.qkv) for block in blocks)
@@ -148,7 +148,11 @@ class Step:
         rows = torch.zeros(3, max(max_batch, MOST_ROWS), dtype=torch.int64)  # slot, token and position of every row
         self._rows = rows.numpy()
         tables = [tuple(table.float() for table in rotary.step_tables(max_len)) for rotary in decoder._rotaries]
-        self._table = np.array([p.matrix.row() for p in self._projections])  # the table of projections
+        self._table = np.array([p.weight.row() for p in self._projections])  # the table of projections
+        for row, projection in zip(self._table, self._projections, strict=True):
+            if projection.bias is not None:
+                self._kept_alive.append(projection.bias.float())
+                row[ProjectionField.BIAS] = self._kept_alive[-1].data_ptr()
         self._thresholds = torch.zeros(len(self._projections))
         qk_norm = config.architecture.qk_norm
         floats = torch.tensor(  # in the order of FloatField
@@ -227,8 +231,6 @@ class Step:
         for row, projection in enumerate(self._projections):
             scale = projection.channel_scale
             self._table[row, ProjectionField.SCALE] = 0 if scale is None else scale.data_ptr()
-            bias = projection.step_bias
-            self._table[row, ProjectionField.BIAS] = 0 if bias is None else bias.data_ptr()
             self._thresholds[row] = projection.threshold
 
     def kept(self) -> list[int]:

@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError
-from wisparse.formats.model_config import Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, group_of, pack_int4, round_weight, unpack_int4
 from wisparse.kernels.cpu.launch import launch, team_size
 from wisparse.kernels.cpu.layout import NAMES, DequantizeField, ProjectionField, ScaleType, StoredAs
@@ -133,20 +132,10 @@ class Matrix:
 class CpuProjection(MaskedLinear):
     """One linear layer over a `Matrix`."""
 
-    def __init__(self, bundle: Bundle, projection: Projection, matrix: Matrix, dtype: torch.dtype) -> None:
-        name = projection.name
-        super().__init__(name, projection.in_features, projection.out_features, torch.device("cpu"))
-        self.matrix = matrix
-        self.bias = bundle.checkpoint.tensor(f"{name}.bias").to(dtype) if projection.bias else None
-        self.step_bias = None if self.bias is None else self.bias.float()  # what a decode step adds
-        self.set_mask(bundle.masks.get(name))
-
-    @property
-    def nbytes(self) -> int:
-        return self.matrix.nbytes
+    weight: Matrix
 
     def product(self, x: Tensor) -> Tensor:
-        return self.matrix.linear(x, self.bias)
+        return self.weight.linear(x, self.bias)
 
 
 def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, transposed: bool) -> Matrix:

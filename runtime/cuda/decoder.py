@@ -18,7 +18,7 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
-from ..decoding.cache import KVCache, prefix_block_size
+from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, check_capacity
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import finish_logits
@@ -64,6 +64,7 @@ class CudaDecoder(Decoder):
 
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
+    prefix_block_size = 1
     _attention = staticmethod(attention)
 
     def _load(self, bundle: Bundle, weights: str) -> None:
@@ -75,7 +76,6 @@ class CudaDecoder(Decoder):
         # Graphs are padded to 1, 2, 4, 8 or 16 rows.
         self._positions = torch.zeros(-(-max_batch // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
         self.prefill_chunk = chunk_size(config, dtype)
-        self.prefix_block_size = prefix_block_size(config, 1, self.max_seq_len)
         self._steps: dict[_StepKey, DecodeStep] = {}
         # The weights and steps by which linears masks leave dense; now these are in force.
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {

@@ -16,12 +16,6 @@ def bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * sum(block.kv_size for block in config.blocks if not block.recurrent) * dtype.itemsize
 
 
-def prefix_block_size(config: ModelConfig, size: int, max_seq_len: int) -> int:
-    """A decoder's ``prefix_block_size``: ``size``, or with recurrent blocks, whose state cannot be taken back to an
-    earlier position, so large that no prefix serves again."""
-    return size if config.delta_net is None else max_seq_len + 1
-
-
 @dataclass(frozen=True)
 class DeltaState:
     """What one recurrent block remembers of one sequence."""

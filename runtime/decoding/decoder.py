@@ -20,7 +20,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
 from ..torch.block import BlockFacts, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
-from .rotary import Rotary
+from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class Decoder(ABC):
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
             self._load(bundle, weights)
+        if self.config.delta_net is not None:  # its state cannot be taken back to an earlier position: none serves
+            self.prefix_block_size = max_seq_len + 1
 
     @abstractmethod
     def _load(self, bundle: Bundle, weights: str) -> None:
@@ -115,7 +117,8 @@ class Decoder(ABC):
         """
         config, stop = self.config, start + len(token_ids)
         self._sparse_positions += len(token_ids) - first_sparse
-        at = Positions.of(config, self._rotaries, cache, slot, range(start, stop), total, self.device)
+        tables = [rotary.tables(start, stop, total) for rotary in self._rotaries]
+        at = Positions(cache, slot, start, tables, query_scales(config, start, stop, self.device))
         x = embed(config, self._embedding, token_ids)
         for index, block in enumerate(self._blocks):
             x = run_block(config, index, block, x, at, partial(self._apply, block, first_sparse), self._attention)

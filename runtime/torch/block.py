@@ -15,11 +15,11 @@ from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..decoding.cache import KVCache
-from ..decoding.rotary import Rotary, query_scales, rotate
+from ..decoding.rotary import rotate
 from .delta_net import DeltaWeights, float_dtype
 
 if TYPE_CHECKING:
-    from wisparse.formats.bundle import ProjectionMask
+    from wisparse.formats.bundle import Bundle, ProjectionMask
 
 LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, by the input that they read, in the order of execution
 
@@ -31,13 +31,17 @@ def drop_channels(x: Tensor, keep: Tensor) -> Tensor:
 
 
 class MaskedLinear:
-    """One linear layer with its mask, if it has one; a subclass stores the weight."""
+    """One linear layer with its mask, if it has one."""
 
-    def __init__(self, name: str, in_features: int, out_features: int, device: torch.device) -> None:
-        self.name, self.in_features, self.out_features = name, in_features, out_features
-        self._device = device
+    def __init__(
+        self, bundle: Bundle, projection: model_config.Projection, weight: Any, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """weight: a tensor (N, K), or what a subclass multiplies with."""
+        name, self.in_features, self.out_features = projection.name, projection.in_features, projection.out_features
+        self.name, self.weight, self._device = name, weight, device
+        self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if projection.bias else None
         self.kept: Tensor | None = None  # () int64 while kept channels are counted
-        self.set_mask(None)
+        self.set_mask(bundle.masks.get(name))
 
     def set_mask(self, mask: ProjectionMask | None) -> None:
         """Use a mask; None or one of sparsity 0: the projection is dense."""
@@ -47,14 +51,9 @@ class MaskedLinear:
             self.channel_scale = mask.channel_scale.contiguous().to(self._device)
             self.threshold = mask.threshold
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight."""
-        raise NotImplementedError
-
     def product(self, x: Tensor) -> Tensor:
         """x (T, K) to (T, N), with the bias if there is one."""
-        raise NotImplementedError
+        return functional.linear(x, self.weight, self.bias)
 
     def __call__(self, x: Tensor, first_sparse: int) -> Tensor:
         """x (T, K) to (T, N); rows from ``first_sparse`` on are masked."""
@@ -155,15 +154,6 @@ class Positions:
     start: int
     tables: Sequence[tuple[Tensor, Tensor]]  # cos and sin of every rotary embedding
     scales: Tensor | None  # (T,), multiply the queries
-
-    @classmethod
-    def of(
-        cls, config: ModelConfig, rotaries: Sequence[Rotary], cache: KVCache, slot: int, places: range, total: int,
-        device: torch.device,
-    ) -> Positions:  # fmt: skip
-        """``places`` of a sequence of ``total`` positions."""
-        tables = [rotary.tables(places.start, places.stop, total) for rotary in rotaries]
-        return cls(cache, slot, places.start, tables, query_scales(config, places.start, places.stop, device))
 
 
 def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:

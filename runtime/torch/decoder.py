@@ -11,31 +11,12 @@ from torch.nn import functional
 
 from wisparse.formats.model_config import Projection
 
-from ..decoding.cache import KVCache, prefix_block_size
+from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, check_capacity
 from .block import LINEARS, Block, MaskedLinear, Norm, finish_logits, read_facts
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
-
-# Bounds a prompt's activations, its (chunk, T) attention mask, and the time that other sequences wait.
-PREFILL_CHUNK = 128
-
-
-class _Projection(MaskedLinear):
-    def __init__(self, bundle: Bundle, name: str, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
-        self.weight = bundle.checkpoint.tensor(f"{name}.weight", device).to(dtype)
-        self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if bias else None
-        out_features, in_features = self.weight.shape
-        super().__init__(name, in_features, out_features, device)
-        self.set_mask(bundle.masks.get(name))
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
-    def product(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
 
 
 class TorchDecoder(Decoder):
@@ -43,7 +24,8 @@ class TorchDecoder(Decoder):
 
     name: ClassVar[str] = "torch"
     weight_types: ClassVar[tuple[str, ...]] = ("native",)
-    prefill_chunk = PREFILL_CHUNK
+    # Bounds a prompt's activations, its (chunk, T) attention mask, and the time that other sequences wait.
+    prefill_chunk = prefix_block_size = 128
 
     def _load(self, bundle: Bundle, weights: str) -> None:
         config, device, dtype = self.config, self.device, self.dtype
@@ -60,7 +42,6 @@ class TorchDecoder(Decoder):
         self._norm = Norm(read("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
         self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype)
         self._projections = [projection for block in blocks for projection in block.projections]
-        self.prefix_block_size = prefix_block_size(config, PREFILL_CHUNK, self.max_seq_len)
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], MaskedLinear]:
         """Read embedding and output layer; returns what makes the projections."""
@@ -68,10 +49,10 @@ class TorchDecoder(Decoder):
         self._embedding = tensor("model.embed_tokens.weight", device).to(dtype)
         tied = self.config.tie_word_embeddings
         self._head: Any = self._embedding if tied else tensor("lm_head.weight", device).to(dtype)
-        return lambda p: _Projection(bundle, p.name, p.bias, device, dtype)
+        return lambda p: MaskedLinear(bundle, p, tensor(f"{p.name}.weight", device).to(dtype), device, dtype)
 
     def bytes_read(self) -> tuple[int, int]:
-        return sum(projection.nbytes for projection in self._projections), self._head.nbytes
+        return sum(projection.weight.nbytes for projection in self._projections), self._head.nbytes
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:

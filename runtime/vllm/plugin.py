@@ -44,6 +44,7 @@ def register() -> None:
 
 def _with_bundles(parser: Any) -> type:
     """vLLM's parser of ``config.json``, which also recognises bundles."""
+    from vllm.transformers_utils.repo_utils import file_or_path_exists
 
     class Parser(parser):
         knows_bundles = True
@@ -51,26 +52,21 @@ def _with_bundles(parser: Any) -> type:
         def parse(
             self, model: str | Path, trust_remote_code: bool, revision: str | None = None, *rest: Any, **more: Any
         ) -> tuple[dict[str, Any], Any]:
+            """Names us as the method of a bundle's config; refusals come later, where vLLM does not try again."""
             found, config = super().parse(model, trust_remote_code, revision, *rest, **more)
-            _mark(found, config, model, revision)
+            files = MANIFEST, SIDECAR
+            # A folder of ours whose config.json lost its entry is opened as a bundle too, and refused there.
+            if "wisparse" not in found and not all((Path(model) / name).is_file() for name in files):
+                return found, config
+            if not any(file_or_path_exists(model, name, revision) for name in files):
+                # transformers copies our entry into whatever it saves from a bundle, which is a dense checkpoint.
+                log.warning("%s: config.json has an entry of WiSparse but no masks lie beside it: a dense model", model)
+                return found, config
+            stored = found.get("quantization_config")
+            entry = {"quant_method": NAME}
+            if isinstance(stored, dict):
+                entry["stored"] = str(stored.get("quant_method"))
+            config.quantization_config = found["quantization_config"] = entry
             return found, config
 
     return Parser
-
-
-def _mark(found: dict[str, Any], config: Any, model: str | Path, revision: str | None) -> None:
-    """Name us as the method of a bundle's config; refusals come later, where vLLM does not try again."""
-    # A folder of ours whose config.json lost its entry is opened as a bundle too, and refused there.
-    if "wisparse" not in found and not all((Path(model) / name).is_file() for name in (MANIFEST, SIDECAR)):
-        return
-    from vllm.transformers_utils.repo_utils import file_or_path_exists
-
-    if not any(file_or_path_exists(model, name, revision) for name in (MANIFEST, SIDECAR)):
-        # transformers copies our entry into whatever it saves from a bundle, which is a dense checkpoint.
-        log.warning("%s: config.json has an entry of WiSparse but no masks lie beside it: a dense model", model)
-        return
-    stored = found.get("quantization_config")
-    entry: dict[str, Any] = {"quant_method": NAME}
-    if isinstance(stored, dict):
-        entry["stored"] = str(stored.get("quant_method"))
-    config.quantization_config = found["quantization_config"] = entry

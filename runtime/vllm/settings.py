@@ -55,20 +55,15 @@ class Settings:
         for key in map(str, additional):  # other keys are other plug-ins', but these were meant for us
             nearly = key != NAME and difflib.get_close_matches(key.lower(), [NAME], cutoff=0.8)
             if key in ENVIRONMENT or nearly:
-                raise UsageError(
-                    f'additional_config: expected {{"wisparse": {{"sparsity": …}}}} or the like, found the key {key!r:.80}'
-                )
-        entry = additional.get(NAME)
-        if entry is not None and not isinstance(entry, Mapping):
+                right = '{"wisparse": {"sparsity": …}}'
+                raise UsageError(f"additional_config: expected {right} or the like, found the key {key!r:.80}")
+        entry = additional.get(NAME) or {}
+        if not isinstance(entry, Mapping):
             raise UsageError(f"additional_config: wisparse: expected an object, found {entry!r:.80}")
-        given = {key: environment[name] for key, name in ENVIRONMENT.items() if environment.get(name)} | dict(
-            entry or {}
-        )
-        for key in given:
-            if key not in ENVIRONMENT:
-                raise UsageError(
-                    f"additional_config: wisparse: expected {' or '.join(ENVIRONMENT)}, found {str(key)!r:.80}"
-                )
+        given = {key: environment[name] for key, name in ENVIRONMENT.items() if environment.get(name)} | {**entry}
+        unknown = next((str(key) for key in given if key not in ENVIRONMENT), None)
+        if unknown is not None:
+            raise UsageError(f"additional_config: wisparse: expected {' or '.join(ENVIRONMENT)}, found {unknown!r:.80}")
         prefill, sparsity = given.get("prefill", "dense"), given.get("sparsity", default)
         if prefill not in POLICIES:
             raise UsageError(f"prefill: expected one of {', '.join(POLICIES)} in vLLM, found {prefill!r:.80}")
