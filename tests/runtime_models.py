@@ -159,29 +159,23 @@ def make_wrapper(name: str, out: Path, *, vocab_size: int = 101) -> Path:
         vision_config=vision,
         **settings,
     )
-    torch.manual_seed(len(name))
-    model = AutoModelForImageTextToText.from_config(config).eval()
-    _shake(model)
-    model.save_pretrained(out)
-    return out
+    return _save(AutoModelForImageTextToText, config, name, out)
 
 
-def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB", vocab_size: int = 101) -> Path:
+def make_checkpoint(variant: str, out: Path, *, vocab_size: int = 101) -> Path:
     """A model of 3 blocks with random weights, saved as transformers saves it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, settings = {**VARIANTS, **HYBRIDS}[variant]
     settings = {"num_key_value_heads": 2, **settings}
     config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **_SIZES, **settings)
-    torch.manual_seed(len(variant))
-    model = AutoModelForCausalLM.from_config(config).eval()
-    _shake(model)
-    model.save_pretrained(out, max_shard_size=max_shard_size)
-    return out
+    return _save(AutoModelForCausalLM, config, variant, out)
 
 
-def _shake(model: torch.nn.Module) -> None:
+def _save(auto: Any, config: Any, name: str, out: Path) -> Path:
     """Random weights with which every feature is seen in the logits."""
+    torch.manual_seed(len(name))
+    model = auto.from_config(config).eval()
     with torch.no_grad():
         scalars = [pair for pair in model.named_buffers() if pair[0].endswith("layer_scalar")]
         for name, parameter in [*model.named_parameters(), *scalars]:
@@ -193,3 +187,5 @@ def _shake(model: torch.nn.Module) -> None:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(std=0.3)
+    model.save_pretrained(out)
+    return out

@@ -140,18 +140,6 @@ def test_a_weight_of_a_dropped_channel_is_not_read() -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("kind", ["native", "int4"])
-def test_bits_do_not_depend_on_threads_nor_on_other_rows(kind: str) -> None:
-    x, weight, bias, scale = case(701, 384, torch.bfloat16, rows=4)
-    matrix = transpose(weight) if kind == "native" else int4_matrix(701, 384, 128, True, torch.bfloat16)[0]
-    found = []
-    for threads in (1, 2, 3, 7):
-        torch.set_num_threads(threads)
-        found.append(sparse_linear(x, matrix, bias, scale, 0.7))
-        found.append(torch.stack([sparse_linear(row, matrix, bias, scale, 0.7) for row in x]))
-    assert all(torch.equal(one, found[0]) for one in found)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_are_stored_in_pieces(dtype: torch.dtype) -> None:
     """Transposed or as they are; int8 to nearest, with one scale an output."""

@@ -19,6 +19,7 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from click.testing import CliRunner
+from family_cases import greedy
 from runtime_models import FAMILIES, VARIANTS, make_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -32,7 +33,6 @@ onnx = pytest.importorskip("onnx", reason="needs the onnx extra")
 pytest.importorskip("onnxruntime", reason="needs the onnx extra")
 
 from onnx.reference import ReferenceEvaluator  # noqa: E402
-from onnx.reference.op_run import OpRun  # noqa: E402
 
 from wisparse.runtime import onnx_export, onnx_graph  # noqa: E402
 from wisparse.runtime.onnx_export import OnnxDecoder, check_export, export_onnx  # noqa: E402
@@ -81,10 +81,7 @@ def properties(folder: Path) -> dict[str, str]:
 def runtime_tokens(folder: Path, prompt: list[int], count: int, sparsity: float | None = None) -> list[int]:
     bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
     decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
-    tokens = [int(decoder.prefill(0, torch.tensor(prompt), len(prompt)).argmax())]
-    while len(tokens) < count:
-        tokens.append(int(decoder.decode(torch.tensor(tokens[-1:]))[0].argmax()))
-    return tokens
+    return greedy(decoder, torch.tensor(prompt), count)[0]
 
 
 def onnx_tokens(decoder: OnnxDecoder, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -142,14 +139,6 @@ def test_every_level(variant: str, tmp_path: Path) -> None:
     assert len(seen) == 3
     with pytest.raises(WisparseError, match="the sparse projections differ by"):
         check_export(tmp_path / "at 0.5", Bundle.open(folder).at(0.3), "float32")
-
-
-@pytest.mark.parametrize("model", ["example_model", "qwen_model"])
-def test_tokens_on_a_real_model(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    bundle = make_bundle(request.getfixturevalue(model), tmp_path / "bundle")
-    prompt = list(range(100, 130))
-    decoder = OnnxDecoder(export(bundle, tmp_path / "out"))
-    assert onnx_tokens(decoder, [prompt], 48)[0] == runtime_tokens(bundle, prompt, 48)
 
 
 @pytest.mark.parametrize("opset", [18, 19, 20, 22, 23, 24])
@@ -223,30 +212,6 @@ def test_the_functions_body_is_the_reference_kernel(exported: Path, dtype: type,
         feeds = {"x": x, "weight_t": weight.T, "channel_scale": scale.numpy(), "threshold": np.float32(threshold)}
         ours = sparse_linear(torch.from_numpy(x), torch.from_numpy(weight), None, scale, threshold).numpy()
         np.testing.assert_allclose(body.run(None, feeds, attributes={})[0], ours, rtol=tolerance, atol=tolerance)
-
-
-def test_a_runtimes_own_operator_takes_over(bundle: Path, exported: Path) -> None:
-    """An evaluator that has SparseLinear itself skips the dropped channels, and gets the same logits."""
-    used: list[float] = []
-
-    class SparseLinear(OpRun):
-        op_domain = DOMAIN
-
-        def _run(self, x, weight_t, channel_scale, threshold):  # type: ignore[no-untyped-def]
-            kept = ~(np.abs(x.astype(np.float32)) * channel_scale < threshold)
-            used.append(kept.mean())
-            flat, rows = x.reshape(-1, x.shape[-1]), kept.reshape(-1, x.shape[-1])
-            y = np.stack([row[keep] @ weight_t[keep] for row, keep in zip(flat, rows, strict=True)])
-            return (y.reshape(*x.shape[:-1], -1).astype(x.dtype),)
-
-    own, token = OnnxDecoder(exported), np.array([[54]])
-    own.run(np.array([PROMPTS[0]]))
-    feeds = {"input_ids": token, "attention_mask": np.ones((1, 12), dtype=np.int64), "position_ids": np.array([[11]])}
-    evaluator = ReferenceEvaluator(load(exported, weights=True), new_ops=[SparseLinear])
-    theirs = evaluator.run(["logits"], {**feeds, **own.cache})[0]
-    assert len(used) == 7 * Bundle.open(bundle).config.num_blocks - 1
-    assert 0.2 < np.mean(used) < 0.8
-    np.testing.assert_allclose(theirs, own.run(token)["logits"], atol=2e-4)
 
 
 def test_float16_and_bfloat16(example_model: Path, tmp_path: Path) -> None:
@@ -328,55 +293,19 @@ def test_a_wrong_graph_is_noticed_and_not_written(
 
 
 def test_misuse(bundle: Path, exported: Path, tmp_path: Path) -> None:
-    out = export(bundle, tmp_path / "out")
+    out, noted = export(bundle, tmp_path / "out"), tmp_path / "noted"
+    shutil.copytree(exported, noted)
+    (noted / "notes.txt").write_text("mine")
     for place, options, message in (
         (out, {}, "already exists"),
         (bundle, {"overwrite": True}, "not an ONNX export"),
+        (noted, {"overwrite": True}, r"holds 'notes\.txt'"),
         (tmp_path / "other", {"opset": 17}, "opset: expected 18 to 24, found 17"),
         (tmp_path / "other", {"dtype": "bfloat16"}, "dtype"),
     ):
         with pytest.raises(UsageError, match=message):
             export(bundle, place, **options)
     assert digests(export(bundle, out, overwrite=True)) == digests(exported)  # equal bundles give equal files
-
-
-def test_overwrite_takes_nothing_but_an_export(bundle: Path, exported: Path, tmp_path: Path) -> None:
-    """A bundle that somebody exported into, a folder of other work, an export with notes in it: all stay."""
-    mixed, others, noted = (tmp_path / name for name in ("mixed", "others", "noted"))
-    shutil.copytree(bundle, mixed)
-    for name in ("model.onnx", "model.onnx.data", "wisparse_export.json"):
-        shutil.copy(exported / name, mixed)
-    others.mkdir()
-    (others / "model.onnx").write_bytes(b"another program's")
-    (others / "thesis.tex").write_text("years of work")
-    shutil.copytree(exported, noted)
-    (noted / "notes.txt").write_text("mine")
-    before = digests(tmp_path)
-    for out, message in (
-        (mixed, r"holds '.*', which is not part of an ONNX export"),
-        (others, "not an ONNX export"),
-        (noted, r"holds 'notes\.txt'"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            export(bundle, out, overwrite=True)
-    assert digests(tmp_path) == before
-
-
-def test_anothers_partial_folder_is_left_alone(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, partial = tmp_path / "out", tmp_path / "out.partial"
-    partial.mkdir()
-    (partial / "model-00001-of-00001.safetensors").write_bytes(b"of a conversion")
-    with pytest.raises(UsageError, match="not an ONNX export"):
-        export(bundle, out)
-    shutil.rmtree(partial)
-
-    def export_again(*args: object) -> None:
-        with pytest.raises(UsageError, match="another export is writing there"):
-            export(bundle, out)
-
-    monkeypatch.setattr(onnx_export, "check_export", export_again)
-    export(bundle, out, check=True)
-    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_the_command(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from bundle_maker import make_bundle
+from family_cases import greedy
 from hypothesis import given
 from hypothesis import strategies as st
 from runtime_models import FAMILIES, HYBRIDS, VARIANTS, make_checkpoint
@@ -92,12 +93,8 @@ def greedy_by_transformers(folder: Path, tokens: Tensor, policy: str, count: int
     return ids[len(tokens) :]
 
 
-@torch.inference_mode()
 def greedy_by_decoder(decoder: TorchDecoder, tokens: Tensor, policy: str, count: int) -> list[int]:
-    ids = [int(decoder.prefill(0, tokens, sparse_from(policy, len(tokens))).argmax())]
-    while len(ids) < count:
-        ids.append(int(decoder.decode(torch.tensor(ids[-1:]))[0].argmax()))
-    return ids
+    return greedy(decoder, tokens, count, sparse_from(policy, len(tokens)))[0]
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from bundle_maker import make_bundle
+from family_cases import greedy
 from tiny_bundle import write_tiny_bundle, write_tiny_model
 from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
@@ -258,29 +259,18 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def own_tokens(bundle: Path, prompts: list[list[int]], prefill: str) -> list[list[int]]:
     """What our plain decoder answers in float32."""
-    opened = Bundle.open(bundle)
-    decoder = TorchDecoder(opened, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=256)
-    answers = []
-    for prompt in prompts:
-        logits = decoder.prefill(0, torch.tensor(prompt), sparse_from(prefill, len(prompt)))
-        tokens = [int(logits.argmax())]
-        while len(tokens) < 24:
-            tokens.append(int(decoder.decode(torch.tensor(tokens[-1:]))[0].argmax()))
-        answers.append(tokens)
-    return answers
-
-
-def prompts_for(model: Path, files: dict[str, list[Path]]) -> list[list[int]]:
-    """Twenty pieces of real code, from one token to more than a batch holds."""
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    ids = tokenizer.encode(files["evaluation"][0].read_text("utf-8")[:8000]).ids
-    lengths = [1, 2, 3, 7, 16, 17, 31, 64, 65, 90] * 2
-    return [ids[40 * i : 40 * i + length] for i, length in enumerate(lengths)]
+    decoder = TorchDecoder(Bundle.open(bundle), device=torch.device("cpu"), dtype=torch.float32, max_seq_len=256)
+    ids = map(torch.tensor, prompts)
+    return [greedy(decoder, prompt, 24, sparse_from(prefill, len(prompt)))[0] for prompt in ids]
 
 
 @pytest.fixture(scope="module")
 def some_prompts(example_model: Path, stdlib_files: dict[str, list[Path]]) -> list[list[int]]:
-    return prompts_for(example_model, stdlib_files)
+    """Twenty pieces of real code, from one token to more than a batch holds."""
+    tokenizer = Tokenizer.from_file(str(example_model / "tokenizer.json"))
+    ids = tokenizer.encode(stdlib_files["evaluation"][0].read_text("utf-8")[:8000]).ids
+    lengths = [1, 2, 3, 7, 16, 17, 31, 64, 65, 90] * 2
+    return [ids[40 * i : 40 * i + length] for i, length in enumerate(lengths)]
 
 
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -315,15 +305,6 @@ def test_tokens_are_our_runtimes(
     if "speculative_config" in settings:
         assert counts["vllm:spec_decode_num_accepted_tokens"] > 0
         assert counts["vllm:prefix_cache_hits"] > 0
-
-
-@pytest.mark.exhaustive
-def test_tokens_of_a_larger_model(
-    python: str, qwen_model: Path, stdlib_files: dict[str, list[Path]], tmp_path: Path
-) -> None:
-    prompts, bundle = prompts_for(qwen_model, stdlib_files), make_bundle(qwen_model, tmp_path / "bundle")
-    expected = own_tokens(bundle, prompts, "dense")
-    assert tokens_of(python, bundle, prompts) == {"method": "wisparse", "alone": expected, "together": expected}
 
 
 @pytest.mark.exhaustive
@@ -385,19 +366,6 @@ def converted(example_model: Path, out: Path, weights: str, text: Path) -> Path:
     return out
 
 
-def dense_in_vllm(python: str, bundle: Path, *arguments: str, **changes: str) -> tuple[torch.Tensor, ...]:
-    """Without the plug-in: vLLM's greedy tokens, all tokens' log-probabilities there, and our decoder's in float32."""
-    (found,) = ask(python, "dense", json.dumps(PROMPTS), bundle, *arguments, VLLM_PLUGINS="none-at-all", **changes)
-    assert found["method"] == "compressed-tensors"
-    decoder = TorchDecoder(Bundle.open(bundle), device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
-    own = []
-    for prompt, tokens in zip(PROMPTS, found["tokens"], strict=True):
-        for count in range(len(tokens)):
-            read = torch.tensor(prompt + tokens[:count])
-            own.append(decoder.prefill(0, read, len(read)).flatten().log_softmax(-1))
-    return torch.tensor(found["tokens"]).flatten(), torch.tensor(found["logprobs"]).flatten(0, 1), torch.stack(own)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
 def test_a_quantised_bundle_has_our_logits_in_vllm(
@@ -405,42 +373,15 @@ def test_a_quantised_bundle_has_our_logits_in_vllm(
 ) -> None:
     # Everything is vLLM's but the product, as its engine for CPUs has none for float32 or for int8 and fp8.
     bundle = converted(example_model, tmp_path / "bundle", weights, stdlib_files["evaluation"][0])
-    disabled = {"VLLM_DISABLED_KERNELS": "CPUWNA16LinearKernel"}
-    tokens, logprobs, own = dense_in_vllm(python, bundle, "float32", "plain", **disabled)
-    assert tokens.tolist() == own.argmax(-1).tolist()
-    torch.testing.assert_close(logprobs, own, rtol=0, atol=1e-4)
-
-
-@pytest.mark.exhaustive
-def test_a_quantised_bundle_is_dense_without_the_plug_in(
-    python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
-) -> None:
-    # By vLLM's own product; its engine for CPUs has one for int4 alone. benchmarks/gpu_vllm.py asks all of a GPU.
-    bundle = converted(example_model, tmp_path / "bundle", "int4", stdlib_files["evaluation"][0])
-    # Its activations have 16 bits, all that its kernel takes; ours are float32: the same greedy token, or one that
-    # rounding cannot tell from it. float16 has three bits more than bfloat16.
-    for dtype, tolerance in (("bfloat16", 0.06), ("float16", 0.06 / 8)):
-        tokens, logprobs, own = dense_in_vllm(python, bundle, dtype)
-        for token, found, expected in zip(tokens.tolist(), logprobs, own, strict=True):
-            assert float(expected[token]) == pytest.approx(float(found[token]), abs=tolerance)
-            assert float(expected.max() - expected[token]) < tolerance
-
-
-@pytest.mark.exhaustive
-def test_int8_and_fp8_weights_have_no_kernel_in_the_engine_for_cpus(
-    python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
-) -> None:
-    # The day they have one they belong in the test above this, and docs/serving-at-scale.md says otherwise.
-    bundles = [
-        converted(example_model, tmp_path / weights, weights, stdlib_files["evaluation"][0])
-        for weights in ("int8", "fp8")
-    ]
-    cases = [(str(bundle), {"dtype": "float16"}, {}) for bundle in bundles]
-    answers = ask(python, "refusals", json.dumps(cases), VLLM_PLUGINS="none-at-all")
-    for answer, layer in zip(answers, ("WNA16", "ScaledMM"), strict=True):
-        kind, message, _ = answer["error"]
-        assert kind == "ValueError", message
-        assert f"Failed to find a kernel that can implement the {layer} linear layer" in message
+    environment = {"VLLM_DISABLED_KERNELS": "CPUWNA16LinearKernel", "VLLM_PLUGINS": "none-at-all"}
+    (found,) = ask(python, "dense", json.dumps(PROMPTS), bundle, **environment)
+    assert found["method"] == "compressed-tensors"
+    decoder = TorchDecoder(Bundle.open(bundle), device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
+    for prompt, tokens, logprobs in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
+        ids = torch.tensor(prompt + tokens[:-1])
+        own = decoder.logits(ids, len(ids))[len(prompt) - 1 :].log_softmax(-1)
+        assert tokens == own.argmax(-1).tolist()
+        torch.testing.assert_close(torch.tensor(logprobs), own, rtol=0, atol=1e-4)
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,7 @@
 
 python tests/vllm_peer.py tokens BUNDLE PROMPTS SETTINGS
 python tests/vllm_peer.py refusals CASES
-python tests/vllm_peer.py dense PROMPTS BUNDLE DTYPE [plain]
+python tests/vllm_peer.py dense PROMPTS BUNDLE
 """
 
 from __future__ import annotations
@@ -65,17 +65,15 @@ def refusals(cases: str) -> None:
         print(json.dumps({"error": found}), flush=True)
 
 
-def dense(prompts: str, bundle: str, dtype: str, product: str = "") -> None:
-    """A bundle's greedy tokens and all tokens' log-probabilities at their places; by vLLM's product, or ``plain``."""
+def dense(prompts: str, bundle: str) -> None:
+    """A bundle's greedy tokens and all tokens' log-probabilities at their places, by plain products."""
     from vllm import SamplingParams
+    from vllm_products import register
 
-    if product == "plain":
-        from vllm_products import register
-
-        register()
+    register()
     ids = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=-1)
-    llm = engine(bundle, dtype=dtype, max_logprobs=-1)
+    llm = engine(bundle, max_logprobs=-1)
     answers = [done.outputs[0] for done in llm.generate(ids, sampling, use_tqdm=False)]
     found: dict[str, Any] = {"method": llm.llm_engine.vllm_config.model_config.quantization}
     found["tokens"] = [list(answer.token_ids) for answer in answers]
