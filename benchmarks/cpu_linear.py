@@ -13,15 +13,15 @@ from enum import IntEnum
 
 import numpy as np
 import torch
-from numba import carray
 from torch import Tensor
 
-from wisparse.kernels.cpu.intrinsics import exact, floats, num_threads, pointer, projection_row, span, thread_num
+from wisparse.formats.weight_types import quantise_int8
+from wisparse.kernels.cpu.intrinsics import exact, floats, num_threads, span, thread_num, words
 from wisparse.kernels.cpu.launch import REGIONS, launch, team_size
 from wisparse.kernels.cpu.layout import NAMES, ProjectionField, StoredAs, TeamField
 from wisparse.kernels.cpu.linear import gather, project, select
 from wisparse.kernels.cpu.step import barrier
-from wisparse.runtime.cpu.weights import Matrix, round_int8
+from wisparse.runtime.cpu.weights import Matrix
 
 
 class LinearField(IntEnum):
@@ -41,17 +41,14 @@ class LinearField(IntEnum):
     PARTIAL = 11  # per thread: (rows, N + 2) float32
 
 
-_FIELDS = len(LinearField)
-
-
 @exact
 def linear(p, tag):
     """One projection: every thread selects on its span of channels, then computes its span of columns."""
     parts, part = np.int64(num_threads()), np.int64(thread_num())
-    field = projection_row(p[LinearField.PROJECTION])
+    field = words(p[LinearField.PROJECTION])
     n, k = field[ProjectionField.N], field[ProjectionField.K]
     rows = p[LinearField.ROWS]
-    segments = pointer(p[LinearField.SEGMENT_COUNT], np.int64(0))
+    segments = words(p[LinearField.SEGMENT_COUNT])
     first = span(k, part, parts)
     count = select(
         p[LinearField.X], k, rows, first, span(k, part + 1, parts), field[ProjectionField.SCALE],
@@ -76,15 +73,15 @@ def linear(p, tag):
 
 
 def linear_float32(p):
-    linear(carray(p, (_FIELDS,)), np.float32(0))
+    linear(p, np.float32(0))
 
 
 def linear_bfloat16(p):
-    linear(carray(p, (_FIELDS,)), np.uint16(0))
+    linear(p, np.uint16(0))
 
 
 def linear_float16(p):
-    linear(carray(p, (_FIELDS,)), np.int16(0))
+    linear(p, np.int16(0))
 
 
 REGIONS.update(linear_float32=linear_float32, linear_bfloat16=linear_bfloat16, linear_float16=linear_float16)
@@ -97,7 +94,7 @@ def transpose(weight: Tensor) -> Tensor:
 
 def quantize(weight: Tensor, *, transposed: bool = True) -> tuple[Tensor, Tensor]:
     """A weight (N, K) rounded to int8, (K, N) or not ``transposed`` (N, K), and its scale (N,) float32."""
-    rounded = round_int8(weight)
+    rounded = quantise_int8(weight)
     return transpose(rounded.codes) if transposed else rounded.codes, rounded.scales[:, 0].contiguous()
 
 

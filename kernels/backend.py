@@ -11,7 +11,6 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,28 +57,21 @@ def triton_compiling(count: int) -> Iterator[None]:
         compilation.listener = before
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A back end's name and, as a clause for the log, why it was taken."""
-
-    name: str
-    reason: str
-
-
-def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> Choice:
-    """The back end for weights of ``dtype`` on ``device``; a named one is taken as it is or refused by ValueError."""
+def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> tuple[str, str]:
+    """The back end for weights of ``dtype`` on ``device``, and as a clause for the log why it was taken; a named one is
+    taken as it is or refused by ValueError."""
     if requested == "auto":
         fast = "triton" if device.type == "cuda" else "numba"
         refused = _refusal(fast, device, dtype)
         if refused is None:
-            return Choice(fast, f"the fastest for {device.type}")
-        return Choice("torch", f"{fast} cannot: {refused}")
+            return fast, f"the fastest for {device.type}"
+        return "torch", f"{fast} cannot: {refused}"
     if requested not in BACKENDS:
         raise ValueError(f"unknown back end {requested!r}; known ones: auto, {', '.join(BACKENDS)}")
     refused = _refusal(requested, device, dtype)
     if refused is not None:
         raise ValueError(f"back end {requested} cannot run on {device} in {dtype}: {refused}")
-    return Choice(requested, "asked for")
+    return requested, "asked for"
 
 
 def _refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -38,17 +38,6 @@ def sparse_linear(
     return torch.nn.functional.linear(masked, weight, bias)
 
 
-def from_codes(codes: Tensor, scales: Tensor, zeros: Tensor | float) -> Tensor:
-    """A quantised weight (N, K) float32: ``(code[n, k] - zero[n, g]) * scale[n, g]``, g = k // (K / G).
-
-    codes: (N, K) of any type; scales: (N, G); zeros: (N, G), or one number for all.
-    """
-    n, groups = scales.shape
-    grouped = codes.float().reshape(n, groups, -1)
-    zero = zeros.float().unsqueeze(2) if isinstance(zeros, Tensor) else zeros
-    return ((grouped - zero) * scales.float().unsqueeze(2)).reshape(n, -1)
-
-
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     """cap * tanh(x / cap); x itself without a cap."""
     return x if cap is None else cap * torch.tanh(x / cap)

@@ -42,13 +42,13 @@ def make_decoder(
     guard.integer("max_batch", max_batch, 1)
     guard.choice("weights", weights, tuple(WEIGHT_TYPES))
     try:
-        choice = choose_backend(device, dtype, backend)
+        name, reason = choose_backend(device, dtype, backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    reason, implementation = choice.reason, _decoder_class(choice.name)
+    implementation = _decoder_class(name)
     refused: str | None = implementation.refusal(bundle.config, weights)
-    if refused is not None and backend == "auto" and choice.name != "torch":
-        reason, implementation = f"{choice.name} cannot: {refused}", _decoder_class("torch")
+    if refused is not None and backend == "auto" and name != "torch":
+        reason, implementation = f"{name} cannot: {refused}", _decoder_class("torch")
         refused = implementation.refusal(bundle.config, weights)
         if refused is not None:
             raise UsageError(f"no back end can run this model on {device}: {reason}; torch cannot: {refused}")

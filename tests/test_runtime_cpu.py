@@ -22,14 +22,14 @@ from torch import Tensor
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.weight_types import group_of, quantise_int4
+from wisparse.formats.weight_types import group_of, round_weight
 from wisparse.kernels.cpu import launch as cpu_team
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.cpu import decoder as cpu_step
 from wisparse.runtime.cpu.decoder import CpuDecoder
-from wisparse.runtime.cpu.weights import CpuProjection, read_matrix, round_int8
+from wisparse.runtime.cpu.weights import CpuProjection, read_matrix
 from wisparse.runtime.torch import block as torch_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 
@@ -110,11 +110,7 @@ def give_rounded(bundle: Bundle, decoder: CpuDecoder, twin: TorchDecoder, kind: 
     theirs = [projection for block in twin._blocks for projection in block.projections]
     for projection, cpu, plain in zip(bundle.config.projections(), mine, theirs, strict=True):
         weight = bundle.checkpoint.tensor(f"{projection.name}.weight").float()
-        if kind == "int4":
-            codes = quantise_int4(weight, group=group_of(weight.shape[1]), scale_dtype=torch.bfloat16)
-        else:
-            codes = round_int8(weight)
-        plain.weight = codes.dequantise(torch.float32)
+        plain.weight = round_weight(weight, kind).dequantise(torch.float32)
         assert cpu.weight.stored_as == StoredAs[kind.upper()]
         own = cpu.weight.linear(torch.eye(weight.shape[1]), None).T
         torch.testing.assert_close(own, plain.weight, atol=0, rtol=0 if kind == "int4" else 1e-6)

@@ -17,23 +17,10 @@ from wisparse.kernels.gpu.weights import COLUMN_BLOCK, dequantize, empty_weight,
 from wisparse.runtime.cuda.weights import staged_reads
 
 CPU = torch.device("cpu")
-_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": tiny_config(attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
     "qwen2": tiny_config("qwen2"),
-    "qwen3": tiny_config("qwen3"),
     "phi3": tiny_config("phi3", tie_word_embeddings=False),
-    "gemma3": tiny_config(
-        "gemma3_text",
-        hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=16,
-        sliding_window=7,
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters={"full_attention": _ROPE, "sliding_attention": _ROPE},
-    ),
-    "olmo2": tiny_config("olmo2"),
-    "glm4": tiny_config("glm4", attention_bias=True),
-    "hunyuan": tiny_config("hunyuan_v1_dense"),
 }
 
 
@@ -102,18 +89,6 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
     assert torch.equal(weights.norm.weight, tensor("model.norm.weight"))
     assert (weights.head is weights.embedding) == config.tie_word_embeddings
     for index, block in enumerate(weights.blocks):
-        own_norms = config.architecture.qk_norm
-        names = vars(config.architecture.norms) | dict(
-            zip(("q_norm", "k_norm"), own_norms.names if own_norms else (None, None), strict=True)
-        )
-        for field, name in names.items():
-            norm = getattr(block, field)
-            assert (norm is None) == (name is None)
-            if name is not None:
-                room = "self_attn." if field in ("q_norm", "k_norm") else ""
-                stored = tensor(f"model.layers.{index}.{room}{name}.weight")
-                assert torch.equal(norm.weight, stored)
-                assert torch.equal(norm.factors, 1 + stored.float() if config.architecture.norm_offset else stored)
         projections = list(config.projections(index))
         for linear in block.linears:
             own = []

@@ -120,7 +120,7 @@ def test_products_of_the_projections_own_inputs(widths: list[int], with_bias: bo
     layer = Layer(weight_t.t(), bias, torch.ones(len(widths), 16), torch.zeros(len(widths)), widths)
     inputs = torch.randn(len(widths), 5, 16, generator=generator)
     expected = torch.cat(
-        [torch.nn.functional.linear(x, w, b) for x, (_, w, b) in zip(inputs, layer.parts(), strict=True)], -1
+        [torch.nn.functional.linear(x, w, b) for x, (w, b) in zip(inputs, layer.parts(), strict=True)], -1
     )
     torch.testing.assert_close(products(inputs, layer), expected)
     piece = min(widths)

@@ -9,8 +9,6 @@ import numpy as np
 from .intrinsics import (
     ONE,
     ZERO,
-    block_row,
-    constants_row,
     dot,
     exact,
     exp32,
@@ -20,7 +18,8 @@ from .intrinsics import (
     size_of,
     soft_cap,
     widen,
-)  # fmt: skip
+    words,
+)
 from .layout import BlockField, FloatField, StepField
 
 BLOCK_BYTES = 8 * len(BlockField)
@@ -134,9 +133,9 @@ def attention(p, block, part, parts, out, scratch, tag):
     out: (rows, q_size), of which this thread writes its heads' columns; scratch: (heads, dim) float32.
     """
     rows, heads, max_len = p[StepField.ROWS], p[StepField.HEADS], p[StepField.MAX_LEN]
-    block_, constants = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES), constants_row(p[StepField.FLOATS])
+    block_, constants = words(p[StepField.BLOCKS] + block * BLOCK_BYTES), floats(p[StepField.FLOATS])
     eps, cap = constants[FloatField.EPS], constants[FloatField.ATTENTION_CAP]
-    slots, positions = pointer(p[StepField.SLOTS], np.int64(0)), pointer(p[StepField.POSITIONS], np.int64(0))
+    slots, positions = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS])
     window, kv_heads, dim = block_[BlockField.WINDOW], block_[BlockField.KV_HEADS], block_[BlockField.HEAD_DIM]
     size = size_of(tag)
     q_size, share = heads * dim, heads // kv_heads

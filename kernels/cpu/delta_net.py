@@ -12,14 +12,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import carray
 
 from .attention import rms_norm
-from .intrinsics import ONE, ZERO, constants_row, dot, exact, exp32, floats, narrow, pointer, size_of, widen
+from .intrinsics import ONE, ZERO, dot, exact, exp32, floats, narrow, pointer, size_of, widen, words
 from .layout import DeltaField, FloatField, StepField
 
 _LENGTH_EPS = np.float32(1e-6)  # of the squared length by which queries and keys are divided
-_FIELDS = len(DeltaField)
 
 
 @exact
@@ -94,10 +92,10 @@ def delta_net(p, table, part, parts, x, mixed, out, scratch, tag):
     x: (rows, hidden) float32; mixed: (rows, mixed_size + value_size) float32, queries, keys, values, then the gate;
     out: (rows, value_size), of which this thread writes its heads' columns; scratch: 2 * (key_dim + value_dim) float32.
     """
-    field = carray(pointer(table, np.int64(0)), (_FIELDS,))
+    field = words(table)
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
-    slots = pointer(p[StepField.SLOTS], np.int64(0))
-    eps = constants_row(p[StepField.FLOATS])[FloatField.EPS]
+    slots = words(p[StepField.SLOTS])
+    eps = floats(p[StepField.FLOATS])[FloatField.EPS]
     key_heads, value_heads = field[DeltaField.KEY_HEADS], field[DeltaField.VALUE_HEADS]
     key_dim, value_dim, taps = field[DeltaField.KEY_DIM], field[DeltaField.VALUE_DIM], field[DeltaField.TAPS]
     kernel, share = field[DeltaField.KERNEL], value_heads // key_heads

@@ -14,11 +14,9 @@ import time
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
-
-from .layout import BlockField, FloatField, ProjectionField
 
 # OpenMP's and libc's functions under our own names, which `launch` registers before any code is loaded.
 SYMBOLS = ("wisparse_thread_num", "wisparse_num_threads", "wisparse_usleep", "wisparse_clock_gettime")
@@ -29,14 +27,13 @@ sleep_us = types.ExternalFunction(SYMBOLS[2], types.int32(types.uint32))
 ZERO, ONE = np.float32(0), np.float32(1)
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
-_PROJECTION_FIELDS, _BLOCK_FIELDS, _FLOAT_FIELDS = len(ProjectionField), len(BlockField), len(FloatField)
 _ALIGN = 32  # columns: one cache line of bfloat16
 
 
 @overload(operator.getitem)
 def _field_of(parameters, field):
-    """Indexing by an IntEnum, which numba itself supports only from 0.68 on."""
-    if isinstance(parameters, types.Array) and isinstance(field, types.IntEnumMember):
+    """Indexing a pointer by an IntEnum."""
+    if isinstance(parameters, types.CPointer) and isinstance(field, types.IntEnumMember):
         return lambda parameters, field: parameters[field.value]
     return None
 
@@ -195,18 +192,8 @@ def floats(address):
 
 
 @exact
-def projection_row(address):
-    return carray(pointer(address, np.int64(0)), (_PROJECTION_FIELDS,))
-
-
-@exact
-def block_row(address):
-    return carray(pointer(address, np.int64(0)), (_BLOCK_FIELDS,))
-
-
-@exact
-def constants_row(address):
-    return carray(floats(address), (_FLOAT_FIELDS,))
+def words(address):
+    return pointer(address, np.int64(0))
 
 
 @exact

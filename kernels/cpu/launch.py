@@ -29,7 +29,7 @@ import llvmlite.binding
 import numba
 import numpy as np
 import torch
-from numba import carray, types
+from numba import types
 
 from ..backend import say_compiling
 from . import linear
@@ -40,7 +40,6 @@ from .step import step
 log = logging.getLogger(__name__)
 
 _SIGNATURE = types.void(types.CPointer(types.int64))
-_MOST_FIELDS = 64  # at least as many parameters as any region has
 _OPENMP, _LIBC = ("omp_get_thread_num", "omp_get_num_threads"), ("usleep", "clock_gettime")  # in the order of SYMBOLS
 _NOT_WRITTEN = "not written: "  # how the compiling process says that the disk is full
 _COMPILER = """
@@ -59,23 +58,23 @@ _lock = threading.Lock()
 
 
 def step_float32(p):
-    step(carray(p, (_MOST_FIELDS,)), np.float32(0))
+    step(p, np.float32(0))
 
 
 def step_bfloat16(p):
-    step(carray(p, (_MOST_FIELDS,)), np.uint16(0))
+    step(p, np.uint16(0))
 
 
 def step_float16(p):
-    step(carray(p, (_MOST_FIELDS,)), np.int16(0))
+    step(p, np.int16(0))
 
 
 def dequantize_float32(p):
-    linear.dequantize(carray(p, (_MOST_FIELDS,)), np.float32(0))
+    linear.dequantize(p, np.float32(0))
 
 
 def dequantize_bfloat16(p):
-    linear.dequantize(carray(p, (_MOST_FIELDS,)), np.uint16(0))
+    linear.dequantize(p, np.uint16(0))
 
 
 REGIONS = {

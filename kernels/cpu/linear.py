@@ -24,10 +24,10 @@ from .intrinsics import (
     num_threads,
     pointer,
     prefetch,
-    projection_row,
     size_of,
     thread_num,
     widen,
+    words,
 )
 from .layout import CACHE_LINE, DequantizeField, ProjectionField, ScaleType, StoredAs
 
@@ -73,7 +73,7 @@ def select(x, x_stride, rows, lo, hi, scale, threshold, index, value, value_stri
                 here += keep
             n += 1 if here else 0
             kept += here
-    counts_ = pointer(counts, np.int64(0))
+    counts_ = words(counts)
     counts_[0] += kept
     return n
 
@@ -82,7 +82,7 @@ def select(x, x_stride, rows, lo, hi, scale, threshold, index, value, value_stri
 def gather(segment_index, segment_value, segment_stride, segments, parts, rows, index, value, value_stride):
     """Join the lists of all threads, in order of channels; returns the length."""
     from_, to = pointer(segment_index, np.int32(0)), pointer(index, np.int32(0))
-    segments_ = pointer(segments, np.int64(0))
+    segments_ = words(segments)
     n = 0
     for part in range(parts):
         first, count = segments_[2 * part], segments_[2 * part + 1]
@@ -149,7 +149,7 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
 
     ``partial``: (rows, partial_stride) float32, partial_stride >= hi - lo + 2, the sums of one group.
     """
-    field = projection_row(row)
+    field = words(row)
     group, half = field[ProjectionField.GROUP], (field[ProjectionField.N] + 1) // 2
     first = lo // 2
     width = (hi + 1) // 2 - first
@@ -282,7 +282,7 @@ def _fold(field, g, half, sums, width, total, lo, hi, out, tag):
 @exact
 def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag):
     """acc[b, :] = columns lo..hi of one projection, with scales and bias; ``tag`` is the base type's."""
-    field = projection_row(row)
+    field = words(row)
     weight, n, kind = field[ProjectionField.WEIGHT], field[ProjectionField.N], field[ProjectionField.STORED_AS]
     if kind == StoredAs.INT4:
         _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride)
@@ -307,7 +307,7 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
 def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, slots, vocab, tag):
     """out[slots[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
     size = size_of(tag)
-    slots_ = pointer(slots, np.int64(0))
+    slots_ = words(slots)
     v = lo
     while v < hi:
         # The last group overlaps the one before it, within this thread's span.
@@ -359,7 +359,7 @@ def _dequantize_channel(field, k, lo, hi, target, scale_tag, tag):
 def dequantize(p, tag):
     """Outputs FIRST..LAST of an int4 weight as numbers of ``tag``'s type, (K, LAST - FIRST)."""
     parts, part = np.int64(num_threads()), np.int64(thread_num())
-    field, lo, hi = projection_row(p[DequantizeField.PROJECTION]), p[DequantizeField.FIRST], p[DequantizeField.LAST]
+    field, lo, hi = words(p[DequantizeField.PROJECTION]), p[DequantizeField.FIRST], p[DequantizeField.LAST]
     kind, channels = field[ProjectionField.SCALE_TYPE], field[ProjectionField.K]
     for k in range(channels * part // parts, channels * (part + 1) // parts):
         target = p[DequantizeField.TARGET] + k * (hi - lo) * size_of(tag)

@@ -14,8 +14,6 @@ from .intrinsics import (
     ONE,
     ZERO,
     add_word,
-    block_row,
-    constants_row,
     exact,
     exp32,
     floats,
@@ -23,7 +21,6 @@ from .intrinsics import (
     now_ns,
     num_threads,
     pointer,
-    projection_row,
     put_word,
     relax,
     size_of,
@@ -32,6 +29,7 @@ from .intrinsics import (
     span,
     thread_num,
     widen,
+    words,
 )
 from .layout import BlockField, FloatField, ProjectionField, StepField, TeamField
 from .linear import gather, output_rows, project, select
@@ -115,10 +113,10 @@ def _logits(p, x, part, parts, base_tag):
         output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, slots, vocab, _INT8)
     else:
         output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, slots, vocab, base_tag)
-    constants = constants_row(p[StepField.FLOATS])
+    constants = floats(p[StepField.FLOATS])
     multiplier, cap = constants[FloatField.LOGITS_MULTIPLIER], constants[FloatField.LOGITS_CAP]
     for b in range(rows):
-        row = floats(out + 4 * pointer(slots, np.int64(0))[b] * vocab)
+        row = floats(out + 4 * words(slots)[b] * vocab)
         if multiplier != ONE:
             for v in range(lo, hi):
                 row[v] *= multiplier
@@ -134,7 +132,7 @@ def step(p, base_tag):
     team = p[StepField.TEAM]
     rows, hidden, inner = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.INTERMEDIATE]
     num_gate_up = p[StepField.NUM_GATE_UP]
-    constants = constants_row(p[StepField.FLOATS])
+    constants = floats(p[StepField.FLOATS])
     eps, multiplier = constants[FloatField.EPS], constants[FloatField.RESIDUAL_MULTIPLIER]
     half, qkv = p[StepField.HALF], p[StepField.QKV]
     thresholds = floats(p[StepField.THRESHOLDS])
@@ -147,14 +145,14 @@ def step(p, base_tag):
     length, acc_stride = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH]
     partial_stride = acc_stride + 2
     seg_index, seg_value, seg_count = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE], p[StepField.SEGMENT_COUNT]
-    segments = pointer(seg_count, np.int64(0))
+    segments = words(seg_count)
     counts = p[StepField.COUNTS] + 8 * part * p[StepField.NUM_PROJECTIONS]
     spare = p[StepField.SPARE_COUNTS] + 8 * part  # what every thread selects for itself is counted by thread 0 only
 
     lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
     mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
 
-    tokens = pointer(p[StepField.TOKENS], np.int64(0))
+    tokens = words(p[StepField.TOKENS])
     for b in range(rows):
         source = pointer(p[StepField.EMBEDDING] + tokens[b] * hidden * size_of(base_tag), base_tag)
         target = floats(residual + 4 * b * hidden)
@@ -162,7 +160,7 @@ def step(p, base_tag):
             target[j] = widen(source[j]) * constants[FloatField.EMBEDDING_MULTIPLIER]
 
     for block in range(p[StepField.NUM_BLOCKS]):
-        block_ = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES)
+        block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
         first, num_qkv, width = block_[BlockField.FIRST], block_[BlockField.NUM_INPUTS], block_[BlockField.INPUT_WIDTH]
         qkv_lo, qkv_hi = span(width, part, parts), span(width, part + 1, parts)
 
@@ -171,7 +169,7 @@ def step(p, base_tag):
         begin = np.int64(0)
         for i in range(num_qkv):
             row = p[StepField.PROJECTIONS] + (first + i) * _ROW_BYTES
-            field = projection_row(row)
+            field = words(row)
             end = begin + field[ProjectionField.N]
             from_, to = max(begin, qkv_lo), min(end, qkv_hi)
             if from_ < to or part == 0:
@@ -194,7 +192,7 @@ def step(p, base_tag):
             a_lo, a_hi = attention(p, block, part, parts, acc, index, base_tag)
         i = first + num_qkv
         row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
-        field = projection_row(row)
+        field = words(row)
         segments[2 * part] = a_lo
         segments[2 * part + 1] = select(
             acc, field[ProjectionField.K], rows, a_lo, a_hi, field[ProjectionField.SCALE], thresholds[i],
@@ -220,7 +218,7 @@ def step(p, base_tag):
             offset = 0 if num_gate_up == 2 else i * inner
             if i == 0 or num_gate_up == 2:
                 count = select(
-                    x, hidden, rows, 0, hidden, projection_row(row)[ProjectionField.SCALE], thresholds[j],
+                    x, hidden, rows, 0, hidden, words(row)[ProjectionField.SCALE], thresholds[j],
                     index, value, length, counts + 8 * j if part == 0 else spare,
                 )  # fmt: skip
             project(
@@ -233,7 +231,7 @@ def step(p, base_tag):
         segments[2 * part] = mlp_lo
         # The accumulator begins at column mlp_lo, select counts from column 0.
         segments[2 * part + 1] = select(
-            acc - 4 * mlp_lo, acc_stride, rows, mlp_lo, mlp_hi, projection_row(row)[ProjectionField.SCALE],
+            acc - 4 * mlp_lo, acc_stride, rows, mlp_lo, mlp_hi, words(row)[ProjectionField.SCALE],
             thresholds[i], seg_index + 4 * mlp_lo, seg_value + 4 * mlp_lo, length, counts + 8 * i,
         )  # fmt: skip
         barrier(team, parts)

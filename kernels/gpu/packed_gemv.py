@@ -33,7 +33,7 @@ quantization group has a slot of its own, and a step never spans two; more rows 
 sums are scaled and added to the result's.
 
 Bytes: kept channels * N * bits / 8 + 4 N K / group of scales. At the 4.59 TB/s that an H200 reaches, gate and up of the
-8B shape (4096 x 28672, int4 in groups of 128) take at least 13.6 us dense. Twins: ``reference.from_codes`` and
+8B shape (4096 x 28672, int4 in groups of 128) take at least 13.6 us dense. Twins: ``QuantizedMatrix.dequantise`` and
 ``reference.sparse_linear``.
 """
 

@@ -119,7 +119,7 @@ class CpuDecoder(TorchDecoder):
 
     def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
         super().measure_sparsity(enabled)
-        self._step.forget()
+        self._step.counts[:] = 0
 
     def _kept_channels(self) -> list[int]:
         """Decode steps always count, prompts where asked to."""
@@ -139,7 +139,7 @@ class Step:
         self._team = Team()
         self._threads = self._capacity = 0  # what the buffers were allocated for
         self._projections = decoder._projections
-        self._counts = np.zeros((1, len(self._projections)), dtype=np.int64)
+        self.counts = np.zeros((1, len(self._projections)), dtype=np.int64)
         self._most_threads = max(1, min(usable_cores(), sum(decoder.bytes_read()) // _BYTES_PER_THREAD))
         self._input_width = max(sum(p.out_features for p in block.qkv) for block in blocks)
 
@@ -221,8 +221,8 @@ class Step:
             self._parameters[StepField.VOCAB] = self._config.vocab_size
             self._thresholds.copy_(thresholds)
         if counts is not None:  # only masked positions are counted
-            self._counts[:] = 0
-            self._counts[0] = counts
+            self.counts[:] = 0
+            self.counts[0] = counts
         hidden = self._config.hidden_size
         return self._buffers[StepField.SCRATCH][: 4 * len(tokens) * hidden].view(torch.float32).view(-1, hidden)
 
@@ -234,12 +234,8 @@ class Step:
             self._thresholds[row] = projection.threshold
 
     def kept(self) -> list[int]:
-        """Channels kept since :meth:`forget`, over all rows, of each projection."""
-        return self._counts.sum(0).tolist()
-
-    def forget(self) -> None:
-        """Count kept channels from zero."""
-        self._counts[:] = 0
+        """Channels kept since ``counts`` were zero, over all rows, of each projection."""
+        return self.counts.sum(0).tolist()
 
     def _fill(self, fields: type[IntEnum], values: dict) -> np.ndarray:
         """A table's row: numbers, and the addresses of tensors, which are kept alive; None is 0."""
@@ -308,7 +304,7 @@ class Step:
         layout = scratch_layout(rows, config.hidden_size, longest, max(longest, self._input_width))
         counts = torch.zeros(threads, len(self._projections), dtype=torch.int64)
         counts[0] = torch.tensor(self.kept())
-        self._counts = counts.numpy()
+        self.counts = counts.numpy()
         self._threads, self._capacity = threads, rows
         self._buffers = {
             StepField.HALF: torch.empty(rows, config.hidden_size),

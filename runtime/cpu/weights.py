@@ -186,17 +186,6 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
             if not bool(finite.all()):
                 row = first + int((~finite).nonzero()[0])
                 raise checkpoint.error(f"{name}: expected finite weights, found NaN or Inf in row {row}")
-            matrix.store(first, round_weight(rows, "int4") if kind == "int4" else round_int8(rows))
+            matrix.store(first, round_weight(rows, kind))
         first += len(rows)
     return matrix
-
-
-def round_int8(rows: Tensor) -> QuantizedMatrix:
-    """Rows of a weight with one scale each: ``weight ~ code * scale``, codes in -127..127."""
-    values = rows.float()
-    largest = values.abs().amax(1, keepdim=True)
-    largest = torch.where(largest == 0, 127.0, largest)
-    # Adding the constant rounds to an integer, in one rounding with the product.
-    magic = torch.tensor(1.5 * 2**23)
-    codes = torch.addcmul(magic, values, torch.full_like(largest, 127) / largest).sub_(magic).to(torch.int8)
-    return QuantizedMatrix("int8", codes, largest / 127, None, None, (len(rows), rows.shape[1]))

@@ -166,12 +166,9 @@ def _projections(config: ModelConfig, index: int) -> Iterator[tuple[list[Project
 
 def _load_linear(projections: list[Projection], copies: int, source: _Source, weights: str) -> FusedLinear:
     device, dtype, k = source.device, source.dtype, projections[0].in_features
-    has_bias = any(projection.bias for projection in projections)
-    total = sum(projection.out_features for projection in projections)
-    bias = torch.zeros(total, dtype=dtype, device=device) if has_bias else None
     widths = tuple(projection.out_features // copies for projection in projections for _ in range(copies))
     fused: DeviceWeight | None = None
-    first = 0
+    biases = []
     for i, projection in enumerate(projections):
         weight = source.weight(f"{projection.name}.weight", weights)
         if fused is None:  # those of one input are stored alike
@@ -188,10 +185,10 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
                 part = weight.rows(rows.start, rows.stop)
                 store_columns(fused, i * copies + copy, part.codes, part.scales, part.zeros)
         del weight
-        if bias is not None and projection.bias:
-            bias[first : first + projection.out_features] = source.tensor(f"{projection.name}.bias")
-        first += projection.out_features
+        none = torch.zeros(projection.out_features, dtype=dtype, device=device)
+        biases.append(source.tensor(f"{projection.name}.bias") if projection.bias else none)
     assert fused is not None
+    bias = torch.cat(biases) if any(projection.bias for projection in projections) else None
     scales = torch.ones(len(widths), k, dtype=torch.float32, device=device)
     thresholds = torch.zeros(len(widths), dtype=torch.float32, device=device)
     return FusedLinear(without_default_zeros(fused), bias, scales, thresholds, dense=True)

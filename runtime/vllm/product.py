@@ -63,13 +63,11 @@ class Layer:
         weight = unquantized(self.weight.t(), tuple(self.widths))
         return FusedLinear(weight, self.bias, self.scales, self.thresholds, dense=False)
 
-    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Each projection's outputs, weight (width, K) and bias (width,)."""
-        first = 0
-        for width in self.widths:
-            part = slice(first, first + width)
-            yield part, self.weight[part], None if self.bias is None else self.bias[part]
-            first += width
+    def parts(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Each projection's weight (width, K) and bias (width,)."""
+        widths = list(self.widths)
+        biases = [None] * len(widths) if self.bias is None else self.bias.split(widths)
+        return zip(self.weight.split(widths), biases, strict=True)
 
 
 def masked_linear(
@@ -134,7 +132,7 @@ def in_torch(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """The definition, projection by projection."""
     outputs = [
         functional.linear(mask_ahead(x, scale, threshold, masked), weight, bias)
-        for scale, threshold, (_, weight, bias) in zip(layer.scales, layer.thresholds, layer.parts(), strict=True)
+        for scale, threshold, (weight, bias) in zip(layer.scales, layer.thresholds, layer.parts(), strict=True)
     ]
     return torch.cat(outputs, dim=-1)
 
@@ -162,11 +160,11 @@ def products(inputs: Tensor, layer: Layer) -> Tensor:
     pieces, rows, _ = inputs.shape
     out = inputs.new_empty(rows, layer.weight.shape[0])
     if pieces == len(layer.widths):
-        for kept, (part, weight, bias) in zip(inputs, layer.parts(), strict=True):
+        for kept, part, (weight, bias) in zip(inputs, out.split(list(layer.widths), 1), layer.parts(), strict=True):
             if bias is None:
-                torch.mm(kept, weight.t(), out=out[:, part])
+                torch.mm(kept, weight.t(), out=part)
             else:
-                torch.addmm(bias, kept, weight.t(), out=out[:, part])
+                torch.addmm(bias, kept, weight.t(), out=part)
         return out
     weights, outs = (
         matrix.unflatten(1, (pieces, -1)).transpose(0, 1) for matrix in (layer.weight.t(), out)
