@@ -14,7 +14,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError
 from wisparse.formats.weight_types import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8, round_weight
 from wisparse.kernels.gpu.weights import COLUMN_BLOCK, dequantize, empty_weight, store_columns
-from wisparse.runtime.cuda.weights import staged_reads
+from wisparse.runtime.cuda.weights import load_weights, staged_reads
 
 CPU = torch.device("cpu")
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -25,9 +25,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def make(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Bundle:
-    return Bundle.open(
-        write_tiny_bundle(folder / "bundle", write_tiny_model(folder / name, CONFIGS[name], dtype=dtype))
-    )
+    model = write_tiny_model(folder / name, CONFIGS[name], dtype=dtype)
+    return Bundle.open(write_tiny_bundle(folder / "bundle", model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,22 +65,14 @@ def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
     checkpoint = make(tmp_path, "qwen2").checkpoint
     path = checkpoint.files()[0]
     path.write_bytes(path.read_bytes()[:-40])
-    names = list(checkpoint.tensors)
-
-    def read_all() -> None:
-        with staged_reads(checkpoint, names, CPU, part_bytes=256) as read:
-            for name in names:
-                read(name)
-
-    with pytest.raises(BundleError, match=r"changed on disk|truncated"):
-        read_all()
+    damaged = pytest.raises(BundleError, match=r"changed on disk|truncated")
+    with damaged, staged_reads(checkpoint, checkpoint.tensors, CPU, part_bytes=256) as read:
+        for name in checkpoint.tensors:
+            read(name)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    from wisparse.runtime.cuda.weights import load_weights
-
     bundle = make(tmp_path, name)
     config, tensor = bundle.config, bundle.checkpoint.tensor
     weights = load_weights(bundle, CPU, torch.float32)
@@ -104,13 +95,9 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("scheme", PUBLISHED)
 def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    from wisparse.runtime.cuda.weights import load_weights
-
     plain = write_tiny_model(tmp_path / "plain", CONFIGS["llama"])
-    bundle = Bundle.open(
-        write_tiny_bundle(tmp_path / "bundle", quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]()))
-    )
+    source = quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]())
+    bundle = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source))
     weights = load_weights(bundle, CPU, torch.bfloat16)
     assert weights.dequantized is not None
     for index, block in enumerate(weights.blocks):
@@ -130,9 +117,6 @@ def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path
 @pytest.mark.parametrize(("weights", "kept"), [("int8", True), ("int4", False), ("fp8", False)])
 def test_weights_are_rounded_at_load(weights: str, kept: bool, tmp_path: Path) -> None:
     """From plain ones as the table of types says; codes of the kind that is asked for are kept, others rounded anew."""
-    pytest.importorskip("triton")
-    from wisparse.runtime.cuda.weights import load_weights
-
     plain = write_tiny_model(tmp_path / "plain", CONFIGS["phi3"])
     source = quantise_model(plain, tmp_path / "source", *PUBLISHED["pack int8 rows"]())
     for number, folder in enumerate((plain, source)):
@@ -155,9 +139,6 @@ def test_weights_are_rounded_at_load(weights: str, kept: bool, tmp_path: Path) -
 
 
 def test_weights_beyond_the_type_are_not_rounded(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    from wisparse.runtime.cuda.weights import load_weights
-
     large = {"model.layers.1.mlp.up_proj.weight": torch.full((24, 16), 1e6)}
     model = write_tiny_model(tmp_path / "plain", CONFIGS["llama"], add=large)
     bundle = Bundle.open(write_tiny_bundle(tmp_path / "bundle", model))
