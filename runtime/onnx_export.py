@@ -27,8 +27,6 @@ OPSETS = range(18, 25)  # ReduceMean takes its axes as an input from 18 on; 24 i
 MODEL, DATA, GENAI = "model.onnx", "model.onnx.data", "genai_config.json"
 # Names the files of the export; an export is recognized by it alone.
 MANIFEST = "wisparse_export.json"
-# The model that the check writes beside an export, and removes.
-PROBE = "check.onnx"
 _MAX_MANIFEST_BYTES = 1 << 20
 _ALIGNMENT = 4096  # onnxruntime maps weights on page boundaries
 
@@ -113,7 +111,7 @@ def export_onnx(
     found = None
     out = Path(os.path.abspath(out))
     check_target(out, EXPORT, overwrite)
-    with replaced_folder(out, EXPORT, [*names, PROBE], overwrite=overwrite) as partial:
+    with replaced_folder(out, EXPORT, names, overwrite=overwrite) as partial:
         with open(partial / DATA, "wb") as data:
             for name, (tensor, transposed) in graph.weights.items():
                 values = checkpoint.tensor(tensor).to(getattr(torch, dtype))
@@ -204,12 +202,15 @@ def _genai_config(bundle: Bundle) -> dict[str, Any]:
 class OnnxDecoder:
     """Runs an exported folder on the CPU, one batch at a time."""
 
-    def __init__(self, folder: Path, name: str = MODEL) -> None:
+    def __init__(self, folder: Path, model: onnx.ModelProto | None = None) -> None:
+        """``model``: in place of the folder's, with its weights."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        self.session = onnxruntime.InferenceSession(str(folder / name), options, providers=["CPUExecutionProvider"])
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        given = str(folder / MODEL) if model is None else model.SerializeToString()
+        self.session = onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
         self.reset(1)
 
     def reset(self, batch: int) -> None:
@@ -303,11 +304,7 @@ def _check_projections(folder: Path, bundle: Bundle, dtype: str, filled: OnnxDec
     nodes = [node for node in model.graph.node if node.domain == DOMAIN]
     for name in dict.fromkeys(value for node in nodes for value in (node.input[0], node.output[0])):
         model.graph.output.append(helper.make_tensor_value_info(name, DTYPES[dtype], None))
-    onnx.save(model, str(folder / PROBE))
-    try:
-        probe = OnnxDecoder(folder, PROBE)
-    finally:
-        (folder / PROBE).unlink()
+    probe = OnnxDecoder(folder, model)
     probe.mask, probe.cache = filled.mask, filled.cache
     values = probe.run(token)
     errors = [0.0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import ResourceError, UsageError
+from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, group_of, pack_int4, round_weight, unpack_int4
 from wisparse.kernels.cpu.launch import launch, team_size
 from wisparse.kernels.cpu.layout import NAMES, DequantizeField, ProjectionField, ScaleType, StoredAs
@@ -161,16 +161,12 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
     elif stored is not None:
         group, zero_points = stored.group or k, stored.zeros is not None
         scale_dtype = next(one for one in _SCALE_TYPES if torch.equal(stored.scales.to(one).float(), stored.scales))
-    try:
-        if kind == "int4":
-            matrix = Matrix.int4((n, k), group, scale_dtype, zero_points)
-        else:
-            data = torch.empty((k, n) if transposed else (n, k), dtype=torch.int8 if kind == "int8" else dtype)
-            scale = torch.empty(n) if kind == "int8" else None
-            matrix = Matrix(StoredAs.BASE if scale is None else StoredAs.INT8, data, (n, k), transposed, scale)
-    except (OSError, MemoryError, RuntimeError):
-        raise ResourceError(f"{name}: not enough memory for its {n} x {k} weights") from None
-
+    if kind == "int4":
+        matrix = Matrix.int4((n, k), group, scale_dtype, zero_points)
+    else:
+        data = torch.empty((k, n) if transposed else (n, k), dtype=torch.int8 if kind == "int8" else dtype)
+        scale = torch.empty(n) if kind == "int8" else None
+        matrix = Matrix(StoredAs.BASE if scale is None else StoredAs.INT8, data, (n, k), transposed, scale)
     step = max(_ROW_STEP, _CHUNK_BYTES // (k * checkpoint.dtype.itemsize) // _ROW_STEP * _ROW_STEP)
     if stored is not None:
         for first in range(0, n, step):

@@ -39,11 +39,10 @@ class WisparseConfig(QuantizationConfig):
         self._stored = stored
         self._bundle: Bundle | None = None
         self._masks: Mapping[str, ProjectionMask] = {}
-        self._settings: Settings | None = None
-        self.rows: MaskedRows | None = None
+        self.rows: MaskedRows | None = None  # None until a process builds layers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "rows": None, "_settings": None}
+        return {**self.__dict__, "rows": None}
 
     @classmethod
     def get_name(cls) -> str:
@@ -109,8 +108,7 @@ class WisparseConfig(QuantizationConfig):
         if prefix.startswith("draft_model."):
             raise UnsupportedModelError("a bundle does not run as a draft model in vLLM yet: expected a dense draft")
         # The embedding asks first: a bad tensor-parallel size would fail later in a bare assertion of vLLM's.
-        if self._settings is None:
-            self._settings = self._prepare()
+        rows = self.rows = self.rows or self._prepare()
         if not isinstance(layer, LinearBase):
             return None
         if not prefix.startswith("model.layers."):
@@ -120,10 +118,9 @@ class WisparseConfig(QuantizationConfig):
         for name in names:
             if name not in self._masks:
                 raise BundleError(f"{name}: expected an entry in the bundle for this layer of vLLM's, found none")
-        assert self.rows is not None
-        return WisparseLinearMethod(prefix, [self._masks[name] for name in names], self.rows)
+        return WisparseLinearMethod(prefix, [self._masks[name] for name in names], rows)
 
-    def _prepare(self) -> Settings:
+    def _prepare(self) -> MaskedRows:
         """Once in each process that builds layers."""
         if self._bundle is None:
             raise UsageError("--quantization wisparse: expected a bundle, found a model that was not opened as one")
@@ -134,9 +131,8 @@ class WisparseConfig(QuantizationConfig):
             "two batches that overlap (enable_dbo)": getattr(parallel, "enable_dbo", False),
             "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         }
-        for what, found in reasons.items():
-            if found:
-                raise UsageError(f"a bundle does not run with {what} in vLLM yet; leave the option out")
+        for what in (what for what, found in reasons.items() if found):
+            raise UsageError(f"a bundle does not run with {what} in vLLM yet; leave the option out")
         if not (current_platform.is_cuda() or current_platform.is_cpu()):
             raise UsageError(
                 f"a bundle runs in vLLM on NVIDIA GPUs and on CPUs, found {current_platform.device_name}; load it dense: "
@@ -146,14 +142,13 @@ class WisparseConfig(QuantizationConfig):
         settings = Settings.read(current.additional_config, os.environ, self._bundle.sparsity)
         chosen = self._bundle.at(settings.sparsity)
         self._masks = chosen.masks
-        graphs = current.compilation_config.cudagraph_capture_sizes or [0]
-        self.rows = MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
         if settings.prefill == "dense":
             watch_runners()
         levels = ", ".join(f"{level:g}" for level in self._bundle.levels if level)
         on, prefill = "on" if chosen.sparsity else "off", settings.prefill
         log.info("masks %s: sparsity %g (the bundle has %s, and 0), prefill %s", on, chosen.sparsity, levels, prefill)
-        return settings
+        graphs = current.compilation_config.cudagraph_capture_sizes or [0]
+        return MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
 
 
 @register_weight_loader_v2_supported_method
