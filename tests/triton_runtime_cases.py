@@ -146,7 +146,7 @@ def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
     fast, slow = (make(cls, dtype=torch.float16, **settings) for cls in (CudaDecoder, TorchDecoder))
     exact = make(TorchDecoder, dtype=torch.float64, **settings)
     fast.prepare_prompts()
-    monkeypatch.setattr(cuda_decoder, "prompt_chunks", None)  # nothing is read the other way
+    monkeypatch.setattr(fast, "_read", None)  # nothing is read the other way
     prompt = torch.arange(30) * 7 % 70
     for start, stop in ((0, 9), (9, 30)):
         within_half_precision(fast, slow, exact, lambda d: d.prefill(1, prompt, 30, start=start, stop=stop))  # noqa: B023
