@@ -295,10 +295,8 @@ def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
 
 
 def _check_projections(folder: Path, bundle: Bundle, dtype: str, filled: OnnxDecoder, token: np.ndarray) -> float:
-    """Largest relative error of any sparse node, given its own input, in the step that appends ``token``.
-
-    What a channel contributes whose score is within ``_ROUNDING`` of the threshold does not count as an error.
-    """
+    """Largest relative error of any sparse node, given its own input, in the step that appends ``token``. What a
+    channel contributes whose score is within ``_ROUNDING`` of the threshold does not count as an error."""
     # The same model with every sparse node's input and output among its outputs; the weights stay where they are.
     model = onnx.load(str(folder / MODEL), load_external_data=False)
     nodes = [node for node in model.graph.node if node.domain == DOMAIN]

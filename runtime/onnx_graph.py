@@ -30,10 +30,8 @@ _FUNCTION_DOC = (
 
 
 class DecoderGraph:
-    """The decoder's nodes and small constants. Methods that add nodes return the names of their outputs.
-
-    Hidden states between blocks, norms, scores and logits are float32 whatever the ``dtype`` of weights and cache.
-    """
+    """The decoder's nodes and small constants. Methods that add nodes return the names of their outputs. Hidden states
+    between blocks, norms, scores and logits are float32 whatever the ``dtype`` of weights and cache."""
 
     def __init__(self, bundle: Bundle, opset: int, dtype: str) -> None:
         self.config, self.masks, self.opset, self.dtype = bundle.config, bundle.masks, opset, DTYPES[dtype]

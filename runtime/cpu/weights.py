@@ -26,10 +26,8 @@ _SCALE_TYPES = {torch.bfloat16: ScaleType.BFLOAT16, torch.float16: ScaleType.FLO
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which type torch multiplies matrices of ``dtype`` fast on this CPU, also where one is transposed.
-
-    Without AVX-512, torch 2.13 takes 80 times as long for a transposed bfloat16 matrix as for a row-major one.
-    """
+    """In which type torch multiplies matrices of ``dtype`` fast on this CPU, also where one is transposed. Without
+    AVX-512, torch 2.13 takes 80 times as long for a transposed bfloat16 matrix as for a row-major one."""
     fast = dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return dtype if fast else torch.float32
 
@@ -94,10 +92,8 @@ class Matrix:
         return row
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The dense product of x (T, K): (T, N) in x's type.
-
-        Quantised weights, and 16-bit ones without a fast product here, are converted a span of outputs at a time.
-        """
+        """The dense product of x (T, K): (T, N) in x's type. Quantised weights, and 16-bit ones without a fast product
+        here, are converted a span of outputs at a time."""
         computed = product_dtype(x.dtype)
         weight = self.data.t() if self.transposed else self.data
         few_rows = not self.transposed and len(x) <= 8  # torch's row-major 16-bit product is fast enough
@@ -139,11 +135,9 @@ class CpuProjection(MaskedLinear):
 
 
 def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, transposed: bool) -> Matrix:
-    """Read the weight ``name`` (N, K), laid out as (K, N) if ``transposed``; int4 always is.
-
-    ``weights``: one of ``WEIGHT_TYPES``; ``native`` takes int4, and int8 with a scale a row, as they are on disk, and
-    dequantises others to ``dtype``.
-    """
+    """Read the weight ``name`` (N, K), laid out as (K, N) if ``transposed``; int4 always is. ``weights``: one of
+    ``WEIGHT_TYPES``; ``native`` takes int4, and int8 with a scale a row, as they are on disk, and dequantises others to
+    ``dtype``."""
     checkpoint, (n, k) = bundle.checkpoint, bundle.checkpoint.shape(name)
     stored, packed = None, checkpoint.quantised.get(name)
     if packed is not None and weights in ("native", packed.packing.kind):

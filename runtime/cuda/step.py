@@ -323,11 +323,9 @@ class DecodeStep:
 
 
 class _KeptCells:
-    """Kept channels of a step's rows, counted by its launches (``common.Counting``), one cell for each program.
-
-    Two sets take turns, as the token ids do: a step reads the sums of the one before it and writes its own, so that a
-    step which was started ahead can be taken back. Steps between may count nothing.
-    """
+    """Kept channels of a step's rows, counted by its launches (``common.Counting``), one cell for each program. Two
+    sets take turns, as the token ids do: a step reads the sums of the one before it and writes its own, so that a step
+    which was started ahead can be taken back. Steps between may count nothing."""
 
     def __init__(self, step: DecodeStep) -> None:
         self._ids = step._ids

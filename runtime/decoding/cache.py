@@ -92,10 +92,8 @@ class KVCache:
             self.begin(slot, 0)
 
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put keys and values (num_kv_heads, T, head_dim) at ``start``.
-
-        Returns the slot's keys and values up to there, (num_kv_heads, start + T, head_dim).
-        """
+        """Put keys and values (num_kv_heads, T, head_dim) at ``start``. Returns the slot's keys and values up to there,
+        (num_kv_heads, start + T, head_dim)."""
         stop = start + keys.shape[1]
         own_keys, own_values = (tensor[slot] for tensor in self.attention[block])
         own_keys[:, start:stop] = keys

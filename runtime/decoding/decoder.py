@@ -34,11 +34,9 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class Decoder(ABC):
-    """One model on one device, with ``max_batch`` slots of up to ``max_seq_len`` positions.
-
-    Constructed by ``backends.make_decoder`` after ``refusal`` was asked. Not thread-safe. After an exception inside
-    ``prefill``, ``decode`` or ``step``, also a KeyboardInterrupt, a slot is undefined until it is prefilled from 0.
-    """
+    """One model on one device, with ``max_batch`` slots of up to ``max_seq_len`` positions. Constructed by
+    ``backends.make_decoder`` after ``refusal`` was asked. Not thread-safe. After an exception inside ``prefill``,
+    ``decode`` or ``step``, also a KeyboardInterrupt, a slot is undefined until it is prefilled from 0."""
 
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # which of WEIGHT_TYPES it can hold weights as
@@ -112,9 +110,7 @@ class Decoder(ABC):
         self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int
     ) -> Tensor:
         """Positions from ``start`` on, of a sequence of ``total``: (T,) ids to (T, H) hidden states, filling the cache.
-
-        Those from the chunk's ``first_sparse``-th on are masked.
-        """
+        Those from the chunk's ``first_sparse``-th on are masked."""
         config, stop = self.config, start + len(token_ids)
         self._sparse_positions += len(token_ids) - first_sparse
         tables = [rotary.tables(start, stop, total) for rotary in self._rotaries]
@@ -143,13 +139,11 @@ class Decoder(ABC):
         stop: int | None = None,
         on_logits: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Read positions start..stop of a prompt (T,) int64 into a slot: the last one's logits (V,) float32.
-
-        Positions from ``sparse_from`` on (policy ``dense``: T, ``half``: T - T // 2, ``all``: 0) run with the bundle's
-        masks. Those before ``start`` must stand in the slot already, read from the same tokens. ``on_logits`` is called
-        with the logits (n, V) of each chunk. The result is valid until the next call. Rotary scaling ``longrope`` takes
-        its long factors if T is above ``original_max_position_embeddings``, as transformers does.
-        """
+        """Read positions start..stop of a prompt (T,) int64 into a slot: the last one's logits (V,) float32. Positions
+        from ``sparse_from`` on (policy ``dense``: T, ``half``: T - T // 2, ``all``: 0) run with the bundle's masks.
+        Those before ``start`` must stand in the slot already, read from the same tokens. ``on_logits`` is called with
+        the logits (n, V) of each chunk. The result is valid until the next call. Rotary scaling ``longrope`` takes its
+        long factors if T is above ``original_max_position_embeddings``, as transformers does."""
         total = len(token_ids)
         check_prompt(total, self.max_seq_len)
         stop = total if stop is None else stop
@@ -191,21 +185,17 @@ class Decoder(ABC):
 
     @abstractmethod
     def decode(self, token_ids: Tensor) -> Tensor:
-        """Append one token to each of the slots 0..B-1, with the bundle's masks: (B,) int64 to logits (B, V) float32.
-
-        A negative id marks an idle row: its slot stays as it is, its logits are undefined. The result is valid until
-        the next call. ``longrope``: a sequence that grows beyond ``switch_length`` must be prefilled anew first.
-        """
+        """Append one token to each of the slots 0..B-1, with the bundle's masks: (B,) int64 to logits (B, V) float32. A
+        negative id marks an idle row: its slot stays as it is, its logits are undefined. The result is valid until the
+        next call. ``longrope``: a sequence that grows beyond ``switch_length`` must be prefilled anew first."""
 
     def step(
         self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: Callable[[Tensor], None] | None = None
     ) -> Tensor:
-        """``decode``, then choose the next token of every row: (B,) int64; idle rows are undefined.
-
-        ``settings``: one for each row, seeds resolved. ``adjust`` changes the logits (B, V) in place. An implementation
-        that samples on its device must give the same tokens as ``sampling.sample``, with position = the slot's length
-        after the append.
-        """
+        """``decode``, then choose the next token of every row: (B,) int64; idle rows are undefined. ``settings``: one
+        for each row, seeds resolved. ``adjust`` changes the logits (B, V) in place. An implementation that samples on
+        its device must give the same tokens as ``sampling.sample``, with position = the slot's length after the
+        append."""
         logits = self.decode(token_ids)
         if adjust is not None:
             logits = logits.clone()
@@ -233,11 +223,9 @@ class Decoder(ABC):
 
     @abstractmethod
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
-        """Use other masks, one for every projection by name: another sparsity level. Takes milliseconds.
-
-        ``lengths`` are 0 afterwards and nothing is counted. Positions that were read dense are still valid: ``prefill``
-        may go on behind them, and ``copy`` take them.
-        """
+        """Use other masks, one for every projection by name: another sparsity level. Takes milliseconds. ``lengths``
+        are 0 afterwards and nothing is counted. Positions that were read dense are still valid: ``prefill`` may go on
+        behind them, and ``copy`` take them."""
 
     @abstractmethod
     def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
@@ -245,10 +233,8 @@ class Decoder(ABC):
 
     @abstractmethod
     def realised_sparsity(self) -> float | None:
-        """Share of the projections' weights that the sparse positions since then did not need; None without any.
-
-        Each projection weighs as many as its parameters; dense projections are included.
-        """
+        """Share of the projections' weights that the sparse positions since then did not need; None without any. Each
+        projection weighs as many as its parameters; dense projections are included."""
 
     def close(self) -> None:
         """Free the memory. Closing twice is fine."""

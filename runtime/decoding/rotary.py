@@ -76,10 +76,8 @@ def attention_scaling(rope: RopeConfig) -> float:
 
 
 def switch_length(config: ModelConfig) -> int | None:
-    """The longest sequence that LongRoPE's short factors serve; None for other models.
-
-    A sequence that grows beyond it must be prefilled anew, because its cached keys were rotated by other angles.
-    """
+    """The longest sequence that LongRoPE's short factors serve; None for other models. A sequence that grows beyond it
+    must be prefilled anew, because its cached keys were rotated by other angles."""
     lengths = [
         int(rope.parameters["original_max_position_embeddings"])
         for rope in config.rotaries
@@ -99,10 +97,8 @@ class Rotary:
         self._dtype = dtype
 
     def tables(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions start..stop in a sequence of ``length``: (stop - start, rotary_dim) each.
-
-        The halves of the last axis are equal.
-        """
+        """cos and sin of positions start..stop in a sequence of ``length``: (stop - start, rotary_dim) each. The halves
+        of the last axis are equal."""
         long = self._switch is not None and length > self._switch
         positions = torch.arange(start, stop, dtype=torch.float32, device=self._short.device)
         angles = positions[:, None] * (self._long if long else self._short)
@@ -122,9 +118,7 @@ class Rotary:
 
 def query_scales(config: ModelConfig, start: int, stop: int, device: torch.device) -> Tensor | None:
     """What queries at positions start..stop are multiplied by, Llama 4's and Ministral 3's temperature; None for 1.
-
-    (stop - start,) float32: 1 + beta * log(1 + floor(p / n)).
-    """
+    (stop - start,) float32: 1 + beta * log(1 + floor(p / n))."""
     if config.query_scaling is None:
         return None
     beta, length = config.query_scaling
@@ -134,9 +128,7 @@ def query_scales(config: ModelConfig, start: int, stop: int, device: torch.devic
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate x (heads, T, head_dim) in pairs of its first rotary_dim dimensions; cos, sin: of :meth:`Rotary.tables`.
-
-    Pairs are (i, i + rotary_dim / 2), or ``interleaved`` (2i, 2i + 1).
-    """
+    Pairs are (i, i + rotary_dim / 2), or ``interleaved`` (2i, 2i + 1)."""
     rotary_dim = cos.shape[-1]
     rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     if interleaved:

@@ -100,10 +100,8 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits: Tensor, settings: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """Choose one token per row of logits (B, V) float32: (B,) int64; positions: those the tokens will have.
-
-    -1 for a row that holds a NaN or whose largest logit is infinite.
-    """
+    """Choose one token per row of logits (B, V) float32: (B,) int64; positions: those the tokens will have. -1 for a
+    row that holds a NaN or whose largest logit is infinite."""
     if logits.device.type == "cpu":  # numpy takes a fifth of torch's time
         rows = logits.numpy()
         ids = rows.argmax(1)  # the lowest id of the largest logit, or a NaN's

@@ -157,10 +157,8 @@ class Positions:
 
 
 def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
-    """Causal attention of the positions from ``start`` on, each over itself and at most window - 1 before it.
-
-    q (num_heads, T, head_dim); keys, values (num_kv_heads, start + T, head_dim); returns (num_heads, T, head_dim).
-    """
+    """Causal attention of the positions from ``start`` on, each over itself and at most window - 1 before it. q
+    (num_heads, T, head_dim); keys, values (num_kv_heads, start + T, head_dim); returns (num_heads, T, head_dim)."""
     count, stop = q.shape[1], keys.shape[1]
     first = 0 if window is None else max(start - window + 1, 0)
     keys, values = keys[:, first:], values[:, first:]
@@ -189,11 +187,8 @@ def run_block(
     apply: Callable[[str, Tensor], Sequence[Tensor]],
     attend: Callable[[ModelConfig, Tensor, Tensor, Tensor, int, int | None], Tensor],
 ) -> Tensor:
-    """One block: x (T, H) to (T, H), filling the cache.
-
-    ``apply`` runs the projections that share an input, ``qkv``, ``o``, ``gate_up`` or ``down``: (T, K) to the output of
-    each, or to one tensor with them side by side.
-    """
+    """One block: x (T, H) to (T, H), filling the cache. ``apply`` runs the projections that share an input, ``qkv``,
+    ``o``, ``gate_up`` or ``down``: (T, K) to the output of each, or to one tensor with them side by side."""
     n = _maybe(block.attention_input, x)
     if block.delta is not None:
         mixed, gate = apply("qkv", n)

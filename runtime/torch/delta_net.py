@@ -35,11 +35,9 @@ class DeltaWeights:
     eps: float
 
     def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, memory: DeltaState) -> Tensor:
-        """Positions that follow those in ``memory``, which is updated: to (T, value_size), the input of out_proj.
-
-        x: (T, H), the block's normalised input; mixed: (T, mixed_size) of in_proj_qkv; gate: (T, value_size) of
-        in_proj_z.
-        """
+        """Positions that follow those in ``memory``, which is updated: to (T, value_size), the input of out_proj. x:
+        (T, H), the block's normalised input; mixed: (T, mixed_size) of in_proj_qkv; gate: (T, value_size) of
+        in_proj_z."""
         delta, wide = self.config, float_dtype(x.dtype)
         seen = torch.cat((memory.inputs, mixed))
         memory.inputs.copy_(seen[len(mixed) :])
@@ -72,10 +70,8 @@ class DeltaWeights:
 
 def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """The gated delta rule over T positions: (heads, T, value_dim); ``state`` (heads, key_dim, value_dim) is updated.
-
     q, k: (heads, T, key_dim), k of length 1; v: (heads, T, value_dim); log_decay: (heads, T), at most 0; beta: (heads,
-    T), between 0 and 1.
-    """
+    T), between 0 and 1."""
     outputs = []
     for chunk in zip(*(part.split(_CHUNK, dim=1) for part in (q, k, v, log_decay, beta)), strict=True):
         q_, k_, v_, decay, beta_ = chunk

@@ -15,11 +15,8 @@ log = logging.getLogger("vllm.wisparse")
 
 
 def register() -> None:
-    """The entry point of the group ``vllm.general_plugins``.
-
-    An unknown vLLM that has nothing to register with only logs a warning, as it may be serving another model. One that
-    has refuses a bundle when it is opened.
-    """
+    """The entry point of the group ``vllm.general_plugins``. An unknown vLLM that has nothing to register with only
+    logs a warning, as it may be serving another model. One that has refuses a bundle when it is opened."""
     import vllm
 
     try:

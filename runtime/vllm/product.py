@@ -80,12 +80,10 @@ def masked_linear(
     widths: list[int],
     ready: bool = False,
 ) -> Tensor:
-    """Projections of x (..., K) that read the same input, over the channels that each row keeps: (..., N).
-
-    weight: (N, K), on a GPU with contiguous columns, the projections' outputs side by side; bias: (N,); scales:
-    (projections, K) float32; thresholds: (projections,) float32; masked: (rows or more,) float32, 1 for a row that is
-    masked, else 0; widths: outputs of each projection; ready: x comes from `mask_ahead`.
-    """
+    """Projections of x (..., K) that read the same input, over the channels that each row keeps: (..., N). weight: (N,
+    K), on a GPU with contiguous columns, the projections' outputs side by side; bias: (N,); scales: (projections, K)
+    float32; thresholds: (projections,) float32; masked: (rows or more,) float32, 1 for a row that is masked, else 0;
+    widths: outputs of each projection; ready: x comes from `mask_ahead`."""
     finish_compiling()
     count = x.numel() // x.shape[-1]
     if count > len(masked):
@@ -153,10 +151,8 @@ def masked_inputs(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
 
 
 def products(inputs: Tensor, layer: Layer) -> Tensor:
-    """y (M, N) of inputs (projections, M, K), one product each; or of (pieces, M, K), one batched product.
-
-    Pieces: a copy of a projection's input for each of the equal pieces that all projections divide into.
-    """
+    """y (M, N) of inputs (projections, M, K), one product each; or of (pieces, M, K), one batched product. Pieces: a
+    copy of a projection's input for each of the equal pieces that all projections divide into."""
     pieces, rows, _ = inputs.shape
     out = inputs.new_empty(rows, layer.weight.shape[0])
     if pieces == len(layer.widths):

@@ -61,10 +61,8 @@ def may_mask(masked: Tensor) -> bool:
 
 
 def masked_positions(computed: np.ndarray, counts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
-    """Which tokens of a batch were decoded, those behind their prompt: (sum(counts),) bool.
-
-    Each (requests,): tokens that earlier batches have read, tokens in this batch, length of the prompt.
-    """
+    """Which tokens of a batch were decoded, those behind their prompt: (sum(counts),) bool. Each (requests,): tokens
+    that earlier batches have read, tokens in this batch, length of the prompt."""
     begins = np.cumsum(counts) - counts
     position = np.arange(int(counts.sum())) - np.repeat(begins - computed, counts)
     return position >= np.repeat(prompts, counts)
