@@ -79,8 +79,9 @@ def attention_arguments(config: ModelConfig, block: BlockWeights, rotary: Rotary
         config.rotaries[0].interleaved, config.attention_softcap or 0.0, norm_of,
         config.architecture.attention_gate, facts.shared_values, config.architecture.value_norm,
     )  # fmt: skip
-    factors = (norm and norm.factors for norm in (block.q_norm, block.k_norm))
-    return {"shape": shape, "scale": config.attention_scale, "norms": QKNorms(*factors, config.rms_norm_eps)}
+    q_norm, k_norm = (None if norm is None else norm.factors for norm in (block.q_norm, block.k_norm))
+    norms = QKNorms(q_norm, k_norm, config.rms_norm_eps)
+    return {"shape": shape, "scale": config.attention_scale, "norms": norms}
 
 
 def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:

@@ -124,7 +124,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
         blocks = []
         for index in range(config.num_blocks):
             facts = read_facts(config, index, source.tensor)
-            linears = {
+            linears: dict[str, Any] = {
                 role: _load_linear(projections, copies, source, weights)
                 for role, (projections, copies) in zip(LINEARS, _projections(config, index), strict=True)
             }

@@ -26,6 +26,7 @@ class TorchDecoder(Decoder):
     weight_types: ClassVar[tuple[str, ...]] = ("native",)
     # Bounds a prompt's activations, its (chunk, T) attention mask, and the time that other sequences wait.
     prefill_chunk = prefix_block_size = 128
+    _blocks: list[Block]
 
     def _load(self, bundle: Bundle, weights: str) -> None:
         config, device, dtype = self.config, self.device, self.dtype
@@ -37,7 +38,7 @@ class TorchDecoder(Decoder):
         self._blocks = blocks = []
         for index in range(config.num_blocks):
             projections = ([read_projection(p) for p in shared] for shared in config.shared_inputs(index))
-            linears = dict(zip(LINEARS, projections, strict=True))
+            linears: dict[str, Any] = dict(zip(LINEARS, projections, strict=True))
             blocks.append(Block(**read_facts(config, index, read), **linears))
         self._norm = Norm(read("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
         self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype)
