@@ -127,11 +127,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture("Qwen3ForCausalLM", **_WINDOWS, **_BIASES, qk_norm=QKNorm()),
     "qwen3_5_text": Architecture(
         "Qwen3_5ForCausalLM",
+        **_WINDOWS,
         **_BIASES,
         norm_offset=True,
         qk_norm=QKNorm(),
         attention_gate=True,
-        layer_types=True,
         recurrent=True,
     ),
     "phi3": Architecture("Phi3ForCausalLM", qkv=_QKV[1], gate_up=_GATE_UP[1]),
@@ -229,43 +229,25 @@ def text_name(stored: str) -> str | None:
 _EXPERTS = "a mixture-of-experts model, which reads only some of its weights at a token already"
 _ENCODER_DECODER = "an encoder-decoder model, not a decoder alone"
 _PICTURES = "a model of pictures and text together"
-# What a model is -> patterns of the model types that are so.
-_FAMILIES = (
-    (
-        _EXPERTS,
-        r".*moe.*|mixtral|deepseek_v[2-9].*|dbrx|gpt_oss|llama4.*|qwen3_next|qwen4_exp.*|kimi.*|"
-        r"dots\d.*|minimax.*|grok.*|arctic|jamba|aria_text|axk\d|bailing_hybrid|flex_olmo|hy_v\d|inkling.*|kolibri.*|"
-        r"laguna|longcat.*|mellum|mimo_v2.*|solar_open|zaya",
-    ),
-    (
-        "an encoder, which writes no text",
-        r".*bert.*|electra|mpnet|xlm-roberta.*|nomic.*|deberta.*|gte|bge.*|big_bird|roformer|data2vec-text|xmod|ernie",
-    ),
-    (
-        _ENCODER_DECODER,
-        r".*t5.*|.*bart|marian|pegasus.*|m2m_100|nllb.*|led|fsmt|prophetnet|encoder-decoder",
-    ),
-    (
-        "a recurrent or state-space model, whose blocks are no attention and MLP",
-        r".*mamba.*|rwkv.*|zamba.*|bamba|recurrent_gemma|nemotron_h|xlstm|hyena|retnet|lfm[23]|.*hybrid|falcon_h1",
-    ),
-    (
-        "a model of speech, sound or pictures",
-        r"whisper|wav2vec2.*|hubert|speecht5|musicgen.*|bark|vits|clip.*|siglip.*|vit.*|dinov.*|sam.*|swin.*",
-    ),
-    (
-        _PICTURES,
-        r".*_vl.*|.*vision.*|llava.*|mllama|idefics.*|paligemma.*|internvl.*|mistral3|pixtral|blip.*|fuyu|kosmos.*|"
-        r"gemma3n?|gemma4_unified|phi4_multimodal|git|got_ocr2|.*omni.*|chameleon|emu3|qwen3_5",
-    ),
-    (
-        "a dense decoder whose blocks are put together in another way (docs/bring-your-own-architecture.md says what "
-        "a new row of the table can be)",
-        r"gpt.*|openai-gpt|ctrl|cpmant|opt|bloom|mpt|falcon|codegen|phi|gemma(3n_text|4_[au].*)|vaultgemma|stablelm.*|"
-        r"starcoder.*|olmo|cohere.*|granite_swa|internlm.*|baichuan.*|minicpm.*|nemotron|persimmon|xglm|biogpt|qwen|chatglm|"
-        r"apertus|arcee|bitnet|diffllama|cwm|nanochat|hyperclovax|jais.*|youtu|blt|iquestcoder|doge",
-    ),
-)
+# What a model is -> pattern of the model types that are so.
+_FAMILIES = {
+    _EXPERTS: r".*moe.*|mixtral|deepseek_v[2-9].*|dbrx|gpt_oss|llama4.*|qwen3_next|qwen4_exp.*|kimi.*|dots\d.*|minimax.*|"
+    r"grok.*|arctic|jamba|aria_text|axk\d|bailing_hybrid|flex_olmo|hy_v\d|inkling.*|kolibri.*|laguna|longcat.*|mellum|"
+    r"mimo_v2.*|solar_open|zaya",
+    "an encoder, which writes no text": r".*bert.*|electra|mpnet|xlm-roberta.*|nomic.*|deberta.*|gte|bge.*|big_bird|"
+    r"roformer|data2vec-text|xmod|ernie",
+    _ENCODER_DECODER: r".*t5.*|.*bart|marian|pegasus.*|m2m_100|nllb.*|led|fsmt|prophetnet|encoder-decoder",
+    "a recurrent or state-space model, whose blocks are no attention and MLP": r".*mamba.*|rwkv.*|zamba.*|bamba|"
+    r"recurrent_gemma|nemotron_h|xlstm|hyena|retnet|lfm[23]|.*hybrid|falcon_h1",
+    "a model of speech, sound or pictures": r"whisper|wav2vec2.*|hubert|speecht5|musicgen.*|bark|vits|clip.*|siglip.*|"
+    r"vit.*|dinov.*|sam.*|swin.*",
+    _PICTURES: r".*_vl.*|.*vision.*|llava.*|mllama|idefics.*|paligemma.*|internvl.*|mistral3|pixtral|blip.*|fuyu|kosmos.*|"
+    r"gemma3n?|gemma4_unified|phi4_multimodal|git|got_ocr2|.*omni.*|chameleon|emu3|qwen3_5",
+    "a dense decoder whose blocks are put together in another way (docs/bring-your-own-architecture.md says what a new row "
+    "of the table can be)": r"gpt.*|openai-gpt|ctrl|cpmant|opt|bloom|mpt|falcon|codegen|phi|gemma(3n_text|4_[au].*)|"
+    r"vaultgemma|stablelm.*|starcoder.*|olmo|cohere.*|granite_swa|internlm.*|baichuan.*|minicpm.*|nemotron|persimmon|xglm|"
+    r"biogpt|qwen|chatglm|apertus|arcee|bitnet|diffllama|cwm|nanochat|hyperclovax|jais.*|youtu|blt|iquestcoder|doge",
+}
 # Where a wrapper's config keeps that of its text model.
 _INSIDE = ("text_config", "thinker_config", "llm_config", "ffn_config")
 
@@ -276,7 +258,7 @@ def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[
     known = ", ".join(supported)
     if not isinstance(model_type, str):
         return f"config.json: model_type: expected one of {known}, found {model_type!r:.80}"
-    kind = next((words for words, names in _FAMILIES if re.fullmatch(names, model_type)), None)
+    kind = next((words for words, names in _FAMILIES.items() if re.fullmatch(names, model_type)), None)
     if kind == _EXPERTS or _has_experts(config):
         kind = _EXPERTS
     elif config.get("is_encoder_decoder") is True:

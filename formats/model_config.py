@@ -38,23 +38,21 @@ _NOT_GEMMA4 = {
 }
 
 
-def unexpected(key: str, what: str, found: Any) -> UnsupportedModelError:
-    return UnsupportedModelError(f"config.json: {key}: expected {what}, found {found!r:.80}")
+def require(valid: bool, key: str, what: str, found: Any, advice: str = "") -> None:
+    if not valid:
+        raise UnsupportedModelError(f"config.json: {key}: expected {what}, found {found!r:.80}{advice}")
 
 
 def dimension(config: Mapping[str, Any], key: str, largest: int = _LARGEST_DIMENSION) -> int:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise unexpected(key, "a positive integer", value)
-    if value > largest:
-        raise UnsupportedModelError(f"config.json: {key}: expected at most {largest:,}, found {value!r:.40}")
-    return value
+    value: Any = config.get(key)
+    require(type(value) is int and value > 0, key, "a positive integer", value)
+    require(value <= largest, key, f"at most {largest:,}", value)
+    return int(value)
 
 
 def _switch(config: Mapping[str, Any], key: str) -> bool:
     value = config.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise unexpected(key, "true or false", value)
+    require(value is None or isinstance(value, bool), key, "true or false", value)
     return bool(value)
 
 
@@ -62,17 +60,15 @@ def _number(
     config: Mapping[str, Any], key: str, low: float = 1e-12, high: float = 1e12, what: str = "a positive number"
 ) -> float:
     """The bounds keep sums, powers and quotients finite, and NaN fails every comparison."""
-    value = config.get(key.rpartition(".")[2])
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
-        raise unexpected(key, what, value)
+    value: Any = config.get(key.rpartition(".")[2])
+    require(type(value) in (int, float) and low <= value < high, key, what, value)
     return float(value)
 
 
-def _listed(config: Mapping[str, Any], key: str, num_blocks: int) -> list[Any]:
-    values = config.get(key)
-    if not isinstance(values, list) or len(values) != num_blocks:
-        raise unexpected(key, f"{num_blocks} entries", values)
-    return values
+def _listed(config: Mapping[str, Any], key: str, length: int, what: str = "entries") -> list[Any]:
+    values: Any = config.get(key.rpartition(".")[2])
+    require(isinstance(values, list) and len(values) == length, key, f"{length} {what}", values)
+    return list(values)
 
 
 @dataclass(frozen=True)
@@ -267,9 +263,6 @@ class ModelConfig:
             )
         arch = ARCHITECTURES[model_type]
 
-        def fixed(value: bool | str) -> bool:
-            return _switch(config, value) if isinstance(value, str) else value
-
         def power(value: Power | None, default: float = 1.0) -> float:
             return default if value is None else _number(config, value[0]) ** value[1]
 
@@ -284,27 +277,24 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"unsupported architecture: model_type {model_type!r} with {key}{value} is {what}"
                 )
-        hidden_size = dimension(config, "hidden_size")
+        sizes = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
+        dimensions = {key: dimension(config, key) for key in sizes}
         num_heads = dimension(config, "num_attention_heads")
         num_kv_heads = dimension(config, "num_key_value_heads")
         num_blocks = dimension(config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
-        head_dim = hidden_size // num_heads if config.get("head_dim") is None else dimension(config, "head_dim")
+        stated = config.get("head_dim") is not None
+        head_dim = dimension(config, "head_dim") if stated else dimensions["hidden_size"] // num_heads
         blocks = _blocks(config, arch, num_blocks, head_dim, num_kv_heads)
         for heads, width in {(num_kv_heads, head_dim), *((one.num_kv_heads, one.head_dim) for one in blocks)}:
-            if num_heads % heads:
-                raise UnsupportedModelError(
-                    f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({heads})"
-                )
-            if width % 2:
-                raise UnsupportedModelError(f"head_dim: expected an even number, found {width}")
-        activation = config.get(arch.activation)
-        if not isinstance(activation, str) or activation not in arch.activations:
-            known = " or ".join(repr(name) for name in arch.activations)
-            raise UnsupportedModelError(f"{arch.activation}: expected {known}, found {activation!r:.80}")
-        rope = config.get("rope_parameters")
-        if not isinstance(rope, Mapping):
-            raise unexpected("rope_parameters", "an object", rope)
-        ropes: list[tuple[Any, int]] = [(rope, head_dim)]
+            multiple = f"a multiple of num_key_value_heads ({heads})"
+            require(num_heads % heads == 0, "num_attention_heads", multiple, num_heads)
+            require(width % 2 == 0, "head_dim", "an even number", width)
+        activation: Any = config.get(arch.activation)
+        known = isinstance(activation, str) and activation in arch.activations
+        require(known, arch.activation, " or ".join(map(repr, arch.activations)), activation)
+        rope: Any = config.get("rope_parameters")
+        require(isinstance(rope, Mapping), "rope_parameters", "an object", rope)
+        ropes = [(rope, head_dim)]
         if arch.local_rope:
             full_dim = next((block.head_dim for block in blocks if block.rotary == 0), head_dim)
             ropes = [(rope.get("full_attention"), full_dim), (rope.get("sliding_attention"), head_dim)]
@@ -312,21 +302,18 @@ class ModelConfig:
         if arch.query_scaling and rope.get("llama_4_scaling_beta") is not None:
             positions = dimension(rope, "original_max_position_embeddings")
             query_scaling = (_number(rope, "llama_4_scaling_beta"), positions)
+        biases = {name: getattr(arch, name) for name in ("qkv_bias", "o_bias", "mlp_bias")}
+        multipliers = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
         return cls(
             model_type=model_type,
-            hidden_size=hidden_size,
-            intermediate_size=dimension(config, "intermediate_size"),
+            **dimensions,
             num_blocks=num_blocks,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            vocab_size=dimension(config, "vocab_size"),
             rms_norm_eps=_number(config, "rms_norm_eps", 0, 1, "a small number"),
-            max_position_embeddings=dimension(config, "max_position_embeddings"),
             tie_word_embeddings=_switch(config, "tie_word_embeddings"),
-            qkv_bias=fixed(arch.qkv_bias),
-            o_bias=fixed(arch.o_bias),
-            mlp_bias=fixed(arch.mlp_bias),
+            **{name: _switch(config, bias) if isinstance(bias, str) else bias for name, bias in biases.items()},
             dtype=str(config.get("dtype") or "float32"),
             activation=arch.activations[activation],
             blocks=blocks,
@@ -334,9 +321,7 @@ class ModelConfig:
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
             attention_softcap=optional(arch.attention_softcap),
             logits_softcap=optional(arch.logits_softcap),
-            embedding_multiplier=power(arch.embedding_multiplier),
-            residual_multiplier=power(arch.residual_multiplier),
-            logits_multiplier=power(arch.logits_multiplier),
+            **{name: power(getattr(arch, name)) for name in multipliers},
             query_scaling=query_scaling,
             delta_net=_delta_net(config) if any(block.recurrent for block in blocks) else None,
         )
@@ -347,12 +332,9 @@ def _blocks(
 ) -> tuple[Block, ...]:
     window = None if config.get("sliding_window") is None else dimension(config, "sliding_window")
     other = "linear_attention" if arch.recurrent else "sliding_attention"
-    kinds: list[Any] = [other] * num_blocks
-    if arch.layer_types:
-        kinds = _listed(config, "layer_types", num_blocks)
-        for kind in kinds:
-            if kind not in (other, "full_attention"):
-                raise unexpected("layer_types", f"{other} or full_attention", kind)
+    kinds: list[Any] = _listed(config, "layer_types", num_blocks) if arch.layer_types else [other] * num_blocks
+    for kind in kinds:
+        require(kind in (other, "full_attention"), "layer_types", f"{other} or full_attention", kind)
     rotated: list[Any] = [True] * num_blocks
     if arch.unrotated == "listed":
         rotated = _listed(config, "no_rope_layers", num_blocks)
@@ -375,30 +357,24 @@ def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list
     if shared:
         own["num_key_value_heads"] = config.get("num_global_key_value_heads")
     default = {index: own for index, block in enumerate(blocks) if block.window is None}
-    given = config.get("per_layer_config", default)
-    if not isinstance(given, Mapping):
-        raise unexpected("per_layer_config", "an object", given)
+    given: Any = config.get("per_layer_config", default)
+    require(isinstance(given, Mapping), "per_layer_config", "an object", given)
     # The keys are numbers as JSON has them: "5", and "05" in a model of more than ten blocks.
-    names = {int(key) if re.fullmatch("[0-9]{1,5}", str(key)) else -1: key for key in given}
-    if unknown := set(names) - set(range(len(blocks))):
-        raise unexpected("per_layer_config", "blocks", names[min(unknown)])
+    stated = {int(key) if re.fullmatch("[0-9]{1,5}", str(key)) else -1: (key, one) for key, one in given.items()}
+    unknown = min((key for index, (key, _) in stated.items() if not 0 <= index < len(blocks)), default=None)
+    require(unknown is None, "per_layer_config", "blocks", unknown)
     found = []
     for index, block in enumerate(blocks):
-        stated = given[names[index]] if index in names else {}
-        if not isinstance(stated, Mapping) or not set(stated) <= {"head_dim", "num_key_value_heads"}:
-            raise unexpected("per_layer_config", "head_dim and num_key_value_heads", stated)
-        heads = {key: dimension(stated, key) for key, value in stated.items() if value is not None}
-        found.append(
-            replace(
-                block,
-                head_dim=heads.get("head_dim", block.head_dim),
-                num_kv_heads=heads.get("num_key_value_heads", block.num_kv_heads),
-                shared_values=shared and block.window is None,
-            )
-        )
-    widths = [{block.head_dim for block in found if (block.window is None) == full} for full in (True, False)]
-    if any(len(of_kind) > 1 for of_kind in widths):
-        raise UnsupportedModelError("config.json: per_layer_config: expected one head_dim for blocks of a kind")
+        _, own = stated.get(index, ("", {}))
+        valid = isinstance(own, Mapping) and set(own) <= {"head_dim", "num_key_value_heads"}
+        require(valid, "per_layer_config", "head_dim and num_key_value_heads", own)
+        heads = {key: dimension(own, key) for key, value in own.items() if value is not None}
+        width, kv_heads = heads.get("head_dim", block.head_dim), heads.get("num_key_value_heads", block.num_kv_heads)
+        shares = shared and block.window is None
+        found.append(replace(block, head_dim=width, num_kv_heads=kv_heads, shared_values=shares))
+    for full in (True, False):
+        widths = {block.head_dim for block in found if (block.window is None) == full}
+        require(len(widths) < 2, "per_layer_config", "one head_dim for blocks of a kind", sorted(widths))
     return found
 
 
@@ -410,24 +386,18 @@ def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
         value_dim=dimension(config, "linear_value_head_dim"),
         taps=dimension(config, "linear_conv_kernel_dim", largest=64),
     )
-    if found.value_heads % found.key_heads:
-        raise UnsupportedModelError(
-            f"config.json: linear_num_value_heads ({found.value_heads}) is not a multiple of linear_num_key_heads "
-            f"({found.key_heads})"
-        )
-    if found.taps < 2:
-        raise UnsupportedModelError("config.json: linear_conv_kernel_dim: expected 2 or more, found 1")
+    multiple = f"a multiple of linear_num_key_heads ({found.key_heads})"
+    require(found.value_heads % found.key_heads == 0, "linear_num_value_heads", multiple, found.value_heads)
+    require(found.taps > 1, "linear_conv_kernel_dim", "2 or more", found.taps)
     return found
 
 
 def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: bool) -> RopeConfig:
     """One rotary embedding from its ``rope_parameters``."""
-    if not isinstance(given, Mapping):
-        raise unexpected("rope_parameters", "an object", given)
+    require(isinstance(given, Mapping), "rope_parameters", "an object", given)
     parameters, rope_type = dict(given), given.get("rope_type")
-    if not isinstance(rope_type, str) or rope_type not in _ROPE_NUMBERS:
-        known = ", ".join(_ROPE_NUMBERS)
-        raise UnsupportedModelError(f"rotary scaling: expected one of {known}, found {rope_type!r:.80}")
+    known = isinstance(rope_type, str) and rope_type in _ROPE_NUMBERS
+    require(known, "rotary scaling", f"one of {', '.join(_ROPE_NUMBERS)}", rope_type)
 
     def positive(key: str) -> float:
         return _number(parameters, f"rope_parameters.{key}", 1e-300, 1e30)
@@ -437,8 +407,8 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
     partial = parameters["partial_rotary_factor"] = min(positive("partial_rotary_factor"), 1.0)
     # Proportional: the whole head is in pairs, and those beyond the factor are not rotated.
     rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * partial)
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise UnsupportedModelError(f"rotary embedding: expected an even number of dimensions, found {rotary_dim}")
+    even = rotary_dim >= 2 and rotary_dim % 2 == 0
+    require(even, "rotary embedding", "an even number of dimensions", rotary_dim)
     # As in transformers, the config's own number comes first.
     maximum = config.get("max_position_embeddings")
     parameters["original_max_position_embeddings"] = (
@@ -451,20 +421,19 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
     for key in (*required, *optional):
         if key in required or parameters.get(key) is not None:
             positive(key)
-    if rope_type == "llama3" and parameters["low_freq_factor"] == parameters["high_freq_factor"]:
-        raise UnsupportedModelError("config.json: rope_parameters: low_freq_factor equals high_freq_factor")
-    if rope_type == "dynamic" and rotary_dim < 4:
-        raise UnsupportedModelError(f"rotary embedding: dynamic scaling needs 4 dimensions or more, found {rotary_dim}")
-    if rope_type == "yarn" and not isinstance(parameters.get("truncate", True), bool):
-        raise unexpected("rope_parameters.truncate", "true or false", parameters["truncate"])
+    if rope_type == "llama3":
+        low, high = (parameters[f"{key}_freq_factor"] for key in ("low", "high"))
+        require(low != high, "rope_parameters.low_freq_factor", "another number than high_freq_factor", low)
+    if rope_type == "dynamic":
+        require(rotary_dim >= 4, "rotary embedding", "4 dimensions or more for dynamic scaling", rotary_dim)
+    if rope_type == "yarn":
+        truncate = parameters.get("truncate", True)
+        require(isinstance(truncate, bool), "rope_parameters.truncate", "true or false", truncate)
     if rope_type == "longrope":
-        if parameters["original_max_position_embeddings"] < 2:
-            raise UnsupportedModelError("config.json: original_max_position_embeddings: expected more than 1")
+        original = parameters["original_max_position_embeddings"]
+        require(original >= 2, "original_max_position_embeddings", "more than 1", original)
         for key in ("short_factor", "long_factor"):
-            values = parameters.get(key)
-            if not isinstance(values, list) or len(values) != rotary_dim // 2:
-                raise unexpected(f"rope_parameters.{key}", f"{rotary_dim // 2} numbers", values)
-            for value in values:
+            for value in _listed(parameters, f"rope_parameters.{key}", rotary_dim // 2, "numbers"):
                 _number({key: value}, f"rope_parameters.{key}", 1e-300, 1e30)
     return RopeConfig(theta, rope_type, rotary_dim, parameters, interleaved)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import UnsupportedModelError
-from .model_config import LM_HEAD, ModelConfig, dimension, unexpected
+from .model_config import LM_HEAD, ModelConfig, dimension, require
 from .weight_types import Kind, QuantizedMatrix, pack_int4
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -47,10 +47,6 @@ class Packing(ABC):
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:  # noqa: B027
         """Check those of the small tensors ``weight_shape`` and ``g_idx`` that there are."""
-
-    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        """The reverse of `decode`, for those packings that are written: without zero points."""
-        raise NotImplementedError(f"{type(self).__name__} is not written")
 
     def _groups(self, columns: int) -> int:
         if self.group is not None and columns % self.group:
@@ -96,6 +92,7 @@ class Packed(Packing):
         return QuantizedMatrix(self.kind, codes.contiguous(), scales, zeros, self.group, (rows, columns))
 
     def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """The reverse of `decode`, for a matrix without zero points."""
         codes = matrix.codes if self.kind == "int4" else _signed(matrix.codes.view(torch.uint8)).view(torch.uint8)
         if self.kind == "int4" and matrix.shape[1] % 2:
             raise ValueError(f"rows of {matrix.shape[1]} codes end in half a byte")
@@ -227,28 +224,27 @@ def _scales(stored: Tensor, kind: Kind) -> Tensor:
 _KEY = "quantization_config"
 _HEAD = LM_HEAD.removesuffix(".weight")
 _KNOWN = "compressed-tensors (pack-quantized, int-quantized, float-quantized), fp8, gptq and awq"
-# Other methods: their right names, and why their weights cannot be used.
+# Why the weights of other methods cannot be used -> those methods and their right names.
 _REFUSED = {
-    "bitsandbytes": ("bitsandbytes", "its codes are places in a table and not multiples of a scale"),
-    "hqq": ("HQQ", "its scales and zero points are fractions along another axis"),
-    "aqlm": ("AQLM", "its codes are places in tables of vectors"),
-    "vptq": ("VPTQ", "its codes are places in tables of vectors"),
-    "higgs": ("HIGGS", "its codes are places in tables of vectors"),
-    "spqr": ("SpQR", "it keeps outliers beside its codes"),
-    "quip": ("QuIP#", "its codes are places in a table of vectors"),
-    "exl2": ("ExLlamaV2", "its rows have different numbers of bits"),
-    "exl3": ("ExLlamaV3", "its codes are paths through a trellis"),
-    "bitnet": ("BitNet", "its blocks hold norms of their own and weights of two bits"),
-    "mxfp4": ("MXFP4", "its codes are four-bit floating-point numbers"),
-    "fp_quant": ("FP-Quant", "its weights are rotated"),
-    "modelopt": ("NVIDIA ModelOpt", "its packing is not among those read here"),
-    "quark": ("AMD Quark", "its packing is not among those read here"),
-    "torchao": ("torchao", "its packing is not among those read here"),
-    "quanto": ("Quanto", "its packing is not among those read here"),
-    "eetq": ("EETQ", "its packing is that of one GPU kernel"),
-    "fbgemm_fp8": ("FBGEMM fp8", "its packing is not among those read here"),
-    "auto-round": ("AutoRound", "its packing is not among those read here; export it as auto_gptq or auto_awq"),
-    "ipex": ("IPEX", "its packing is that of one CPU kernel"),
+    "its codes are places in a table and not multiples of a scale": {"bitsandbytes": "bitsandbytes"},
+    "its scales and zero points are fractions along another axis": {"hqq": "HQQ"},
+    "its codes are places in tables of vectors": {"aqlm": "AQLM", "vptq": "VPTQ", "higgs": "HIGGS", "quip": "QuIP#"},
+    "it keeps outliers beside its codes": {"spqr": "SpQR"},
+    "its rows have different numbers of bits": {"exl2": "ExLlamaV2"},
+    "its codes are paths through a trellis": {"exl3": "ExLlamaV3"},
+    "its blocks hold norms of their own and weights of two bits": {"bitnet": "BitNet"},
+    "its codes are four-bit floating-point numbers": {"mxfp4": "MXFP4"},
+    "its weights are rotated": {"fp_quant": "FP-Quant"},
+    "its packing is not among those read here": {
+        "modelopt": "NVIDIA ModelOpt",
+        "quark": "AMD Quark",
+        "torchao": "torchao",
+        "quanto": "Quanto",
+        "fbgemm_fp8": "FBGEMM fp8",
+    },
+    "its packing is that of one GPU kernel": {"eetq": "EETQ"},
+    "its packing is not among those read here; export it as auto_gptq or auto_awq": {"auto-round": "AutoRound"},
+    "its packing is that of one CPU kernel": {"ipex": "IPEX"},
 }
 _MAX_GROUPS = 64
 _MAX_NAMES = 100_000
@@ -269,8 +265,7 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
     given = config_dict.get(_KEY)
     if given is None or given == {}:
         return {}
-    if not isinstance(given, dict):
-        raise unexpected(_KEY, "an object", given)
+    require(isinstance(given, dict), _KEY, "an object", given)
     method = given.get("quant_method")
     if method is None and "config_groups" in given:
         method = "compressed-tensors"
@@ -278,8 +273,8 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
         method = "bitsandbytes"
     readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
     if not isinstance(method, str) or method not in readers:
-        named = _REFUSED.get(str(method).replace("_fp4", "").lower())
-        by = f"{method!r:.80};" if named is None else f"{named[0]}: {named[1]};"
+        name = str(method).replace("_fp4", "").lower()
+        by = next((f"{names[name]}: {why};" for why, names in _REFUSED.items() if name in names), f"{method!r:.80};")
         raise UnsupportedModelError(
             f"the model is quantised by {by} known are {_KNOWN}: use the unquantised checkpoint"
         )
@@ -288,14 +283,13 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
         layers.append(_HEAD)
     packings = readers[method](given, layers)
     # Projections that read one input are one product in every runtime, so they have to be stored alike.
-    for block in range(config.num_blocks):
-        for first, *others in config.shared_inputs(block):
-            for other in others:
-                if packings.get(other.name) != packings.get(first.name):
-                    raise _refused(
-                        f": {first.name} and {other.role} read one input but are stored in different ways; expected one "
-                        "scheme for both"
-                    )
+    for first, *others in (shared for block in range(config.num_blocks) for shared in config.shared_inputs(block)):
+        for other in others:
+            if packings.get(other.name) != packings.get(first.name):
+                raise _refused(
+                    f": {first.name} and {other.role} read one input but are stored in different ways; expected one "
+                    "scheme for both"
+                )
     return {f"{layer}.weight": packing for layer, packing in packings.items()}
 
 
@@ -313,17 +307,15 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
     if given.get("kv_cache_scheme"):
         raise _refused(".kv_cache_scheme: a quantised cache is not known here; take a checkpoint without it")
     status = given.get("quantization_status", "compressed")
-    if status not in ("compressed", "frozen"):
-        raise unexpected(f"{_KEY}.quantization_status", "'compressed'", status)
-    groups = given.get("config_groups")
-    if not isinstance(groups, dict) or not 0 < len(groups) <= _MAX_GROUPS:
-        raise unexpected(f"{_KEY}.config_groups", "an object", groups)
+    require(status in ("compressed", "frozen"), f"{_KEY}.quantization_status", "'compressed'", status)
+    groups: Any = given.get("config_groups")
+    valid = isinstance(groups, dict) and 0 < len(groups) <= _MAX_GROUPS
+    require(valid, f"{_KEY}.config_groups", "an object", groups)
     ignore = _Names("ignore", given.get("ignore") or [], len(layers))
     schemes = []
     for name, group in groups.items():
         where = f"config_groups.{name:.40}"
-        if not isinstance(group, dict):
-            raise unexpected(f"{_KEY}.{where}", "an object", group)
+        require(isinstance(group, dict), f"{_KEY}.{where}", "an object", group)
         packing = _scheme(where, group, group.get("format") or given.get("format"))
         schemes.append((_Names(f"{where}.targets", group.get("targets"), len(layers)), packing))
     found: dict[str, Packing] = {}
@@ -344,11 +336,9 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
 
 
 def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
-    weights, activations = group.get("weights"), group.get("input_activations")
-    if not isinstance(weights, dict):
-        raise unexpected(f"{_KEY}.{where}.weights", "an object", weights)
-    if activations is not None and not isinstance(activations, dict):
-        raise unexpected(f"{_KEY}.{where}.input_activations", "an object", activations)
+    weights, activations = group.get("weights"), group.get("input_activations") or {}
+    for key, value in (("weights", weights), ("input_activations", activations)):
+        require(isinstance(value, dict), f"{_KEY}.{where}.{key}", "an object", value)
     bits, number, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     form = f"{number}-quantized" if form == "naive-quantized" else form
     if strategy is None:
@@ -363,21 +353,17 @@ def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
             "take a checkpoint quantised without it, or with actorder 'weight'"
         )
     symmetric = weights.get("symmetric", True)
-    if not isinstance(symmetric, bool):
-        raise unexpected(f"{_KEY}.{where}: symmetric", "true or false", symmetric)
+    require(isinstance(symmetric, bool), f"{_KEY}.{where}: symmetric", "true or false", symmetric)
     size = dimension(weights, "group_size") if strategy == "group" else None
     per_tensor, known = strategy == "tensor", strategy in ("tensor", "channel", "group")
-    static = (activations or {}).get("dynamic") is False
+    static = activations.get("dynamic") is False
     if form == "pack-quantized" and number == "int" and known and bits in (4, 8) and (symmetric or not per_tensor):
         return Packed("int4" if bits == 4 else "int8", size, not symmetric, per_tensor)
     if form == "int-quantized" and number == "int" and known and bits == 8:
         return Plain("int8", size, None, per_tensor, not symmetric, input_scale=static)
-    if form == "float-quantized" and number == "float" and bits == 8 and symmetric:
-        if strategy == "block":
-            block_rows, block_columns = _block(weights.get("block_structure"), where)
-            return Plain("fp8", block_columns, block_rows, input_scale=static)
-        if known:
-            return Plain("fp8", size, None, per_tensor, input_scale=static)
+    if form == "float-quantized" and number == "float" and bits == 8 and symmetric and (known or strategy == "block"):
+        rows, columns = _block(weights.get("block_structure"), where) if strategy == "block" else (None, size)
+        return Plain("fp8", columns, rows, per_tensor, input_scale=static)
     raise _refused(
         f".{where}: {form!r:.40} of {bits!r:.20}-bit {number!r:.20} by {strategy!r:.20} is not among the schemes read "
         f"here ({_KNOWN}); use the unquantised checkpoint"
@@ -386,8 +372,8 @@ def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
 
 def _block(given: Any, where: str) -> tuple[int, int]:
     valid = isinstance(given, list) and len(given) == 2
-    if not valid or not all(type(size) is int and 0 < size < 2**20 for size in given):
-        raise _refused(f".{where}: expected a block of two sizes, found {given!r:.80}")
+    valid = valid and all(type(size) is int and 0 < size < 2**20 for size in given)
+    require(valid, f"{_KEY}.{where}", "a block of two sizes", given)
     return given[0], given[1]
 
 
@@ -422,8 +408,8 @@ class _Names:
 
 
 def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
-    if given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise unexpected(f"{_KEY}.fmt", "'e4m3'", given["fmt"])
+    form = given.get("fmt", "e4m3")
+    require(form in ("e4m3", "float8_e4m3fn"), f"{_KEY}.fmt", "'e4m3'", form)
     static = given.get("activation_scheme") == "static"
     packing = Plain("fp8", per_tensor=True, input_scale=static)
     if given.get("weight_block_size") is not None:
@@ -435,27 +421,24 @@ def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
 def _awq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     group = _group_of_4_bits(given, ("bits", "w_bit"), ("group_size", "q_group_size"))
     version = given.get("version", "gemm")
-    if not isinstance(version, str) or version.lower() != "gemm":
-        raise _refused(f".version: expected AWQ's 'gemm', found {version!r:.80}, which is packed in another way")
+    valid = isinstance(version, str) and version.lower() == "gemm"
+    require(valid, f"{_KEY}.version", "AWQ's 'gemm'", version, ", which is packed in another way")
     return _but(given, ("modules_to_not_convert",), layers, Transposed(group, awq=True))
 
 
 def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     group = _group_of_4_bits(given, ("bits",), ("group_size",))
     form = "marlin" if given.get("is_marlin_format") else given.get("checkpoint_format", "gptq")
-    if form not in ("gptq", "gptq_v2"):
-        raise _refused(
-            f".checkpoint_format: expected 'gptq' or 'gptq_v2', found {form!r:.80}, which is packed in another way"
-        )
+    known, other = form in ("gptq", "gptq_v2"), ", which is packed in another way"
+    require(known, f"{_KEY}.checkpoint_format", "'gptq' or 'gptq_v2'", form, other)
     if given.get("dynamic"):
         raise _refused(".dynamic: layers with settings of their own are not known")
     packing = Transposed(group, zero_offset=0 if form == "gptq_v2" else 1)
     layers = [layer for layer in layers if layer != _HEAD or given.get("lm_head") is True]
-    only = given.get("modules_in_block_to_quantize")
+    only: Any = given.get("modules_in_block_to_quantize")
     if only is None:
         return dict.fromkeys(layers, packing)
-    if not isinstance(only, list):
-        raise unexpected(f"{_KEY}.modules_in_block_to_quantize", "a list", only)
+    require(isinstance(only, list), f"{_KEY}.modules_in_block_to_quantize", "a list", only)
     named = _strings("modules_in_block_to_quantize", [x for one in only for x in (one if type(one) is list else [one])])
     return {layer: packing for layer in layers if layer.endswith(tuple(f".{name}" for name in named))}
 
@@ -467,18 +450,15 @@ def _but(given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], pac
 
 
 def _strings(key: str, given: Any) -> list[str]:
-    if (
-        not isinstance(given, list)
-        or len(given) > _MAX_NAMES
-        or not all(isinstance(name, str) and len(name) <= _MAX_NAME for name in given)
-    ):
-        raise unexpected(f"{_KEY}.{key}", "a list of names", given)
-    return given
+    valid = isinstance(given, list) and len(given) <= _MAX_NAMES
+    valid = valid and all(isinstance(name, str) and len(name) <= _MAX_NAME for name in given)
+    require(valid, f"{_KEY}.{key}", "a list of names", given)
+    return list(given)
 
 
 def _group_of_4_bits(given: Mapping[str, Any], bits: tuple[str, ...], size: tuple[str, ...]) -> int | None:
     """Channels that share a scale; each setting under the first of its names that is there."""
     key, group = (next((name for name in names if name in given), names[0]) for names in (bits, size))
-    if type(given.get(key)) is not int or given[key] != 4:
-        raise _refused(f".{key}: expected 4, found {given.get(key)!r:.80}; use the unquantised checkpoint")
+    found = given.get(key)
+    require(type(found) is int and found == 4, f"{_KEY}.{key}", "4", found, "; use the unquantised checkpoint")
     return None if type(given.get(group)) is int and given[group] == -1 else dimension(given, group)

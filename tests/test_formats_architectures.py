@@ -132,7 +132,7 @@ def test_heads_of_blocks_without_a_window() -> None:
         ({"hidden_size": -1}, "hidden_size: expected a positive integer, found -1"),
         ({"hidden_size": 2**60}, "hidden_size"),
         ({"vocab_size": True}, "vocab_size"),
-        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"num_key_value_heads": 3}, "expected a multiple of num_key_value_heads"),
         ({"head_dim": 3}, "even"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"rope_parameters": {"rope_type": "ntk"}}, "rotary scaling"),
