@@ -16,7 +16,7 @@ import re
 import reprlib
 import stat
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,20 @@ def quoted(value: Any) -> str:
     return " ".join(_short.repr(value).split())
 
 
+def expect(valid: bool, name: str, words: str, value: Any, advice: str = "") -> None:
+    if not valid:
+        raise UsageError(f"{name}: expected {words}, found {quoted(value)}{advice}")
+
+
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
     """Require an integer in a range; numpy's and torch's integers count, bools do not."""
-    found: int | None = None
+    found = least - 1
     if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "torch.bool":
         with contextlib.suppress(TypeError):
             found = operator.index(value)
-    if found is None or found < least or (most is not None and found > most):
-        if most is None:
-            words = {0: "an integer, 0 or more", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
-        else:
-            words = f"an integer from {least} to {most:,}"
-        raise UsageError(f"{name}: expected {words}, found {quoted(value)}")
+    if found < least or (most is not None and found > most):
+        words = {0: "an integer, 0 or more", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
+        expect(False, name, words if most is None else f"an integer from {least} to {most:,}", value)
     return found
 
 
@@ -53,29 +55,25 @@ def number(name: str, value: Any, low: float, high: float, words: str, *, above:
     """Require a number from ``low`` to ``high``, with ``above`` one greater than ``low``; ``words`` say so."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # The comparisons are False for NaN.
-    if not is_number or not low <= value <= high or (above and value == low):
-        raise UsageError(f"{name}: expected {words}, found {quoted(value)}")
+    expect(is_number and low <= value <= high and not (above and value == low), name, words, value)
     return float(value)
 
 
 def switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise UsageError(f"{name}: expected True or False, found {quoted(value)}")
-    return value
+    expect(isinstance(value, bool), name, "True or False", value)
+    return bool(value)
 
 
 def choice(name: str, value: Any, known: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in known:
         close = difflib.get_close_matches(value[:80], known, n=1) if isinstance(value, str) else []
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UsageError(f"{name}: expected one of {', '.join(known)}, found {quoted(value)}{hint}")
-    return value
+        expect(False, name, f"one of {', '.join(known)}", value, f"; did you mean {close[0]!r}?" if close else "")
+    return str(value)
 
 
 def text(name: str, value: Any, *, empty: bool = True) -> str:
     """Require a str that UTF-8 can encode."""
-    if not isinstance(value, str):
-        raise UsageError(f"{name}: expected a text (str), found {quoted(value)}")
+    expect(isinstance(value, str), name, "a text (str)", value)
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -85,25 +83,24 @@ def text(name: str, value: Any, *, empty: bool = True) -> str:
         ) from None
     if not empty and not value:
         raise UsageError(f"{name}: expected a text of at least one character, found an empty one")
-    return value
+    return str(value)
 
 
 def place(name: str, value: Any) -> str:
     """Require a folder's path or a Hub id; nothing is looked up."""
-    given = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if not isinstance(given, str):
-        raise UsageError(f"{name}: expected a path or a Hub id (str or pathlib.Path), found {quoted(value)}")
-    if not given:
-        raise UsageError(f"{name}: expected a path or a Hub id, found an empty text")
+    given: Any = os.fspath(value) if isinstance(value, os.PathLike) else value
+    expect(isinstance(given, str), name, "a path or a Hub id (str or pathlib.Path)", value)
+    found = "" if given else "an empty text"
     try:
-        encoded = os.fsencode(given)
+        if len(os.fsencode(given)) > _MAX_PATH_BYTES:
+            found = f"{len(given):,} characters: {quoted(given)}"
     except UnicodeEncodeError:
-        raise UsageError(f"{name}: expected a path or a Hub id, found half of a surrogate pair in it") from None
-    if b"\0" in encoded:
-        raise UsageError(f"{name}: expected a path or a Hub id, found a null character in {quoted(given)}")
-    if len(encoded) > _MAX_PATH_BYTES:
-        raise UsageError(f"{name}: expected a path or a Hub id, found {len(given):,} characters: {quoted(given)}")
-    return given
+        found = "half of a surrogate pair in it"
+    if "\0" in given:
+        found = f"a null character in {quoted(given)}"
+    if found:
+        raise UsageError(f"{name}: expected a path or a Hub id, found {found}")
+    return str(given)
 
 
 # Ends the name of what is being written and not yet complete.
@@ -288,42 +285,38 @@ _ORIGINAL = "give the checkpoint it was made from, with config.json and safetens
 _MOST_NAMES = 2000
 _MAX_JSON_BYTES = 1 << 20
 
-# End of a file's name -> what such a file is, and what to give.
-_FILES = (
-    ((".gguf",), f"a GGUF file, llama.cpp's format: {_ORIGINAL}"),
-    ((".onnx", ".onnx.data"), f"an ONNX file: {_ORIGINAL}"),
-    ((".nemo",), "a NeMo archive: export it to Hugging Face's format first"),
-    ((".safetensors", ".bin", ".pt", ".pth", ".ckpt"), "a file of weights: give the folder that it lies in"),
-    ((".zip", ".tar", ".gz", ".tgz", ".zst", ".xz", ".7z"), f"an archive: unpack it, and {_WANTED}"),
-    (("config.json",), "a file: give the folder that it lies in"),
-)
-# End of the name of a file in a folder without config.json -> what the folder is.
-_FOLDERS = (
-    (("model_index.json",), "a diffusers pipeline (images, sound), not a language model; give a causal LM"),
-    (
-        ("modules.json", "config_sentence_transformers.json"),
-        "a sentence-transformers model, which turns text into vectors and writes none; give a causal LM",
-    ),
-    ((".gguf",), f"GGUF files, llama.cpp's format: {_ORIGINAL}"),
-    (
-        ("params.json", "consolidated.safetensors", "consolidated.00.pth"),
-        "weights in Meta's or Mistral's own layout: give the same model in Hugging Face's (with config.json)",
-    ),
-    ((".onnx",), f"an ONNX export: {_ORIGINAL}"),
-    ((".nemo",), "a NeMo archive: export it to Hugging Face's format first"),
-    (
-        ("tf_model.h5", ".keras", ".msgpack", "saved_model.pb", ".tflite"),
-        f"a TensorFlow, Keras or JAX model: {_ORIGINAL}",
-    ),
-    (
-        ("dataset_info.json", "dataset_dict.json", ".parquet", ".jsonl", ".csv"),
-        "a data set, not a model; text to calibrate on goes to --calibration",
-    ),
-    (
-        (".safetensors", ".bin", ".pt", ".pth"),
-        "weights without config.json: download the whole repository, not the weights alone",
-    ),
-)
+# What a file is, and what to give -> ends of such files' names.
+_FILES = {
+    f"a GGUF file, llama.cpp's format: {_ORIGINAL}": ".gguf",
+    f"an ONNX file: {_ORIGINAL}": ".onnx .onnx.data",
+    "a NeMo archive: export it to Hugging Face's format first": ".nemo",
+    "a file of weights: give the folder that it lies in": ".safetensors .bin .pt .pth .ckpt",
+    f"an archive: unpack it, and {_WANTED}": ".zip .tar .gz .tgz .zst .xz .7z",
+    "a file: give the folder that it lies in": "config.json",
+}
+# What a folder without config.json is -> ends of the names of files in such folders.
+_FOLDERS = {
+    "a diffusers pipeline (images, sound), not a language model; give a causal LM": "model_index.json",
+    "a sentence-transformers model, which turns text into vectors and writes none; give a causal LM": "modules.json "
+    "config_sentence_transformers.json",
+    f"GGUF files, llama.cpp's format: {_ORIGINAL}": ".gguf",
+    "weights in Meta's or Mistral's own layout: give the same model in Hugging Face's (with config.json)": "params.json "
+    "consolidated.safetensors consolidated.00.pth",
+    f"an ONNX export: {_ORIGINAL}": ".onnx",
+    "a NeMo archive: export it to Hugging Face's format first": ".nemo",
+    f"a TensorFlow, Keras or JAX model: {_ORIGINAL}": "tf_model.h5 .keras .msgpack saved_model.pb .tflite",
+    "a data set, not a model; text to calibrate on goes to --calibration": "dataset_info.json dataset_dict.json .parquet "
+    ".jsonl .csv",
+    "weights without config.json: download the whole repository, not the weights alone": ".safetensors .bin .pt .pth",
+}
+
+
+def _named(kinds: Mapping[str, str], names: Iterable[str]) -> str | None:
+    """The first of the kinds that one of the names has an end of."""
+    names = tuple(names)
+    return next(
+        (words for words, ends in kinds.items() if any(name.endswith((*ends.split(),)) for name in names)), None
+    )
 
 
 def find_folder(model: str | os.PathLike[str]) -> Path | None:
@@ -341,8 +334,7 @@ def find_folder(model: str | os.PathLike[str]) -> Path | None:
     except OSError as error:
         raise AccessError(f"{typed!r:.200}: cannot be opened as a folder: {error.strerror}") from None
     if is_file:
-        name = path.name.lower()
-        kind = next((words for ends, words in _FILES if name.endswith(ends)), f"a file, not a folder: {_WANTED}")
+        kind = _named(_FILES, [path.name.lower()]) or f"a file, not a folder: {_WANTED}"
         raise AccessError(f"{typed!r:.200} is {kind}")
     return None
 
@@ -369,12 +361,10 @@ def folder_kind(folder: Path) -> str | None:
     files = {entry.name.lower() for entry in entries if not os.path.isdir(entry.path)}
     folders = sorted(entry.name for entry in entries if os.path.isdir(entry.path))
     if "adapter_config.json" in files and not {"model.safetensors", "model.safetensors.index.json"} & files:
-        try:
-            base = read_json(folder, "adapter_config.json", _MAX_JSON_BYTES, WisparseError).get(
-                "base_model_name_or_path"
-            )
-        except WisparseError:
-            base = None
+        base = None
+        with contextlib.suppress(WisparseError):
+            adapter = read_json(folder, "adapter_config.json", _MAX_JSON_BYTES, WisparseError)
+            base = adapter.get("base_model_name_or_path")
         of = f" of {base!r:.120}" if isinstance(base, str) and base else ""
         return (
             f"a LoRA (PEFT) adapter{of}, not a whole model: merge the two with peft's merge_and_unload(), save them "
@@ -384,9 +374,8 @@ def folder_kind(folder: Path) -> str | None:
         return None
     if "snapshots" in folders:
         return "the Hub's cache of a model: give the model's Hub id, or a folder inside its snapshots/"
-    for ends, words in _FOLDERS:
-        if any(name.endswith(ends) for name in files):
-            return words
+    if words := _named(_FOLDERS, files):
+        return words
     models = [name for name in folders if (folder / name / "config.json").is_file()]
     if models:
         some = "a training run" if models[0].startswith("checkpoint-") else "a folder of models"

@@ -14,25 +14,14 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors as hub
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars, get_session
 from huggingface_hub.utils.sha import git_hash
 
 from .errors import AccessError, BundleError, UploadError, UsageError, first_line
 from .guard import file_digest, find_folder, list_files, open_regular, quoted
-from .manifest import MANIFEST, SIDECAR, listed_files
+from .manifest import MANIFEST, listed_files
 
 # What a conversion or a decoder reads. Mistral's repositories hold every weight a second time (consolidated*), others
 # keep exports in sub-folders: neither is wanted.
@@ -51,14 +40,15 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}")
 
 _LOGIN = "log in with 'hf auth login' or set HF_TOKEN"
 _BY_KIND: dict[type[BaseException], str] = {
-    GatedRepoError: "{0} is gated: ask for access at {1}/{2}, then " + _LOGIN + " and run this again",
-    RevisionNotFoundError: "{0} has no revision {3!r} on the Hub",
-    RepositoryNotFoundError: "there is no folder {0} here and no repository of that name on the Hub that you may "
+    hub.GatedRepoError: "{0} is gated: ask for access at {1}/{2}, then " + _LOGIN + " and run this again",
+    hub.RevisionNotFoundError: "{0} has no revision {3!r} on the Hub",
+    hub.RepositoryNotFoundError: "there is no folder {0} here and no repository of that name on the Hub that you may "
     "read; check the spelling, and for a private one " + _LOGIN,
-    LocalTokenNotFoundError: "{0} needs an account on the Hub: " + _LOGIN,
-    OfflineModeIsEnabled: "{0} is not in the cache at this revision, and HF_HUB_OFFLINE is set: unset it or give a folder",
-    LocalEntryNotFoundError: "{0} is not complete in the cache and the Hub cannot be reached: check the network",
-    HFValidationError: "not a Hub id: {0}",
+    hub.LocalTokenNotFoundError: "{0} needs an account on the Hub: " + _LOGIN,
+    hub.OfflineModeIsEnabled: "{0} is not in the cache at this revision, and HF_HUB_OFFLINE is set: unset it or give a "
+    "folder",
+    hub.LocalEntryNotFoundError: "{0} is not complete in the cache and the Hub cannot be reached: check the network",
+    hub.HFValidationError: "not a Hub id: {0}",
 }
 _BY_STATUS = {
     401: "the access token was refused (401): log in again with 'hf auth login' or set another HF_TOKEN",
@@ -138,9 +128,7 @@ def check_write_access(repo: str) -> None:
     try:
         with _hub_errors(repo_id):
             _api().auth_check(repo_id, write=True)
-    except AccessError as error:
-        if not _is_missing(error) or isinstance(error.__cause__, GatedRepoError):
-            raise
+    except _MissingRepository:
         # It does not exist (or is somebody's private one, which then shows at creation).
         roles = {org.get("name"): org.get("roleInOrg", "write") for org in account.get("orgs") or []}
         if owner != account.get("name") and roles.get(owner, "read") == "read":
@@ -154,7 +142,7 @@ def is_reachable() -> bool:
     """Whether the Hub answers at all: asked once, for a few seconds at most."""
     try:
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
-    except (HTTPError, OSError):  # no network, no answer, or told to do without
+    except (hub.HTTPError, OSError):  # no network, no answer, or told to do without
         return False
     return True
 
@@ -162,13 +150,9 @@ def is_reachable() -> bool:
 def is_public(repo: str) -> bool:
     """Whether ``repo`` exists on the Hub and everybody may read it."""
     repo_id = _repo_id(repo, must_have_owner=True)
-    try:
-        with _hub_errors(repo_id):
-            return not _api().model_info(repo_id).private
-    except AccessError as error:
-        if _is_missing(error):
-            return False
-        raise
+    with contextlib.suppress(_MissingRepository), _hub_errors(repo_id):
+        return not _api().model_info(repo_id).private
+    return False
 
 
 @dataclass(frozen=True)
@@ -185,12 +169,8 @@ def plan_push(folder: Path, repo: str) -> PushPlan:
     names = _bundle_files(folder)
     repo_id = _repo_id(repo, must_have_owner=True)
     there: list[RepoFile] = []
-    try:
-        with _hub_errors(repo_id):
-            there = [entry for entry in _api().list_repo_tree(repo_id, recursive=True) if isinstance(entry, RepoFile)]
-    except AccessError as error:
-        if not _is_missing(error):
-            raise
+    with contextlib.suppress(_MissingRepository), _hub_errors(repo_id):
+        there = [entry for entry in _api().list_repo_tree(repo_id, recursive=True) if isinstance(entry, RepoFile)]
     listed = listed_files(folder)
     send = {name: (folder / name).stat().st_size for name in names}
     for entry in (entry for entry in there if entry.path in send):
@@ -256,9 +236,6 @@ def public_repository(folder: Path, repo: str) -> str:
 
 def _bundle_files(folder: Path) -> list[str]:
     """The files of a bundle that are there: its manifest and what that names; every one a real file of this folder."""
-    for name in ("config.json", MANIFEST, SIDECAR):
-        if not (folder / name).is_file():
-            raise BundleError(f"{folder}: expected a bundle, found no {name}; convert a model first")
     # What was fetched from the Hub comes without pictures.
     names = [MANIFEST, *(name for name in listed_files(folder) if os.path.lexists(folder / name))]
     for name in names:
@@ -282,8 +259,8 @@ def _repo_id(model: str | os.PathLike[str], must_have_owner: bool = False) -> st
     return text
 
 
-def _is_missing(error: AccessError) -> bool:
-    return isinstance(error.__cause__, RepositoryNotFoundError)
+class _MissingRepository(AccessError):
+    """There is no such repository, or it is somebody's private one."""
 
 
 @contextlib.contextmanager
@@ -293,13 +270,13 @@ def _hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if sys.stderr.isatty() else disable_progress_bars():
             yield
-    except (HTTPError, OSError, EntryNotFoundError, HFValidationError, RuntimeError) as error:
+    except (hub.HTTPError, OSError, hub.EntryNotFoundError, hub.HFValidationError, RuntimeError) as error:
         # The client wraps the Hub's or the network's own error in "not in the cache" or "while uploading".
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, (HTTPError, OfflineModeIsEnabled)):
+        while cause is not None and not isinstance(cause, (hub.HTTPError, hub.OfflineModeIsEnabled)):
             cause = cause.__cause__
         root = cause or error
-        status = root.response.status_code if isinstance(root, HfHubHTTPError) else 0
+        status = root.response.status_code if isinstance(root, hub.HfHubHTTPError) else 0
         words = next((words for kind, words in _BY_KIND.items() if isinstance(root, kind)), None)
         if words is not None:
             explanation = words.format(repr(repo_id), constants.ENDPOINT, repo_id, revision or "main")
@@ -307,11 +284,12 @@ def _hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
             explanation = f"{repo_id!r}: the Hub answered with an error of its own ({status}); run this again later"
         elif status:
             explanation = f"{repo_id!r}: {_BY_STATUS.get(status) or first_line(root)}"
-        elif isinstance(root, HTTPError):
+        elif isinstance(root, hub.HTTPError):
             explanation = (
                 f"cannot reach the Hub for {repo_id!r} ({type(root).__name__}), and it is not complete in the cache: "
                 "check the network, or give a folder"
             )
         else:
             raise
-        raise AccessError(explanation) from root
+        missing = isinstance(root, hub.RepositoryNotFoundError) and not isinstance(root, hub.GatedRepoError)
+        raise (_MissingRepository if missing else AccessError)(explanation) from root

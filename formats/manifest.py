@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -132,7 +132,25 @@ class Recipe:
     def from_dict(cls, document: Mapping[str, Any]) -> Recipe:
         """From a parsed ``wisparse.json``; keys it does not know are ignored. Raises BundleError."""
         recipe: Recipe = _decode(cls, document, "")
-        check_levels(recipe, lambda text: BundleError(f"{MANIFEST}: {text}"))
+        found, listed = recipe.sparsities, ", ".join(f"{one!r:.20}" for one in recipe.sparsities)
+        ascending = all(low < high for low, high in pairwise(found))
+        for valid, where, wanted, given in (
+            (1 <= len(found) <= MAX_LEVELS, "sparsity levels", f"1 to {MAX_LEVELS}", f"{len(found)}"),
+            (ascending, "sparsity levels", "ascending sparsities, none twice", listed),
+            (recipe.default in found, "default", f"one of the sparsity levels {listed}", f"{recipe.default!r:.20}"),
+            *(
+                (
+                    level.sparsity or not one.sparsity,
+                    f"{one.name:.200}: sparsity",
+                    "0 at the sparsity level 0",
+                    one.sparsity,
+                )
+                for level in recipe.levels
+                for one in level.projections
+            ),
+        ):
+            if not valid:
+                raise BundleError(f"{MANIFEST}: {where}: expected {wanted}, found {given}; convert again")
         return recipe
 
 
@@ -146,18 +164,14 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The file; equal manifests give equal bytes."""
         return dump_json(
-            {
-                **self.recipe.to_dict(),
-                "files": {name: {"sha256": self.sha256[name]} for name in sorted(self.sha256)},
-            }
+            {**self.recipe.to_dict(), "files": {name: {"sha256": self.sha256[name]} for name in sorted(self.sha256)}}
         )
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Manifest:
         """Read a parsed ``wisparse.json``. Raises BundleError for another version, or a missing or ill-typed value."""
         require_version(document.get("format_version"), MANIFEST)
-        recipe, sha256 = Recipe.from_dict(document), _files(document)
-        return cls(recipe, sha256)
+        return cls(Recipe.from_dict(document), _files(document))
 
 
 def listed_files(folder: Path) -> dict[str, str]:
@@ -204,29 +218,6 @@ def require_version(value: Any, where: str) -> None:
         )
     if isinstance(value, bool) or value != FORMAT_VERSION:
         raise BundleError(f"{where}: format_version: expected {FORMAT_VERSION}, found {value!r:.60}; convert again")
-
-
-def check_levels(recipe: Recipe, error: Callable[[str], Exception]) -> None:
-    """Raise ``error(text)`` unless the levels are ascending, each in its range, and the default is one of them."""
-    found = recipe.sparsities
-    listed = ", ".join(f"{sparsity!r:.20}" for sparsity in found)
-    if not 1 <= len(found) <= MAX_LEVELS:
-        raise error(f"sparsity levels: expected 1 to {MAX_LEVELS}, found {len(found)}; convert again")
-    for sparsity in found:
-        if not 0 <= sparsity <= MAX_SPARSITY:
-            raise error(f"sparsity: expected a number in [0, {MAX_SPARSITY}], found {sparsity!r:.20}")
-    if any(low >= high for low, high in pairwise(found)):
-        raise error(f"sparsity levels: expected ascending sparsities, none twice, found {listed}; convert again")
-    if recipe.default not in found:
-        raise error(
-            f"default: expected one of the sparsity levels {listed}, found {recipe.default!r:.20}; convert again"
-        )
-    for level in recipe.levels:
-        odd = next((entry for entry in level.projections if entry.sparsity and not level.sparsity), None)
-        if odd is not None:
-            raise error(
-                f"{odd.name:.200}: sparsity: expected 0 at the sparsity level 0, found {odd.sparsity!r:.20}; convert again"
-            )
 
 
 def _files(document: Mapping[str, Any]) -> dict[str, str]:

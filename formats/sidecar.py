@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .checkpoint import build_header, parse_tensors
+from .checkpoint import Entry, build_header, parse_tensors
 from .errors import BundleError
 from .manifest import (
     FORMAT_VERSION,
@@ -63,13 +63,10 @@ def read_masks(
         }
     for tensor, shape in expected.items():
         name, _, what = tensor.rpartition(".")
-        if tensor not in tensors:
-            raise BundleError(f"{name}: expected {what} {shape}, found nothing in {SIDECAR}; convert again")
-        entry, _ = tensors[tensor]
-        if entry.shape != shape:
-            raise BundleError(f"{name}: expected {what} {shape}, found {entry.shape}; convert again")
-        if entry.code != "F32":
-            raise BundleError(f"{name}: expected {what} in F32, found {entry.code}; convert again")
+        entry = tensors[tensor][0] if tensor in tensors else None
+        if entry != Entry("F32", shape):
+            found = f"nothing in {SIDECAR}" if entry is None else f"{entry.shape} in {entry.code}"
+            raise BundleError(f"{name}: expected {what} {shape} in F32, found {found}; convert again")
     for tensor in tensors:
         if tensor not in expected:
             raise BundleError(f"{SIDECAR}: unexpected tensor {tensor!r:.200}; convert again")
@@ -81,40 +78,35 @@ def read_masks(
 
 
 def _mask(values: Mapping[str, Tensor], level: int, recipe: ProjectionRecipe) -> ProjectionMask:
-    scale, threshold, sparsity = (
-        values[f"{recipe.name}.{field}"][level] for field in ("channel_scale", "threshold", "sparsity")
-    )
-    mask = ProjectionMask(scale.clone(), float(threshold), float(sparsity))
-    check_mask(recipe.name, mask, BundleError)
-    for key, found in (("threshold", mask.threshold), ("sparsity", mask.sparsity)):
-        wanted = getattr(recipe, key)
-        if float(np.float32(wanted)) != found:
-            raise BundleError(
-                f"{recipe.name}: {MANIFEST} says {key} {wanted!r}, {SIDECAR} says {found!r}; convert again"
-            )
-    # The recipe's double, so that 0.35 is printed as 0.35.
-    return replace(mask, sparsity=float(recipe.sparsity))
-
-
-def check_mask(name: str, mask: ProjectionMask, error: type[Exception]) -> None:
-    """Raise ``error`` unless every value of ``mask`` is in its range.
+    """The mask of one projection, with every value checked.
 
     Subnormal numbers are out of range: back ends that flush them to zero would disagree about the mask.
     """
-    scale, threshold = mask.channel_scale, mask.threshold
-    if scale.dtype is not torch.float32 or scale.dim() != 1:
-        raise error(f"{name}: channel_scale: expected float32 (K,), found {scale.dtype} {tuple(scale.shape)}")
+    scale, *numbers = (values[f"{recipe.name}.{field}"][level] for field in ("channel_scale", "threshold", "sparsity"))
+    threshold, sparsity = map(float, numbers)
     low, high = (float(value) for value in torch.aminmax(scale))
-    if not (low >= _SMALLEST_NORMAL and high < float("inf")):
-        raise error(f"{name}: channel_scale: expected finite positive values, found {low:g} to {high:g}; convert again")
-    if not (threshold == 0 or _SMALLEST_NORMAL <= threshold < float("inf")):
-        raise error(f"{name}: threshold: expected a finite number, 0 or more, found {threshold:g}; convert again")
-    if not 0 <= mask.sparsity <= MAX_SPARSITY:
-        raise error(
-            f"{name}: sparsity: expected a number in [0, {MAX_SPARSITY}], found {mask.sparsity:g}; convert again"
-        )
-    if mask.sparsity == 0 and threshold != 0:
-        raise error(f"{name}: sparsity 0 means dense: expected threshold 0, found {threshold:g}; convert again")
+    usual = threshold == 0 or _SMALLEST_NORMAL <= threshold < float("inf")
+    for valid, where, wanted, found in (
+        (
+            low >= _SMALLEST_NORMAL and high < float("inf"),
+            "channel_scale",
+            "finite positive values",
+            f"{low:g} to {high:g}",
+        ),
+        (usual, "threshold", "a finite number, 0 or more", f"{threshold:g}"),
+        (0 <= sparsity <= MAX_SPARSITY, "sparsity", f"a number in [0, {MAX_SPARSITY}]", f"{sparsity:g}"),
+        (sparsity or not threshold, "sparsity 0 means dense", "threshold 0", f"{threshold:g}"),
+    ):
+        if not valid:
+            raise BundleError(f"{recipe.name}: {where}: expected {wanted}, found {found}; convert again")
+    for key, number in (("threshold", threshold), ("sparsity", sparsity)):
+        stated = getattr(recipe, key)
+        if float(np.float32(stated)) != number:
+            raise BundleError(
+                f"{recipe.name}: {MANIFEST} says {key} {stated!r}, {SIDECAR} says {number!r}; convert again"
+            )
+    # The recipe's double, so that 0.35 is printed as 0.35.
+    return ProjectionMask(scale.clone(), threshold, float(recipe.sparsity))
 
 
 def sidecar_bytes(

@@ -29,9 +29,11 @@ def sparse_from(policy: str, length: int) -> int:
 Kind = Literal["int8", "int4", "fp8"]
 # What a code of each kind is stored in, the range of codes, and the code of zero where there are no zero points.
 _STORED = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
-_RANGE = {"int8": (-128, 127), "int4": (0, 15)}
+_RANGE = {"int8": (-128, 127), "int4": (0, 15), "fp8": (-448, 448)}
 _MIDDLE = {"int8": 0, "int4": 8, "fp8": 0}
-_FP8_LARGEST = 448.0
+# What the largest number of a group becomes, without zero points. int8 leaves -128 unused; of four bits' sixteen codes
+# none is spared: half a step is lost at either end.
+_LARGEST = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}
 # A scale below this would round to zero or lose its digits.
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 # Numbers in float32 at a time.
@@ -86,24 +88,8 @@ def unpack_int4(packed: Tensor, columns: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :columns]
 
 
-def quantise_fp8(weight: Tensor, *, per_row: bool = True, scale_dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
-    """Round a weight (N, K) to float8 e4m3, with a scale a row or one for all rows."""
-    rows, columns = weight.shape
-    largest = torch.empty(rows, 1, device=weight.device)
-    for part in _row_slices(rows, columns):
-        largest[part] = weight[part].to(torch.float32).abs().amax(1, keepdim=True)
-    if not per_row:
-        largest = largest.amax().expand(rows, 1)
-    scales = _as_scales(largest / _FP8_LARGEST, scale_dtype)
-    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
-    for part in _row_slices(rows, columns):
-        scaled = weight[part].to(torch.float32) / scales[part]
-        codes[part] = scaled.clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
-    return QuantizedMatrix("fp8", codes, scales, None, None, (rows, columns))
-
-
-def _quantise_integers(
-    kind: Literal["int8", "int4"],
+def _quantise(
+    kind: Kind,
     weight: Tensor,
     *,
     group: int | None = None,
@@ -126,20 +112,23 @@ def _quantise_integers(
             scale = _as_scales(largest / (high - low) - least / (high - low), scale_dtype)
             zero = (low + torch.round(-least / scale)).clamp_(low, high)
         else:
-            # int8 leaves -128 unused; of four bits' sixteen codes none is spared: half a step is lost at either end.
-            scale = _as_scales(values.abs().amax(2) / (127.0 if kind == "int8" else 7.5), scale_dtype)
+            scale = _as_scales(values.abs().amax(2) / _LARGEST[kind], scale_dtype)
             zero = torch.full_like(scale, _MIDDLE[kind])
-        # Rounded before the zero point is added: what is halfway then rounds as it does without one.
-        code = (torch.round(values / scale.unsqueeze(2)) + zero.unsqueeze(2)).clamp_(low, high).flatten(1)
-        codes[part] = pack_int4(code) if kind == "int4" else code.to(torch.int8)
+        code = values / scale.unsqueeze(2)
+        if kind != "fp8":
+            # Rounded before the zero point is added: what is halfway then rounds as it does without one.
+            code = torch.round(code) + zero.unsqueeze(2)
+        code = code.clamp_(low, high).flatten(1)
+        codes[part] = pack_int4(code) if kind == "int4" else code.to(codes.dtype)
         scales[part] = scale
         if zeros is not None:
             zeros[part] = zero.to(zeros.dtype)
     return QuantizedMatrix(kind, codes, scales, zeros, group, (rows, columns))
 
 
-quantise_int8 = partial(_quantise_integers, "int8")
-quantise_int4 = partial(_quantise_integers, "int4")
+quantise_int8 = partial(_quantise, "int8")
+quantise_int4 = partial(_quantise, "int4")
+quantise_fp8 = partial(_quantise, "fp8")
 
 
 def _as_scales(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,7 +197,5 @@ def group_of(k: int) -> int:
 
 def round_weight(weight: Tensor, weights: str) -> QuantizedMatrix:
     """A weight (N, K), floating and finite, as it is held with ``weights``, not ``native``; ValueError from `group_of`."""
-    if weights == "int4":
-        held = WEIGHT_TYPES[weights]
-        return quantise_int4(weight, group=group_of(weight.shape[1]), scale_dtype=held.scale_dtype)
-    return quantise_int8(weight) if weights == "int8" else quantise_fp8(weight)
+    held, quantise = WEIGHT_TYPES[weights], {"int8": quantise_int8, "int4": quantise_int4, "fp8": quantise_fp8}[weights]
+    return quantise(weight, group=group_of(weight.shape[1]) if held.grouped else None, scale_dtype=held.scale_dtype)

@@ -103,12 +103,12 @@ def _scale_and_zero(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
         blocks = padded.unflatten(0, (-1, r)).unflatten(2, (-1, c))
         scale = blocks.abs().amax((1, 3)) / 448
         return scale, torch.zeros_like(scale)
-    if args.type == "float":
-        scale = quantise_fp8(weight, per_row=args.strategy == "channel").scales
-        return (scale[0] if args.strategy == "tensor" else scale), torch.zeros(1)
-    rounded = quantise_int4 if args.num_bits == 4 else quantise_int8
     if args.strategy == "tensor":
         weight = weight.reshape(1, -1)
+    if args.type == "float":
+        scale = quantise_fp8(weight).scales
+        return (scale[0] if args.strategy == "tensor" else scale), torch.zeros(1)
+    rounded = quantise_int4 if args.num_bits == 4 else quantise_int8
     matrix = rounded(weight, group=args.group_size, zero_points=not args.symmetric)
     zeros = torch.zeros(matrix.scales.shape, dtype=torch.int8)
     if matrix.zeros is not None:

@@ -145,10 +145,13 @@ SPARSITIES = r"wisparse\.sparsities: expected \[0\.3, 0\.5, 0\.7\], found "
 NORM = "model.norm.weight"
 LINEAR = {"rope_type": "linear", "rope_theta": 1, "factor": "x"}
 BROKEN: dict[str, tuple[Change, str]] = {
-    "scale-shape": (cut_scale, rf"{O_PROJ}: expected channel_scale \(3, 16\), found \(3, 4\); convert again"),
+    "scale-shape": (
+        cut_scale,
+        rf"{O_PROJ}: expected channel_scale \(3, 16\) in F32, found \(3, 4\) in F32; convert again",
+    ),
     "scale-dtype": (
         header(SIDECAR, lambda h: h[f"{O_PROJ}.threshold"].update(dtype="I32")),
-        rf"{O_PROJ}: expected threshold in F32, found I32",
+        rf"{O_PROJ}: expected threshold \(3,\) in F32, found \(3,\) in I32",
     ),
     "scale-nan": (row("channel_scale", [np.nan] + [1] * 15), POSITIVE),
     "scale-zero": (row("channel_scale", [0] + [1] * 15), POSITIVE),
@@ -165,11 +168,11 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "sparsity-zero": (row("sparsity", 0), "sparsity 0 means dense"),
     "sidecar-misnamed": (
         header(SIDECAR, rename(f"{O_PROJ}.threshold", f"{O_PROJ}.treshold")),
-        rf"{O_PROJ}: expected threshold \(3,\), found nothing",
+        rf"{O_PROJ}: expected threshold \(3,\) in F32, found nothing",
     ),
     "sidecar-incomplete": (
         drop_the_last_projection,
-        r"model\.layers\.1\.mlp\.down_proj: expected channel_scale \(3, 24\), found nothing",
+        r"model\.layers\.1\.mlp\.down_proj: expected channel_scale \(3, 24\) in F32, found nothing",
     ),
     "sidecar-extra": (
         header(SIDECAR, lambda h: h.update(x={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})),
@@ -225,7 +228,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     ),
     "levels-fewer-everywhere": (
         drop_a_level,
-        r"model\.layers\.0\.self_attn\.q_proj: expected channel_scale \(2, 16\), found \(3, 16\)",
+        r"model\.layers\.0\.self_attn\.q_proj: expected channel_scale \(2, 16\) in F32, found \(3, 16\)",
     ),
     "levels-unordered": (
         edit("wisparse.json", lambda d: d["levels"].reverse()),

@@ -148,7 +148,10 @@ _LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_
         ({"rope_parameters": _ROPE | {"rope_theta": 1e40}}, "rope_theta: expected a positive number"),
         ({"rope_parameters": _ROPE | {"partial_rotary_factor": 0.3}}, "expected an even number of dimensions, found 1"),
         ({"rope_parameters": _LLAMA3 | {"factor": -1}}, "rope_parameters.factor: expected a positive number"),
-        ({"rope_parameters": _LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor: expected another number than high_freq"),
+        (
+            {"rope_parameters": _LLAMA3 | {"low_freq_factor": 4.0}},
+            "low_freq_factor: expected another number than high_freq",
+        ),
         ({"rope_parameters": _LONGROPE | {"long_factor": [1.0]}}, "long_factor: expected 2 numbers"),
         ({"rope_parameters": _LONGROPE | {"short_factor": [1, "x"]}}, "short_factor: expected a positive number"),
     ],

@@ -354,7 +354,7 @@ def test_an_interrupted_push_says_how_to_go_on(
 
 def test_only_a_bundle_is_pushed(standin: HubStandIn, bundle: Path) -> None:
     (bundle / "wisparse.json").unlink()
-    with pytest.raises(BundleError, match=r"found no wisparse\.json"):
+    with pytest.raises(BundleError, match=r"wisparse\.json: missing"):
         push_bundle(bundle, "alice/model-50")
     assert standin.requests == []
 
