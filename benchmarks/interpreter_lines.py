@@ -131,14 +131,14 @@ def measure(folder: Path, problems: list[tuple[str, str]], backend: str, policie
         backend = model.decoder.name
     for policy, figures in found.items():
         say(
-            f"{recipe.base_model:<20} {recipe.sparsity:.0%} {policy:<6} dense {figures['dense_right']:.1%}  sparse "
+            f"{recipe.base_model:<20} {recipe.default:.0%} {policy:<6} dense {figures['dense_right']:.1%}  sparse "
             f"{figures['sparse_right']:.1%}  relative {figures['relative']:.1%} +- {figures['relative_error']:.1%}"
         )
     return {
         "model": recipe.base_model,
         "method": recipe.method,
         "search": recipe.search.get("settings", {}).get("search"),
-        "sparsity": recipe.sparsity,
+        "sparsity": recipe.default,
         "calibration": recipe.calibration.source,
         "num_samples": recipe.calibration.num_samples,
         "seq_len": recipe.calibration.seq_len,

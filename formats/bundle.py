@@ -14,36 +14,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from . import guard
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError, UsageError, printable
-from .guard import (
-    PARTIAL,
-    folder_kind,
-    list_files,
-    open_regular,
-    parse_json,
-    read_bounded,
-    read_json,
-    require_folder,
-    shown,
-)
 from .manifest import MANIFEST, MAX_MANIFEST_BYTES, SIDECAR, Manifest, Recipe, require_version
 from .model_config import ModelConfig
 from .sidecar import ProjectionMask, read_masks
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 SMALL_FILES: Mapping[str, int] = {
-    "config.json": MAX_CONFIG_BYTES,
-    "generation_config.json": MAX_CONFIG_BYTES,
-    "tokenizer_config.json": 16 << 20,
-    "special_tokens_map.json": MAX_CONFIG_BYTES,
-    "added_tokens.json": 16 << 20,
+    **dict.fromkeys(("config.json", "generation_config.json", "special_tokens_map.json"), MAX_CONFIG_BYTES),
+    **dict.fromkeys(("chat_template.jinja", "chat_template.json"), MAX_CONFIG_BYTES),
+    **dict.fromkeys(("tokenizer_config.json", "added_tokens.json"), 16 << 20),
+    **dict.fromkeys(("tokenizer.model", "vocab.json", "merges.txt"), 64 << 20),
     "tokenizer.json": 128 << 20,
-    "tokenizer.model": 64 << 20,
-    "vocab.json": 64 << 20,
-    "merges.txt": 64 << 20,
-    "chat_template.jinja": MAX_CONFIG_BYTES,
-    "chat_template.json": MAX_CONFIG_BYTES,
 }
 # Of any file but the weights.
 MAX_FILE_BYTES = 256 << 20
@@ -100,17 +84,18 @@ class Bundle:
         sidecar, index, headers and config tell the same story; the format version.
         """
         folder = Path(folder)
-        require_folder(folder)
-        if os.path.realpath(folder).endswith(PARTIAL) and not unfinished:
-            raise BundleError(f"{shown(folder)}: an unfinished conversion, not a bundle; run the conversion again")
+        guard.require_folder(folder)
+        where = guard.shown(folder)
+        if os.path.realpath(folder).endswith(guard.PARTIAL) and not unfinished:
+            raise BundleError(f"{where}: an unfinished conversion, not a bundle; run the conversion again")
         # lexists: a dangling symlink is a damaged bundle, not a folder that never was one.
         if not os.path.lexists(folder / MANIFEST):
-            kind = folder_kind(folder)
-            how = shlex.quote(shown(folder)) if kind is None else f"from a model (this is {kind})"
-            raise BundleError(f"{shown(folder)}: not a bundle: no {MANIFEST}; make one with wisparse-convert {how}")
-        manifest = Manifest.from_dict(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
+            kind = guard.folder_kind(folder)
+            how = shlex.quote(where) if kind is None else f"from a model (this is {kind})"
+            raise BundleError(f"{where}: not a bundle: no {MANIFEST}; make one with wisparse-convert {how}")
+        manifest = Manifest.from_dict(guard.read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
         recipe = manifest.recipe
-        config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
+        config_dict = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
         entry = config_dict.get("wisparse")
         if not isinstance(entry, dict):
             raise BundleError(f"config.json: expected an object under 'wisparse', found {entry!r:.80}")
@@ -121,15 +106,36 @@ class Bundle:
             if found != wanted or any(isinstance(one, bool) for one in (found if isinstance(found, list) else [found])):
                 raise BundleError(f"config.json: wisparse.{key}: expected {wanted!r}, found {found!r:.80}")
         checkpoint = Checkpoint.open(folder, error=BundleError)
-        _check_names(folder, checkpoint, manifest)
+        # Manifest, index and folder name the same files.
+        needed = {"config.json", INDEX, SIDECAR} | {path.name for path in checkpoint.files()}
+        present = guard.list_files(folder, _MAX_FILES, BundleError)
+        for name in sorted((needed | (SMALL_FILES.keys() & present)) - set(manifest.sha256)):
+            raise BundleError(f"{MANIFEST}: files: no entry for {name}")
+        for name in filter(_WEIGHTS.fullmatch, sorted({*manifest.sha256, *present} - needed)):
+            if name in manifest.sha256:
+                raise BundleError(f"{MANIFEST}: files: {name} is not among the files of {INDEX}")
+            # Other tools prefer such a file to the ones of the index and would run different weights.
+            raise BundleError(f"{name}: weights that are not part of the bundle; remove the file")
         for name in (INDEX, *SMALL_FILES):
             if name in manifest.sha256:
                 data = _read_checked(folder, name, manifest)
-                document = parse_json(data, name, BundleError) if name in _JSON else None
+                document = guard.parse_json(data, name, BundleError) if name in _JSON else None
                 if name == "config.json" and not document == checkpoint.config_dict == config_dict:
                     raise BundleError(f"{name}: changed while the bundle was opened; open it again")
         projections = {projection.name: projection for projection in checkpoint.config.projections()}
-        _check_recipe(list(projections), checkpoint.config, recipe)
+        names, num_blocks = list(projections), checkpoint.config.num_blocks
+        for level in recipe.levels:
+            at = f" of the sparsity level {level.sparsity!r:.20}" if len(recipe.levels) > 1 else ""
+            listed, blocks = [entry.name for entry in level.projections], len(level.block_sparsities)
+            if listed != names:
+                missing = [name for name in names if name not in listed]
+                extra = [name for name in listed if name not in names]
+                what = f"no entry for {missing[0]}" if missing else f"unknown or repeated {(extra or listed)[0]!r:.200}"
+                raise BundleError(
+                    f"{MANIFEST}: projections{at}: expected the model's {len(names)} in their order, {what}; convert again"
+                )
+            if blocks != num_blocks:
+                raise BundleError(f"{MANIFEST}: block_sparsities{at}: expected {num_blocks} values, found {blocks}")
         levels = read_masks(_read_checked(folder, SIDECAR, manifest), projections, manifest)
         return cls(folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest)
 
@@ -144,7 +150,7 @@ def is_document(name: str) -> bool:
 
 
 def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
-    data = read_bounded(folder, name, _LIMITS.get(name, MAX_CONFIG_BYTES), BundleError)
+    data = guard.read_bounded(folder, name, _LIMITS.get(name, MAX_CONFIG_BYTES), BundleError)
     found = hashlib.sha256(data).hexdigest()
     if found != manifest.sha256[name]:
         raise _damaged(name, manifest.sha256[name], found)
@@ -155,42 +161,6 @@ def _damaged(name: str, expected: str, found: str) -> BundleError:
     return BundleError(
         f"{name}: expected sha256 {expected:.16}…, found {found:.16}…; the file is damaged or was edited: fetch it again"
     )
-
-
-def _check_names(folder: Path, checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Manifest, index and folder name the same files and tensors."""
-    weights = {path.name for path in checkpoint.files()}
-    needed = {"config.json", INDEX, SIDECAR} | weights
-    for name in sorted(needed - set(manifest.sha256)):
-        raise BundleError(f"{MANIFEST}: files: no entry for {name}")
-    for name in sorted(set(manifest.sha256) - needed):
-        if _WEIGHTS.fullmatch(name):
-            raise BundleError(f"{MANIFEST}: files: {name} is not among the files of {INDEX}")
-    present = list_files(folder, _MAX_FILES, BundleError)
-    for name in present:
-        # Other tools prefer such a file to the ones of the index and would run different weights.
-        if _WEIGHTS.fullmatch(name) and name not in needed:
-            raise BundleError(f"{name}: weights that are not part of the bundle; remove the file")
-        if name in SMALL_FILES and name not in manifest.sha256:
-            raise BundleError(f"{MANIFEST}: files: no entry for {name}")
-
-
-def _check_recipe(names: list[str], config: ModelConfig, recipe: Recipe) -> None:
-    for level in recipe.levels:
-        at = f" of the sparsity level {level.sparsity!r:.20}" if len(recipe.levels) > 1 else ""
-        found = [entry.name for entry in level.projections]
-        if found != names:
-            missing = [name for name in names if name not in found]
-            extra = [name for name in found if name not in names]
-            what = f"no entry for {missing[0]}" if missing else f"unknown or repeated {(extra or found)[0]!r:.200}"
-            raise BundleError(
-                f"{MANIFEST}: projections{at}: expected the model's {len(names)} in their order, {what}; convert again"
-            )
-        if len(level.block_sparsities) != config.num_blocks:
-            raise BundleError(
-                f"{MANIFEST}: block_sparsities{at}: expected {config.num_blocks} values, "
-                f"found {len(level.block_sparsities)}"
-            )
 
 
 @dataclass(frozen=True)
@@ -214,14 +184,10 @@ def verify_bundle(folder: str | os.PathLike[str], *, unfinished: bool = False) -
     notes: list[str] = []
     weights = {path.name for path in checkpoint.files()}
 
-    def require_finite(name: str) -> None:
-        for _ in checkpoint.chunks(name):
-            pass
-
     def check_file(name: str) -> int:
         """Check the sha256 of one file; returns its size. A document that is missing or edited is a note."""
         try:
-            with open_regular(bundle.folder, name, BundleError) as file:
+            with guard.open_regular(bundle.folder, name, BundleError) as file:
                 size = os.fstat(file.fileno()).st_size
                 if name not in weights and size > MAX_FILE_BYTES:
                     raise BundleError(f"{name}: expected at most {MAX_FILE_BYTES:,} bytes, found {size:,}")
@@ -239,17 +205,10 @@ def verify_bundle(folder: str | os.PathLike[str], *, unfinished: bool = False) -
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         sizes = list(pool.map(check_file, sha256))
-        list(pool.map(require_finite, checkpoint.tensors))
-        list(pool.map(checkpoint.require_matrix, checkpoint.quantised))
-    for name in list_files(bundle.folder, _MAX_FILES, BundleError, deep=True):
+        list(pool.map(checkpoint.require_finite, (*checkpoint.tensors, *checkpoint.quantised)))
+    for name in guard.list_files(bundle.folder, _MAX_FILES, BundleError, deep=True):
         if name not in sha256 and name != MANIFEST and not name.startswith("."):
             notes.append(f"{printable(name)}: not part of the bundle")
-    return VerifyReport(
-        folder=str(bundle.folder),
-        num_files=len(sha256) + 1,
-        num_bytes=sum(sizes),
-        num_tensors=len(checkpoint.tensors),
-        num_projections=len(bundle.masks),
-        notes=tuple(sorted(notes)),
-        seconds=time.monotonic() - started,
-    )
+    num_tensors, seconds = len(checkpoint.tensors), time.monotonic() - started
+    counts = len(sha256) + 1, sum(sizes), num_tensors, len(bundle.masks)
+    return VerifyReport(str(bundle.folder), *counts, tuple(sorted(notes)), seconds)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
 
 from .errors import BundleError
 from .folder import check_target, clear_leftovers, replaced_folder
@@ -60,13 +60,12 @@ def read_inherited(folder: str | os.PathLike[str]) -> Inherited:
     Metadata that the Hub would refuse is left out: the source's mistake must not stop an upload.
     """
     folder = Path(folder)
-    found: Any = {}
+    found: dict[str, Any] = {}
     readme, tokenizer_config = folder / "README.md", folder / "tokenizer_config.json"
     if readme.is_file() and readme.stat().st_size <= _MAX_README_BYTES:
-        front = re.match(r"\s*---\r?\n(.*?)\r?\n---", readme.read_text("utf-8", errors="replace"), re.DOTALL)
-        with contextlib.suppress(yaml.YAMLError):  # a damaged card is the source's; ours says that it names no licence
-            found = yaml.safe_load(front[1]) if front else {}
-    found = found if isinstance(found, dict) else {}
+        # A damaged card is the source's; ours says that it names no licence.
+        with contextlib.suppress(yaml.YAMLError, ValueError):
+            found = metadata_load(readme) or {}
     files = tuple(sorted(path.name for path in folder.iterdir() if LICENCE_FILE.fullmatch(path.name)))
     licence, name, link = (found.get(key) for key in ("license", "license_name", "license_link"))
     licence = licence if isinstance(licence, str) and re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence) else None
@@ -106,7 +105,7 @@ def render_card(
 ) -> str:
     """The text of a bundle's ``README.md``."""
     base = recipe.base_model
-    title = f"{base.split('/')[-1]}, {100 * recipe.sparsity:.4g}% activation-sparse"
+    title = f"{base.split('/')[-1]}, {100 * recipe.default:.4g}% activation-sparse"
     on_hub = recipe.base_revision is not None
     licence, name, link = inherited.licence, inherited.licence_name, inherited.licence_link
     if licence == "other" and not (name and link):
@@ -162,15 +161,31 @@ def render_card(
         "Any program that reads Hugging Face checkpoints loads this folder too, as the dense model. In transformers,\n"
         "`wisparse.sparsify(model, bundle)` puts the masks on."
     )
+    files = " and ".join(f"`{name}`" for name in inherited.licence_files)
+    named = inherited.licence_name or inherited.licence
+    rights = "The source model names no licence; ask its authors before you share this."
+    if named or files:
+        rights = (
+            f"The source model's licence{f' ({named})' if named else ''} applies{f': see {files}' if files else ''}."
+        )
+    limitations = [
+        *(["Text only: the source reads pictures too, this bundle does not."] if recipe.text_only else []),
+        "An approximation: the answers differ from the dense model's, more so the further the text is from the calibration "
+        "text.",
+        "It speeds up decoding of one or few sequences at a time. Prompts are read dense by default, and large batches "
+        "gain nothing.",
+        "Programs other than WiSparse, or vLLM with its plug-in, run it dense, at the dense model's speed and quality.",
+        rights,
+    ]
     sections = [
         f"# {title}",
         f"A WiSparse bundle of {source}: at every decoded token each linear layer reads only the weights of its most "
-        f"important input channels, about {100 * recipe.sparsity:.4g}% fewer in all. Nothing was trained{changed}.",
+        f"important input channels, about {100 * recipe.default:.4g}% fewer in all. Nothing was trained{changed}.",
         "## Measured\n\n" + _measured(recipe, report),
         *(f"![{caption}]({name})\n\n*{caption}*" for name, caption in figures),
         f"## Use\n\n{usage}",
         "## Recipe\n\n" + _recipe(recipe),
-        "## Limitations\n\n" + _limitations(recipe, inherited),
+        "## Limitations\n\n" + "\n".join(f"- {one}" for one in limitations),
         "## Citation\n\n" + _CITATION,
     ]
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
@@ -216,34 +231,13 @@ def _recipe(recipe: Recipe) -> str:
             *([f"- rotation of the weights: {recipe.rotation}"] if recipe.rotation else []),
             f"- method: {recipe.method}; {rule}",
             *([f"- search: {search}"] if search else []),
-            f"- sparsity: {recipe.sparsity:.1%} of the weights of {len(sparsities)} projections in {len(blocks)} "
+            f"- sparsity: {recipe.default:.1%} of the weights of {len(sparsities)} projections in {len(blocks)} "
             f"blocks; {min(blocks):.1%} to {max(blocks):.1%} by block, {min(sparsities):.1%} to {max(sparsities):.1%} "
             "by projection",
             f"- alpha: {min(alphas):g} to {max(alphas):g}, median {statistics.median(alphas):g}",
             f"- calibration: {calibration.source}, {calibration.num_samples} samples of up to {calibration.seq_len} "
             f"tokens ({calibration.num_tokens:,} in all), seed {calibration.seed}",
             "- everything else, projection by projection: `wisparse.json`",
-        ]
-    )
-
-
-def _limitations(recipe: Recipe, inherited: Inherited) -> str:
-    files = " and ".join(f"`{name}`" for name in inherited.licence_files)
-    licence = inherited.licence_name or inherited.licence
-    rights = "- The source model names no licence; ask its authors before you share this."
-    if licence or files:
-        rights = f"- The source model's licence{f' ({licence})' if licence else ''} applies"
-        rights += f": see {files}." if files else "."
-    return "\n".join(
-        [
-            *(["- Text only: the source reads pictures too, this bundle does not."] if recipe.text_only else []),
-            "- An approximation: the answers differ from the dense model's, more so the further the text is from the "
-            "calibration text.",
-            "- It speeds up decoding of one or few sequences at a time. Prompts are read dense by default, and large "
-            "batches gain nothing.",
-            "- Programs other than WiSparse, or vLLM with its plug-in, run it dense, at the dense model's speed and "
-            "quality.",
-            rights,
         ]
     )
 
@@ -274,18 +268,21 @@ def read_findings(report: Mapping[str, Any]) -> list[Finding]:
     entries = report.get("findings", [])
     if not isinstance(entries, list) or len(entries) > _MOST:
         raise BundleError(f"{REPORT}: findings: expected a list of at most {_MOST} entries, found something else")
-    names = [one.name for one in fields(Finding)]
+    names = {one.name for one in fields(Finding)}
     for index, entry in enumerate(entries):
         where = f"{REPORT}: findings[{index}]"
-        if not isinstance(entry, dict) or set(entry) != set(names):
+        if not isinstance(entry, dict) or set(entry) != names:
             raise BundleError(f"{where}: expected an object of {', '.join(sorted(names))}, found something else")
         for name, value in entry.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            wanted = "a finite number"
             if name in ("what", "conditions"):
-                if not isinstance(value, str) or not 0 < len(value) <= _LONGEST:
-                    raise BundleError(f"{where}.{name}: expected a text of at most {_LONGEST} characters")
-            elif not is_number and (value is not None or not name.endswith("_stderr")):
-                raise BundleError(f"{where}.{name}: expected a finite number, found {value!r:.60}")
+                valid, wanted = (
+                    isinstance(value, str) and 0 < len(value) <= _LONGEST,
+                    f"a text of at most {_LONGEST} characters",
+                )
+            if not valid and (value is not None or not name.endswith("_stderr")):
+                raise BundleError(f"{where}.{name}: expected {wanted}, found {value!r:.60}")
     return [Finding(**entry) for entry in entries]
 
 

@@ -73,15 +73,12 @@ class TensorFile:
         self._folder, self._name, self._error = folder, name, error
         with guard.open_regular(folder, name, error) as file:
             self.identity = guard.identity(file)
-            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8) or b""
         if prefix == b"version ":  # the first word of a pointer
             raise error(f"{name}: a Git LFS pointer instead of the weights; run `git lfs pull` in the folder")
-        if len(prefix) < 8:
-            raise error(f"{name}: expected a safetensors file, found {size} bytes")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > min(size - 8, _MAX_HEADER_BYTES):
-            raise error(f"{name}: the header claims {length:,} bytes of a file of {size:,}; truncated or damaged")
+        length = int.from_bytes(prefix, "little")
+        if length > _MAX_HEADER_BYTES:
+            raise error(f"{name}: the header claims {length:,} bytes, more than {_MAX_HEADER_BYTES:,}; damaged")
         path = guard.resolve_inside(folder, name, error)
         try:
             str(path).encode()
@@ -162,9 +159,7 @@ class Checkpoint:
         folder = Path(folder)
         guard.require_folder(folder)
         is_bundle = issubclass(error, BundleError)
-        stored_config = (
-            guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, error) if is_bundle else read_config(folder, error)
-        )
+        stored_config = read_config(folder, error)
         wrapped = complete is not None and stored_config.get("model_type") in (*WRAPPERS,)
         try:
             config_dict = stored_config if complete is None else complete(stored_config)
@@ -296,11 +291,6 @@ class Checkpoint:
         return self.derive(made, config_dict=config_dict, tensors=tensors, quantised=quantised)
 
     @property
-    def tied(self) -> bool:
-        """Whether the output layer is the embedding; a stored ``lm_head.weight`` then only repeats it."""
-        return self.config.tie_word_embeddings
-
-    @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
 
@@ -356,9 +346,9 @@ class Checkpoint:
         found = self.matrix(name)
         return (found if isinstance(found, Tensor) else self._dequantised(name, found)).to(device)
 
-    def require_matrix(self, name: str) -> None:
-        """Raise ``error`` for a quantised weight whose codes and scales make infinite numbers."""
-        for _ in self.row_pieces(name, 1024):
+    def require_finite(self, name: str) -> None:
+        """Raise ``error`` for a tensor, or a quantised weight put together, that holds NaN or infinity."""
+        for _ in self.row_pieces(name, 1024) if name in self.quantised else self.chunks(name):
             pass
 
     def row_pieces(self, name: str, rows: int) -> Iterator[Tensor]:
@@ -415,11 +405,12 @@ class Checkpoint:
 
 
 def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError) -> dict[str, Any]:
-    """``config.json`` of a dense model; ``error`` if the folder is something else (a GGUF file's, a bundle)."""
-    if (kind := guard.folder_kind(folder)) is not None:
+    """``config.json`` of a dense model, or of a bundle with BundleError as ``error``; ``error`` for any other folder."""
+    is_bundle = issubclass(error, BundleError)
+    if not is_bundle and (kind := guard.folder_kind(folder)) is not None:
         raise error(f"{guard.shown(folder)} is {kind}")
     config = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
-    if has_masks(folder):
+    if has_masks(folder) and not is_bundle:
         raise error(
             f"{guard.shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
         )

@@ -159,16 +159,18 @@ def remove_files(folder: Path, names: Collection[str], last: Iterable[str] = (),
     ending = list(last)
     first = sorted(name for name in {*names} - {*ending} if not name.endswith("/"))
     inner = {
-        parent for name in names for parent in Path(name, "_").parents if name.endswith("/") or parent != Path(name)
+        str(parent)
+        for name in names
+        for parent in Path(name, "_").parents
+        if name.endswith("/") or parent != Path(name)
     }
-    steps: list[tuple[Callable[[Path], None], str | Path]] = [(Path.unlink, name) for name in first]
-    steps += [(_rmdir, inside) for inside in sorted(inner, reverse=True)]
-    steps += [(Path.unlink, name) for name in ending]
-    if not keep:
-        steps.append((_rmdir, ""))
-    for remove, name in steps:
+    for name in (*first, *sorted(inner, reverse=True), *ending, *([] if keep else [""])):
+        path = folder / name
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            remove(folder / name)
+            if name and name not in inner:
+                path.unlink()
+            elif not os.listdir(path):  # what others put there stays
+                path.rmdir()
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -265,12 +267,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _rmdir(path: Path) -> None:
-    """Remove a folder if it is empty; what others put there stays."""
-    try:
-        path.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise

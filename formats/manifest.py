@@ -97,12 +97,8 @@ class Recipe:
         return tuple(level.sparsity for level in self.levels)
 
     @property
-    def sparsity(self) -> float:
-        """Of the default level, as ``projections`` and ``block_sparsities``."""
-        return self.default
-
-    @property
     def projections(self) -> tuple[ProjectionRecipe, ...]:
+        """Of the default level."""
         return self.at(self.default).projections
 
     @property
@@ -121,12 +117,9 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with ``format_version`` first."""
-        document = {"format_version": FORMAT_VERSION, **asdict(self)}
-        if not self.vision_tensors_left_out:
-            del document["vision_tensors_left_out"]
-        if self.rotation is None:
-            del document["rotation"]
-        return document
+        only_if_any = ("vision_tensors_left_out", "rotation")
+        document = {key: value for key, value in asdict(self).items() if value or key not in only_if_any}
+        return {"format_version": FORMAT_VERSION, **document}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Recipe:

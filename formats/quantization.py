@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,32 +29,21 @@ class Part:
     required: bool = True
 
 
-class Packing(ABC):
-    """A way to store a weight. Two weights are stored alike if their packings are equal."""
+# A packing is a way to store a weight; two weights are stored alike if their packings are equal. It has a ``kind``, a
+# ``group`` (neighbouring channels that share a scale; None for a whole row), ``zero_points``, and
+#   parts(rows, columns): last part of a tensor's name -> what is expected there; ValueError for a shape that cannot be so
+#   check(parts, rows, columns): checks those of the small tensors ``weight_shape`` and ``g_idx`` that there are
+#   decode(parts, rows, columns): the weight (rows, columns) from the tensors of `parts`
 
-    kind: Kind
-    group: int | None  # neighbouring channels that share a scale; None for a whole row
-    zero_points: bool
 
-    @abstractmethod
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        """Last part of a tensor's name -> what is expected there; ValueError for a shape that cannot be stored so."""
-
-    @abstractmethod
-    def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        """The weight (rows, columns) from the tensors of `parts`."""
-
-    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:  # noqa: B027
-        """Check those of the small tensors ``weight_shape`` and ``g_idx`` that there are."""
-
-    def _groups(self, columns: int) -> int:
-        if self.group is not None and columns % self.group:
-            raise ValueError(f"groups of {self.group} do not divide its {columns} channels")
-        return 1 if self.group is None else columns // self.group
+def _groups(group: int | None, columns: int) -> int:
+    if group is not None and columns % group:
+        raise ValueError(f"groups of {group} do not divide its {columns} channels")
+    return 1 if group is None else columns // group
 
 
 @dataclass(frozen=True)
-class Packed(Packing):
+class Packed:
     """compressed-tensors' ``pack-quantized``: codes of 4 or 8 bits, offset to be unsigned, in int32 words along K, the
     first in the lowest bits; zero points alike along N. Scales (N, G), for a tensor of one scale (1,)."""
 
@@ -65,7 +53,7 @@ class Packed(Packing):
     per_tensor: bool = False
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        groups, in_word = self._groups(columns), 8 if self.kind == "int4" else 4
+        groups, in_word = _groups(self.group, columns), 8 if self.kind == "int4" else 4
         found = {
             "weight_packed": Part(((rows, -(-columns // in_word)),), ("I32",)),
             "weight_scale": Part(((1,), ()) if self.per_tensor else ((rows, groups),), _FLOATS),
@@ -105,7 +93,7 @@ class Packed(Packing):
 
 
 @dataclass(frozen=True)
-class Plain(Packing):
+class Plain:
     """A code a number: int8 or fp8 e4m3, with a scale a tensor, a row, a group, or a block of rows and channels.
 
     compressed-tensors' ``int-quantized`` and ``float-quantized``, and fp8 as DeepSeek and Qwen publish it, whose scales
@@ -121,7 +109,7 @@ class Plain(Packing):
     input_scale: bool = False
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        groups = self._groups(columns)
+        groups = _groups(self.group, columns)
         scale_rows = rows if self.block_rows is None else -(-rows // self.block_rows)
         shapes: tuple[tuple[int, ...], ...] = ((1,), (), (1, 1)) if self.per_tensor else ((scale_rows, groups),)
         found = {
@@ -133,6 +121,9 @@ class Plain(Packing):
         if self.input_scale:  # of activations, which are not rounded here
             found["input_scale"] = Part(((1,), ()), _FLOATS, required=False)
         return found
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        pass
 
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
         def by_row(values: Tensor) -> Tensor:
@@ -154,7 +145,7 @@ class Plain(Packing):
 
 
 @dataclass(frozen=True)
-class Transposed(Packing):
+class Transposed:
     """GPTQ's, and AutoAWQ's ``gemm``: 4-bit codes and zero points in int32 words, scales (G, N); all transposed.
 
     GPTQ has its codes in words along K, AWQ along N and interleaved as the zero points then are; those are along N.
@@ -163,11 +154,11 @@ class Transposed(Packing):
     group: int | None
     awq: bool = False
     zero_offset: int = 0  # added to a stored zero point: 1 in the first version of GPTQ's format
-    kind = "int4"
-    zero_points = True
+    kind: ClassVar[Kind] = "int4"
+    zero_points: ClassVar[bool] = True
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        groups = self._groups(columns)
+        groups = _groups(self.group, columns)
         if rows % 8 or (columns % 8 and not self.awq):
             raise ValueError(f"words of eight codes do not divide its shape {(rows, columns)}")
         found = {
@@ -196,6 +187,9 @@ class Transposed(Packing):
         zeros = ((zeros.t() + self.zero_offset) & 15).contiguous()
         scales = _scales(parts["scales"], "int4").t().contiguous()
         return QuantizedMatrix("int4", pack_int4(codes), scales, zeros, self.group, (rows, columns))
+
+
+Packing = Packed | Plain | Transposed
 
 
 def _from_words(words: Tensor, kind: Kind, columns: int) -> Tensor:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,7 +50,16 @@ def write_bundle(
     out = Path(os.path.abspath(out))
     if dtype != "auto" and source.quantised:
         raise UsageError(f"dtype: expected auto for a quantised model, whose weights stay as they are, found {dtype!r}")
-    shards = _plan_shards(source, dtype, parse_size(max_shard_size))
+    # In the model's order, each file at most full.
+    shards: list[list[str]] = []
+    room, most = 0, parse_size(max_shard_size)
+    for name in _written(source):
+        size = _nbytes(source.tensors[name], dtype)
+        if not shards or size > room:
+            shards.append([])
+            room = most
+        shards[-1].append(name)
+        room -= size
     check_output(out, overwrite, source=source.folder)
     files = {**dict(copied_files(source.folder, source.error)), **(extra_files or {})}
     weights = [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
@@ -66,15 +74,33 @@ def write_bundle(
             file: _write_hashed(partial / file, _shard(source, tensors, dtype))
             for file, tensors in zip(weights, shards, strict=True)
         }
-        if source.tied and LM_HEAD in source.tensors:
-            _check_tied(source)
+        if source.config.tie_word_embeddings and LM_HEAD in source.tensors:
+            embedding = "model.embed_tokens.weight"
+            if source.tensors[embedding].dtype != source.tensors[LM_HEAD].dtype or not all(
+                torch.equal(a, b) for a, b in zip(source.chunks(embedding), source.chunks(LM_HEAD), strict=True)
+            ):
+                raise UnsupportedModelError(
+                    f"config.json says that the embeddings are tied, but {LM_HEAD} differs from {embedding}; "
+                    "set tie_word_embeddings to false or remove the tensor"
+                )
         weight_map = {name: file for file, tensors in zip(weights, shards, strict=True) for name in tensors}
         total = sum(_nbytes(source.tensors[name], dtype) for name in weight_map)
+        # auto_map names Python files of the source's repository, which are not part of a bundle.
+        config = {key: value for key, value in source.config_dict.items() if key != "auto_map"}
+        if dtype != "auto":
+            spelled = [key for key in ("dtype", "torch_dtype") if key in config]
+            config |= dict.fromkeys(spelled or ["dtype"], dtype)
+        config["wisparse"] = {
+            "format_version": FORMAT_VERSION,
+            "sparsity": recipe.default,
+            "sparsities": list(recipe.sparsities),
+            "sidecar": SIDECAR,
+        }
         files = {
             INDEX: dump_json({"metadata": {"total_size": total}, "weight_map": weight_map}),
             SIDECAR: sidecar_bytes(source.config.projections(), recipe, list(levels.values())),
             **files,
-            "config.json": _config(source, recipe, dtype),
+            "config.json": dump_json(config),
         }
         for name, data in files.items():
             sha256[name] = _write_hashed(partial / name, [data])
@@ -144,7 +170,7 @@ def _write_all(file: FileIO, piece: bytes | memoryview) -> None:
 
 def _written(source: Checkpoint) -> list[str]:
     """The tensors a bundle holds: all but the second copy of tied embeddings."""
-    return [name for name in source.tensors if not (source.tied and name == LM_HEAD)]
+    return [name for name in source.tensors if not (source.config.tie_word_embeddings and name == LM_HEAD)]
 
 
 def _target(info: TensorInfo, dtype: str) -> torch.dtype:
@@ -153,20 +179,6 @@ def _target(info: TensorInfo, dtype: str) -> torch.dtype:
 
 def _nbytes(info: TensorInfo, dtype: str) -> int:
     return info.nbytes // info.dtype.itemsize * _target(info, dtype).itemsize
-
-
-def _plan_shards(source: Checkpoint, dtype: str, max_shard_bytes: int) -> list[list[str]]:
-    """Which tensors go into which file: in the model's order, each file at most full."""
-    shards: list[list[str]] = []
-    room = 0
-    for name in _written(source):
-        size = _nbytes(source.tensors[name], dtype)
-        if not shards or size > room:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(name)
-        room -= size
-    return shards
 
 
 def _shard(source: Checkpoint, names: list[str], dtype: str) -> Iterator[bytes | memoryview]:
@@ -180,31 +192,3 @@ def _shard(source: Checkpoint, names: list[str], dtype: str) -> Iterator[bytes |
                 if not is_finite(chunk):
                     raise UnsupportedModelError(f"{info.name}: holds values beyond {dtype}'s range; use bfloat16")
             yield chunk.view(torch.uint8).numpy().data
-
-
-def _check_tied(source: Checkpoint) -> None:
-    embedding = "model.embed_tokens.weight"
-    if source.tensors[embedding].dtype == source.tensors[LM_HEAD].dtype and all(
-        torch.equal(a, b) for a, b in zip(source.chunks(embedding), source.chunks(LM_HEAD), strict=True)
-    ):
-        return
-    raise UnsupportedModelError(
-        f"config.json says that the embeddings are tied, but {LM_HEAD} differs from {embedding}; "
-        "set tie_word_embeddings to false or remove the tensor"
-    )
-
-
-def _config(source: Checkpoint, recipe: Recipe, dtype: str) -> bytes:
-    config: dict[str, Any] = dict(source.config_dict)
-    # It names Python files of the source's repository, which are not part of a bundle.
-    config.pop("auto_map", None)
-    if dtype != "auto":
-        spelled = [key for key in ("dtype", "torch_dtype") if key in config]
-        config |= dict.fromkeys(spelled or ["dtype"], dtype)
-    config["wisparse"] = {
-        "format_version": FORMAT_VERSION,
-        "sparsity": recipe.default,
-        "sparsities": list(recipe.sparsities),
-        "sidecar": SIDECAR,
-    }
-    return dump_json(config)

@@ -151,7 +151,7 @@ def test_command_prints_json_and_names_the_folder(
     assert run_command(model, "--json", *FLAGS, "--sparsity", "0.4") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["bundle"] == "tiny-wisparse-40"
-    assert Bundle.open(tmp_path / "tiny-wisparse-40").recipe.sparsity == 0.4
+    assert Bundle.open(tmp_path / "tiny-wisparse-40").recipe.default == 0.4
     assert document["realised_sparsity"] == pytest.approx(0.4, abs=0.05)
     assert document["recipe"]["base_model"] == "tiny"
     assert document["seconds"]["Writing the bundle"] >= 0
@@ -270,11 +270,11 @@ def test_max_kl_writes_the_sparsity_that_keeps_it(model: Path, out: Path, capsys
     assert recipe.sparsities == (choice["sparsity"],) == (document["sparsity"],)
     assert recipe.search["budget"] == {"max_kl": 5e-3, "min_top1": None, **choice}
     kl = {one["sparsity"]: one["kl"] for one in choice["tried"]}
-    assert kl[recipe.sparsity] <= 5e-3
-    assert kl[recipe.sparsity] >= 0.98 * 5e-3 or min(kl[one] for one in kl if one > recipe.sparsity) > 5e-3
+    assert kl[recipe.default] <= 5e-3
+    assert kl[recipe.default] >= 0.98 * 5e-3 or min(kl[one] for one in kl if one > recipe.default) > 5e-3
     report = json.loads((out / "conversion_report.json").read_text())
     beside = [point["sparsity"] for point in report["quality_against_sparsity"]]
-    expected = [recipe.sparsity - 0.05, recipe.sparsity, recipe.sparsity + 0.05]
+    expected = [recipe.default - 0.05, recipe.default, recipe.default + 0.05]
     assert beside == pytest.approx(expected), "what a bit less and a bit more would cost"
 
 

@@ -49,7 +49,7 @@ def test_transformers_writes_what_the_table_expects(model_type: str, tmp_path: P
 def test_layouts(dtype: torch.dtype, shards: int, tied: bool, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, tiny_config(tie_word_embeddings=tied), dtype=dtype, shards=shards)
     checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.tied is tied
+    assert checkpoint.config.tie_word_embeddings is tied
     assert (HEAD in checkpoint.tensors) is not tied
     assert len(checkpoint.files()) == shards
     stored = _read(tmp_path)
@@ -65,7 +65,7 @@ def test_layouts(dtype: torch.dtype, shards: int, tied: bool, tmp_path: Path) ->
 def test_tied_model_may_store_its_head_and_old_llama_its_frequencies(tmp_path: Path) -> None:
     add = {HEAD: torch.zeros(258, 16), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     checkpoint = Checkpoint.open(write_tiny_model(tmp_path, add=add))
-    assert checkpoint.tied
+    assert checkpoint.config.tie_word_embeddings
     assert HEAD in checkpoint.tensors
     assert not any("inv_freq" in name for name in checkpoint.tensors)
 
@@ -343,7 +343,7 @@ def test_safetensors_files_that_lie_are_refused_in_bounded_time(header: Any, dat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        *((_content(GOOD, bytes(8), n), "the header claims") for n in (2**63, 2**64 - 1, 2**31, 1000)),
+        *((_content(GOOD, bytes(8), n), "the header claims") for n in (2**63, 2**64 - 1, 2**31)),
         *((bytes(size), "expected a safetensors file") for size in (0, 1, 7)),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "run `git lfs pull` in the folder"),
     ],
