@@ -116,7 +116,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end:
 
         def __init__(self, folder: Path) -> None:
             self.config, self.config_dict, self.folder = config, config_dict, folder
-            self.tied, self.error, self.quantised = config.tie_word_embeddings, BundleError, {}
+            self.error, self.quantised = BundleError, {}
             self.tensors = {
                 name: TensorInfo(name, "none", name, size, torch.bfloat16)
                 for name, size in expected_tensors(config).items()

@@ -30,6 +30,7 @@ from wisparse.formats.errors import AccessError, BundleError, UsageError, Wispar
 
 SHARD = "model-00001-of-00001.safetensors"
 SIDECAR = "wisparse.safetensors"
+RECIPE, CONFIG = "wisparse.json", "config.json"
 INDEX = "model.safetensors.index.json"
 O_PROJ = "model.layers.1.self_attn.o_proj"
 
@@ -51,37 +52,34 @@ Change = Callable[[Path], Any]
 
 
 def edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Change a JSON file of the bundle."""
+    """Change a JSON file of the bundle, or the header of a file of tensors."""
 
     def apply(folder: Path) -> None:
-        document = json.loads((folder / name).read_text())
+        content, tensors = (folder / name).read_bytes(), name.endswith(".safetensors")
+        document, data = split_safetensors(content) if tensors else (json.loads(content), b"")
         change(document)
-        (folder / name).write_text(json.dumps(document))
+        (folder / name).write_bytes(join_safetensors(document, data) if tensors else json.dumps(document).encode())
 
     return apply
+
+
+def put(name: str, path: str, value: Any = ...) -> Change:
+    """Set what stands at ``a/b/0`` in such a file, or take it out."""
+
+    def change(document: Any) -> None:
+        *above, key = (int(step) if step.isdigit() else step for step in path.split("/"))
+        for step in above:
+            document = document[step]
+        if value is ...:
+            del document[key]
+        else:
+            document[key] = value(document[key]) if callable(value) else value
+
+    return edit(name, change)
 
 
 def recipe(**values: Any) -> Change:
-    return edit("wisparse.json", lambda d: d.update(values))
-
-
-def config(**values: Any) -> Change:
-    """What config.json says of the bundle."""
-    return edit("config.json", lambda d: d["wisparse"].update(values))
-
-
-def entry(**values: Any) -> Change:
-    """What the recipe says of a projection at the sparsity level 0.5."""
-    return edit("wisparse.json", lambda d: d["levels"][1]["projections"][3].update(values))
-
-
-def header(name: str, change: Callable[[dict[str, Any]], Any]) -> Change:
-    def apply(folder: Path) -> None:
-        found, data = split_safetensors((folder / name).read_bytes())
-        change(found)
-        (folder / name).write_bytes(join_safetensors(found, data))
-
-    return apply
+    return edit(RECIPE, lambda d: d.update(values))
 
 
 def row(what: str, values: Any) -> Change:
@@ -89,8 +87,8 @@ def row(what: str, values: Any) -> Change:
     return lambda folder: change_tensor(folder / SIDECAR, f"{O_PROJ}.{what}", values, row=1)
 
 
-def rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
-    return lambda found: found.update({new: found.pop(old)})
+def rename(name: str, old: str, new: str) -> Change:
+    return edit(name, lambda found: found.update({new: found.pop(old)}))
 
 
 def cut_scale(folder: Path) -> None:
@@ -106,8 +104,8 @@ def cut_scale(folder: Path) -> None:
 
 def drop_a_level(folder: Path) -> None:
     """Where it is written as text; the sidecar still has its rows."""
-    edit("wisparse.json", lambda d: d["levels"].pop())(folder)
-    edit("config.json", lambda d: d["wisparse"]["sparsities"].pop())(folder)
+    put(RECIPE, "levels/2")(folder)
+    put(CONFIG, "wisparse/sparsities/2")(folder)
 
 
 def swap_levels(folder: Path) -> None:
@@ -141,161 +139,91 @@ def test_intact(intact: Path) -> None:
 
 # Rules that hold whatever the digests say: all of these are re-signed.
 POSITIVE = f"{O_PROJ}: channel_scale: expected finite positive values"
+OLD, NEW = "format_version: expected 2, found 1", "the bundle has format version 3, this wisparse reads version 2"
 SPARSITIES = r"wisparse\.sparsities: expected \[0\.3, 0\.5, 0\.7\], found "
+ASCENDING = "sparsity levels: expected ascending sparsities, none twice, found "
+LEVEL, ENTRY = "levels/1", "levels/1/projections/3"
 NORM = "model.norm.weight"
 LINEAR = {"rope_type": "linear", "rope_theta": 1, "factor": "x"}
-BROKEN: dict[str, tuple[Change, str]] = {
-    "scale-shape": (
-        cut_scale,
-        rf"{O_PROJ}: expected channel_scale \(3, 16\) in F32, found \(3, 4\) in F32; convert again",
-    ),
-    "scale-dtype": (
-        header(SIDECAR, lambda h: h[f"{O_PROJ}.threshold"].update(dtype="I32")),
+EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+BROKEN: list[tuple[Change, str]] = [
+    # The sidecar.
+    (cut_scale, rf"{O_PROJ}: expected channel_scale \(3, 16\) in F32, found \(3, 4\) in F32; convert again"),
+    (
+        put(SIDECAR, f"{O_PROJ}.threshold/dtype", "I32"),
         rf"{O_PROJ}: expected threshold \(3,\) in F32, found \(3,\) in I32",
     ),
-    "scale-nan": (row("channel_scale", [np.nan] + [1] * 15), POSITIVE),
-    "scale-zero": (row("channel_scale", [0] + [1] * 15), POSITIVE),
-    "scale-negative": (row("channel_scale", [-1] + [1] * 15), POSITIVE),
-    "threshold-inf": (row("threshold", np.inf), "expected a finite number"),
-    "threshold-nan": (row("threshold", np.nan), "expected a finite number"),
-    "threshold-negative": (row("threshold", -1), "0 or more, found -1"),
-    "threshold-denormal": (row("threshold", 1e-40), "finite number"),
-    "threshold-other": (
-        row("threshold", 0.125),
-        f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.125",
-    ),
-    "sparsity-high": (row("sparsity", 0.96), r"expected a number in \[0, 0"),
-    "sparsity-zero": (row("sparsity", 0), "sparsity 0 means dense"),
-    "sidecar-misnamed": (
-        header(SIDECAR, rename(f"{O_PROJ}.threshold", f"{O_PROJ}.treshold")),
+    *((row("channel_scale", [value] + [1] * 15), POSITIVE) for value in (np.nan, 0, -1)),
+    *((row("threshold", value), "expected a finite number, 0 or more, found") for value in (np.inf, np.nan, -1, 1e-40)),
+    (row("threshold", 0.125), f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.125"),
+    (swap_levels, f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.4"),
+    (row("sparsity", 0.96), r"expected a number in \[0, 0"),
+    (row("sparsity", 0), "sparsity 0 means dense"),
+    (
+        rename(SIDECAR, f"{O_PROJ}.threshold", f"{O_PROJ}.treshold"),
         rf"{O_PROJ}: expected threshold \(3,\) in F32, found nothing",
     ),
-    "sidecar-incomplete": (
+    (
         drop_the_last_projection,
         r"model\.layers\.1\.mlp\.down_proj: expected channel_scale \(3, 24\) in F32, found nothing",
     ),
-    "sidecar-extra": (
-        header(SIDECAR, lambda h: h.update(x={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})),
-        "unexpected tensor 'x'",
-    ),
-    "sidecar-format": (
-        header(SIDECAR, lambda h: h["__metadata__"].update(format="pt")),
-        "format: expected 'wisparse', found 'pt'",
-    ),
-    "sidecar-version": (
-        header(SIDECAR, lambda h: h["__metadata__"].update(format_version="3")),
-        "the bundle has format version 3, this wisparse reads version 2",
-    ),
-    "sidecar-no-version": (
-        header(SIDECAR, lambda h: h["__metadata__"].pop("format_version")),
-        "format_version: expected 2",
-    ),
-    "sidecar-older": (
-        header(SIDECAR, lambda h: h["__metadata__"].update(format_version="1")),
-        r"wisparse\.safetensors: format_version: expected 2, found 1",
-    ),
-    "newer": (
-        recipe(format_version=3),
-        "the bundle has format version 3, this wisparse reads version 2; install a newer wisparse",
-    ),
-    "older": (recipe(format_version=1), r"wisparse\.json: format_version: expected 2, found 1; convert again"),
-    "version-text": (recipe(format_version="2"), "format_version: expected 2, found '2'"),
-    "newer-config": (config(format_version=3), "config.json: the bundle has format version 3"),
-    "config-older": (config(format_version=1), r"config\.json: format_version: expected 2, found 1; convert again"),
-    "config-no-key": (edit("config.json", lambda d: d.pop("wisparse")), "expected an object under"),
-    "config-sidecar": (config(sidecar="../x"), "wisparse.sidecar: expected 'wisparse.safetensors', found '../x'"),
-    "config-sparsity": (config(sparsity=0.4), "wisparse.sparsity: expected 0.5, found 0.4"),
-    "config-sparsities": (config(sparsities=[0.3, 0.5]), SPARSITIES + r"\[0\.3, 0\.5\]"),
-    "config-sparsities-none": (edit("config.json", lambda d: d["wisparse"].pop("sparsities")), SPARSITIES + "None"),
-    "config-quantised": (
-        edit("config.json", lambda d: d.update(quantization_config={"quant_method": "x"})),
-        "quantised",
-    ),
-    "config-rope": (
-        edit("config.json", lambda d: d.update(rope_parameters=LINEAR)),
-        "rope_parameters.factor: expected a positive number, found 'x'",
-    ),
-    "default-other": (
-        recipe(default=0.4),
-        r"wisparse\.json: default: expected one of the sparsity levels 0\.3, 0\.5, 0\.7, found 0\.4",
-    ),
-    "default-none": (edit("wisparse.json", lambda d: d.pop("default")), "default: expected a number in"),
-    "levels-none": (recipe(levels=[]), "levels: expected 1 to 16"),
-    "levels-many": (edit("wisparse.json", lambda d: d.update(levels=d["levels"] * 6)), "levels: expected 1 to 16"),
-    "levels-fewer": (
-        edit("wisparse.json", lambda d: d["levels"].pop()),
-        r"wisparse\.sparsities: expected \[0\.3, 0\.5\], found \[0\.3, 0\.5, 0\.7\]",
-    ),
-    "levels-fewer-everywhere": (
-        drop_a_level,
-        r"model\.layers\.0\.self_attn\.q_proj: expected channel_scale \(2, 16\) in F32, found \(3, 16\)",
-    ),
-    "levels-unordered": (
-        edit("wisparse.json", lambda d: d["levels"].reverse()),
-        r"sparsity levels: expected ascending sparsities, none twice, found 0\.7, 0\.5, 0\.3",
-    ),
-    "levels-twice": (
-        edit("wisparse.json", lambda d: d["levels"][2].update(sparsity=0.5)),
-        r"sparsity levels: expected ascending sparsities, none twice, found 0\.3, 0\.5, 0\.5",
-    ),
-    "levels-high": (
-        edit("wisparse.json", lambda d: d["levels"][2].update(sparsity=0.96)),
-        r"levels\[2\]\.sparsity: expected a number in \[0, 0\.95\], found 0\.96",
-    ),
-    "levels-text": (recipe(levels=["x"]), r"levels\[0\]: expected an object, found 'x'"),
-    "levels-swapped": (swap_levels, f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.4"),
-    "level-of-zero": (
-        edit("wisparse.json", lambda d: d["levels"][0].update(sparsity=0)),
-        r"k_proj: sparsity: expected 0 at the sparsity level 0, found 0\.3",
-    ),
-    "recipe-missing": (
-        edit("wisparse.json", lambda d: d["levels"][1]["projections"].pop(3)),
-        r"no entry for model\.layers\.0\.self_attn\.o_proj",
-    ),
-    "recipe-twice": (
-        edit("wisparse.json", lambda d: d["levels"][1]["projections"].append(d["levels"][1]["projections"][0])),
-        "unknown or repeated",
-    ),
-    "recipe-sparsity": (
-        entry(sparsity=1.0),
+    (put(SIDECAR, "x", EMPTY), "unexpected tensor 'x'"),
+    (put(SIDECAR, "__metadata__/format", "pt"), "format: expected 'wisparse', found 'pt'"),
+    (put(SIDECAR, "__metadata__/format_version", "3"), rf"wisparse\.safetensors: {NEW}"),
+    (put(SIDECAR, "__metadata__/format_version"), "format_version: expected 2"),
+    (put(SIDECAR, "__metadata__/format_version", "1"), rf"wisparse\.safetensors: {OLD}"),
+    # The recipe.
+    (recipe(format_version=3), f"{NEW}; install a newer wisparse"),
+    (recipe(format_version=1), rf"wisparse\.json: {OLD}; convert again"),
+    (recipe(format_version="2"), "format_version: expected 2, found '2'"),
+    (recipe(default=0.4), r"wisparse\.json: default: expected one of the sparsity levels 0\.3, 0\.5, 0\.7, found 0\.4"),
+    (put(RECIPE, "default"), "default: expected a number in"),
+    (recipe(levels=[]), "levels: expected 1 to 16"),
+    (put(RECIPE, "levels", lambda levels: levels * 6), "levels: expected 1 to 16"),
+    (put(RECIPE, "levels/2"), r"wisparse\.sparsities: expected \[0\.3, 0\.5\], found \[0\.3, 0\.5, 0\.7\]"),
+    (drop_a_level, r"model\.layers\.0\.self_attn\.q_proj: expected channel_scale \(2, 16\) in F32, found \(3, 16\)"),
+    (put(RECIPE, "levels", lambda levels: levels[::-1]), rf"{ASCENDING}0\.7, 0\.5, 0\.3"),
+    (put(RECIPE, "levels/2/sparsity", 0.5), rf"{ASCENDING}0\.3, 0\.5, 0\.5"),
+    (put(RECIPE, "levels/2/sparsity", 0.96), r"levels\[2\]\.sparsity: expected a number in \[0, 0\.95\], found 0\.96"),
+    (recipe(levels=["x"]), r"levels\[0\]: expected an object, found 'x'"),
+    (put(RECIPE, "levels/0/sparsity", 0), r"k_proj: sparsity: expected 0 at the sparsity level 0, found 0\.3"),
+    (put(RECIPE, ENTRY), r"no entry for model\.layers\.0\.self_attn\.o_proj"),
+    (put(RECIPE, f"{LEVEL}/projections", lambda found: [*found, found[0]]), "unknown or repeated"),
+    (
+        put(RECIPE, f"{ENTRY}/sparsity", 1.0),
         r"levels\[1\]\.projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1\.0",
     ),
-    "recipe-alpha": (entry(alpha=-1), r"projections\[3\]\.alpha: expected a number, 0 or more, found -1"),
-    "recipe-name": (entry(name=3), r"projections\[3\]\.name: expected a string, found 3"),
-    "recipe-type": (recipe(calibration=[]), "calibration: expected an object"),
-    "recipe-seed": (
-        edit("wisparse.json", lambda d: d["calibration"].update(seed=1.5)),
-        r"calibration\.seed: expected a whole number, 0 or more, found 1\.5",
-    ),
-    "recipe-projections": (
-        edit("wisparse.json", lambda d: d["levels"][1].update(projections={})),
-        r"levels\[1\]\.projections: expected a list, found \{\}",
-    ),
-    "recipe-blocks": (
-        edit("wisparse.json", lambda d: d["levels"][1]["block_sparsities"].pop()),
+    (put(RECIPE, f"{ENTRY}/alpha", -1), r"projections\[3\]\.alpha: expected a number, 0 or more, found -1"),
+    (put(RECIPE, f"{ENTRY}/name", 3), r"projections\[3\]\.name: expected a string, found 3"),
+    (recipe(calibration=[]), "calibration: expected an object"),
+    (put(RECIPE, "calibration/seed", 1.5), r"calibration\.seed: expected a whole number, 0 or more, found 1\.5"),
+    (put(RECIPE, f"{LEVEL}/projections", {}), r"levels\[1\]\.projections: expected a list, found \{\}"),
+    (
+        put(RECIPE, f"{LEVEL}/block_sparsities/0"),
         r"block_sparsities of the sparsity level 0\.5: expected 2 values, found 1",
     ),
-    "files-missing": (edit("wisparse.json", lambda d: d["files"].pop(SHARD)), f"no entry for {SHARD}"),
-    "files-tokenizer": (
-        edit("wisparse.json", lambda d: d["files"].pop("tokenizer.json")),
-        "no entry for tokenizer.json",
-    ),
-    "tensors-missing": (edit(INDEX, lambda d: d["weight_map"].pop(NORM)), "which the index does not place there"),
-    "weight-shape": (
-        header(SHARD, lambda h: h[NORM].update(shape=[4, 4])),
-        r"model\.norm\.weight: expected shape \(16,\), found \(4, 4\)",
-    ),
-    "weight-misnamed": (
-        header(SHARD, rename(NORM, "model.morn.weight")),
-        "'model.morn.weight', which the index does not place there",
-    ),
-    "generation-config": (lambda f: (f / "generation_config.json").write_text("[]"), "expected a JSON object"),
-}
+    (put(RECIPE, f"files/{SHARD}"), f"no entry for {SHARD}"),
+    (put(RECIPE, "files/tokenizer.json"), "no entry for tokenizer.json"),
+    # The configuration.
+    (put(CONFIG, "wisparse/format_version", 3), f"config.json: {NEW}"),
+    (put(CONFIG, "wisparse/format_version", 1), rf"config\.json: {OLD}; convert again"),
+    (put(CONFIG, "wisparse"), "expected an object under"),
+    (put(CONFIG, "wisparse/sidecar", "../x"), "wisparse.sidecar: expected 'wisparse.safetensors', found '../x'"),
+    (put(CONFIG, "wisparse/sparsity", 0.4), "wisparse.sparsity: expected 0.5, found 0.4"),
+    (put(CONFIG, "wisparse/sparsities", [0.3, 0.5]), SPARSITIES + r"\[0\.3, 0\.5\]"),
+    (put(CONFIG, "wisparse/sparsities"), SPARSITIES + "None"),
+    (edit(CONFIG, lambda d: d.update(quantization_config={"quant_method": "x"})), "quantised"),
+    (put(CONFIG, "rope_parameters", LINEAR), "rope_parameters.factor: expected a positive number, found 'x'"),
+    (lambda f: (f / "generation_config.json").write_text("[]"), "expected a JSON object"),
+    # The weights.
+    (put(INDEX, f"weight_map/{NORM}"), "which the index does not place there"),
+    (put(SHARD, f"{NORM}/shape", [4, 4]), r"model\.norm\.weight: expected shape \(16,\), found \(4, 4\)"),
+    (rename(SHARD, NORM, "model.morn.weight"), "'model.morn.weight', which the index does not place there"),
+]
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_rule(name: str, bundle: Path) -> None:
-    change, message = BROKEN[name]
+@pytest.mark.parametrize(("change", "message"), BROKEN, ids=[message for _, message in BROKEN])
+def test_broken_rule(change: Change, message: str, bundle: Path) -> None:
     change(bundle)
     with contextlib.suppress(KeyError, AttributeError):  # too broken to be signed again
         resign(bundle)
@@ -409,25 +337,19 @@ def test_names_of_unknown_files_do_not_steer_the_terminal(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "keys"),
+    ("name", "path"),
     [
-        ("wisparse.json", ("base_model",)),
-        ("wisparse.json", ("method",)),
-        ("wisparse.json", ("calibration", "source")),
-        ("wisparse.json", ("search", "a\ud800b")),
-        ("wisparse.json", ("versions", "torch")),
-        ("tokenizer_config.json", ("eos_token",)),
-        ("config.json", ("torch_dtype",)),
-        (INDEX, ("weight_map", "a\ud800b")),
+        *(
+            (RECIPE, path)
+            for path in ("base_model", "method", "calibration/source", "search/a\ud800b", "versions/torch")
+        ),
+        ("tokenizer_config.json", "eos_token"),
+        (CONFIG, "torch_dtype"),
+        (INDEX, "weight_map/a\ud800b"),
     ],
 )
-def test_half_of_a_surrogate_pair_is_refused(name: str, keys: tuple[str, ...], bundle: Path) -> None:
-    def change(document: dict[str, Any]) -> None:
-        for key in keys[:-1]:
-            document = document[key]
-        document[keys[-1]] = "a\ud800b"
-
-    edit(name, change)(bundle)
+def test_half_of_a_surrogate_pair_is_refused(name: str, path: str, bundle: Path) -> None:
+    put(name, path, "a\ud800b")(bundle)
     resign(bundle, recipe=False)
     for command in (verify_command, inspect_command):
         raised = CliRunner().invoke(command, [str(bundle)]).exception

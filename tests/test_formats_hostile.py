@@ -20,7 +20,7 @@ sys.path.insert(0, {tests!r})
 import hostile
 from wisparse.formats import bundle
 bundle.is_document = lambda name: True
-bundle._read_checked = lambda folder, name, manifest: bundle.read_bounded(folder, name, 1 << 30, bundle.BundleError)
+bundle._read_checked = lambda *file: bundle.guard.read_bounded(*file[:2], 1 << 30, bundle.BundleError)
 hostile.MUTATIONS = {{kind: hostile.MUTATIONS[kind] for kind in ("swap_tensors", "flip_bits", "bad_tokenizer")}}
 print(json.dumps(hostile.run([f"0:{{index}}" for index in range(60)], seconds=20)))
 """
