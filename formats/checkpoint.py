@@ -21,14 +21,17 @@ from torch import Tensor
 from . import guard
 from .architectures import WRAPPERS, text_name
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
-from .manifest import has_masks
-from .model_config import LM_HEAD, ModelConfig, expected_tensors, is_derived
+from .manifest import MANIFEST, SIDECAR
+from .model_config import LM_HEAD, ModelConfig, expected_tensors
 from .quantization import Packed, Packing, Part, Plain, read_quantisation
 from .weight_types import QuantizedMatrix
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt", "model.bin")
+# Tensors that add nothing to what decoding computes: rotary frequencies in old Llama checkpoints, and Qwen3.5's block
+# that guesses several tokens at once, which transformers leaves out as well.
+_DERIVED = re.compile(r"model\.layers\..*\.self_attn\.rotary_emb\.inv_freq|mtp\..*", re.DOTALL)
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -198,7 +201,7 @@ class Checkpoint:
                 raise error(f"{name}: {reason}") from None
             parts |= {prefix + end: part for end, part in of_weight.items() if part.required or prefix + end in stored}
         missing = [name for name in parts if name not in stored]
-        extra = [name for name in stored if name not in parts and (is_bundle or not is_derived(name))]
+        extra = [name for name in stored if name not in parts and (is_bundle or not _DERIVED.fullmatch(name))]
         if missing or extra:
             differs = [
                 f"{what} {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}{', …' * (len(names) > 1)})"
@@ -410,7 +413,8 @@ def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError
     if not is_bundle and (kind := guard.folder_kind(folder)) is not None:
         raise error(f"{guard.shown(folder)} is {kind}")
     config = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
-    if has_masks(folder) and not is_bundle:
+    # The entry in config.json does not say: transformers copies it into a dense checkpoint saved from a bundle.
+    if not is_bundle and any((folder / name).exists() for name in (MANIFEST, SIDECAR)):
         raise error(
             f"{guard.shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
         )

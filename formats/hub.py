@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ _BY_STATUS = {
     404: "not found (404)",
     429: "too many requests (429); wait some minutes and run this again",
 }
+
+
+_api = partial(HfApi, library_name="wisparse")
 
 
 @dataclass(frozen=True)
@@ -241,10 +245,6 @@ def _bundle_files(folder: Path) -> list[str]:
     for name in names:
         open_regular(folder, name, BundleError).close()  # a link that leads out would publish another file
     return names
-
-
-def _api() -> HfApi:
-    return HfApi(library_name="wisparse")
 
 
 def _repo_id(model: str | os.PathLike[str], must_have_owner: bool = False) -> str:

@@ -29,7 +29,8 @@ MAX_MANIFEST_BYTES = 32 << 20
 _Fraction = Annotated[float, 1.0]
 _Sparsity = Annotated[float, MAX_SPARSITY]
 
-_FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,99}/)?[A-Za-z0-9_][A-Za-z0-9 ._-]{0,199}")
+# What a bundle's files may be called: plain characters, at most one folder deep.
+FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,99}/)?[A-Za-z0-9_][A-Za-z0-9 ._-]{0,199}")
 
 
 @dataclass(frozen=True)
@@ -185,17 +186,6 @@ def _files_of(folder: Path) -> set[str] | None:
 BUNDLE = Kind("a bundle", "conversion", MANIFEST, _files_of)
 
 
-def is_file_name(name: str) -> bool:
-    """Whether a bundle may hold a file of this name: plain characters, at most one folder deep."""
-    return _FILE_NAME.fullmatch(name) is not None
-
-
-def has_masks(folder: Path) -> bool:
-    """Whether a folder holds a bundle's own files. The entry in ``config.json`` does not say: transformers copies it into
-    what it saves from a bundle, which is a dense checkpoint."""
-    return any((folder / name).exists() for name in (MANIFEST, SIDECAR))
-
-
 def recipe_digest(recipe: Recipe) -> str:
     """sha256 of the recipe as compact JSON with sorted keys; it ties the sidecar to its recipe."""
     text = json.dumps(recipe.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -216,7 +206,7 @@ def require_version(value: Any, where: str) -> None:
 def _files(document: Mapping[str, Any]) -> dict[str, str]:
     files = {}
     for name, entry in _decode(Mapping[str, Any], document.get("files"), "files").items():
-        if not is_file_name(name):
+        if not FILE_NAME.fullmatch(name):
             raise BundleError(f"{MANIFEST}: files: {name!r:.200} is not a name this format allows")
         found = entry.get("sha256") if isinstance(entry, dict) else None
         if not isinstance(found, str) or not re.fullmatch("[0-9a-f]{64}", found):

@@ -470,10 +470,3 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         expected[LM_HEAD] = vocab
     return expected
-
-
-def is_derived(name: str) -> bool:
-    """Whether a tensor adds nothing to what decoding computes: rotary frequencies in old Llama checkpoints, and
-    Qwen3.5's block that guesses several tokens at once, which transformers leaves out as well."""
-    repeated = name.startswith("model.layers.") and name.endswith(".self_attn.rotary_emb.inv_freq")
-    return repeated or name.startswith("mtp.")

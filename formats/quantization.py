@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -305,19 +305,19 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
     groups: Any = given.get("config_groups")
     valid = isinstance(groups, dict) and 0 < len(groups) <= _MAX_GROUPS
     require(valid, f"{_KEY}.config_groups", "an object", groups)
-    ignore = _Names("ignore", given.get("ignore") or [], len(layers))
+    ignored = _matcher("ignore", given.get("ignore") or [], len(layers))
     schemes = []
     for name, group in groups.items():
         where = f"config_groups.{name:.40}"
         require(isinstance(group, dict), f"{_KEY}.{where}", "an object", group)
         packing = _scheme(where, group, group.get("format") or given.get("format"))
-        schemes.append((_Names(f"{where}.targets", group.get("targets"), len(layers)), packing))
+        schemes.append((_matcher(f"{where}.targets", group.get("targets"), len(layers)), packing))
     found: dict[str, Packing] = {}
     for layer in layers:
-        if ignore.match(layer):
+        if ignored(layer):
             continue
         # The most exact target decides: a name, a pattern, the class of the layer.
-        matches = [(rank, packing) for names, packing in schemes if (rank := names.match(layer))]
+        matches = [(rank, packing) for match, packing in schemes if (rank := match(layer))]
         best = max((rank for rank, _ in matches), default=0)
         chosen = {packing for rank, packing in matches if rank == best}
         if len(chosen) > 1:
@@ -371,34 +371,32 @@ def _block(given: Any, where: str) -> tuple[int, int]:
     return given[0], given[1]
 
 
-class _Names:
-    """Layers by their names, by patterns (``re:…``) or by their class."""
+def _matcher(key: str, given: Any, num_layers: int) -> Callable[[str], int]:
+    """How exactly these names, patterns (``re:…``) or classes name a layer: 0 not at all, 1 by its class, 2 by a pattern,
+    3 by its name."""
+    given = _strings(key, given)
+    patterns = [name[3:] for name in given if name.startswith("re:")]
+    exact = {name for name in given if not name.startswith("re:")}
+    if len(patterns) * num_layers > _MAX_TRIALS:
+        raise _refused(f".{key}: {len(patterns)} patterns are too many to be tried on every layer")
+    compiled = []
+    for pattern in patterns:
+        # What is escaped or in a set is no quantifier.
+        bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
+        quantifiers = re.findall(r"[*+{]|(?<![(*+?}])\?", bare)
+        if len(pattern) > _MAX_PATTERN or len(quantifiers) > _MAX_QUANTIFIERS or re.search(r"\)[*+?{]", bare):
+            raise _refused(f".{key}: a pattern too intricate to be tried: {pattern!r:.80}")
+        try:
+            compiled.append(re.compile(pattern))
+        except (re.error, OverflowError, RecursionError):
+            raise _refused(f".{key}: not a regular expression: {pattern!r:.80}") from None
 
-    def __init__(self, key: str, given: Any, num_layers: int) -> None:
-        given = _strings(key, given)
-        self._exact = {name for name in given if not name.startswith("re:")}
-        patterns = [name[3:] for name in given if name.startswith("re:")]
-        if len(patterns) * num_layers > _MAX_TRIALS:
-            raise _refused(f".{key}: {len(patterns)} patterns are too many to be tried on every layer")
-        self._patterns = []
-        for pattern in patterns:
-            # What is escaped or in a set is no quantifier.
-            bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
-            quantifiers = re.findall(r"[*+{]|(?<![(*+?}])\?", bare)
-            if len(pattern) > _MAX_PATTERN or len(quantifiers) > _MAX_QUANTIFIERS or re.search(r"\)[*+?{]", bare):
-                raise _refused(f".{key}: a pattern too intricate to be tried: {pattern!r:.80}")
-            try:
-                self._patterns.append(re.compile(pattern))
-            except (re.error, OverflowError, RecursionError):
-                raise _refused(f".{key}: not a regular expression: {pattern!r:.80}") from None
-
-    def match(self, layer: str) -> int:
-        """0: not among them; else how exactly it is named: 1 by its class, 2 by a pattern, 3 by its name."""
-        if layer in self._exact:
+    def match(layer: str) -> int:
+        if layer in exact:
             return 3
-        if any(pattern.match(layer) for pattern in self._patterns):
-            return 2
-        return int("Linear" in self._exact)
+        return 2 if any(pattern.match(layer) for pattern in compiled) else int("Linear" in exact)
+
+    return match
 
 
 def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:

@@ -19,7 +19,7 @@ from .checkpoint import INDEX, Checkpoint, TensorInfo, build_header, is_finite
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .folder import check_target, replaced_folder
 from .guard import dump_json, file_digest, list_files, read_bounded
-from .manifest import BUNDLE, FORMAT_VERSION, MANIFEST, SIDECAR, Manifest, Recipe, is_file_name
+from .manifest import BUNDLE, FILE_NAME, FORMAT_VERSION, MANIFEST, SIDECAR, Manifest, Recipe
 from .model_config import LM_HEAD
 from .sidecar import ProjectionMask, sidecar_bytes
 
@@ -53,7 +53,11 @@ def write_bundle(
     # In the model's order, each file at most full.
     shards: list[list[str]] = []
     room, most = 0, parse_size(max_shard_size)
-    for name in _written(source):
+    # A second copy of tied embeddings is left out.
+    second = LM_HEAD in source.tensors and source.config.tie_word_embeddings
+    for name in source.tensors:
+        if second and name == LM_HEAD:
+            continue
         size = _nbytes(source.tensors[name], dtype)
         if not shards or size > room:
             shards.append([])
@@ -62,19 +66,23 @@ def write_bundle(
         room -= size
     check_output(out, overwrite, source=source.folder)
     files = {**dict(copied_files(source.folder, source.error)), **(extra_files or {})}
-    weights = [f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards))]
+    weights = {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
     names = [*weights, INDEX, SIDECAR, *files, "config.json", MANIFEST]
     with replaced_folder(out, BUNDLE, names, overwrite=overwrite) as partial:
-        needed, free = estimate_bytes(source, dtype, len(levels)), shutil.disk_usage(out.parent).free
+        weight_map = {name: file for file, tensors in weights.items() for name in tensors}
+        total = sum(_nbytes(source.tensors[name], dtype) for name in weight_map)
+        sidecar = sum(4 * projection.in_features + 512 for projection in source.config.projections())
+        # Within about a percent: a megabyte is for what is made later.
+        needed = total + len(levels) * sidecar + sum(map(len, files.values())) + (1 << 20)
+        free = shutil.disk_usage(out.parent).free
         if free < needed:
             raise ResourceError(
                 f"{out.parent}: expected {needed:,} bytes of free disk, found {free:,}; free some space"
             )
         sha256 = {
-            file: _write_hashed(partial / file, _shard(source, tensors, dtype))
-            for file, tensors in zip(weights, shards, strict=True)
+            file: _write_hashed(partial / file, _shard(source, tensors, dtype)) for file, tensors in weights.items()
         }
-        if source.config.tie_word_embeddings and LM_HEAD in source.tensors:
+        if second:
             embedding = "model.embed_tokens.weight"
             if source.tensors[embedding].dtype != source.tensors[LM_HEAD].dtype or not all(
                 torch.equal(a, b) for a, b in zip(source.chunks(embedding), source.chunks(LM_HEAD), strict=True)
@@ -83,8 +91,6 @@ def write_bundle(
                     f"config.json says that the embeddings are tied, but {LM_HEAD} differs from {embedding}; "
                     "set tie_word_embeddings to false or remove the tensor"
                 )
-        weight_map = {name: file for file, tensors in zip(weights, shards, strict=True) for name in tensors}
-        total = sum(_nbytes(source.tensors[name], dtype) for name in weight_map)
         # auto_map names Python files of the source's repository, which are not part of a bundle.
         config = {key: value for key, value in source.config_dict.items() if key != "auto_map"}
         if dtype != "auto":
@@ -123,14 +129,6 @@ def check_output(out: str | os.PathLike[str], overwrite: bool, *, source: str | 
     check_target(out, BUNDLE, overwrite)
 
 
-def estimate_bytes(source: Checkpoint, dtype: str = "auto", num_levels: int = 1) -> int:
-    """Bytes a bundle of ``source`` takes on disk, within about a percent."""
-    weights = sum(_nbytes(source.tensors[name], dtype) for name in _written(source))
-    sidecar = num_levels * sum(4 * projection.in_features + 512 for projection in source.config.projections())
-    small = sum((source.folder / name).stat().st_size for name in SMALL_FILES if (source.folder / name).is_file())
-    return weights + sidecar + small + (1 << 20)
-
-
 def parse_size(size: str | int) -> int:
     """Bytes, from a number or from a text such as ``5GB`` (powers of 1000) or ``500MiB`` (powers of 1024)."""
     match = re.fullmatch(r"(\d{1,40}(?:\.\d{1,40})?)\s*([KMGT]?I?B?)", str(size).strip().upper())
@@ -143,7 +141,7 @@ def copied_files(folder: Path, error: type[WisparseError]) -> Iterator[tuple[str
     """The files of a source that go into a bundle byte for byte, all but its weights: name and content."""
     for name in list_files(folder, 100_000, error):
         limit = SMALL_FILES.get(name, _MAX_COPIED_BYTES if LICENCE_FILE.fullmatch(name) else 0)
-        if limit and name != "config.json" and is_file_name(name):
+        if limit and name != "config.json" and FILE_NAME.fullmatch(name):
             yield name, read_bounded(folder, name, limit, error)
 
 
@@ -166,11 +164,6 @@ def _write_all(file: FileIO, piece: bytes | memoryview) -> None:
     view = memoryview(piece)
     while len(view):
         view = view[file.write(view) :]
-
-
-def _written(source: Checkpoint) -> list[str]:
-    """The tensors a bundle holds: all but the second copy of tied embeddings."""
-    return [name for name in source.tensors if not (source.config.tie_word_embeddings and name == LM_HEAD)]
 
 
 def _target(info: TensorInfo, dtype: str) -> torch.dtype:

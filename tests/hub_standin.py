@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils.sha import git_hash
 
 TOKEN = "hf_test_token_of_alice"
 READ_TOKEN = "hf_test_token_that_reads"
@@ -59,18 +60,12 @@ class Fault:
     after_bytes: int = 0  # of the request's body, before the connection is dropped
 
 
-@dataclass
-class Request:
-    method: str
-    path: str
-
-
 class HubStandIn:
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.faults: list[Fault] = []
-        self.requests: list[Request] = []
+        self.requests: list[str] = []  # "METHOD /path"
         # With a folder here large files go through the xet client, which is sent to a storage on disk instead of a
         # server. That storage is its own; so the contents that a commit refers to are given in ``known`` (digest ->
         # bytes), and taken over once something has arrived.
@@ -99,8 +94,8 @@ class HubStandIn:
         repo.commit(dict(files), "initial commit")
         return repo
 
-    def seen(self, pattern: str) -> list[Request]:
-        return [request for request in self.requests if re.search(pattern, f"{request.method} {request.path}")]
+    def seen(self, pattern: str, since: int = 0) -> list[str]:
+        return [request for request in self.requests[since:] if re.search(pattern, request)]
 
 
 def point_client_at(server: HubStandIn, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +108,6 @@ def point_client_at(server: HubStandIn, cache: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     # Waiting between two attempts is not what is tested.
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-
-
-class _Dropped(Exception):
-    """The connection is cut: no answer at all."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -133,33 +124,27 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_GET
 
     def _handle(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        fault = self._fault(f"{self.command} {path}")
+        request = f"{self.command} {unquote(urlsplit(self.path).path)}"
+        with self.hub.lock:
+            due = (fault for fault in self.hub.faults if fault.times > 0 and re.search(fault.pattern, request))
+            fault = next(due, None)
+            if fault is not None:
+                fault.times -= 1
         try:
-            if fault is not None and fault.status is None:
+            if fault is not None and fault.status is None:  # no answer at all
                 self._read_body(limit=fault.after_bytes)
-                raise _Dropped
+                self.close_connection = True
+                self.connection.close()
+                return
             body = self._read_body()
             with self.hub.lock:
-                self.hub.requests.append(Request(self.command, path))
-            if fault is not None:
-                self._answer(fault.status or 500, {"error": "on demand"})
-                return
-            with self.hub.lock:
-                self._route(path, body)
-        except _Dropped:
-            self.close_connection = True
-            self.connection.close()
+                self.hub.requests.append(request)
+                if fault is not None:
+                    self._answer(fault.status or 500, {"error": "on demand"})
+                else:
+                    self._route(request, body)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
-
-    def _fault(self, line: str) -> Fault | None:
-        with self.hub.lock:
-            for fault in self.hub.faults:
-                if fault.times > 0 and re.search(fault.pattern, line):
-                    fault.times -= 1
-                    return fault
-        return None
 
     def _read_body(self, limit: int | None = None) -> bytes:
         if self.headers.get("transfer-encoding", "").lower() == "chunked":
@@ -186,32 +171,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _user(self) -> str | None:
-        return {f"Bearer {TOKEN}": "alice", f"Bearer {READ_TOKEN}": "alice"}.get(
-            self.headers.get("authorization") or ""
-        )
+        return "alice" if self.headers.get("authorization") in (f"Bearer {TOKEN}", f"Bearer {READ_TOKEN}") else None
 
-    def _route(self, path: str, body: bytes) -> None:
+    def _route(self, request: str, body: bytes) -> None:
         if self.headers.get("authorization") and self._user is None:
             return self._refuse(401, "", "Invalid credentials in Authorization header")
         for pattern, method in _ROUTES:
-            match = re.fullmatch(pattern, f"{self.command} {path}")
+            match = re.fullmatch(pattern, request)
             if not match:
                 continue
-            found = match.groupdict()
+            found: dict[str, Any] = match.groupdict()
+            revision = found.pop("revision", "main")
             if "repo" in found:
                 # As on the Hub: everybody sees a gated repository's page and listing, its files need access.
-                repo = self._repo(found.pop("repo"), contents=method in ("auth_check", "resolve"))
+                repo = found["repo"] = self._repo(found["repo"], contents=method in ("auth_check", "resolve"))
                 if repo is None:
                     return None
-                found["repo"] = repo
                 if method in ("info", "tree", "resolve"):
-                    revision = found.pop("revision", "main")
                     found["state"] = repo.at(revision)
                     if found["state"] is None:
                         return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-                found.pop("revision", None)
             return getattr(self, method)(body, **found)
-        return self._refuse(404, "EntryNotFound", f"no such endpoint: {self.command} {path}")
+        return self._refuse(404, "EntryNotFound", f"no such endpoint: {request}")
 
     def _repo(self, repo: str, contents: bool = False) -> Repo | None:
         found = self.hub.repos.get(repo)
@@ -229,14 +210,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self._user is None:
             return self._refuse(401, "", "Invalid username or password.")
         role = "read" if self.headers["authorization"].endswith(READ_TOKEN) else "write"
-        return self._answer(
-            200,
-            {
-                "name": self._user,
-                "orgs": [{"name": "team", "roleInOrg": "write"}, {"name": "readers", "roleInOrg": "read"}],
-                "auth": {"type": "access_token", "accessToken": {"displayName": "test", "role": role}},
-            },
-        )
+        orgs = [{"name": "team", "roleInOrg": "write"}, {"name": "readers", "roleInOrg": "read"}]
+        auth = {"type": "access_token", "accessToken": {"displayName": "test", "role": role}}
+        return self._answer(200, {"name": self._user, "orgs": orgs, "auth": auth})
 
     def create(self, body: bytes) -> None:
         wanted = json.loads(body)
@@ -269,38 +245,31 @@ class _Handler(BaseHTTPRequestHandler):
     def tree(self, body: bytes, repo: Repo, state: State) -> None:
         entries = []
         for path, content in sorted(state[1].items()):
-            entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": _git_oid(content)}
+            entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": git_hash(content)}
             if path in repo.large:
                 entry["lfs"] = {"oid": _sha256(content), "size": len(content), "pointerSize": 130}
             entries.append(entry)
         self._answer(200, entries)
 
     def validate_yaml(self, body: bytes) -> None:
-        content = json.loads(body)["content"]
-        if not content.startswith("---\n"):
-            return self._answer(400, {"errors": [{"message": "no metadata"}], "warnings": []})
-        return self._answer(200, {"errors": [], "warnings": []})
+        errors = [] if json.loads(body)["content"].startswith("---\n") else [{"message": "no metadata"}]
+        self._answer(400 if errors else 200, {"errors": errors, "warnings": []})
 
     def preupload(self, body: bytes, repo: Repo) -> None:
-        present = repo.commits[-1][1]
-        answer = []
+        present, answer = repo.commits[-1][1], []
         for file in json.loads(body)["files"]:
-            path = file["path"]
+            path, content = file["path"], present.get(file["path"])
             large = path.endswith((".safetensors", ".png")) or file["size"] > 1_000_000
-            oid = None
-            if path in present:
-                oid = _sha256(present[path]) if large else _git_oid(present[path])
+            oid = None if content is None else _sha256(content) if large else git_hash(content)
             mode = "lfs" if large else "regular"
             answer.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._answer(200, {"files": answer})
 
     def lfs_batch(self, body: bytes, repo: Repo) -> None:
-        objects = []
-        for wanted in json.loads(body)["objects"]:
-            entry = dict(wanted)
+        objects = json.loads(body)["objects"]
+        for wanted in objects:
             if wanted["oid"] not in self.hub.objects:
-                entry["actions"] = {"upload": {"href": f"{self.hub.url}/storage/{wanted['oid']}"}}
-            objects.append(entry)
+                wanted["actions"] = {"upload": {"href": f"{self.hub.url}/storage/{wanted['oid']}"}}
         self._answer(200, {"transfer": "basic", "objects": objects})
 
     def store(self, body: bytes, oid: str) -> None:
@@ -344,7 +313,7 @@ class _Handler(BaseHTTPRequestHandler):
         oid, files = state
         if path not in files:
             return self._refuse(404, "EntryNotFound", f"{path} does not exist")
-        etag = _sha256(files[path]) if path in repo.large else _git_oid(files[path])
+        etag = _sha256(files[path]) if path in repo.large else git_hash(files[path])
         headers = {"X-Repo-Commit": oid, "ETag": f'"{etag}"', "Accept-Ranges": "none"}
         return self._answer(200, files[path], headers)
 
@@ -371,7 +340,3 @@ _ROUTES = [
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _git_oid(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
