@@ -55,13 +55,8 @@ from wisparse.runtime.tokenizer import check_tokenizer
 
 SECONDS = 5.0
 MEGABYTES = 400
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.5],
-    "long_factor": [2.0, 3.0],
-    "original_max_position_embeddings": 64,
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
 PROMPTS: tuple[Any, ...] = ([1, 2, 3, 4, 5], "def f(x):", [{"role": "user", "content": "hi"}])
 STORED = ("pack int4 groups, zero points", "pack int8 rows", "fp8 blocks, as DeepSeek's", "gptq", "awq")
 

@@ -6,6 +6,7 @@ folder lies ``outside``, an intact copy.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -110,13 +111,8 @@ def not_a_file(random: Random, folder: Path) -> str:
         file.mkdir()
     elif kind == "socket":
         # Bound under a short relative name: the path of a socket may have 107 bytes.
-        before = Path.cwd()
-        os.chdir(folder)
-        try:
-            with socket.socket(socket.AF_UNIX) as server:
-                server.bind(file.name)
-        finally:
-            os.chdir(before)
+        with contextlib.chdir(folder), socket.socket(socket.AF_UNIX) as server:
+            server.bind(file.name)
     elif kind != "missing":
         file.symlink_to(targets[kind])
     if kind != "inside":
@@ -214,14 +210,6 @@ def odd_json(random: Random, folder: Path) -> str:
     return _change_document(random, _pick(random, folder, "*.json"))
 
 
-def odd_settings(random: Random, folder: Path) -> str:
-    return _change_document(random, _pick(random, folder, "config.json", "wisparse.json"))
-
-
-def odd_header(random: Random, folder: Path) -> str:
-    return _change_document(random, _pick(random, folder, "*.safetensors"))
-
-
 def lying_length(random: Random, folder: Path) -> str:
     file = _pick(random, folder, "*.safetensors")
     data = file.read_bytes()
@@ -294,9 +282,8 @@ def swap_tensors(random: Random, folder: Path) -> str:
     offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
     a = random.choice(offsets)
     b = random.choice([other for other in offsets if other[1] - other[0] == a[1] - a[0]])
-    first, second = data[slice(*a)], data[slice(*b)]
     changed = bytearray(data)
-    changed[slice(*a)], changed[slice(*b)] = second, first
+    changed[slice(*a)], changed[slice(*b)] = data[slice(*b)], data[slice(*a)]
     file.write_bytes(join_safetensors(header, bytes(changed)))
     return f"{file.name}: {a} and {b}"
 
@@ -408,10 +395,14 @@ def lying_findings(random: Random, folder: Path) -> str:
 
 
 MUTATIONS: dict[str, Callable[[Random, Path], str]] = {
+    "odd_settings": lambda random, folder: _change_document(
+        random, _pick(random, folder, "config.json", "wisparse.json")
+    ),
+    "odd_header": lambda random, folder: _change_document(random, _pick(random, folder, "*.safetensors")),
+} | {
     mutation.__name__: mutation
     for mutation in (
-        *(cut_or_grow, flip_bits, splice, swap_files, not_a_file, more_files),
-        *(odd_json, odd_settings, odd_header, lying_length, json_bomb),
+        *(cut_or_grow, flip_bits, splice, swap_files, not_a_file, more_files, odd_json, lying_length, json_bomb),
         *(odd_tensor, swap_tensors, bad_tokenizer, bad_template, lying_findings),
     )
 }

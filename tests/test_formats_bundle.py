@@ -253,11 +253,6 @@ def test_a_level_that_the_bundle_lacks(sparsity: Any, intact: Path) -> None:
         Bundle.open(intact).at(sparsity)
 
 
-def test_resigned_without_a_change_is_valid(bundle: Path) -> None:
-    resign(bundle)
-    assert verify_bundle(bundle).notes == ()
-
-
 def other_space(name: str) -> Change:
     """The file with another white space at its end."""
     return lambda f: (f / name).write_bytes((d := (f / name).read_bytes())[:-1] + (b"\n" if d[-1:] == b" " else b" "))
@@ -379,18 +374,6 @@ def test_no_bundle(bundle: Path, tmp_path: Path) -> None:
         Bundle.open(tmp_path / "nope")
     with pytest.raises(BundleError, match="an unfinished conversion"):
         Bundle.open(bundle.rename(bundle.with_name("x.partial")))
-
-
-def test_snapshot_of_the_hub_cache(intact: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "models--org--name"
-    blobs, snapshot = cache / "blobs", cache / "snapshots" / ("a" * 40)
-    blobs.mkdir(parents=True)
-    for index, file in enumerate(sorted(file for file in intact.rglob("*") if file.is_file())):
-        link = snapshot / file.relative_to(intact)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        (blobs / str(index)).write_bytes(file.read_bytes())
-        link.symlink_to(blobs / str(index))
-    assert verify_bundle(snapshot).notes == ()
 
 
 def test_verify_command(bundle: Path) -> None:

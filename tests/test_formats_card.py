@@ -65,16 +65,7 @@ def check(text: str) -> dict[str, Any]:
     for code in metadata.get("language", []):
         assert re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)
     assert all(isinstance(tag, str) for tag in metadata["tags"])
-    for model in metadata.get("model-index", []):
-        assert isinstance(model["name"], str)
-        for result in model["results"]:
-            assert result["task"]["type"]
-            assert result["dataset"]["type"]
-            assert result["dataset"]["name"]
-            for metric in result["metrics"]:
-                assert metric["type"]
-                assert isinstance(metric["value"], float)
-    # And what the client makes of it: raises on an invalid model-index, round trip included.
+    # What the client makes of it: raises on an invalid model-index, round trip included.
     data = ModelCard(text).data
     assert yaml.safe_load(data.to_yaml()) == metadata
     return metadata
@@ -86,7 +77,8 @@ def test_a_full_card(tmp_path: Path) -> None:
     (tmp_path / "USE_POLICY.md").write_text("text")
     (tmp_path / "chat_template.jinja").write_text("x")
     figures = [("figures/sparsity.png", "Sparsity by block")]
-    text = render_card(recipe(), read_inherited(tmp_path), REPORT, figures=figures, repo_id="me/Llama-wisparse-50")
+    found = replace(recipe(), search={"settings": {"search": "refine"}})
+    text = render_card(found, read_inherited(tmp_path), REPORT, figures=figures, repo_id="me/Llama-wisparse-50")
     metadata = check(text)
     expected = {
         "base_model": "org/Llama-3.1-8B-Instruct",
@@ -110,6 +102,10 @@ def test_a_full_card(tmp_path: Path) -> None:
         "alpha: 0 to 1, median 0.5",
         "`LICENSE` and `USE_POLICY.md`",
         "a" * 40,
+        "pip install wisparse\n",
+        "- search: refine\n",
+        "arXiv:2602.14452",
+        f"**{REPORT['verdict']}**\n\n| |",
     ):
         assert expected in text, expected
     assert "secret" not in text
@@ -124,19 +120,11 @@ def test_a_card_of_a_local_model_without_anything(tmp_path: Path) -> None:
     assert "wisparse chat" not in text
 
 
-def test_a_card_says_how_to_install_what_to_cite_which_search_and_how_good(tmp_path: Path) -> None:
+def test_tags_are_inherited_and_how_it_is_stored_is_not(tmp_path: Path) -> None:
     tags = "tags:\n- code\n- Math\n- safetensors\n- 'a b'\n- wisparse\n"
     (tmp_path / "README.md").write_text(f"---\nlicense: mit\n{tags}---\n")
-    found = replace(recipe(), search={"settings": {"search": "refine"}})
-    text = render_card(found, read_inherited(tmp_path), REPORT)
+    text = render_card(recipe(), read_inherited(tmp_path), REPORT)
     assert check(text)["tags"] == ["wisparse", "activation-sparsity", "code", "Math"]
-    for expected in (
-        "pip install wisparse\n",
-        "- search: refine\n",
-        "arXiv:2602.14452",
-        f"**{REPORT['verdict']}**\n\n| |",
-    ):
-        assert expected in text, expected
 
 
 @pytest.mark.parametrize(
@@ -178,14 +166,6 @@ def test_other_without_a_licence_file_points_at_the_source() -> None:
 def test_only_valid_languages_are_inherited(tmp_path: Path, given: str, kept: tuple[str, ...]) -> None:
     (tmp_path / "README.md").write_text(f"---\nlanguage: {given}\n---\n")
     assert read_inherited(tmp_path).languages == kept
-
-
-def test_the_checks_can_fail() -> None:
-    text = render_card(recipe(), Inherited("other", "a-name", "https://x.org"), REPORT)
-    with pytest.raises(KeyError):
-        check(text.replace("license_name", "pipeline_tag"))
-    with pytest.raises(AssertionError):
-        check(render_card(recipe(), Inherited(), REPORT).replace("org/Llama-3.1-8B-Instruct", "folder"))
 
 
 # Measured after the conversion
@@ -253,10 +233,7 @@ def test_a_bundle_without_card_and_report(tmp_path: Path) -> None:
         {},
         [1],
         [{"what": "x"}],
-        *(
-            [asdict(SPEED) | wrong]
-            for wrong in ({"dense": "1"}, {"dense": None}, {"sparsity": True}, {"what": "x" * 999})
-        ),
+        *([asdict(SPEED) | odd] for odd in ({"dense": "1"}, {"dense": None}, {"sparsity": True}, {"what": "x" * 999})),
         [asdict(SPEED)] * 1001,
     ],
     ids=lambda value: str(value)[-40:],

@@ -75,18 +75,12 @@ def test_a_file_is_never_taken_for_a_hub_id(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        *(
-            ({"model_type": name}, "a mixture-of-experts model")
-            for name in ("mixtral", "qwen3_moe", "deepseek_v4", "mellum")
-        ),
+        *(({"model_type": name}, "mixture-of-experts") for name in ("mixtral", "qwen3_moe", "deepseek_v4", "mellum")),
         ({"model_type": "brand_new", "num_experts": 64}, "'brand_new' is a mixture-of-experts model"),
         ({"model_type": "bert"}, "an encoder, which writes no text"),
         ({"model_type": "t5"}, "an encoder-decoder model"),
         ({"model_type": "brand_new", "is_encoder_decoder": True}, "an encoder-decoder model"),
-        *(
-            ({"model_type": name}, "a recurrent or state-space model")
-            for name in ("mamba2", "falcon_h1", "olmo_hybrid")
-        ),
+        *(({"model_type": name}, "recurrent or state-space") for name in ("mamba2", "falcon_h1", "olmo_hybrid")),
         ({"model_type": "whisper"}, "a model of speech, sound or pictures"),
         ({"model_type": "qwen2_5_vl"}, "a model of pictures and text together"),
         ({"model_type": "brand_new", "vision_config": {}}, "a model of pictures and text together"),

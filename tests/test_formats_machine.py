@@ -41,8 +41,8 @@ def set_memory(folder: Path, version: int, limit: int | str, used: int, cache: i
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    stat = {"anon": 5, f"{prefix}inactive_file": cache // 4, f"{prefix}active_file": cache // 4 * 3}
-    (folder / "memory.stat").write_text("".join(f"{key} {value}\n" for key, value in stat.items()))
+    stat = f"anon 5\n{prefix}inactive_file {cache // 4}\n{prefix}active_file {cache // 4 * 3}\n"
+    (folder / "memory.stat").write_text(stat)
 
 
 @pytest.mark.parametrize("version", [1, 2])

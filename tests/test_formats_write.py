@@ -19,14 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny_bundle import (
-    CLASSES,
-    tiny_config,
-    tiny_levels,
-    tiny_recipe,
-    write_tiny_bundle,
-    write_tiny_model,
-)
+from tiny_bundle import CLASSES, tiny_config, tiny_levels, tiny_recipe, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats import folder as folder_room
 from wisparse.formats import write as write_room

@@ -22,13 +22,7 @@ from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.write import write_bundle
 
 VOCAB = 258  # 256 bytes, <s>, </s>
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-}
+CLASSES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
