@@ -208,19 +208,12 @@ RENAMED: Mapping[str, str] = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_PICTURE_TENSORS = (
-    "vision_tower.",
-    "visual.",
-    "multi_modal_projector.",
-    "embed_vision.",
-    "audio_tower.",
-    "embed_audio.",
-)
+_NOT_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.")
 
 
 def text_name(stored: str) -> str | None:
     """The plain name of a wrapper's tensor; None for what is not the text model's."""
-    if stored.removeprefix("model.").startswith(_PICTURE_TENSORS):
+    if stored.removeprefix("model.").startswith(_NOT_TEXT):
         return None
     prefix = next((prefix for prefix in RENAMED if stored.startswith(prefix)), "")
     return RENAMED.get(prefix, "") + stored.removeprefix(prefix)

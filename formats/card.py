@@ -274,13 +274,11 @@ def read_findings(report: Mapping[str, Any]) -> list[Finding]:
         if not isinstance(entry, dict) or set(entry) != names:
             raise BundleError(f"{where}: expected an object of {', '.join(sorted(names))}, found something else")
         for name, value in entry.items():
-            valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            wanted = "a finite number"
-            if name in ("what", "conditions"):
-                valid, wanted = (
-                    isinstance(value, str) and 0 < len(value) <= _LONGEST,
-                    f"a text of at most {_LONGEST} characters",
-                )
+            wanted = f"a text of at most {_LONGEST} characters"
+            valid = isinstance(value, str) and 0 < len(value) <= _LONGEST
+            if name not in ("what", "conditions"):
+                wanted, is_number = "a finite number", isinstance(value, int | float) and not isinstance(value, bool)
+                valid = is_number and math.isfinite(value)
             if not valid and (value is not None or not name.endswith("_stderr")):
                 raise BundleError(f"{where}.{name}: expected {wanted}, found {value!r:.60}")
     return [Finding(**entry) for entry in entries]

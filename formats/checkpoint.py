@@ -274,22 +274,17 @@ class Checkpoint:
             "num_bits": 4 if kind == "int4" else 8,
             "type": "float" if kind == "fp8" else "int",
             "symmetric": True,
-            "strategy": "channel" if grouping is None else "group",
-            "group_size": grouping,
-            "dynamic": False,
         }
+        strategy = "channel" if grouping is None else "group"
+        weights |= {"strategy": strategy, "group_size": grouping, "dynamic": False}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         ignore = [LM_HEAD.removesuffix(".weight")]
         if self.config.delta_net is not None:
             # Linear layers as well, but small ones that are no projections.
             ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
-        config = {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized" if kind == "fp8" else "pack-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": ignore,
-        }
+        form = "float-quantized" if kind == "fp8" else "pack-quantized"
+        config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+        config |= {"config_groups": {"group_0": group}, "ignore": ignore}
         config_dict = {**self.config_dict, "quantization_config": config}
         return self.derive(made, config_dict=config_dict, tensors=tensors, quantised=quantised)
 

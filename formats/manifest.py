@@ -128,21 +128,15 @@ class Recipe:
         recipe: Recipe = _decode(cls, document, "")
         found, listed = recipe.sparsities, ", ".join(f"{one!r:.20}" for one in recipe.sparsities)
         ascending = all(low < high for low, high in pairwise(found))
-        for valid, where, wanted, given in (
+        checks = [
             (1 <= len(found) <= MAX_LEVELS, "sparsity levels", f"1 to {MAX_LEVELS}", f"{len(found)}"),
             (ascending, "sparsity levels", "ascending sparsities, none twice", listed),
             (recipe.default in found, "default", f"one of the sparsity levels {listed}", f"{recipe.default!r:.20}"),
-            *(
-                (
-                    level.sparsity or not one.sparsity,
-                    f"{one.name:.200}: sparsity",
-                    "0 at the sparsity level 0",
-                    one.sparsity,
-                )
-                for level in recipe.levels
-                for one in level.projections
-            ),
-        ):
+        ]
+        for one in recipe.levels[0].projections if found and not found[0] else ():
+            where = f"{one.name:.200}: sparsity"
+            checks.append((not one.sparsity, where, "0 at the sparsity level 0", f"{one.sparsity!r:.20}"))
+        for valid, where, wanted, given in checks:
             if not valid:
                 raise BundleError(f"{MANIFEST}: {where}: expected {wanted}, found {given}; convert again")
         return recipe

@@ -217,19 +217,12 @@ class ModelConfig:
             q, kv = self.q_size(index), self.blocks[index].kv_size
             if delta is not None and self.blocks[index].recurrent:
                 part = "linear_attn"
-                sizes = [
-                    ("in_proj_qkv", hidden, delta.mixed_size, False),
-                    ("in_proj_z", hidden, delta.value_size, False),
-                    ("out_proj", delta.value_size, hidden, False),
-                ]
+                outputs = {"in_proj_qkv": delta.mixed_size, "in_proj_z": delta.value_size}
+                sizes = [(role, hidden, rows, False) for role, rows in outputs.items()]
+                sizes.append(("out_proj", delta.value_size, hidden, False))
             else:
-                part = "self_attn"
-                outputs = {
-                    "q_proj": q * (2 if arch.attention_gate else 1),
-                    "k_proj": kv,
-                    "v_proj": kv,
-                    "qkv_proj": q + 2 * kv,
-                }
+                part, gates = "self_attn", 2 if arch.attention_gate else 1
+                outputs = {"q_proj": gates * q, "k_proj": kv, "v_proj": kv, "qkv_proj": q + 2 * kv}
                 sizes = [(role, hidden, outputs[role], self.qkv_bias) for role in self.qkv(index)]
                 sizes.append(("o_proj", q, hidden, self.o_bias))
             for role, inputs, rows, bias in sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,11 +57,8 @@ def read_masks(
     rows = len(manifest.recipe.levels)
     expected: dict[str, tuple[int, ...]] = {}
     for name, projection in projections.items():
-        expected |= {
-            f"{name}.channel_scale": (rows, projection.in_features),
-            f"{name}.threshold": (rows,),
-            f"{name}.sparsity": (rows,),
-        }
+        expected[f"{name}.channel_scale"] = (rows, projection.in_features)
+        expected |= dict.fromkeys((f"{name}.threshold", f"{name}.sparsity"), (rows,))
     for tensor, shape in expected.items():
         name, _, what = tensor.rpartition(".")
         entry = tensors[tensor][0] if tensor in tensors else None
@@ -85,14 +83,10 @@ def _mask(values: Mapping[str, Tensor], level: int, recipe: ProjectionRecipe) ->
     scale, *numbers = (values[f"{recipe.name}.{field}"][level] for field in ("channel_scale", "threshold", "sparsity"))
     threshold, sparsity = map(float, numbers)
     low, high = (float(value) for value in torch.aminmax(scale))
-    usual = threshold == 0 or _SMALLEST_NORMAL <= threshold < float("inf")
+    positive = low >= _SMALLEST_NORMAL and high < math.inf
+    usual = threshold == 0 or _SMALLEST_NORMAL <= threshold < math.inf
     for valid, where, wanted, found in (
-        (
-            low >= _SMALLEST_NORMAL and high < float("inf"),
-            "channel_scale",
-            "finite positive values",
-            f"{low:g} to {high:g}",
-        ),
+        (positive, "channel_scale", "finite positive values", f"{low:g} to {high:g}"),
         (usual, "threshold", "a finite number, 0 or more", f"{threshold:g}"),
         (0 <= sparsity <= MAX_SPARSITY, "sparsity", f"a number in [0, {MAX_SPARSITY}]", f"{sparsity:g}"),
         (sparsity or not threshold, "sparsity 0 means dense", "threshold 0", f"{threshold:g}"),

@@ -96,12 +96,8 @@ def write_bundle(
         if dtype != "auto":
             spelled = [key for key in ("dtype", "torch_dtype") if key in config]
             config |= dict.fromkeys(spelled or ["dtype"], dtype)
-        config["wisparse"] = {
-            "format_version": FORMAT_VERSION,
-            "sparsity": recipe.default,
-            "sparsities": list(recipe.sparsities),
-            "sidecar": SIDECAR,
-        }
+        config["wisparse"] = {"format_version": FORMAT_VERSION, "sparsity": recipe.default}
+        config["wisparse"] |= {"sparsities": list(recipe.sparsities), "sidecar": SIDECAR}
         files = {
             INDEX: dump_json({"metadata": {"total_size": total}, "weight_map": weight_map}),
             SIDECAR: sidecar_bytes(source.config.projections(), recipe, list(levels.values())),
