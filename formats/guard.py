@@ -151,16 +151,14 @@ def open_regular(
     try:
         # Before it is opened: opening a device can already have an effect.
         require_regular(path.lstat().st_mode)
-        file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK)))
+            require_regular(os.fstat(file.fileno()).st_mode)
+            if expected is not None and identity(file) != expected:
+                raise error(f"{name}: changed on disk since it was checked; open it again")
+            stack.pop_all()  # the caller closes it
     except OSError as reason:
         raise _unreadable(name, reason, error) from None
-    try:
-        require_regular(os.fstat(file.fileno()).st_mode)
-        if expected is not None and identity(file) != expected:
-            raise error(f"{name}: changed on disk since it was checked; open it again")
-    except BaseException:
-        file.close()
-        raise
     return file
 
 

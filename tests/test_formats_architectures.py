@@ -41,6 +41,7 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": None,
     "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), LLAMA["rope_parameters"]),
 }
+GEMMA2 = {**GEMMA4, "model_type": "gemma2", "rope_parameters": LLAMA["rope_parameters"]}
 
 
 def test_example_model(example_model: Path) -> None:
@@ -141,14 +142,8 @@ def test_heads_of_blocks_without_a_window() -> None:
         ({"model_type": "qwen2"}, "layer_types: expected 4 entries, found None"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"] * 3 + ["x"]}, "layer_types: expected sliding_att"),
         ({"model_type": "ernie4_5", "rms_norm_eps": None}, "rms_norm_eps: expected a small number, found None"),
-        (
-            {**GEMMA4, "model_type": "gemma2", "rope_parameters": LLAMA["rope_parameters"]},
-            "query_pre_attn_scalar: expected a positive number, found None",
-        ),
-        (
-            {**GEMMA4, "final_logit_softcapping": ...},
-            "final_logit_softcapping: expected a number or null, found no such key",
-        ),
+        ({**GEMMA2, "final_logit_softcapping": None}, "query_pre_attn_scalar: expected a positive number, found None"),
+        ({**GEMMA4, "final_logit_softcapping": ...}, "softcapping: expected a number or null, found no such key"),
         ({"model_type": "qwen2", "sliding_window": 4, "layer_types": ["full_attention"]}, "layer_types"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -148,10 +149,7 @@ _LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_
         ({"rope_parameters": _ROPE | {"rope_theta": 1e40}}, "rope_theta: expected a positive number"),
         ({"rope_parameters": _ROPE | {"partial_rotary_factor": 0.3}}, "expected an even number of dimensions, found 1"),
         ({"rope_parameters": _LLAMA3 | {"factor": -1}}, "rope_parameters.factor: expected a positive number"),
-        (
-            {"rope_parameters": _LLAMA3 | {"low_freq_factor": 4.0}},
-            "low_freq_factor: expected another number than high_freq",
-        ),
+        ({"rope_parameters": _LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor: expected another number than high"),
         ({"rope_parameters": _LONGROPE | {"long_factor": [1.0]}}, "long_factor: expected 2 numbers"),
         ({"rope_parameters": _LONGROPE | {"short_factor": [1, "x"]}}, "short_factor: expected a positive number"),
     ],
@@ -214,11 +212,7 @@ _NO_NAME = "expected the name of a .safetensors file in the folder"
         (["model-00001-of-00002.safetensors"], _NO_NAME, ()),
         ("other.safetensors", "other.safetensors: missing", ()),
         ("model-00001-of-00002.safetensors", "which the index does not place there", ()),
-        (
-            "model-00002-of-00002.safetensors",
-            "norm.weight is missing, the index places it there",
-            ("model.norm.weight",),
-        ),
+        ("model-00002-of-00002.safetensors", "is missing, the index places it there", ("model.norm.weight",)),
     ],
 )
 def test_index_paths(file: object, message: str, drop: tuple[str, ...], tmp_path: Path) -> None:
@@ -233,7 +227,7 @@ def test_index_paths(file: object, message: str, drop: tuple[str, ...], tmp_path
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "socket", "dangling", "loop", "outside"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.timeout(20)
-def test_not_a_regular_file(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_a_regular_file(name: str, kind: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     data = (folder / name).read_bytes()
     (folder / name).unlink()
@@ -242,8 +236,7 @@ def test_not_a_regular_file(name: str, kind: str, tmp_path: Path, monkeypatch: p
     elif kind == "folder":
         (folder / name).mkdir()
     elif kind == "socket":
-        monkeypatch.chdir(folder)  # the path of a socket has to be short
-        with socket.socket(socket.AF_UNIX) as server:
+        with contextlib.chdir(folder), socket.socket(socket.AF_UNIX) as server:  # its path has to be short
             server.bind(name)
     else:
         (tmp_path / "elsewhere").write_bytes(data)
@@ -333,10 +326,9 @@ def test_safetensors_files_that_lie_are_refused_in_bounded_time(header: Any, dat
     started = time.monotonic()
     content = _content(header, data)
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(BundleError, match="x: no valid safetensors file, truncated or damaged"):
-        TensorFile(tmp_path, "x", BundleError)
-    with pytest.raises(BundleError, match="x: no valid safetensors file, truncated or damaged"):
-        parse_tensors(content, "x", BundleError)
+    for read in (lambda: TensorFile(tmp_path, "x", BundleError), lambda: parse_tensors(content, "x", BundleError)):
+        with pytest.raises(BundleError, match="x: no valid safetensors file, truncated or damaged"):
+            read()
     assert time.monotonic() - started < 5
 
 

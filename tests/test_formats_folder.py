@@ -13,15 +13,7 @@ import pytest
 
 from wisparse.formats import folder
 from wisparse.formats.errors import UsageError
-from wisparse.formats.folder import (
-    UNFINISHED,
-    Kind,
-    check_target,
-    clear_leftovers,
-    lock_file,
-    remove_files,
-    replaced_folder,
-)
+from wisparse.formats.folder import UNFINISHED, Kind, check_target, clear_leftovers, replaced_folder
 
 FILES = ["a.bin", "pictures/b.png", "list.json"]
 
@@ -116,31 +108,21 @@ def test_what_comes_in_while_the_new_one_is_made_is_kept(tmp_path: Path) -> None
     assert content(out) == {**whole("one"), "notes.txt": "mine"}
 
 
-def _others_work(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "thesis.tex").write_text("years of work")
-
-
-def _another_kind(folder: Path) -> None:
-    folder.mkdir()
-    (folder / UNFINISHED).write_text(json.dumps({"kind": OTHER.name, "files": ["thesis.tex"]}))
-    (folder / "thesis.tex").write_text("years of work")
-
-
-def _link(folder: Path) -> None:
-    _others_work(folder.with_name("elsewhere"))
-    folder.symlink_to("elsewhere")
-
-
-def _file(folder: Path) -> None:
-    folder.write_text("years of work")
-
-
 @pytest.mark.parametrize("suffix", ["", ".partial", ".being-replaced"])
-@pytest.mark.parametrize("make", [_others_work, _another_kind, _link, _file])
-def test_nobody_elses_folder_is_touched(make: Callable[[Path], None], suffix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["others' work", "another kind", "link", "file"])
+def test_nobody_elses_folder_is_touched(kind: str, suffix: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"out{suffix}"
+    if kind == "file":
+        folder.write_text("years of work")
+    else:
+        place = tmp_path / "elsewhere" if kind == "link" else folder
+        place.mkdir()
+        (place / "thesis.tex").write_text("years of work")
+    if kind == "another kind":
+        (folder / UNFINISHED).write_text(json.dumps({"kind": OTHER.name, "files": ["thesis.tex"]}))
+    if kind == "link":
+        folder.symlink_to("elsewhere")
     out = tmp_path / "out"
-    make(tmp_path / f"out{suffix}")
     before = content(tmp_path)
     for attempt in (lambda: write(out, "x"), lambda: check_target(out, THING, True)):
         with pytest.raises(UsageError, match=r"not a thing|a symlink to elsewhere"):
@@ -158,7 +140,7 @@ def test_a_link_inside_is_removed_and_not_followed(tmp_path: Path) -> None:
     assert content(tmp_path) == {"mine": "mine"} | {f"out/{name}": text for name, text in whole("two").items()}
     (tmp_path / "album").mkdir()
     (tmp_path / "album/b.png").write_text("mine")
-    remove_files(out, ["pictures/b.png"])
+    folder.remove_files(out, ["pictures/b.png"])
     (out / "pictures").symlink_to(tmp_path / "album")
     with pytest.raises(UsageError, match="holds 'pictures'"):
         write(out, "three")
@@ -186,7 +168,7 @@ def test_a_lock_on_a_file_that_was_taken_away_is_none(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(fcntl, "flock", too_late)
     with pytest.raises(UsageError, match="busy"):
-        lock_file(tmp_path / "lock", UsageError("busy"))
+        folder.lock_file(tmp_path / "lock", UsageError("busy"))
 
 
 _CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
@@ -227,16 +209,6 @@ def one_step(tmp_path: Path) -> None:
 @pytest.fixture
 def two_renames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
-
-
-def test_folders_change_names_or_nothing_is_done(one_step: None, tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    write(one, "1")
-    assert not folder._exchange(one, other)
-    assert content(tmp_path) == {f"one/{name}": text for name, text in whole("1").items()}
-    write(other, "2")
-    assert folder._exchange(one, other)
-    assert (content(one), content(other)) == (whole("2"), whole("1"))
 
 
 def test_an_interrupt_right_after_the_exchange_leaves_the_new_one(

@@ -24,14 +24,7 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.quantization import read_quantisation
-from wisparse.formats.weight_types import (
-    QuantizedMatrix,
-    pack_int4,
-    quantise_fp8,
-    quantise_int4,
-    quantise_int8,
-    unpack_int4,
-)
+from wisparse.formats.weight_types import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8
 
 FIRST = "model.layers.0.self_attn.q_proj."
 
@@ -184,11 +177,7 @@ IN_NUMBERS: list[tuple[str, Change, str]] = [
 ]
 REFUSED: list[tuple[str, Change, str]] = [
     # Tensors.
-    (
-        _PACK,
-        lambda f: change_tensors(f, lambda t: t.pop(FIRST + _SCALE)),
-        r"missing 1 tensor .*weight_scale.*does not say",
-    ),
+    (_PACK, lambda f: change_tensors(f, lambda t: t.pop(FIRST + _SCALE)), "missing 1 tensor .*weight_scale.*does not"),
     (_PACK, _set(_SCALE, lambda t: t[:, :1]), r"q_proj\.weight_scale: expected shape \(16, 2\), found"),
     (_PACK, _set(_SCALE, lambda t: t.int()), r"q_proj\.weight_scale: expected BF16 or F16 or F32"),
     (_PACK, _set("weight_packed", lambda t: t[:, :1]), r"weight_packed: expected shape \(16, 2\)"),
@@ -244,11 +233,7 @@ REFUSED: list[tuple[str, Change, str]] = [
     (_PACK, _config(quant_method="zip"), "quantised by 'zip'; known are compressed-tensors"),
     (_PACK, _config(quant_method=7), "quantised by 7"),
     (_PACK, lambda f: change_config(f, lambda d: d.update(quantization_config=[1])), "expected an object"),
-    (
-        "int8 rows",
-        lambda f: change_config(f, lambda d: d.pop("quantization_config")),
-        "unexpected 14 .*does not say what",
-    ),
+    ("int8 rows", lambda f: change_config(f, lambda d: d.pop("quantization_config")), "unexpected 14 .*does not say"),
 ]
 
 
@@ -353,10 +338,10 @@ def test_rounding_to_fp8_loses_at_most_a_sixteenth_of_the_value(given_weight):
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 99))
 def test_four_bits_are_packed_low_half_first(rows, columns, seed):
     codes = torch.randint(16, (rows, columns), generator=torch.Generator().manual_seed(seed))
-    packed = pack_int4(codes)
+    packed = weight_types.pack_int4(codes)
     assert packed.shape == (rows, (columns + 1) // 2)
     assert int(packed[0, 0]) == codes[0, 0] + (16 * codes[0, 1] if columns > 1 else 0)
-    assert torch.equal(unpack_int4(packed, columns).long(), codes)
+    assert torch.equal(weight_types.unpack_int4(packed, columns).long(), codes)
 
 
 @pytest.mark.parametrize("quantise", [quantise_int8, quantise_int4, quantise_fp8])

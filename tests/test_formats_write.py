@@ -25,7 +25,7 @@ from wisparse.formats import folder as folder_room
 from wisparse.formats import write as write_room
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
+from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.write import check_output, parse_size, write_bundle
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -119,14 +119,10 @@ def test_files(model: Path, tmp_path: Path) -> None:
     assert all(content[name] == (model / name).read_bytes() for name in copied)
     assert all(content[name] == extra[name] for name in extra)
     sparse = {"format_version": 2, "sparsity": 0.5, "sparsities": [0.5], "sidecar": "wisparse.safetensors"}
-    assert json.loads(content["config.json"]) == {
-        **{key: value for key, value in config.items() if key != "auto_map"},
-        "wisparse": sparse,
-    }
-    files = json.loads(content["wisparse.json"])["files"]
-    assert files == {
-        name: {"sha256": hashlib.sha256(data).hexdigest()} for name, data in content.items() if name != "wisparse.json"
-    }
+    del config["auto_map"]
+    assert json.loads(content["config.json"]) == {**config, "wisparse": sparse}
+    files = json.loads(content.pop("wisparse.json"))["files"]
+    assert files == {name: {"sha256": hashlib.sha256(data).hexdigest()} for name, data in content.items()}
 
 
 def test_same_bytes_whatever_the_layout_of_the_source(tmp_path: Path) -> None:
@@ -331,9 +327,8 @@ write._write_all = slow
     assert not out.exists()
     assert (partial / file).exists()
     for folder in (out, partial):
-        with pytest.raises(Exception, match=r"unfinished conversion|expected a folder") as caught:
+        with pytest.raises((BundleError, AccessError), match=r"unfinished conversion|expected a folder"):
             Bundle.open(folder)
-        assert caught.type.__name__ in ("BundleError", "AccessError")
     write_tiny_bundle(out, model)
     verify_bundle(out)
     assert not partial.exists()
