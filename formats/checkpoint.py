@@ -256,7 +256,7 @@ class Checkpoint:
         the stored scales.
         """
         kind, grouping = next((matrix.kind, matrix.group) for matrix in matrices.values())
-        packing: Packing = Plain("fp8") if kind == "fp8" else Packed(kind, grouping)
+        packing: Packed | Plain = Plain("fp8") if kind == "fp8" else Packed(kind, grouping)
         tensors: dict[str, TensorInfo] = {}
         made: dict[str, Callable[[], Tensor]] = {}
         quantised: dict[str, StoredWeight] = {}
@@ -270,11 +270,8 @@ class Checkpoint:
                 stored = name.removesuffix("weight") + part
                 made[stored] = partial(lambda made: made, tensor)
                 tensors[stored] = TensorInfo(stored, "", stored, tuple(tensor.shape), tensor.dtype)
-        weights = {
-            "num_bits": 4 if kind == "int4" else 8,
-            "type": "float" if kind == "fp8" else "int",
-            "symmetric": True,
-        }
+        weights: dict[str, Any] = {"num_bits": 4 if kind == "int4" else 8}
+        weights |= {"type": "float" if kind == "fp8" else "int", "symmetric": True}
         strategy = "channel" if grouping is None else "group"
         weights |= {"strategy": strategy, "group_size": grouping, "dynamic": False}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
@@ -283,7 +280,11 @@ class Checkpoint:
             # Linear layers as well, but small ones that are no projections.
             ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
         form = "float-quantized" if kind == "fp8" else "pack-quantized"
-        config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+        config: dict[str, Any] = {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "quantization_status": "compressed",
+        }
         config |= {"config_groups": {"group_0": group}, "ignore": ignore}
         config_dict = {**self.config_dict, "quantization_config": config}
         return self.derive(made, config_dict=config_dict, tensors=tensors, quantised=quantised)

@@ -271,7 +271,7 @@ class ModelConfig:
                     f"unsupported architecture: model_type {model_type!r} with {key}{value} is {what}"
                 )
         sizes = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
-        dimensions = {key: dimension(config, key) for key in sizes}
+        dimensions: dict[str, Any] = {key: dimension(config, key) for key in sizes}
         num_heads = dimension(config, "num_attention_heads")
         num_kv_heads = dimension(config, "num_key_value_heads")
         num_blocks = dimension(config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
@@ -296,7 +296,8 @@ class ModelConfig:
             positions = dimension(rope, "original_max_position_embeddings")
             query_scaling = (_number(rope, "llama_4_scaling_beta"), positions)
         biases = {name: getattr(arch, name) for name in ("qkv_bias", "o_bias", "mlp_bias")}
-        multipliers = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
+        factors = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
+        multipliers: dict[str, Any] = {name: power(getattr(arch, name)) for name in factors}
         return cls(
             model_type=model_type,
             **dimensions,
@@ -314,7 +315,7 @@ class ModelConfig:
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
             attention_softcap=optional(arch.attention_softcap),
             logits_softcap=optional(arch.logits_softcap),
-            **{name: power(getattr(arch, name)) for name in multipliers},
+            **multipliers,
             query_scaling=query_scaling,
             delta_net=_delta_net(config) if any(block.recurrent for block in blocks) else None,
         )

@@ -330,7 +330,8 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
 
 
 def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
-    weights, activations = group.get("weights"), group.get("input_activations") or {}
+    weights: Any = group.get("weights")
+    activations: Any = group.get("input_activations") or {}
     for key, value in (("weights", weights), ("input_activations", activations)):
         require(isinstance(value, dict), f"{_KEY}.{where}.{key}", "an object", value)
     bits, number, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
