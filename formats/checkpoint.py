@@ -280,13 +280,9 @@ class Checkpoint:
             # Linear layers as well, but small ones that are no projections.
             ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
         form = "float-quantized" if kind == "fp8" else "pack-quantized"
-        config: dict[str, Any] = {
-            "quant_method": "compressed-tensors",
-            "format": form,
-            "quantization_status": "compressed",
-        }
-        config |= {"config_groups": {"group_0": group}, "ignore": ignore}
-        config_dict = {**self.config_dict, "quantization_config": config}
+        config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+        settings: dict[str, Any] = {**config, "config_groups": {"group_0": group}, "ignore": ignore}
+        config_dict = {**self.config_dict, "quantization_config": settings}
         return self.derive(made, config_dict=config_dict, tensors=tensors, quantised=quantised)
 
     @property
