@@ -128,7 +128,7 @@ class ChatTemplate:
         """The conversation as text."""
         template = self.check()
         values = {"messages": list(messages), "tools": None, "documents": None, **more}
-        given = len(json.dumps(values, ensure_ascii=False, skipkeys=True, default=_plain))
+        given = _length(values)
         if given > _MAX_INPUT:
             raise UsageError(f"messages: expected at most {_MAX_INPUT:,} characters, found {given:,}")
         most = _MAX_OUTPUT + _MAX_GROWTH * given
@@ -152,13 +152,17 @@ class ChatTemplate:
         return "".join(chunks)
 
 
-def _plain(value: Any) -> Any:
-    """What JSON holds, of a mapping or of a number of numpy's or torch's."""
+def _length(value: Any) -> int:
+    """Characters of all texts in ``value``; UsageError for what JSON cannot hold."""
+    if isinstance(value, str):
+        return len(value)
     if isinstance(value, Mapping):
-        return dict(value)
-    if not hasattr(value, "item"):
+        return sum(_length(key) + _length(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return sum(map(_length, value))
+    if value is not None and not isinstance(value, (bool, int, float)) and not hasattr(value, "item"):
         raise UsageError(f"messages: expected texts, numbers, lists and mappings, found {type(value).__name__}")
-    return value.item()
+    return 8
 
 
 def _run_trial() -> None:
