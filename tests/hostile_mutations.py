@@ -222,22 +222,12 @@ def lying_length(random: Random, folder: Path) -> str:
 def json_bomb(random: Random, folder: Path) -> str:
     file = _pick(random, folder, "*.json", "*.safetensors")
     depth, width = random.choice([50, 1_000, 200_000]), random.choice([10_000, 1_000_000])
-    bomb = random.choice(
-        [
-            "[" * depth,
-            '{"a":' * depth + "1" + "}" * depth,
-            '{"a":' + "[" * depth + "]" * depth + "}",
-            '{"a":[' + "[]," * width + "[]]}",
-            "{" + ",".join(f'"{index}":{{}}' for index in range(width // 10)) + "}",
-            '{"a":' + "9" * width + "}",
-            '{"a":"' + "\\u0000" * width + '"}',
-            '{"a":NaN}',
-            '{"a":1e9999}',
-            '{"a":-Infinity}',
-            " " * width * 3,
-            '{"a":"' + '\\"' * width,
-        ]
-    )
+    bomb = random.choice([
+        "[" * depth, '{"a":' * depth + "1" + "}" * depth, '{"a":' + "[" * depth + "]" * depth + "}",
+        '{"a":[' + "[]," * width + "[]]}", "{" + ",".join(f'"{index}":{{}}' for index in range(width // 10)) + "}",
+        '{"a":' + "9" * width + "}", '{"a":"' + "\\u0000" * width + '"}', '{"a":"' + '\\"' * width,
+        '{"a":NaN}', '{"a":1e9999}', '{"a":-Infinity}', " " * width * 3,
+    ])  # fmt: skip
     document, rest = _read_document(file)
     # On its own, or as one more value of a document that is otherwise right.
     _write_document(file, bomb if random.random() < 0.5 else f'{json.dumps(document)[:-1]}, "bomb": {bomb}}}', rest)
@@ -255,15 +245,10 @@ def odd_tensor(random: Random, folder: Path) -> str:
     start, end = header[name]["data_offsets"]
     old, size = data[start:end], end - start
     fills = {
-        "zeros": bytes(size),
-        "ones": b"\xff" * size,
-        "signs": b"\x80" * size,
-        "largest": b"\x7f" * size,
-        "infinite": (b"\x00\x00\x80\x7f" * size)[:size],
-        "random": random.randbytes(size),
-        "backwards": old[::-1],
+        "zeros": bytes(size), "ones": b"\xff" * size, "signs": b"\x80" * size, "largest": b"\x7f" * size,
+        "infinite": (b"\x00\x00\x80\x7f" * size)[:size], "random": random.randbytes(size), "backwards": old[::-1],
         "turned": old[size // 2 :] + old[: size // 2],
-    }
+    }  # fmt: skip
     kind = random.choice([*fills, *["one number"] * 8])
     if kind == "one number":
         value = np.float32(random.choice([np.nan, np.inf, -np.inf, 0, -1, 1e-40, -1e-40, 1e-45, 3e38, 0.96, 1, 0.25]))
@@ -340,37 +325,23 @@ def bad_tokenizer(random: Random, folder: Path) -> str:
 
 
 _TEMPLATES = (
-    "",
-    "\0",
-    "{% if",
-    "{{ messages }}",
-    "{{ messages[99].x.y }}",
-    "{{ raise_exception('\x1b[2J') }}",
+    "", "\0", "{% if", "{{ messages }}", "{{ messages[99].x.y }}", "{{ raise_exception('\x1b[2J') }}",
     # Out of the sandbox.
-    "{{ ''.__class__.__mro__ }}",
-    "{{ cycler.__init__.__globals__ }}",
-    "{{ [1].append(2) }}",
+    "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}", "{{ [1].append(2) }}",
     "{% include '/etc/passwd' %}",
     # Never done.
     "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro m(n) %}{{ m(n - 1) if n else 'x' }}{{ m(n - 1) if n else 'x' }}{% endmacro %}{{ m(60) }}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "{{ 9**9**9 }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ 9**9**9 }}",
     # More than memory.
-    "{{ 'x' * 10**12 }}",
-    "{{ range(10**9) | list }}",
-    "{{ 'x'.ljust(10**10) }}",
-    "{{ 'x' | center(10**10) }}",
-    "{{ '%9999999999d' % 1 }}",
-    "{{ '{:9999999999d}'.format(1) }}",
-    "{{ '\t'.expandtabs(10**10) }}",
-    "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
-    "{{ ('b' * 10**6).join(('a' * 10**6) | list) }}",
+    "{{ 'x' * 10**12 }}", "{{ range(10**9) | list }}", "{{ 'x'.ljust(10**10) }}", "{{ 'x' | center(10**10) }}",
+    "{{ '%9999999999d' % 1 }}", "{{ '{:9999999999d}'.format(1) }}", "{{ '\t'.expandtabs(10**10) }}",
+    "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}", "{{ ('b' * 10**6).join(('a' * 10**6) | list) }}",
     "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
     "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
     "{% set n = namespace(s=['x']) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
-)
+)  # fmt: skip
 
 
 def bad_template(random: Random, folder: Path) -> str:

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -197,13 +196,6 @@ def test_what_is_neither_folder_nor_hub_id(text: str | Path) -> None:
         fetch_source(text)
 
 
-def test_a_download_cut_off_half_way_is_resumed(standin: HubStandIn) -> None:
-    standin.add("org/model", MODEL)
-    standin.faults.append(Fault(r"GET /org/model/resolve/.*model-00002", None, times=1))
-    name = "model-00002-of-00002.safetensors"
-    assert (fetch_source("org/model").folder / name).read_bytes() == MODEL[name]
-
-
 # Push
 
 
@@ -240,25 +232,6 @@ def test_a_new_conversion_replaces_the_old_one_and_keeps_what_people_added(stand
     names = set(repo.commits[-1][1])
     assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "notes.md"} <= names
     assert not {"model-00001-of-00001.safetensors", "figures/sparsity.png"} & names
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(r"PUT /storage/", None, after_bytes=10_000),
-        Fault(r"PUT /storage/", 503),
-        Fault(r"POST .*/preupload/", 429),
-        Fault(r"POST .*/lfs/objects/batch", None),
-    ],
-    ids=lambda fault: f"{fault.pattern} {fault.status}",
-)
-def test_the_client_repeats_a_transfer_that_failed(
-    standin: HubStandIn, bundle: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    standin.faults.append(replace(fault))
-    push_bundle(bundle, "alice/model-50")
-    assert len(standin.repos["alice/model-50"].commits) == 2
-    assert standin.faults[0].times == 0
 
 
 def test_a_push_that_broke_off_resumes(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,25 +28,12 @@ CLASSES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 def tiny_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
     """A ``config.json`` of two blocks, hidden size 16."""
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[model_type].class_name],
-        "model_type": model_type,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-        "pad_token_id": 257,
-    }
+        "architectures": [ARCHITECTURES[model_type].class_name], "model_type": model_type, "hidden_size": 16,
+        "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 4, "vocab_size": VOCAB, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "hidden_act": "silu",
+        "tie_word_embeddings": True, "dtype": "float32", "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257,
+    }  # fmt: skip
     arch = ARCHITECTURES[model_type]
     config |= {arch.activation: "silu", "sliding_window": None}
     config |= {key: None for key in (arch.attention_softcap, arch.logits_softcap) if key}
