@@ -55,10 +55,8 @@ class Inherited:
 
 
 def read_inherited(folder: str | os.PathLike[str]) -> Inherited:
-    """Licence, languages and chat template of a source model, from its own card and files.
-
-    Metadata that the Hub would refuse is left out: the source's mistake must not stop an upload.
-    """
+    """Licence, languages and chat template of a source model, from its own card and files. Metadata that the Hub would
+    refuse is left out: the source's mistake must not stop an upload."""
     folder = Path(folder)
     found: dict[str, Any] = {}
     readme, tokenizer_config = folder / "README.md", folder / "tokenizer_config.json"
@@ -103,7 +101,6 @@ def render_card(
     figures: Sequence[tuple[str, str]] = (),
     repo_id: str | None = None,
 ) -> str:
-    """The text of a bundle's ``README.md``."""
     base = recipe.base_model
     title = f"{base.split('/')[-1]}, {100 * recipe.default:.4g}% activation-sparse"
     on_hub = recipe.base_revision is not None

@@ -23,13 +23,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import BundleError, UsageError
 
-_MAX_SOURCE = 1 << 20
-_MAX_INPUT = 64 << 20
+_MAX_SOURCE, _MAX_INPUT = 1 << 20, 64 << 20
 # A rendered conversation is its messages, tools and documents, each maybe indented or repeated, between fixed words.
-_MAX_OUTPUT = 200_000
-_MAX_GROWTH = 8
-_TRIAL_SECONDS = 2
-_TRIAL_BYTES = 1 << 30
+_MAX_OUTPUT, _MAX_GROWTH = 200_000, 8
+_TRIAL_SECONDS, _TRIAL_BYTES = 2, 1 << 30
 # For a child process that waits for a core, or sleeps.
 _TRIAL_TIMEOUT = 60
 _TRIAL_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG")
@@ -80,10 +77,8 @@ def _compile(source: str, variables: Mapping[str, str]) -> Template:
 
 
 class ChatTemplate:
-    """A template's Jinja source and the variables it sees beside the messages (``bos_token``, ``eos_token``, …).
-
-    The trial runs beside whatever the caller does next; the first rendering, or :meth:`check`, waits for it.
-    """
+    """A template's Jinja source and the variables it sees beside the messages (``bos_token``, ``eos_token``, …). The
+    trial runs beside whatever the caller does next; the first rendering, or :meth:`check`, waits for it."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         if len(source) > _MAX_SOURCE:
@@ -125,7 +120,6 @@ class ChatTemplate:
             return self._template
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **more: Any) -> str:
-        """The conversation as text."""
         template = self.check()
         values = {"messages": list(messages), "tools": None, "documents": None, **more}
         given = _length(values)

@@ -34,8 +34,7 @@ _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.0
 _DERIVED = re.compile(r"model\.layers\..*\.self_attn\.rotary_emb\.inv_freq|mtp\..*", re.DOTALL)
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
-MAX_CONFIG_BYTES = 1 << 20
-MAX_INDEX_BYTES = 16 << 20
+MAX_CONFIG_BYTES, MAX_INDEX_BYTES, _MAX_HEADER_BYTES = 1 << 20, 16 << 20, 32 << 20
 # An integer of the same size, and infinity's pattern. Integers are all finite; fp8 has no infinity, and its NaN is
 # looked for where the weight is put together.
 _INFINITY = {
@@ -53,14 +52,12 @@ _OF_QUANTISED = (
 # Small enough that the bytes are still in the cache when they are looked at.
 _COPY_BYTES = 1 << 20
 
-
 # Weights that are numbers, and what else stands for weights in few bits.
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 STORED_DTYPES: Mapping[str, torch.dtype] = dict(
     DTYPES, I8=torch.int8, I32=torch.int32, I64=torch.int64, F8_E4M3=torch.float8_e4m3fn
 )
 _CODES = {dtype: code for code, dtype in STORED_DTYPES.items()}
-_MAX_HEADER_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -94,10 +91,8 @@ class TensorFile:
         self.entries = {name: Entry(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
     def read_bytes(self, tensor: str) -> Tensor:
-        """The bytes of a tensor, (n,) uint8, in the mapped file: read when they are used.
-
-        A file that changed since it was opened is refused; one that is truncated while it is read ends the process.
-        """
+        """The bytes of a tensor, (n,) uint8, in the mapped file: read when they are used. A file that changed since it
+        was opened is refused; one that is truncated while it is read ends the process."""
         guard.open_regular(self._folder, self._name, self._error, self.identity).close()
         found: Tensor = self._file.get_tensor(tensor)
         return found.view(-1).view(torch.uint8)
@@ -153,12 +148,10 @@ class Checkpoint:
         error: type[WisparseError] = UnsupportedModelError,
         complete: Callable[..., dict[str, Any]] | None = None,
     ) -> Checkpoint:
-        """Read and check ``config.json``, the index and the headers; no weight is read.
-
-        ``error`` is raised for a checkpoint that cannot be used: UnsupportedModelError for a source model, BundleError
-        for a bundle (which always has an index and never a second copy of tied embeddings). ``complete`` makes a
-        source's ``config.json``, and the names of its tensors once they are known, into one that states every field.
-        """
+        """Read and check ``config.json``, the index and the headers; no weight is read. ``error`` is raised for a
+        checkpoint that cannot be used: UnsupportedModelError for a source model, BundleError for a bundle (which always
+        has an index and never a second copy of tied embeddings). ``complete`` makes a source's ``config.json``, and the
+        names of its tensors once they are known, into one that states every field."""
         folder = Path(folder)
         guard.require_folder(folder)
         is_bundle = issubclass(error, BundleError)
@@ -250,11 +243,8 @@ class Checkpoint:
 
     def quantize(self, matrices: Mapping[str, QuantizedMatrix], scale_dtype: torch.dtype) -> Checkpoint:
         """This checkpoint, not quantized, with the weights of projections replaced by codes as compressed-tensors
-        stores them.
-
-        ``matrices``, by projection, have no zero points and are all of one kind and group; ``scale_dtype`` is that of
-        the stored scales.
-        """
+        stores them. ``matrices``, by projection, have no zero points and are all of one kind and group; ``scale_dtype``
+        is that of the stored scales."""
         kind, grouping = next((matrix.kind, matrix.group) for matrix in matrices.values())
         packing: Packed | Plain = Plain("fp8") if kind == "fp8" else Packed(kind, grouping)
         tensors: dict[str, TensorInfo] = {}

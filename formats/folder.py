@@ -16,8 +16,7 @@ from typing import IO
 from .errors import ResourceError, UsageError
 from .guard import PARTIAL, quoted
 
-PREVIOUS = ".being-replaced"
-UNFINISHED = ".wisparse-unfinished"
+PREVIOUS, UNFINISHED = ".being-replaced", ".wisparse-unfinished"
 _MAX_MARKER_BYTES = 4 << 20
 
 
@@ -67,11 +66,9 @@ def require_writable(folder: Path, option: str, advice: str, name: str = "") -> 
 
 @contextlib.contextmanager
 def replaced_folder(out: Path, kind: Kind, files: Iterable[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """``with replaced_folder(out, …) as partial:`` fill ``partial``; after the block it stands at ``out``.
-
-    A block that raises leaves everything as it was. So does a kill, but for what the next run clears away. ``out`` is
-    absolute; ``files`` is every name that may be written; with ``overwrite`` an ``out`` of the same kind is replaced.
-    """
+    """``with replaced_folder(out, …) as partial:`` fill ``partial``; after the block it stands at ``out``. A block that
+    raises leaves everything as it was. So does a kill, but for what the next run clears away. ``out`` is absolute;
+    ``files`` is every name that may be written; with ``overwrite`` an ``out`` of the same kind is replaced."""
     names = {*files, UNFINISHED}
     partial, previous = _beside(out)
     try:
@@ -138,9 +135,7 @@ def clear_leftovers(out: Path, kind: Kind) -> None:
 
 def entries(folder: Path) -> list[str]:
     """Everything in a folder that is not a folder, as ``a`` or ``a/b``, sorted; an empty folder counts, as ``a/``.
-
-    Links are not followed: one that leads to a folder is an entry as well.
-    """
+    Links are not followed: one that leads to a folder is an entry as well."""
     found = []
     for where, folders, files in os.walk(folder):
         prefix = "" if where == str(folder) else os.path.relpath(where, folder) + "/"
@@ -152,10 +147,8 @@ def entries(folder: Path) -> list[str]:
 
 
 def remove_files(folder: Path, names: Collection[str], last: Iterable[str] = (), *, keep: bool = False) -> None:
-    """Delete these files, the folders that this empties and, unless ``keep``, the folder if it is empty then.
-
-    ``last``: those of the names that are deleted after all others, in this order.
-    """
+    """Delete these files, the folders that this empties and, unless ``keep``, the folder if it is empty then. ``last``:
+    those of the names that are deleted after all others, in this order."""
     ending = list(last)
     first = sorted(name for name in {*names} - {*ending} if not name.endswith("/"))
     inner = {
@@ -252,10 +245,8 @@ def _busy(partial: Path, kind: Kind) -> UsageError:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change names in one step, so that both are there all the time.
-
-    Returns False, and has done nothing, where the system (any but Linux) or the disk cannot.
-    """
+    """Let two folders change names in one step, so that both are there all the time. Returns False, and has done
+    nothing, where the system (any but Linux) or the disk cannot."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
     return call is not None and call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -22,6 +22,8 @@ from typing import Any
 
 from .errors import AccessError, UsageError, WisparseError
 
+# Ends the name of what is being written and not yet complete.
+PARTIAL = ".partial"
 # Longer than any path that a system takes, and than any Hub id.
 _MAX_PATH_BYTES = 4096
 
@@ -103,10 +105,6 @@ def place(name: str, value: Any) -> str:
     return str(given)
 
 
-# Ends the name of what is being written and not yet complete.
-PARTIAL = ".partial"
-
-
 # Device, inode, size and time of the last change (ns): tells whether a file was replaced or changed.
 FileIdentity = tuple[int, int, int, int]
 
@@ -117,10 +115,8 @@ def identity(file: io.FileIO) -> FileIdentity:
 
 
 def resolve_inside(folder: Path, name: str, error: type[WisparseError]) -> Path:
-    """The real path of ``folder/name``; ``error`` for a name or a symlink that leaves the folder.
-
-    A snapshot in the Hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``, may link to its own ``blobs`` folder.
-    """
+    """The real path of ``folder/name``; ``error`` for a name or a symlink that leaves the folder. A snapshot in the
+    Hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``, may link to its own ``blobs`` folder."""
     if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
         raise error(f"{name!r:.100}: expected a file inside the folder, found a path that leaves it")
     root = Path(os.path.realpath(folder))
@@ -181,10 +177,8 @@ def file_digest(path: Path) -> str:
 
 
 def list_files(folder: Path, limit: int, error: type[WisparseError], *, deep: bool = False) -> list[str]:
-    """Sorted names of everything in ``folder`` that is not a folder, at most ``limit`` entries.
-
-    ``deep``: also what lies in its folders, as ``folder/name``; symlinks and hidden folders are not entered.
-    """
+    """Sorted names of everything in ``folder`` that is not a folder, at most ``limit`` entries. ``deep``: also what
+    lies in its folders, as ``folder/name``; symlinks and hidden folders are not entered."""
     require_folder(folder)
     found: list[str] = []
     prefixes, entries = [""], 0
@@ -229,10 +223,8 @@ def read_json(folder: Path, name: str, limit: int, error: type[WisparseError]) -
 
 
 def parse_json(data: bytes, where: str, error: type[WisparseError]) -> dict[str, Any]:
-    """Parse a JSON object. The caller limits its size, which bounds the number of values.
-
-    Refused: not UTF-8, not JSON, not an object, a key twice, NaN or infinity, half a surrogate pair, deep nesting.
-    """
+    """Parse a JSON object. The caller limits its size, which bounds the number of values. Refused: not UTF-8, not JSON,
+    not an object, a key twice, NaN or infinity, half a surrogate pair, deep nesting."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -280,8 +272,7 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
 
 _WANTED = "give a folder with config.json, safetensors weights and a tokenizer"
 _ORIGINAL = "give the checkpoint it was made from, with config.json and safetensors weights"
-_MOST_NAMES = 2000
-_MAX_JSON_BYTES = 1 << 20
+_MOST_NAMES, _MAX_JSON_BYTES = 2000, 1 << 20
 
 # What a file is, and what to give -> ends of such files' names.
 _FILES = {
@@ -318,10 +309,8 @@ def _named(kinds: Mapping[str, str], names: Iterable[str]) -> str | None:
 
 
 def find_folder(model: str | os.PathLike[str]) -> Path | None:
-    """The folder of this machine that ``model`` names, ``~`` resolved; None if it has to be a Hub id.
-
-    AccessError for a file, or for a path that may not be looked at.
-    """
+    """The folder of this machine that ``model`` names, ``~`` resolved; None if it has to be a Hub id. AccessError for a
+    file, or for a path that may not be looked at."""
     # An empty string, as an unset shell variable leaves one, would be the current folder to pathlib.
     typed = place("model", model)
     path = expand(typed)

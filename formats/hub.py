@@ -72,10 +72,8 @@ class Source:
 
 
 def fetch_source(model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Source:
-    """Bring a model, a folder or a Hub id, to this machine's disk.
-
-    ``weights=False`` fetches only configuration, tokenizer, card and licences (for a preflight).
-    """
+    """Bring a model, a folder or a Hub id, to this machine's disk. ``weights=False`` fetches only configuration,
+    tokenizer, card and licences (for a preflight)."""
     folder = find_folder(model)
     if folder is not None:
         if revision is not None:
@@ -161,8 +159,6 @@ def is_public(repo: str) -> bool:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What a push would do."""
-
     send: dict[str, int]  # name -> bytes of the files that the repository lacks or has with another content
     num_files: int  # of the bundle
     left_out: tuple[str, ...]  # what else lies in the folder
@@ -189,12 +185,10 @@ def plan_push(folder: Path, repo: str) -> PushPlan:
 
 
 def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
-    """Upload the files that a bundle's manifest names, and nothing else; returns the address on the Hub.
-
-    Files that are there already are not sent again, so a push that broke off resumes where it stopped. The repository
-    changes in one commit after all weights arrived; files that people added there stay. An UploadError and a
-    KeyboardInterrupt hold the command to repeat it.
-    """
+    """Upload the files that a bundle's manifest names, and nothing else; returns the address on the Hub. Files that are
+    there already are not sent again, so a push that broke off resumes where it stopped. The repository changes in one
+    commit after all weights arrived; files that people added there stay. An UploadError and a KeyboardInterrupt hold
+    the command to repeat it."""
     names = _bundle_files(folder)
     repo_id = _repo_id(repo, must_have_owner=True)
     retry = push_command(folder, repo_id, private)

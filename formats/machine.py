@@ -98,9 +98,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-_NAME = re.compile(r"cpu|cuda(?::([0-9]{1,4}))?")
-
-
 def choose_device(requested: Any = "auto", name: str = "device") -> torch.device:
     """``auto`` is the first NVIDIA GPU, or the CPU where there is none; else ``cpu``, ``cuda`` or ``cuda:N``."""
     import torch
@@ -108,7 +105,7 @@ def choose_device(requested: Any = "auto", name: str = "device") -> torch.device
     if isinstance(requested, str) and requested == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     spelled = str(requested) if isinstance(requested, torch.device) else requested
-    match = _NAME.fullmatch(spelled) if isinstance(spelled, str) else None
+    match = re.fullmatch(r"cpu|cuda(?::([0-9]{1,4}))?", spelled) if isinstance(spelled, str) else None
     if match is None:
         raise UsageError(f"{name}: expected auto, cpu, cuda or cuda:N, found {quoted(requested)}")
     if spelled == "cpu":
@@ -127,10 +124,8 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those that torchrun started; the default is a process alone.
-
-    ``ignored`` says why variables that are set are not taken for torchrun's; empty if there are none.
-    """
+    """This process among those that torchrun started; the default is a process alone. ``ignored`` says why variables
+    that are set are not taken for torchrun's; empty if there are none."""
 
     index: int = 0
     size: int = 1

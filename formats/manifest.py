@@ -19,8 +19,7 @@ from .folder import Kind
 from .guard import dump_json, read_json
 
 FORMAT_VERSION = 2
-MANIFEST = "wisparse.json"
-SIDECAR = "wisparse.safetensors"
+MANIFEST, SIDECAR = "wisparse.json", "wisparse.safetensors"
 # Beyond this, thresholds rest on the extreme tail of the scores, and the error is about that of removing the projection.
 MAX_SPARSITY = 0.95
 MAX_LEVELS = 16
@@ -46,8 +45,6 @@ class ProjectionRecipe:
 
 @dataclass(frozen=True)
 class SparsityLevel:
-    """One sparsity of a bundle."""
-
     sparsity: _Sparsity  # the target, a fraction of the parameters of all projections in scope
     projections: tuple[ProjectionRecipe, ...]  # in the order of execution
     block_sparsities: tuple[_Fraction, ...]  # weighted by parameters

@@ -28,7 +28,6 @@ _ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "proportional": ((), ("factor",)),
 }
 
-
 # What a smaller or sparser Gemma 4 has that the large dense one has not.
 _OF_SMALL = "not supported: {}; of this family the dense models without are"
 _NOT_GEMMA4 = {
@@ -131,8 +130,6 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One rotary embedding."""
-
     theta: float
     rope_type: str
     rotary_dim: int  # how many of a head's dimensions are rotated, the first ones
@@ -208,10 +205,8 @@ class ModelConfig:
         return tuple(one for one in self.architecture.qkv if one != "v_proj" or not self.blocks[block].shared_values)
 
     def projections(self, block: int | None = None) -> Iterator[Projection]:
-        """The projections in scope, in the order of execution: all of them, or one block's.
-
-        In scope are all linear layers inside the blocks, never ``lm_head`` nor the embeddings.
-        """
+        """The projections in scope, in the order of execution: all of them, or one block's. In scope are all linear
+        layers inside the blocks, never ``lm_head`` nor the embeddings."""
         arch, hidden, inner, delta = self.architecture, self.hidden_size, self.intermediate_size, self.delta_net
         for index in range(self.num_blocks) if block is None else (block,):
             q, kv = self.q_size(index), self.blocks[index].kv_size
@@ -387,7 +382,6 @@ def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
 
 
 def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: bool) -> RopeConfig:
-    """One rotary embedding from its ``rope_parameters``."""
     require(isinstance(given, Mapping), "rope_parameters", "an object", given)
     parameters, rope_type = dict(given), given.get("rope_type")
     known = isinstance(rope_type, str) and rope_type in _ROPE_NUMBERS

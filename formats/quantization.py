@@ -95,10 +95,8 @@ class Packed:
 @dataclass(frozen=True)
 class Plain:
     """A code a number: int8 or fp8 e4m3, with a scale a tensor, a row, a group, or a block of rows and channels.
-
     compressed-tensors' ``int-quantized`` and ``float-quantized``, and fp8 as DeepSeek and Qwen publish it, whose scales
-    are named ``weight_scale_inv`` (and are multiplied with nevertheless).
-    """
+    are named ``weight_scale_inv`` (and are multiplied with nevertheless)."""
 
     kind: Literal["int8", "fp8"]
     group: int | None = None
@@ -146,10 +144,8 @@ class Plain:
 
 @dataclass(frozen=True)
 class Transposed:
-    """GPTQ's, and AutoAWQ's ``gemm``: 4-bit codes and zero points in int32 words, scales (G, N); all transposed.
-
-    GPTQ has its codes in words along K, AWQ along N and interleaved as the zero points then are; those are along N.
-    """
+    """GPTQ's, and AutoAWQ's ``gemm``: 4-bit codes and zero points in int32 words, scales (G, N); all transposed. GPTQ
+    has its codes in words along K, AWQ along N and interleaved as the zero points then are; those are along N."""
 
     group: int | None
     awq: bool = False
@@ -240,22 +236,16 @@ _REFUSED = {
     "its packing is not among those read here; export it as auto_gptq or auto_awq": {"auto-round": "AutoRound"},
     "its packing is that of one CPU kernel": {"ipex": "IPEX"},
 }
-_MAX_GROUPS = 64
-_MAX_NAMES = 100_000
-_MAX_NAME = 1000
+_MAX_GROUPS, _MAX_NAMES, _MAX_NAME = 64, 100_000, 1000
 # A pattern is only run where the time it takes is bounded: names are short, a few quantifiers of single letters or sets
 # are tried at every place, and none of a group.
-_MAX_PATTERN = 200
-_MAX_QUANTIFIERS = 3
-_MAX_TRIALS = 20_000
+_MAX_PATTERN, _MAX_QUANTIFIERS, _MAX_TRIALS = 200, 3, 20_000
 
 
 def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> dict[str, Packing]:
     """Name of every quantized weight -> its packing; ``config`` is read from ``config_dict``, which is ``config.json``.
-
-    Only linear layers are quantized: projections and the output layer. Raises UnsupportedModelError for a method, scheme
-    or setting that is not known, or one that contradicts itself.
-    """
+    Only linear layers are quantized: projections and the output layer. Raises UnsupportedModelError for a method,
+    scheme or setting that is not known, or one that contradicts itself."""
     given = config_dict.get(_KEY)
     if given is None or given == {}:
         return {}

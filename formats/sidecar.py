@@ -41,11 +41,8 @@ class ProjectionMask:
 def read_masks(
     data: bytes, projections: Mapping[str, Projection], manifest: Manifest
 ) -> dict[float, dict[str, ProjectionMask]]:
-    """The masks of every sparsity level, from the bytes of a sidecar.
-
-    Raises BundleError unless it belongs to ``manifest``, holds the tensors of these projections alone, and every value
-    is in its range and the manifest's.
-    """
+    """The masks of every sparsity level, from the bytes of a sidecar. Raises BundleError unless it belongs to
+    ``manifest``, holds the tensors of these projections alone, and every value is in its range and the manifest's."""
     tensors, metadata = parse_tensors(data, SIDECAR, BundleError)
     if metadata.get("format") != "wisparse":
         raise BundleError(f"{SIDECAR}: format: expected 'wisparse', found {metadata.get('format')!r:.80}")
@@ -76,10 +73,8 @@ def read_masks(
 
 
 def _mask(values: Mapping[str, Tensor], level: int, recipe: ProjectionRecipe) -> ProjectionMask:
-    """The mask of one projection, with every value checked.
-
-    Subnormal numbers are out of range: back ends that flush them to zero would disagree about the mask.
-    """
+    """The mask of one projection, with every value checked. Subnormal numbers are out of range: back ends that flush
+    them to zero would disagree about the mask."""
     scale, *numbers = (values[f"{recipe.name}.{field}"][level] for field in ("channel_scale", "threshold", "sparsity"))
     threshold, sparsity = map(float, numbers)
     low, high = (float(value) for value in torch.aminmax(scale))

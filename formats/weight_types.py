@@ -145,8 +145,7 @@ def _row_slices(rows: int, columns: int) -> list[slice]:
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-_GROUP = 128
-_SMALLEST_GROUP = 32
+_GROUP, _SMALLEST_GROUP = 128, 32
 
 
 @dataclass(frozen=True)
@@ -185,10 +184,8 @@ def code_bytes(bits: int, shape: tuple[int, ...], group: int | None, *, zero_poi
 
 
 def group_of(k: int) -> int:
-    """Channels that share a scale of a weight with ``k`` of them: the largest divisor up to 128.
-
-    Raises ValueError where it would be below 32 (and not ``k`` itself): so many scales outweigh the codes.
-    """
+    """Channels that share a scale of a weight with ``k`` of them: the largest divisor up to 128. Raises ValueError
+    where it would be below 32 (and not ``k`` itself): so many scales outweigh the codes."""
     group = next(divisor for divisor in range(min(_GROUP, k), 0, -1) if k % divisor == 0)
     if group < min(_SMALLEST_GROUP, k):
         raise ValueError(f"{k} channels cannot be cut into even groups of {_SMALLEST_GROUP} to {_GROUP}")

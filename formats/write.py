@@ -23,8 +23,7 @@ from .manifest import BUNDLE, FILE_NAME, FORMAT_VERSION, MANIFEST, SIDECAR, Mani
 from .model_config import LM_HEAD
 from .sidecar import ProjectionMask, sidecar_bytes
 
-_MAX_COPIED_BYTES = 16 << 20
-_CHUNK_BYTES = 32 << 20
+_MAX_COPIED_BYTES, _CHUNK_BYTES = 16 << 20, 32 << 20
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
