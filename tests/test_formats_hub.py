@@ -20,7 +20,6 @@ from wisparse.formats.hub import (
     check_read_access,
     check_write_access,
     download_bytes,
-    fetch_bundle,
     fetch_source,
     is_public,
     plan_push,
@@ -199,27 +198,6 @@ def test_what_is_neither_folder_nor_hub_id(text: str | Path) -> None:
 # Push
 
 
-def test_a_push_is_there_on_another_cache(
-    standin: HubStandIn, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert push_bundle(bundle, "alice/model-50", private=True) == f"{standin.url}/alice/model-50"
-    repo = standin.repos["alice/model-50"]
-    assert repo.private
-    assert len(repo.commits) == 2  # the Hub's own first one, and ours
-    assert repo.commits[-1][1] == {".gitattributes": repo.commits[0][1][".gitattributes"], **BUNDLE}
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "another cache"))
-    fetched = files_of(fetch_bundle("alice/model-50"))
-    assert fetched == {name: content for name, content in BUNDLE.items() if "/" not in name}
-
-
-def test_pushing_an_unchanged_bundle_transfers_nothing(standin: HubStandIn, bundle: Path) -> None:
-    push_bundle(bundle, "alice/model-50")
-    first = len(standin.requests)
-    push_bundle(bundle, "alice/model-50")
-    assert len(standin.repos["alice/model-50"].commits) == 2
-    assert not standin.seen("^PUT|/commit/", since=first)
-
-
 def test_a_new_conversion_replaces_the_old_one_and_keeps_what_people_added(standin: HubStandIn, bundle: Path) -> None:
     push_bundle(bundle, "alice/model-50")
     repo = standin.repos["alice/model-50"]
@@ -249,20 +227,6 @@ def test_a_push_that_broke_off_resumes(standin: HubStandIn, bundle: Path, monkey
     assert not standin.seen("^PUT", since=before)
     assert standin.objects == stored
     assert len(standin.repos["alice/model-50"].commits) == 2
-
-
-def test_a_failed_push_keeps_the_bundle_and_says_how_to_repeat(
-    standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    standin.faults.append(Fault(r"PUT /storage/", None, times=999))
-    with pytest.raises(UploadError) as caught:
-        push_bundle(bundle, "alice/model-50", private=True)
-    message = str(caught.value)
-    assert message.endswith(f"repeat with: wisparse push '{bundle}' alice/model-50 --private")
-    assert "\n" not in message
-    assert TOKEN not in message
-    assert caught.value.exit_code == 7
-    assert files_of(bundle) == BUNDLE
 
 
 def test_private_never_goes_to_a_public_repository(standin: HubStandIn, bundle: Path) -> None:
