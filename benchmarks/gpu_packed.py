@@ -68,7 +68,7 @@ def time_step(
 ) -> float:
     """Microseconds of one step, replays back to back."""
     step = DecodeStep(
-        decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._places,
+        decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._tables,
         first=0, rows=rows, tiles=tiles, kv_splits=kv_splits_for(CONTEXT, rows), **keywords,
     )  # fmt: skip
     step.tokens.fill_(7)

@@ -233,16 +233,12 @@ class DecoderGraph:
             q = op("Mul", q, self.query_scales)
         if arch.value_norm:
             v = self.norm(v, None)
-        k, v = (
-            op(
-                "Concat",
-                *(f"past_key_values.{index}.{what}", new),
-                out=f"present.{index}.{what}",
-                name=f"{name}/cache_{what}",
-                axis=2,
-            )
-            for what, new in (("key", k), ("value", v))
-        )
+
+        def cached(what: str, new: str) -> str:
+            past, present = (f"{prefix}.{index}.{what}" for prefix in ("past_key_values", "present"))
+            return op("Concat", past, new, out=present, name=f"{name}/cache_{what}", axis=2)
+
+        k, v = cached("key", k), cached("value", v)
         # Heads that share keys stand side by side, so that the keys are read, not copied, for each of them.
         shape = self.ints(0, block.num_kv_heads, config.num_heads // block.num_kv_heads, -1, block.head_dim)
         grouped = op("Reshape", self.times(q, config.attention_scale, self.dtype), shape)

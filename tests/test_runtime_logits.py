@@ -135,21 +135,9 @@ def test_scores_are_the_models_own(model: Model) -> None:
     assert tuple(streamed) == answer.scores
 
 
-def test_a_prompts_scores_change_no_answer(model: Model) -> None:
-    ids = model.tokenizer.encode("def f(x):\n    return x + 1\n" * 6)  # more than are scored together
-    expected = score_tokens(model.decoder.logits(torch.tensor(ids), len(ids))[:-1], ids[1:], 1)
-    assert len(ids) > 64
-    assert [one.token_id for one in expected] == ids[1:]
-    for count in (1, 4):
-        plain = model.request(ids, max_new_tokens=count, sampling=SamplingParams(logprobs=1))
-        scheduler = Scheduler(model.decoder)
-        requests = [scheduler.add(replace(plain, score_prompt=scored)) for scored in (False, True)]
-        run(scheduler)
-        assert requests[0].output_token_ids == requests[1].output_token_ids
-        assert [request.prompt_scores for request in requests] == [None, expected]
-
-
-def test_a_prompts_logits_are_never_held_at_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompts_scores_change_no_answer_and_its_logits_are_never_held_at_once(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = (model.tokenizer.encode("def f(x):\n    return x + 1\n") * 12)[:120]
     expected = score_tokens(model.decoder.logits(torch.tensor(ids), len(ids))[:-1], ids[1:], 2)
     rows, compute = [], model.decoder._logits  # type: ignore[attr-defined]
@@ -157,10 +145,12 @@ def test_a_prompts_logits_are_never_held_at_once(model: Model, monkeypatch: pyte
     monkeypatch.setattr(model.decoder, "logits", lambda *_: pytest.fail("(T, V) float32"))
     monkeypatch.setattr(model.decoder, "prefill_chunk", 16)
     scheduler = Scheduler(model.decoder)
-    scored = model.request(ids, max_new_tokens=1, sampling=SamplingParams(logprobs=2), score_prompt=True)
-    scheduler.add(scored)
+    plain = model.request(ids, max_new_tokens=4, sampling=SamplingParams(logprobs=2))
+    unscored, scored = (scheduler.add(replace(plain, score_prompt=asked)) for asked in (False, True))
     run(scheduler)
+    assert unscored.output_token_ids == scored.output_token_ids
     assert max(rows) == 16
+    assert unscored.prompt_scores is None
     assert scored.prompt_scores is not None
     assert [one.token_id for one in scored.prompt_scores] == ids[1:]
     assert [one.logprob for one in scored.prompt_scores] == pytest.approx([one.logprob for one in expected], abs=1e-4)

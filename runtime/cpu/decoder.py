@@ -155,17 +155,10 @@ class Step:
                 row[ProjectionField.BIAS] = self._kept_alive[-1].data_ptr()
         self._thresholds = torch.zeros(len(self._projections))
         qk_norm = config.architecture.qk_norm
-        floats = torch.tensor(  # in the order of FloatField
-            [
-                config.rms_norm_eps,
-                config.attention_scale,
-                config.attention_softcap or 0.0,
-                torch.tensor(config.embedding_multiplier, dtype=embedding.dtype).item(),
-                config.residual_multiplier,
-                config.logits_multiplier,
-                config.logits_softcap or 0.0,
-            ]
-        )
+        multiplier = torch.tensor(config.embedding_multiplier, dtype=embedding.dtype).item()
+        caps = config.attention_softcap or 0.0, config.logits_softcap or 0.0
+        floats = [config.rms_norm_eps, config.attention_scale, caps[0], multiplier]  # in the order of FloatField
+        floats += [config.residual_multiplier, config.logits_multiplier, caps[1]]
         self._parameters = self._fill(
             StepField,
             {
@@ -189,7 +182,7 @@ class Step:
                 StepField.HEAD_SCALE: output.scale,
                 StepField.FINAL_NORM: decoder._norm.factors.float(),
                 StepField.QUERY_SCALES: query_scales(config, 0, max_len, torch.device("cpu")),
-                StepField.FLOATS: floats,
+                StepField.FLOATS: torch.tensor(floats),
                 StepField.BLOCKS: torch.from_numpy(self._block_table(blocks, tables, decoder._cache)),
                 StepField.PROJECTIONS: torch.from_numpy(self._table),
                 StepField.THRESHOLDS: self._thresholds,

@@ -7,7 +7,6 @@ holds) serves up to so many rows of any slot at any position: those are read fro
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,8 +30,6 @@ from ..torch.block import attention as plain_attention
 from ..torch.block import drop_channels, embed, finish_block
 from .step import MAX_ROWS, PositionTables, attention_arguments, capture
 from .weights import BlockWeights, CudaWeights
-
-log = logging.getLogger(__name__)
 
 # Chunks bound the activations of a long prompt, and the time that other sequences wait for theirs: half a chunk. For
 # 1,024 positions of an 8B model they waited 52 to 56 ms on an H200, for 768 45 to 55, and they may for 50.
@@ -146,7 +143,6 @@ class ShortPrompts:
                 self._planned[id(linear.weight.data)] = dense, chosen
         with triton_compiling(2 * len(set(config.blocks)) + len(_ROWS)):
             self._graphs = [self._capture(rows) for rows in _ROWS]
-        log.debug("captured prompts of up to %d positions on %s in %s", max(_ROWS), device, dtype)
 
     @staticmethod
     def refusal(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -29,14 +29,7 @@ class DeltaState:
 
 
 class KVCache:
-    """``max_batch`` slots of ``max_seq_len`` positions.
-
-    Args:
-        attention: block -> keys and values, each (max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond
-            ``lengths``.
-        recurrent: recurrent block -> its states, each tensor of a ``DeltaState`` with (sides, max_batch) in front.
-        lengths: positions filled in each slot.
-    """
+    """``max_batch`` slots of ``max_seq_len`` positions."""
 
     def __init__(
         self,
@@ -50,9 +43,12 @@ class KVCache:
     ) -> None:
         """``sides``: 1, or 2: the state after p positions then lies in side p % 2, and a step leaves that of the
         position before it where it is."""
-        self._sides, self.max_seq_len, self.dtype = sides, max_seq_len, dtype
+        self._sides = sides
+        # Block -> keys and values, each (max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond lengths.
         self.attention: dict[int, tuple[Tensor, Tensor]] = {}
+        # Recurrent block -> its states, each tensor of a DeltaState with (sides, max_batch) in front.
         self.recurrent: dict[int, DeltaState] = {}
+        self.lengths = [0] * max_batch  # positions filled in each slot
         delta, copies = config.delta_net, (sides, max_batch)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         try:
@@ -73,7 +69,6 @@ class KVCache:
                 f"no memory for a cache of {size / 1e9:.1f} GB ({max_batch} x {max_seq_len} positions): "
                 "load with a smaller max_seq_len or max_batch"
             ) from error
-        self.lengths = [0] * max_batch
 
     def begin(self, slot: int, start: int) -> None:
         """Before a slot's positions from ``start`` on are read; ``lengths`` is 0 until the caller sets it."""

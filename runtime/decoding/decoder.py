@@ -103,8 +103,13 @@ class Decoder(ABC):
     ) -> Iterator[Tensor]:
         """Run positions start..stop of a prompt through the blocks, filling the cache: hidden states of each chunk."""
         total, ids = len(token_ids), token_ids.to(self.device)
-        for first, end, first_sparse in prompt_chunks(start, stop, total, self.prefill_chunk, sparse_from):
-            yield self._forward(cache, slot, ids[first:end], start=first, total=total, first_sparse=first_sparse)
+        if not 0 <= sparse_from <= total:
+            raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
+        while start < stop:
+            end = min(next_chunk(start, self.prefill_chunk), stop)
+            first_sparse = min(max(sparse_from - start, 0), end - start)
+            yield self._forward(cache, slot, ids[start:end], start=start, total=total, first_sparse=first_sparse)
+            start = end
 
     def _forward(
         self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int
@@ -175,7 +180,7 @@ class Decoder(ABC):
         """Logits (T, V) float32 of every position of one sequence; no slot is changed."""
         total = len(token_ids)
         check_prompt(total, self.max_seq_len)
-        scratch = KVCache(self.config, 1, total, self.device, self._cache.dtype)
+        scratch = KVCache(self.config, 1, total, self.device, self.dtype)
         result = torch.empty(total, self.config.vocab_size, device=self.device)
         start = 0
         for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
@@ -258,16 +263,6 @@ def check_capacity(token_ids: Sequence[int], lengths: Sequence[int], max_seq_len
     for slot, token in enumerate(token_ids):
         if token >= 0 and lengths[slot] >= max_seq_len:
             raise ContextLengthError(f"slot {slot} is full: it holds {max_seq_len} positions")
-
-
-def prompt_chunks(start: int, stop: int, total: int, size: int, sparse_from: int) -> Iterator[tuple[int, int, int]]:
-    """Split positions start..stop of a sequence of ``total``: (first, end, positions of it before sparse_from)."""
-    if not 0 <= sparse_from <= total:
-        raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
-    while start < stop:
-        end = min(next_chunk(start, size), stop)
-        yield start, end, min(max(sparse_from - start, 0), end - start)
-        start = end
 
 
 def next_chunk(start: int, size: int) -> int:

@@ -267,9 +267,9 @@ def _place(
     return q, k, v
 
 
-def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """(T,) ids to (T, H) in ``dtype`` (None: the embedding's), multiplied by a number rounded to it, as in Gemma."""
-    x = functional.embedding(token_ids, embedding).to(dtype or embedding.dtype)
+def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
+    """(T,) ids to (T, H), multiplied by a number rounded to the embedding's type, as in Gemma."""
+    x = functional.embedding(token_ids, embedding)
     if config.embedding_multiplier == 1.0:
         return x
     # As a number: a tensor would have to be copied, which no CUDA graph may capture.
