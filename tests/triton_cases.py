@@ -26,7 +26,7 @@ from wisparse.kernels.gpu.reduction import EMPTY
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.decoding.cache import DeltaState
-from wisparse.runtime.torch.delta_net import DeltaWeights
+from wisparse.runtime.torch.block import DeltaWeights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

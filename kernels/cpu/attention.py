@@ -46,10 +46,8 @@ def rms_norm(x, weight, n, eps, out):
 
 @exact
 def _place(x, dim, block, position, norm, factor, after, eps, out):
-    """A head's q or k (dim,), normalised by ``norm`` (dim,) and rotated to its position.
-
-    ``factor`` is 1 / rms of the whole vector, 0 where each head has its own; ``after``: normalise after the rotation.
-    """
+    """A head's q or k (dim,), normalised by ``norm`` (dim,) and rotated to its position. ``factor`` is 1 / rms of the
+    whole vector, 0 where each head has its own; ``after``: normalise after the rotation."""
     x_, out_ = floats(x), floats(out)
     if norm == 0 or after != 0:
         for i in range(dim):
@@ -79,10 +77,8 @@ def _place(x, dim, block, position, norm, factor, after, eps, out):
 
 @dot
 def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len, out, tag):
-    """out = softmax(cap(scale * q k^T)) v for the heads that share one key-value head.
-
-    q, out: (heads, dim); keys, values: (max_len, dim), positions start..end; scores: (heads, max_len), scratch.
-    """
+    """out = softmax(cap(scale * q k^T)) v for the heads that share one key-value head. q, out: (heads, dim); keys,
+    values: (max_len, dim), positions start..end; scores: (heads, max_len), scratch."""
     size = size_of(tag)
     for h in range(heads):
         q_, s_ = floats(q + 4 * h * dim), floats(scores + 4 * h * max_len)
@@ -129,9 +125,7 @@ def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len
 @exact
 def attention(p, block, part, parts, out, scratch, tag):
     """Attention of this thread's heads, for every row, appending k and v to the cache; returns its columns of ``out``.
-
-    out: (rows, q_size), of which this thread writes its heads' columns; scratch: (heads, dim) float32.
-    """
+    out: (rows, q_size), of which this thread writes its heads' columns; scratch: (heads, dim) float32."""
     rows, heads, max_len = p[StepField.ROWS], p[StepField.HEADS], p[StepField.MAX_LEN]
     block_, constants = words(p[StepField.BLOCKS] + block * BLOCK_BYTES), floats(p[StepField.FLOATS])
     eps, cap = constants[FloatField.EPS], constants[FloatField.ATTENTION_CAP]

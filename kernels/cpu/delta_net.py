@@ -1,4 +1,4 @@
-"""Compiled: one token's step of a gated DeltaNet, in float32. The definition is ``runtime.torch.delta_net``.
+"""Compiled: one token's step of a gated DeltaNet, in float32. The definition is ``runtime.torch.block``.
 
     c     = silu(sum over taps of kernel * inputs)                     of queries, keys and values, channel by channel
     S     = exp(g) S + k (beta (v - exp(g) k^T S))^T,   o = S^T q      for each value head; q and k have length 1
@@ -22,11 +22,9 @@ _LENGTH_EPS = np.float32(1e-6)  # of the squared length by which queries and key
 
 @exact
 def _convolve(new, inputs, kernel, taps, width, lo, count, out, tag):
-    """out = silu(convolution) of ``count`` channels from ``lo`` on; ``inputs`` shift by one position.
-
-    new: (width,) float32, this position's input; inputs: (taps - 1, width) of the base type, oldest first; kernel:
-    (taps, width) float32.
-    """
+    """out = silu(convolution) of ``count`` channels from ``lo`` on; ``inputs`` shift by one position. new: (width,)
+    float32, this position's input; inputs: (taps - 1, width) of the base type, oldest first; kernel: (taps, width)
+    float32."""
     size = size_of(tag)
     out_, new_, newest_tap = floats(out), floats(new), floats(kernel + 4 * (taps - 1) * width)
     for j in range(count):
@@ -87,11 +85,9 @@ def _update(state, q, k, v, key_dim, value_dim, decay, beta, recalled, out):
 
 @exact
 def delta_net(p, table, part, parts, x, mixed, out, scratch, tag):
-    """This thread's key heads and the value heads that share them, for every row; returns its columns of ``out``.
-
-    x: (rows, hidden) float32; mixed: (rows, mixed_size + value_size) float32, queries, keys, values, then the gate;
-    out: (rows, value_size), of which this thread writes its heads' columns; scratch: 2 * (key_dim + value_dim) float32.
-    """
+    """This thread's key heads and the value heads that share them, for every row; returns its columns of ``out``. x:
+    (rows, hidden) float32; mixed: (rows, mixed_size + value_size) float32, queries, keys, values, then the gate; out:
+    (rows, value_size), of which this thread writes its heads' columns; scratch: 2 * (key_dim + value_dim) float32."""
     field = words(table)
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
     slots = words(p[StepField.SLOTS])

@@ -154,10 +154,8 @@ def _load(region: Any, folder: Path) -> Any:
 @functools.cache
 def _cache_folder() -> Path | None:
     """Where compiled code is kept: under NUMBA_CACHE_DIR or the user's cache; None, with a warning, if not writable.
-
     Never beside the source, where uninstalling would leave it. The name changes with the CPU back end's source, the
-    compiler and the processor.
-    """
+    compiler and the processor."""
     features = llvmlite.binding.get_host_cpu_features().flatten()
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {features}".encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
@@ -187,10 +185,8 @@ def team_size() -> int:
 
 
 def launch(name: str, parameters: np.ndarray, threads: int) -> None:
-    """Run a region on at most ``threads`` threads and wait for it.
-
-    parameters: int64, by the region's fields; what they point to must stay alive.
-    """
+    """Run a region on at most ``threads`` threads and wait for it. parameters: int64, by the region's fields; what they
+    point to must stay alive."""
     if name not in _regions:
         prepare(name)
     address, runtime = _regions[name].address, _openmp()
@@ -253,13 +249,11 @@ _CROWDED = 0.05  # share of a smaller team's time in which the calling thread ha
 
 
 class Team:
-    """Launches one region after the other, each on as many threads as found a core lately.
-
-    All threads of a team wait for the last one. Where another program takes a core, the thread without one holds up the
-    others for as long as the scheduler lets that program run, which is longer than ten decode steps of a small model.
-    So a team that lost too much time shrinks by a thread, and tries the larger size again later, less often with every
-    try that failed. Only the waits are measured: other programs cannot be counted in a container.
-    """
+    """Launches one region after the other, each on as many threads as found a core lately. All threads of a team wait
+    for the last one. Where another program takes a core, the thread without one holds up the others for as long as the
+    scheduler lets that program run, which is longer than ten decode steps of a small model. So a team that lost too
+    much time shrinks by a thread, and tries the larger size again later, less often with every try that failed. Only
+    the waits are measured: other programs cannot be counted in a container."""
 
     def __init__(self) -> None:
         self.size = 0  # threads of the last launch

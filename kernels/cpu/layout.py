@@ -177,10 +177,8 @@ class StepField(IntEnum):
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:
-    """Where a thread's buffers lie in its scratch, in bytes: the one place that says so.
-
-    The residual (rows, hidden) float32 comes first.
-    """
+    """Where a thread's buffers lie in its scratch, in bytes: the one place that says so. The residual (rows, hidden)
+    float32 comes first."""
     sizes = {
         StepField.NORMED_AT: rows * hidden,  # float32
         StepField.ACC_AT: rows * acc_length,  # float32, as the other accumulator

@@ -40,10 +40,8 @@ _TILE = 256  # bytes of a row
 
 @exact
 def select(x, x_stride, rows, lo, hi, scale, threshold, index, value, value_stride, counts):
-    """List the channels lo..hi that at least one row keeps, in order; returns their number.
-
-    ``counts`` (one int64) grows by the channels kept, summed over rows.
-    """
+    """List the channels lo..hi that at least one row keeps, in order; returns their number. ``counts`` (one int64)
+    grows by the channels kept, summed over rows."""
     x_, scale_, value_ = floats(x), floats(scale), floats(value)
     index_ = pointer(index, np.int32(0))
     n = 0
@@ -145,10 +143,8 @@ def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, a
 
 @exact
 def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride):
-    """acc[b, :] = columns lo..hi of an int4 projection, without its bias, a group of channels at a time.
-
-    ``partial``: (rows, partial_stride) float32, partial_stride >= hi - lo + 2, the sums of one group.
-    """
+    """acc[b, :] = columns lo..hi of an int4 projection, without its bias, a group of channels at a time. ``partial``:
+    (rows, partial_stride) float32, partial_stride >= hi - lo + 2, the sums of one group."""
     field = words(row)
     group, half = field[ProjectionField.GROUP], (field[ProjectionField.N] + 1) // 2
     first = lo // 2

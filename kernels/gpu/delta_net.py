@@ -10,7 +10,7 @@ all of it. Bytes: twice the state, 128 KiB a head of 128 x 128, and the weights 
 
 States and inputs are double buffered: at position p the buffer with p's parity is read and the other one written. So
 value heads that share a key head read the same inputs whoever writes first, and a step that was started ahead and is
-not wanted has destroyed nothing. Twin: ``runtime.torch.delta_net``.
+not wanted has destroyed nothing. Twin: ``runtime.torch.block``.
 """
 
 from __future__ import annotations
