@@ -250,19 +250,16 @@ def _fold(field, g, half, sums, width, total, lo, hi, out, tag):
     first = lo // 2
     size = 4 if field[ProjectionField.SCALE_TYPE] == ScaleType.FLOAT32 else 2
     even, odd = floats(sums), floats(sums + 4 * width)
-    scale = field[ProjectionField.COLUMN_SCALE] + (2 * g * half + first) * size
-    scale_even, scale_odd = pointer(scale, tag), pointer(scale + half * size, tag)
-    if field[ProjectionField.ZERO_POINT] == 0:
-        middle = _ZERO_CODE * total
-        for j in range(width):
-            even[j] = (even[j] - middle) * widen(scale_even[j])
-            odd[j] = (odd[j] - middle) * widen(scale_odd[j])
-    else:
-        zero = field[ProjectionField.ZERO_POINT] + 2 * g * half + first
-        zero_even, zero_odd = pointer(zero, _BYTE), pointer(zero + half, _BYTE)
-        for j in range(width):
-            even[j] = (even[j] - np.float32(zero_even[j]) * total) * widen(scale_even[j])
-            odd[j] = (odd[j] - np.float32(zero_odd[j]) * total) * widen(scale_odd[j])
+    for parity in range(2):
+        at = (2 * g + parity) * half + first
+        sum_, scale = floats(sums + 4 * parity * width), pointer(field[ProjectionField.COLUMN_SCALE] + at * size, tag)
+        if field[ProjectionField.ZERO_POINT] == 0:
+            for j in range(width):
+                sum_[j] = (sum_[j] - _ZERO_CODE * total) * widen(scale[j])
+        else:
+            zero = pointer(field[ProjectionField.ZERO_POINT] + at, _BYTE)
+            for j in range(width):
+                sum_[j] = (sum_[j] - np.float32(zero[j]) * total) * widen(scale[j])
     # lo and hi may each cut a pair of columns: whole pairs first.
     out_ = floats(out)
     skip, rest = lo % 2, hi % 2

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .attention import BLOCK_BYTES, attention, rms_norm
-from .delta_net import delta_net
+from .attention import BLOCK_BYTES, attention, delta_net, rms_norm
 from .intrinsics import (
     ONE,
     ZERO,
