@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 # What the benchmarks measure with, tests hold the product to.
@@ -63,6 +64,16 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     from bundle_maker import make_bundle
 
     return make_bundle(example_model, tmp_path_factory.mktemp("example") / "bundle", 0.4)
+
+
+@pytest.fixture(scope="session")
+def variant_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Bundle of a variant of ``runtime_models``, made once; its source is the folder ``source`` beside it."""
+    from bundle_maker import make_bundle
+    from runtime_models import make_checkpoint
+
+    folder = tmp_path_factory.mktemp("variants")
+    return cache(lambda name: make_bundle(make_checkpoint(name, folder / name / "source"), folder / name / "bundle"))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -48,15 +47,8 @@ PEER_VARIANTS = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The bundle of a variant."""
-    folder = tmp_path_factory.mktemp("onnx")
-    return cache(lambda name: make_bundle(make_checkpoint(name, folder / name / "source"), folder / name / "bundle"))
-
-
-@pytest.fixture(scope="module")
-def bundle(made: Callable[[str], Path]) -> Path:
-    return made("llama-tied")
+def bundle(variant_bundle: Callable[[str], Path]) -> Path:
+    return variant_bundle("llama-tied")
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +94,12 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_of_our_runtime_on_every_architecture(made: Callable[[str], Path], tmp_path: Path, variant: str) -> None:
+def test_tokens_of_our_runtime_on_every_architecture(
+    variant_bundle: Callable[[str], Path], tmp_path: Path, variant: str
+) -> None:
     # 24 tokens take the sliding window (7) and LongRoPE's switch (32 positions) along; prompts of one batch are of
     # different lengths, so LongRoPE's would switch at different times: one by one.
-    bundle = made(variant)
+    bundle = variant_bundle(variant)
     decoder = OnnxDecoder(export(bundle, tmp_path / "out"))
     expected = [runtime_tokens(bundle, prompt, 24) for prompt in PROMPTS]
     assert [onnx_tokens(decoder, [prompt], 24)[0] for prompt in PROMPTS] == expected
@@ -115,8 +109,10 @@ def test_tokens_of_our_runtime_on_every_architecture(made: Callable[[str], Path]
     assert check_export(half, Bundle.open(bundle), "float16")["dense_error"] < 1e-2
 
 
-def test_longrope_takes_long_prompts_and_says_what_it_cannot(made: Callable[[str], Path], tmp_path: Path) -> None:
-    bundle = made("phi3-long")
+def test_longrope_takes_long_prompts_and_says_what_it_cannot(
+    variant_bundle: Callable[[str], Path], tmp_path: Path
+) -> None:
+    bundle = variant_bundle("phi3-long")
     result = CliRunner().invoke(verb.command, [str(bundle), str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "note: LongRoPE" in result.stderr
@@ -143,10 +139,10 @@ def test_every_level(variant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("opset", [18, 19, 20, 22, 23, 24])
 @pytest.mark.parametrize("variant", ["llama-tied", "gemma2"])
-def test_every_opset(made: Callable[[str], Path], tmp_path: Path, variant: str, opset: int) -> None:
-    out = export(made(variant), tmp_path / "out", opset=opset)
+def test_every_opset(variant_bundle: Callable[[str], Path], tmp_path: Path, variant: str, opset: int) -> None:
+    out = export(variant_bundle(variant), tmp_path / "out", opset=opset)
     assert {entry.domain: entry.version for entry in load(out).opset_import} == {"": opset, DOMAIN: 1}
-    expected = [runtime_tokens(made(variant), prompt, 8) for prompt in PROMPTS]
+    expected = [runtime_tokens(variant_bundle(variant), prompt, 8) for prompt in PROMPTS]
     assert onnx_tokens(OnnxDecoder(out), PROMPTS, 8) == expected
 
 
@@ -331,7 +327,7 @@ def test_the_command(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.exhaustive  # needs another environment
 def test_tokens_in_onnxruntime_genai_and_optimum(
-    example_model: Path, made: Callable[[str], Path], tmp_path: Path
+    example_model: Path, variant_bundle: Callable[[str], Path], tmp_path: Path
 ) -> None:
     python = os.environ.get("WISPARSE_ONNX_PEERS_PYTHON")
     if not python:
@@ -351,7 +347,7 @@ def test_tokens_in_onnxruntime_genai_and_optimum(
         return done.returncode, [(one["optimum_onnx"], one["onnxruntime_genai"]) for one in reports]
 
     arguments = []
-    bundles = {name: made(name) for name in PEER_VARIANTS}
+    bundles = {name: variant_bundle(name) for name in PEER_VARIANTS}
     bundles["example"] = make_bundle(example_model, tmp_path / "bundle")
     for name, bundle in bundles.items():
         tokens = tmp_path / f"{name}.json"

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from quantised_models import PUBLISHED, quantise_model
-from runtime_models import FAMILIES, HYBRIDS, make_checkpoint
+from runtime_models import FAMILIES, HYBRIDS
 from tiny_bundle import write_tiny_model
 from torch import Tensor
 
@@ -68,18 +68,9 @@ def as_many_threads_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_team, "_DEBT_NS", float("inf"))
 
 
-@pytest.fixture(scope="module")
-def tiny_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    bundles = {}
-    for variant in VARIANTS:
-        folder = tmp_path_factory.mktemp(variant)
-        bundles[variant] = Bundle.open(make_bundle(make_checkpoint(variant, folder / "source"), folder / "bundle"))
-    return bundles
-
-
-@pytest.fixture(scope="module")
-def example_bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_bundle(example_model, tmp_path_factory.mktemp("cpu") / "bundle", 0.4)
+@pytest.fixture
+def opened(variant_bundle: Callable[[str], Path]) -> Callable[[str], Bundle]:
+    return lambda name: Bundle.open(variant_bundle(name))
 
 
 def cpu_decoder(bundle: Bundle, dtype: torch.dtype = torch.float32, max_batch: int = 1, **settings: str) -> CpuDecoder:
@@ -127,7 +118,7 @@ def give_rounded(bundle: Bundle, decoder: CpuDecoder, twin: TorchDecoder, kind: 
     ],
 )
 def test_decodes_as_the_reference_does(
-    tiny_bundles: dict[str, Bundle], variant: str, weights: str, sparse: bool, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[[str], Bundle], variant: str, weights: str, sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sparse: of each sequence all steps until one of the reference's scores lies on its threshold but for rounding."""
     margins: list[float] = []
@@ -138,7 +129,7 @@ def test_decodes_as_the_reference_does(
 
     monkeypatch.setattr(torch_linear, "keep_mask", recorded)
     # 25 cross the window, and for phi3-long the switch of the rotary factors.
-    bundle, steps = (tiny_bundles[variant], tokens(15, 3)) if sparse else (tiny_bundles[variant].at(0), tokens(25, 3))
+    bundle, steps = (opened(variant), tokens(15, 3)) if sparse else (opened(variant).at(0), tokens(25, 3))
     decoder, twin = cpu_decoder(bundle, max_batch=3, weights=weights), torch_decoder(bundle, max_batch=3)
     if weights != "native":
         give_rounded(bundle, decoder, twin, weights)
@@ -159,16 +150,16 @@ def test_decodes_as_the_reference_does(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("which", ["example", "gemma3"])
 def test_low_precision_is_no_worse_than_the_references(
-    example_bundle: Path, tiny_bundles: dict[str, Bundle], which: str, dtype: torch.dtype
+    bundle: Path, opened: Callable[[str], Bundle], which: str, dtype: torch.dtype
 ) -> None:
     """gemma3: norms by 1 + weight on both sides of each half, and an embedding's multiplier that no 16 bits hold."""
-    bundle = (Bundle.open(example_bundle) if which == "example" else tiny_bundles[which]).at(0)
+    model = (Bundle.open(bundle) if which == "example" else opened(which)).at(0)
     if which == "gemma3":
-        bundle = dataclasses.replace(bundle, config=dataclasses.replace(bundle.config, embedding_multiplier=7.77))
+        model = dataclasses.replace(model, config=dataclasses.replace(model.config, embedding_multiplier=7.77))
     steps, prompt = tokens(20, 1), tokens(16, seed=5)
-    exact = decode_all(torch_decoder(bundle), [prompt], steps)
-    mine = (decode_all(cpu_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
-    theirs = (decode_all(torch_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
+    exact = decode_all(torch_decoder(model), [prompt], steps)
+    mine = (decode_all(cpu_decoder(model, dtype), [prompt], steps) - exact).abs().mean()
+    theirs = (decode_all(torch_decoder(model, dtype), [prompt], steps) - exact).abs().mean()
     assert 0 < mine < theirs
 
 
@@ -187,9 +178,9 @@ def test_low_precision_is_no_worse_than_the_references(
     ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_threads(
-    tiny_bundles: dict[str, Bundle], variant: str, dtype: torch.dtype, weights: str
+    opened: Callable[[str], Bundle], variant: str, dtype: torch.dtype, weights: str
 ) -> None:
-    bundle = tiny_bundles[variant]
+    bundle = opened(variant)
     steps = tokens(12, 3)
     results = []
     for threads, together in ((1, True), (2, True), (3, False), (6, True)):
@@ -215,11 +206,11 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
 @pytest.mark.parametrize("weights", ["native", "int8", "int4"])
 @pytest.mark.parametrize("variant", ["llama-bias", "phi3-long", "gemma2", "qwen3.5"])
 def test_a_short_prompt_is_read_by_the_step(
-    tiny_bundles: dict[str, Bundle], variant: str, weights: str, monkeypatch: pytest.MonkeyPatch
+    opened: Callable[[str], Bundle], variant: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a product of torch's, and as torch reads it: dense, half sparse, and behind what stands there."""
     torch.set_num_threads(2)
-    decoder, prompt = cpu_decoder(tiny_bundles[variant], weights=weights), tokens(16, seed=7)
+    decoder, prompt = cpu_decoder(opened(variant), weights=weights), tokens(16, seed=7)
     found = []
     for rows in (0, 16):
         monkeypatch.setattr(decoder, "_step_rows", rows)
@@ -237,9 +228,9 @@ def test_a_short_prompt_is_read_by_the_step(
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_codes_refuse_weights_that_are_not_finite(
-    tiny_bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch, weights: str
+    opened: Callable[[str], Bundle], monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
-    bundle = tiny_bundles["llama-bias"]
+    bundle = opened("llama-bias")
     name = "model.layers.0.mlp.up_proj.weight"
     weight = bundle.checkpoint.tensor(name)
     weight[7, 3] = float("inf")  # what a larger weight becomes in float16
@@ -262,19 +253,19 @@ def test_codes_on_disk_are_multiplied_as_they_are(name: str, tmp_path: Path) -> 
         torch.testing.assert_close(found.linear(torch.eye(stored.shape[1]), None).T, wanted, atol=0, rtol=1e-6)
 
 
-def test_int4_refuses_channels_without_a_group(tiny_bundles: dict[str, Bundle]) -> None:
+def test_int4_refuses_channels_without_a_group(opened: Callable[[str], Bundle]) -> None:
     assert [group_of(k) for k in (4096, 320, 96, 24, 11008, 8960)] == [128, 80, 96, 24, 128, 128]
-    checkpoint = tiny_bundles["llama-bias"].checkpoint
+    checkpoint = opened("llama-bias").checkpoint
     name = "model.layers.0.mlp.up_proj.weight"
     odd = {**checkpoint.tensors, name: dataclasses.replace(checkpoint.tensors[name], shape=(64, 131))}
-    bundle = dataclasses.replace(tiny_bundles["llama-bias"], checkpoint=dataclasses.replace(checkpoint, tensors=odd))
+    bundle = dataclasses.replace(opened("llama-bias"), checkpoint=dataclasses.replace(checkpoint, tensors=odd))
     with pytest.raises(UsageError, match=r"up_proj.weight: 131 channels cannot be cut .* load it with weights int8"):
         read_matrix(bundle, name, torch.float32, "int4", transposed=True)
 
 
 @pytest.mark.usefixtures("as_many_threads_as_asked_for")
-def test_counts_what_the_reference_counts(tiny_bundles: dict[str, Bundle]) -> None:
-    decoders = [make(tiny_bundles["qwen3"], max_batch=3) for make in (cpu_decoder, torch_decoder)]
+def test_counts_what_the_reference_counts(opened: Callable[[str], Bundle]) -> None:
+    decoders = [make(opened("qwen3"), max_batch=3) for make in (cpu_decoder, torch_decoder)]
     assert decoders[0].realised_sparsity() is None
     for decoder in decoders:
         decoder.measure_sparsity(True)
@@ -297,18 +288,18 @@ def test_counts_what_the_reference_counts(tiny_bundles: dict[str, Bundle]) -> No
     assert decoders[0].realised_sparsity() is None
 
 
-def test_is_the_default_on_cpus(tiny_bundles: dict[str, Bundle]) -> None:
+def test_is_the_default_on_cpus(opened: Callable[[str], Bundle]) -> None:
     settings = {"device": CPU, "max_seq_len": 50}
-    for bundle in tiny_bundles.values():
-        assert isinstance(make_decoder(bundle, dtype=torch.float32, **settings), CpuDecoder)
-    int8 = make_decoder(tiny_bundles["qwen3"], dtype=torch.float32, weights="int8", **settings)
+    for variant in VARIANTS:
+        assert isinstance(make_decoder(opened(variant), dtype=torch.float32, **settings), CpuDecoder)
+    int8 = make_decoder(opened("qwen3"), dtype=torch.float32, weights="int8", **settings)
     assert isinstance(int8, CpuDecoder)
     int8.close()
     int8.close()
 
 
-def test_prompts_leak_nothing(tiny_bundles: dict[str, Bundle]) -> None:
-    decoder = cpu_decoder(tiny_bundles["qwen3"], max_batch=2)
+def test_prompts_leak_nothing(opened: Callable[[str], Bundle]) -> None:
+    decoder = cpu_decoder(opened("qwen3"), max_batch=2)
 
     def prompts(count: int) -> int:
         for index in range(count):

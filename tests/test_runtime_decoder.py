@@ -11,7 +11,7 @@ from bundle_maker import make_bundle
 from family_cases import greedy
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_models import FAMILIES, HYBRIDS, VARIANTS, make_checkpoint
+from runtime_models import FAMILIES, HYBRIDS, VARIANTS
 from torch import Tensor
 
 import wisparse
@@ -27,21 +27,6 @@ from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.onnx_export import export_onnx
 from wisparse.runtime.torch.block import apply_delta_rule
 from wisparse.runtime.torch.decoder import TorchDecoder
-
-
-@pytest.fixture(scope="session")
-def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Bundle of a variant, made once per run; its source is the folder ``source`` beside it."""
-    made: dict[str, Path] = {}
-
-    def make(variant: str) -> Path:
-        if variant not in made:
-            folder = tmp_path_factory.mktemp(variant)
-            source = make_checkpoint(variant, folder / "source")
-            made[variant] = make_bundle(source, folder / "bundle")
-        return made[variant]
-
-    return make
 
 
 def torch_decoder(folder: Path, max_seq_len: int | None = None, max_batch: int = 1) -> TorchDecoder:
@@ -97,8 +82,8 @@ def greedy_by_decoder(decoder: TorchDecoder, tokens: Tensor, policy: str, count:
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
-def test_dense_logits_equal_transformers(variant: str, tiny_bundle: Callable[[str], Path]) -> None:
-    folder = tiny_bundle(variant)
+def test_dense_logits_equal_transformers(variant: str, variant_bundle: Callable[[str], Path]) -> None:
+    folder = variant_bundle(variant)
     tokens = random_tokens(48)
     decoder = torch_decoder(folder)
     model = hugging_face(folder)
@@ -113,16 +98,18 @@ def test_dense_logits_equal_transformers(variant: str, tiny_bundle: Callable[[st
 
 @pytest.mark.parametrize("policy", PREFILL_POLICIES)
 @pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
-def test_sparse_greedy_tokens_equal_transformers(variant: str, policy: str, tiny_bundle: Callable[[str], Path]) -> None:
-    folder = tiny_bundle(variant)
+def test_sparse_greedy_tokens_equal_transformers(
+    variant: str, policy: str, variant_bundle: Callable[[str], Path]
+) -> None:
+    folder = variant_bundle(variant)
     tokens = random_tokens(9, seed=1)
     expected = greedy_by_transformers(folder, tokens, policy, 16)
     assert greedy_by_decoder(torch_decoder(folder), tokens, policy, 16) == expected
 
 
 @pytest.mark.parametrize("policy", PREFILL_POLICIES)
-def test_longrope_switches_where_transformers_does(policy: str, tiny_bundle: Callable[[str], Path]) -> None:
-    folder = tiny_bundle("phi3-long")
+def test_longrope_switches_where_transformers_does(policy: str, variant_bundle: Callable[[str], Path]) -> None:
+    folder = variant_bundle("phi3-long")
     tokens = random_tokens(27, seed=2)
     expected = greedy_by_transformers(folder, tokens, policy, 16)  # grows beyond 32
     scheduler = Scheduler(torch_decoder(folder))
@@ -135,8 +122,8 @@ def test_longrope_switches_where_transformers_does(policy: str, tiny_bundle: Cal
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral-window", "phi3-long"])
-def test_pieces_of_a_long_prompt_join(variant: str, tiny_bundle: Callable[[str], Path]) -> None:
-    decoder = torch_decoder(tiny_bundle(variant))
+def test_pieces_of_a_long_prompt_join(variant: str, variant_bundle: Callable[[str], Path]) -> None:
+    decoder = torch_decoder(variant_bundle(variant))
     tokens = random_tokens(50)
     for start in (0, 21, 24, 50):  # inside a piece, and on a border
         expected = decoder.logits(tokens, start)
@@ -146,8 +133,8 @@ def test_pieces_of_a_long_prompt_join(variant: str, tiny_bundle: Callable[[str],
         decoder.prefill_chunk = 128
 
 
-def test_a_full_slot_takes_no_more(tiny_bundle: Callable[[str], Path]) -> None:
-    decoder = torch_decoder(tiny_bundle("llama"), max_seq_len=12)
+def test_a_full_slot_takes_no_more(variant_bundle: Callable[[str], Path]) -> None:
+    decoder = torch_decoder(variant_bundle("llama"), max_seq_len=12)
     decoder.prefill(0, random_tokens(11), 11)
     decoder.decode(torch.tensor([5]))
     with pytest.raises(ContextLengthError, match="slot 0 is full: it holds 12"):
@@ -159,8 +146,8 @@ def test_a_full_slot_takes_no_more(tiny_bundle: Callable[[str], Path]) -> None:
             decoder.prefill(0, random_tokens(count), 0)
 
 
-def test_realised_sparsity_counts_the_dropped_weights(tiny_bundle: Callable[[str], Path]) -> None:
-    folder = tiny_bundle("phi3")
+def test_realised_sparsity_counts_the_dropped_weights(variant_bundle: Callable[[str], Path]) -> None:
+    folder = variant_bundle("phi3")
     tokens = random_tokens(30)
     bundle, decoder = Bundle.open(folder), torch_decoder(folder)
     model = masked(folder, bundle, 0)
@@ -198,8 +185,8 @@ def test_a_block_with_wider_heads_than_the_kernels_keep_is_refused() -> None:
         assert found is refused if refused is None else str(found).endswith(refused)
 
 
-def test_make_decoder_refuses_what_cannot_be(tiny_bundle: Callable[[str], Path]) -> None:
-    bundle = Bundle.open(tiny_bundle("llama"))
+def test_make_decoder_refuses_what_cannot_be(variant_bundle: Callable[[str], Path]) -> None:
+    bundle = Bundle.open(variant_bundle("llama"))
 
     def make(**changes: object) -> None:
         settings = {"device": torch.device("cpu"), "dtype": torch.float32, "max_seq_len": 16, **changes}
@@ -278,8 +265,8 @@ def test_chunks_give_what_positions_give(heads: int, length: int, key_dim: int, 
 
 
 @pytest.fixture(scope="module")
-def hybrid(tiny_bundle: Callable[[str], Path]) -> Path:
-    return tiny_bundle("qwen3.5")
+def hybrid(variant_bundle: Callable[[str], Path]) -> Path:
+    return variant_bundle("qwen3.5")
 
 
 BACKENDS = ("torch", "numba")
