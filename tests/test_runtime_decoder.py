@@ -305,7 +305,7 @@ def test_no_export_without_recurrent_blocks(hybrid: Path, tmp_path: Path) -> Non
     ("changes", "words"),
     [
         ({"layer_types": ["linear_attention", "mamba", "full_attention"]}, "layer_types: expected linear_attention or"),
-        ({"linear_num_value_heads": 3}, "not a multiple of linear_num_key_heads"),
+        ({"linear_num_value_heads": 3}, "expected a multiple of linear_num_key_heads"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim: expected 2 or more"),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim: expected a positive integer"),
     ],
