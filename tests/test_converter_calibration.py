@@ -257,22 +257,14 @@ def test_conversations_go_through_the_chat_template(tokenizer, tmp_path: Path) -
         load_calibration(path, tokenizer)
 
 
-HOSTILE = {
-    "endless": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "memory": "{{ messages | length * 10 ** 9 * 'x' }}",
-    "output": "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
 def test_a_sources_hostile_template_is_ended(
-    kind: str, source, tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    source, tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a bundle's is: a conversation of the data is refused, and the model writes documents alone."""
     tokenizer.chat_template = None
     expected = load_calibration("self", tokenizer, source.model, 2, 16, 0)
     assert caplog.text == ""
-    tokenizer.chat_template = HOSTILE[kind]
+    tokenizer.chat_template = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
     path = write_conversation(tmp_path / "a.jsonl", ("user", "x" * 99))
     with pytest.raises(CalibrationError, match=r"template refuses a conversation .*(takes|needs|makes) more than"):
         load_calibration(path, tokenizer)

@@ -142,16 +142,11 @@ def test_greedy_meets_the_budget(entries: list[tuple[int, float]], target: float
     assert_budget(list(found.values()), list(sizes.values()), target)
 
 
-def test_a_step_is_of_equal_parameters() -> None:
+@pytest.mark.parametrize(("target", "small", "large"), [(0.05, 0.5, 0.0), (0.5, MAX_SPARSITY, (50 - 9.5) / 90)])
+def test_a_step_is_of_equal_parameters_and_ends_at_the_cap(target: float, small: float, large: float) -> None:
     # The small projection is free of charge: it takes every step until the cap.
-    found = allocate_greedily(lambda p: p["large"], {"small": 10, "large": 90}, 0.05, step=0.05)
-    assert found == {"small": pytest.approx(0.5), "large": 0.0}
-
-
-def test_no_projection_passes_the_cap() -> None:
-    found = allocate_greedily(lambda p: p["large"], {"small": 10, "large": 90}, 0.5)
-    assert found["small"] == MAX_SPARSITY
-    assert found["large"] == pytest.approx((50 - 9.5) / 90)
+    found = allocate_greedily(lambda p: p["large"], {"small": 10, "large": 90}, target, step=0.05)
+    assert found == {"small": pytest.approx(small), "large": pytest.approx(large)}
 
 
 def bowl(best: tuple[float, ...]):
