@@ -32,9 +32,17 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
-from wisparse.runtime.vllm.plugin import Settings, register, require_cards, require_known_version
+from wisparse.runtime.vllm.plugin import register
 from wisparse.runtime.vllm.product import Layer, mask_ahead, mask_tensors, products
-from wisparse.runtime.vllm.rows import MaskedRows, masked_positions, may_mask, watch_runners
+from wisparse.runtime.vllm.settings import (
+    MaskedRows,
+    Settings,
+    masked_positions,
+    may_mask,
+    require_cards,
+    require_known_version,
+    watch_runners,
+)
 
 PROMPTS = [[5, 17, 250, 3, 99, 101, 7], [40, 41, 42]]
 masked_linear = torch.ops.wisparse.masked_linear.default

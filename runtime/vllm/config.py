@@ -23,9 +23,8 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
 from wisparse.formats.hub import fetch_bundle
 
-from .plugin import NAME, Settings, require_cards, require_known_version
 from .product import Layer, channel_major, mask_ahead, mask_tensors, reserve
-from .rows import MaskedRows, watch_runners
+from .settings import NAME, MaskedRows, Settings, require_cards, require_known_version, watch_runners
 
 log = logging.getLogger("vllm.wisparse")
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.kernels.reference import keep_mask
 
-from .rows import may_mask
+from .settings import may_mask
 
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 16  # elements: rows of the weights can be read 16 bytes at a time
