@@ -179,9 +179,6 @@ def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
             f"{size} processes, but {gpus} GPU(s); start as many as there are GPUs: torchrun --nproc-per-node {gpus} …"
         )
     if wrong is not None:
-        if index:
-            time.sleep(30)  # the first one says it, and all are ended
-            raise SystemExit(UsageError.exit_code)
         raise UsageError(wrong)
     cuda = device == "cuda"
     if cuda:

@@ -342,9 +342,7 @@ WITH = {
 
 
 def _parameters(verb: str) -> dict[str, click.Parameter]:
-    command = cli.cli.get_command(click.Context(cli.cli), verb)
-    assert command is not None
-    return {max(one.opts, key=len): one for one in command.params}
+    return {max(one.opts, key=len): one for one in cli.load_verb(verb).params}
 
 
 PARAMETERS = [(verb, name) for verb in cli._VERBS for name in _parameters(verb)]

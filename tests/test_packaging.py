@@ -298,11 +298,10 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
 
 def test_options_named_in_the_pages_exist() -> None:
     known: set[str] = set()
-    from wisparse.cli import _VERBS, cli
+    from wisparse.cli import _VERBS, load_verb
 
     for verb in _VERBS:
-        command = cli.get_command(None, verb)  # type: ignore[arg-type]
-        known |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        known |= {option for parameter in load_verb(verb).params for option in (*parameter.opts, *parameter.secondary_opts)}
     known |= {"--help", "--version", "--nproc-per-node"}
     for page in PAGES:
         for block in _blocks(page, "console"):

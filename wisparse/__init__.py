@@ -7,25 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
-    "AccessError",
-    "BundleError",
-    "CalibrationError",
-    "Chunk",
-    "ContextLengthError",
-    "Generation",
-    "Model",
-    "ResourceError",
-    "UnsupportedModelError",
-    "UploadError",
-    "UsageError",
-    "WisparseConfig",
-    "WisparseError",
-    "__version__",
-    "convert",
-    "desparsify",
-    "load",
-    "sparsify",
-]
+    "AccessError", "BundleError", "CalibrationError", "Chunk", "ContextLengthError", "Generation", "Model",
+    "ResourceError", "UnsupportedModelError", "UploadError", "UsageError", "WisparseConfig", "WisparseError",
+    "__version__", "convert", "desparsify", "load", "sparsify",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 

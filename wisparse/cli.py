@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 
 import click
-from click.shell_completion import CompletionItem
 
 from wisparse.formats.machine import torchrun_place, usable_cores
 
@@ -42,23 +41,19 @@ _SPIN_COUNT = "3000"
 
 
 class _Verbs(click.Group):
+    """Its commands are names and texts; a verb is loaded when it is called or completed."""
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        return _load_verb(name) if name in self.commands else None
-
-    # For the texts of the two below click would import every verb.
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_VERBS.items()))
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        verbs = [CompletionItem(name, help=text) for name, text in _VERBS.items() if name.startswith(incomplete)]
-        return verbs + click.Command.shell_complete(self, ctx, incomplete)
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, known, rest = super().resolve_command(ctx, args)
+        return name, known and load_verb(str(name)), rest
 
 
-def _load_verb(name: str) -> click.Command:
+def load_verb(name: str) -> click.Command:
     module = importlib.import_module(f".commands.{_MODULES.get(name, name.replace('-', '_'))}", __package__)
     command: click.Command = getattr(module, name if name in _MODULES else "command")
     return command
@@ -66,7 +61,7 @@ def _load_verb(name: str) -> click.Command:
 
 @click.group(
     cls=_Verbs,
-    commands={name: click.Command(name, help=text) for name, text in _VERBS.items()},
+    commands={name: click.Command(name, short_help=text) for name, text in _VERBS.items()},
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="wisparse")
@@ -89,7 +84,7 @@ def convert_main(args: Sequence[str] | None = None) -> None:
 
 def convert_program() -> click.Command:
     """The verb as a program of its own, with a version and the group's help options."""
-    verb = _load_verb("convert")
+    verb = load_verb("convert")
     # Not a copy: click keeps the help option that a command made once, and the group's has other names.
     given = {name: getattr(verb, name) for name in ("callback", "help", "epilog", "short_help")}
     settings = {**cli.context_settings, **verb.context_settings}
@@ -149,10 +144,8 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
         # Without standalone mode click hands back what ctx.exit() was given, and None after a normal return.
         sys.exit(command.main(args=args, prog_name=name, standalone_mode=False))
     except click.ClickException as error:
-        if torchrun_place().index:
-            time.sleep(30)  # under torchrun the first process says it for all, and ends all
-        else:
-            error.show()
+        _leave_to_first(error.exit_code)
+        error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort) as interruption:
         # click turns an interrupt into its own Abort; what the verb had to say about resuming is in the cause.
@@ -161,6 +154,7 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
     except WisparseError as error:
         if os.environ.get("WISPARSE_DEBUG"):
             raise
+        _leave_to_first(error.exit_code)
         _fail(str(error), error.exit_code)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -170,6 +164,14 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             _fail(f"no permission: {error.filename}", 4)
         raise
+
+
+def _leave_to_first(code: int) -> None:
+    """Under torchrun the first process says for all what is wrong before they are joined, and ends all."""
+    distributed = sys.modules.get("torch.distributed")
+    if torchrun_place().index and not (distributed and distributed.is_initialized()):
+        time.sleep(30)
+        sys.exit(code)
 
 
 def _fail(message: str, code: int) -> None:

@@ -51,19 +51,17 @@ def stacked(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return decorate
 
 
-def print_rows(title: str, rows: list[tuple[str, str]]) -> None:
-    """A table of names and values, at least 100 columns wide where the output is no terminal."""
-    from rich.console import Console
+def print_rows(title: str | None, rows: Iterable[tuple[str, str | None]]) -> None:
+    """A table of names and the values that there are, at least 100 columns wide where the output is no terminal."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, printable(value))
-    console = Console(highlight=False, markup=False)
-    console.width = max(console.width, 100) if not console.is_terminal else console.width
-    console.print(table)
+        if value:
+            table.add_row(name, printable(value))
+    _show(table, 100)
 
 
 def print_table(
@@ -73,7 +71,6 @@ def print_table(
 
     As wide as it has to be where the output is no terminal, so that no figure is broken in two.
     """
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -81,8 +78,15 @@ def print_table(
         table.add_column(head, justify="left" if index < left else "right", no_wrap=index < left)
     for row in rows:
         table.add_row(*row)
+    _show(table, 1000, note)
+
+
+def _show(table: Any, width: int, note: str = "") -> None:
+    from rich.console import Console
+
     console = Console(highlight=False, markup=False)
-    console.width = console.width if console.is_terminal else 1000
+    if not console.is_terminal:
+        console.width = max(console.width, width)
     console.print(table)
     if note:
         console.print(note)

@@ -5,39 +5,46 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from wisparse.formats.card import Finding, check_amendable, save_findings
+from wisparse.formats.errors import UsageError
+from wisparse.formats.guard import find_folder, quoted, shown
 from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS
 
-from .console import FILE_OR_ID, FOLDER, FOLDER_OR_ID, NEW_FOLDER, stacked  # noqa: F401  (for the verbs)
+from .console import stacked
 
 if TYPE_CHECKING:
     from wisparse.runtime.model import Generation, Model
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-
 # Text of a model may hold escape sequences; on a terminal none of them is obeyed.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def _options(*table: tuple[str, Any, Any, str], shown: bool = True) -> Callable[[_F], _F]:
-    """Options of (name, type, default, help text); ``shown``: with their defaults."""
-    return stacked(*(click.option(n, type=t, default=d, show_default=shown, help=text) for n, t, d, text in table))
+def option_table(*table: tuple[str, Any, Any, str], show_default: bool = True) -> Callable[[_F], _F]:
+    """Options of (name, type, default, help text); ``show_default``: with their defaults."""
+    options = (click.option(n, type=t, default=d, show_default=show_default, help=text) for n, t, d, text in table)
+    return stacked(*options)
 
 
 revision_option = click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
+save_option = click.option(
+    "--save", is_flag=True, help="Write what was found into the bundle as well: its report and its model card."
+)
 
 _LENGTH = "Tokens that prompt and answer may have together.  [default: the model's context, if memory allows]"
 _LEVEL = "A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  [default: the bundle's own]"
 
 # Where and how a bundle runs.
 device_options = stacked(
-    _options(
+    option_table(
         ("--device", str, "auto", "auto, cpu, cuda or cuda:N."),
         ("--dtype", click.Choice(["auto", *DTYPES]), "auto", "Type of the weights in memory; auto is that of the files."),
         ("--backend", click.Choice(["auto", *BACKENDS]), "auto",
@@ -53,24 +60,24 @@ device_options = stacked(
 # The same for the verbs that generate text, which follow one prefill policy.
 loading_options = stacked(
     device_options,
-    _options(
+    option_table(
         ("--prefill", click.Choice(PREFILL_POLICIES), "dense",
          "Which part of the prompt runs sparse: none, the last half, all. The answer always does."),
     ),
 )  # fmt: skip
 
 sampling_options = stacked(
-    _options(
+    option_table(
         ("--max-new-tokens", click.IntRange(min=1), 256, "Longest answer, in tokens."),
         ("--temperature", click.FloatRange(min=0), 0.0, "0 is greedy decoding."),
     ),
-    _options(
+    option_table(
         ("--top-k", click.IntRange(min=0), 0, "Sample from the K likeliest tokens."),
         ("--top-p", click.FloatRange(min=0, max=1, min_open=True), 1.0,
          "Sample from the likeliest tokens that reach this probability together."),
         ("--min-p", click.FloatRange(min=0, max=1), 0.0, "Drop tokens below this share of the likeliest one's probability."),
         ("--seed", click.IntRange(min=0), None, "Repeat a sampled answer.  [default: a fresh one]"),
-        shown=False,  # 0 and 1 leave the step out
+        show_default=False,  # 0 and 1 leave the step out
     ),
     click.option("--stop", multiple=True, help="End before this text; may be given several times."),
     click.option("--system-prompt", help="The system's message, for models with a chat template."),
@@ -100,10 +107,14 @@ def show(text: str) -> None:
     click.echo(text, nl=False)  # which flushes
 
 
+def backend_of(model: Model) -> str:
+    decoder = model.decoder
+    return f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"
+
+
 def footer(answer: Generation, model: Model) -> str:
     """What an answer cost, in one line."""
     cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens else ""
-    decoder = model.decoder
     parts = [
         f"prompt {answer.prompt_tokens} tokens{cached}, {answer.prompt_tok_per_s:,.1f} tok/s",
         f"generation {len(answer.token_ids)} tokens, {answer.generation_tok_per_s:,.1f} tok/s",
@@ -111,4 +122,22 @@ def footer(answer: Generation, model: Model) -> str:
     ]
     if answer.realised_sparsity is not None:
         parts.append(f"realised sparsity {answer.realised_sparsity:.1%}")
-    return " | ".join([*parts, f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"])
+    return " | ".join([*parts, backend_of(model)])
+
+
+def folders_to_save(bundles: Sequence[str], sparsity: float | None) -> list[Path]:
+    """The bundles' folders, for `save_to`; refused before the work if nothing can be written there."""
+    if sparsity == 0:
+        raise UsageError("--save: expected a sparsity level to tell of, found --sparsity 0, which is the dense model")
+    folders = []
+    for bundle in bundles:
+        if (folder := find_folder(bundle)) is None:
+            raise UsageError(f"--save: expected a bundle's folder, found {quoted(bundle)}: download it first")
+        check_amendable(folder)
+        folders.append(folder)
+    return folders
+
+
+def save_to(folder: Path, findings: Iterable[Finding]) -> None:
+    save_findings(folder, findings)
+    click.echo(f"saved in {shown(folder)}: conversion_report.json and README.md", err=True)

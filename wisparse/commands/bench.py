@@ -15,15 +15,15 @@ from torch import Tensor
 
 from wisparse.converter.source import load_source
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.card import Finding
 from wisparse.formats.errors import UnsupportedModelError, UsageError, first_line
 from wisparse.formats.machine import choose_device
 from wisparse.runtime.backends import load
 from wisparse.runtime.benchmark import Comparison, Workload, compare_weights, prompts, wait
 from wisparse.runtime.decoding.decoder import memory_errors
 
-from ..console import print_table
-from ..options import FOLDER_OR_ID, device_options, set_up_logging
-from . import saving
+from ..console import FOLDER_OR_ID, print_table
+from ..options import device_options, folders_to_save, option_table, save_option, save_to, set_up_logging
 
 _BASELINE, _MODE = "torch.compile", "reduce-overhead"
 
@@ -98,38 +98,27 @@ def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtyp
 
 @click.command("bench", context_settings={"show_default": True})
 @click.argument("bundle", type=FOLDER_OR_ID)
-@click.option("--prompt-length", type=click.IntRange(min=1), default=5, help="Tokens of the random prompt.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=200, help="Tokens decoded in one run.")
-@click.option("--batch", type=click.IntRange(min=1), default=1, help="Prompts decoded side by side.")
-@click.option("--runs", type=click.IntRange(1, 1000), default=5, help="Timed runs; medians are shown.")
+@option_table(
+    ("--prompt-length", click.IntRange(min=1), 5, "Tokens of the random prompt."),
+    ("--max-new-tokens", click.IntRange(min=1), 200, "Tokens decoded in one run."),
+    ("--batch", click.IntRange(min=1), 1, "Prompts decoded side by side."),
+    ("--runs", click.IntRange(1, 1000), 5, "Timed runs; medians are shown."),
+)
 @click.option("--kernels", is_flag=True, help="Time every kernel of a block too (NVIDIA GPUs).")
 @click.option("--explain", is_flag=True, help="Print which kernel computes each linear, and why (NVIDIA GPUs).")
 @click.option("--all-weights", is_flag=True, help="One table of all that weights can be held as there: native, int8, …")
 @click.option(
-    "--baseline",
-    type=click.Choice([_BASELINE]),
+    "--baseline", type=click.Choice([_BASELINE]),
     help="Time the dense model in transformers too, compiled, with a static cache and CUDA graphs.",
-)
+)  # fmt: skip
 @click.option("--tune", is_flag=True, help="First measure tiles for this GPU and model, and keep the best.")
-@saving.save_option
+@save_option
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Leave the tables out: print the last line, JSON, alone.")
 def command(
-    bundle: str,
-    prompt_length: int,
-    max_new_tokens: int,
-    batch: int,
-    runs: int,
-    kernels: bool,
-    explain: bool,
-    all_weights: bool,
-    baseline: str | None,
-    tune: bool,
-    save: bool,
-    verbose: bool,
-    as_json: bool,
-    **loading: Any,
-) -> None:
+    bundle: str, prompt_length: int, max_new_tokens: int, batch: int, runs: int, kernels: bool, explain: bool,
+    all_weights: bool, baseline: str | None, tune: bool, save: bool, verbose: bool, as_json: bool, **loading: Any,
+) -> None:  # fmt: skip
     """Time BUNDLE, a folder or a Hub id, against its dense self: same weights, same back end, masks off.
 
     The ceiling is what the bytes allow: those that a step has to read, at the read bandwidth measured in the same run.
@@ -146,7 +135,7 @@ def command(
     set_up_logging(verbose)
     if all_weights and (loading["weights"] != "native" or kernels or tune or save):
         raise click.UsageError("--all-weights goes without --weights, --kernels, --tune and --save")
-    folders = saving.folders_to_save([bundle], loading["sparsity"]) if save else []
+    folders = folders_to_save([bundle], loading["sparsity"]) if save else []
     if baseline and choose_device(loading["device"]).type == "cpu":  # a GPU's kernels need no C++ compiler
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -154,10 +143,8 @@ def command(
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
-            raise UsageError(
-                f"--baseline {baseline} needs a C++ compiler on a CPU, and there is none: install g++, or let CXX name "
-                "one"
-            ) from error
+            lack = f"--baseline {baseline} needs a C++ compiler on a CPU, and there is none"
+            raise UsageError(f"{lack}: install g++, or let CXX name one") from error
     if loading["max_seq_len"] is None:
         loading["max_seq_len"] = prompt_length + max_new_tokens
     model = load(bundle, max_batch=batch, **loading)
@@ -189,77 +176,68 @@ def command(
     document = documents if all_weights else documents[loading["weights"]]
     click.echo(json.dumps({**document, "baseline": asdict(compiled)} if compiled else document))
     for folder in folders:
-        saving.save(folder, [saving.speed_finding(found[loading["weights"]])])
+        save_to(folder, [_finding(found[loading["weights"]])])
+
+
+def _finding(comparison: Comparison) -> Finding:
+    """For the bundle's report."""
+    work, machine = comparison.workload, comparison.machine
+    requests = "one request" if work.batch == 1 else f"{work.batch} requests"
+    weights = comparison.dtype if comparison.weights == "native" else comparison.weights
+    threads = f", {machine['threads']} thread{'s' * (machine['threads'] != '1')}" if "threads" in machine else ""
+    conditions = (
+        f"{requests}, {work.new_tokens} tokens after {work.prompt_length}; {weights} weights, {comparison.backend} on "
+        f"{machine['device']}{threads}"
+    )
+    dense, sparse = comparison.dense.tok_per_s, comparison.sparse.tok_per_s
+    return Finding("tok/s", conditions, comparison.sparsity, dense, sparse)
 
 
 def _print_tables(table: Mapping[str, Comparison], compiled: CompiledSpeed | None, all_weights: bool) -> None:
     """One way to hold the weights, or all of them; dense and sparse, and the baseline."""
     found = table["native"] if all_weights else next(iter(table.values()))
-    work = found.workload
+    work, ground = found.workload, compiled or found.dense
     click.echo(", ".join(f"{key} {value}" for key, value in found.machine.items()))
     click.echo(
         f"{found.backend}, {found.dtype}, weights {', '.join(table)}, sparsity {found.sparsity:g}; "
         f"prompt {work.prompt_length}, {work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
         f"alternating; memory reads {found.read_gbps:,.1f} GB/s"
     )
-    lines: list[tuple[str, ...]] = []
-    baseline: tuple[str, ...] = ()
-    heads: tuple[str, ...]
-    cells: tuple[str, ...]
-    note_on_baseline = ""
-    if compiled:
-        baseline = f"{compiled.name}, {compiled.dtype}", f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}"
-        note_on_baseline = (
-            f"\n{compiled.name}: the same dense model in transformers, static cache, mode {compiled.mode}; after the "
-            "others, alone; no token is read between steps"
-        )
-    rows = [
-        (name, label, one, speed)
-        for name, one in table.items()
-        for label, speed in (("dense", one.dense), (f"{one.sparsity:.3g}", one.sparse))
-    ]
     if all_weights:
-        ground = compiled or found.dense
-        heads = ("weights", "sparsity", "tok/s", "ms/step", f"over {compiled.name if compiled else 'native dense'}")
-        heads += ("over own dense", "MB/step", "share", "unread")
-        if baseline:
-            lines.append((baseline[0], "dense", *baseline[1:], "1.00x"))
-        for name, label, one, speed in rows:
-            cells = (
-                f"{speed.tok_per_s:,.1f}",
-                f"{speed.step_ms:.3f}",
-                f"{speed.tok_per_s / ground.tok_per_s:.2f}x",
-                f"{speed.tok_per_s / one.dense.tok_per_s:.2f}x",
-                f"{speed.bytes_per_step / 1e6:,.1f}",
-                f"{speed.ideal_ms / speed.step_ms:.0%}",
-                f"{speed.realised_sparsity:.1%}",
-            )
-            lines.append((name, label, *cells))
+        heads = ["weights", "sparsity", "tok/s", "ms/step", f"over {compiled.name if compiled else 'native dense'}"]
+        heads += ["over own dense", "MB/step", "share", "unread"]
         note = (
             f"native: as the bundle has them, in {found.dtype}; others are rounded at load, which costs quality:\n"
             "`wisparse eval --weights` tells how much. MB/step: what a step reads; share: of the speed that they allow"
         )
     else:
-        heads = ("", "tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB")
-        for _, label, _, speed in rows:
-            ceiling = work.batch / speed.ideal_ms * 1e3
-            cells = (
-                f"{speed.tok_per_s:,.1f}",
-                f"{speed.step_ms:.3f}",
-                f"{ceiling:,.1f}",
-                f"{speed.tok_per_s / ceiling:.0%}",
-                f"{speed.gbps:,.1f}",
-                f"{speed.realised_sparsity:.1%}",
-                f"{speed.prefill_tok_per_s:,.0f}",
-                f"{speed.peak_memory_bytes / 1e9:.2f}",
-            )
-            lines.append((label, *cells))
+        heads = ["", "tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB"]
         note = f"sparse over dense: {found.speedup:.2f}x; ceiling and prefill in tok/s, unread: share of the weights"
-        if compiled:
-            lines.append(baseline)
+    lines = []
+    for name, one in table.items():
+        for label, speed in (("dense", one.dense), (f"{one.sparsity:.3g}", one.sparse)):
+            rates, unread = [f"{speed.tok_per_s:,.1f}", f"{speed.step_ms:.3f}"], f"{speed.realised_sparsity:.1%}"
+            share = f"{speed.ideal_ms / speed.step_ms:.0%}"
+            if all_weights:
+                over = [f"{speed.tok_per_s / base.tok_per_s:.2f}x" for base in (ground, one.dense)]
+                lines.append([name, label, *rates, *over, f"{speed.bytes_per_step / 1e6:,.1f}", share, unread])
+            else:
+                ceiling, prefill = work.batch / speed.ideal_ms * 1e3, speed.prefill_tok_per_s
+                more = [f"{ceiling:,.1f}", share, f"{speed.gbps:,.1f}", unread, f"{prefill:,.0f}"]
+                lines.append([label, *rates, *more, f"{speed.peak_memory_bytes / 1e9:.2f}"])
+    if compiled:
+        label, rates = f"{compiled.name}, {compiled.dtype}", [f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}"]
+        if all_weights:
+            lines.insert(0, [label, "dense", *rates, "1.00x"])
+        else:
+            lines.append([label, *rates])
             dense, sparse = (speed.tok_per_s / compiled.tok_per_s for speed in (found.dense, found.sparse))
             note += f"\nover {compiled.name}: dense {dense:.2f}x, sparse {sparse:.2f}x"
-    print_table(heads, lines, note=note + note_on_baseline)  # 80 columns are enough for one way to hold the weights
+        note += (
+            f"\n{compiled.name}: the same dense model in transformers, static cache, mode {compiled.mode}; after the "
+            "others, alone; no token is read between steps"
+        )
+    print_table(heads, lines, note=note)  # 80 columns are enough for one way to hold the weights
     if found.kernels and not all_weights:
         timed = []
         for role, row in found.kernels.items():

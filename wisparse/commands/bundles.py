@@ -1,4 +1,4 @@
-"""``wisparse inspect``, ``verify`` and ``push``: what a bundle holds, whether it is whole, and its upload to the Hub."""
+"""``wisparse inspect``, ``verify`` and ``push``: what a bundle holds, whether it is whole, its upload to the Hub."""
 
 from __future__ import annotations
 
@@ -7,25 +7,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from wisparse.formats import hub
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import AccessError, UsageError, printable
 from wisparse.formats.guard import find_folder, quoted
-from wisparse.formats.hub import (
-    check_write_access,
-    fetch_bundle,
-    is_public,
-    plan_push,
-    public_repository,
-    push_bundle,
-    push_command,
-)
 from wisparse.runtime.tokenizer import check_tokenizer
 
-from ..options import FOLDER, FOLDER_OR_ID, revision_option
+from ..console import FOLDER, FOLDER_OR_ID, print_rows, print_table
+from ..options import revision_option
 
 
 @click.command("inspect")
@@ -43,7 +33,7 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
     wisparse inspect out
     wisparse inspect USER/NAME --revision main --json
     """
-    opened = Bundle.open(fetch_bundle(bundle, revision))
+    opened = Bundle.open(hub.fetch_bundle(bundle, revision))
     if sparsity is not None:
         opened = opened.at(sparsity)
         if opened.sparsity not in opened.levels:
@@ -56,42 +46,28 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
         model = {**{name: getattr(config, name) for name in names}, "num_bytes": num_bytes, "dtypes": dtypes}
         click.echo(json.dumps({"model": model, **recipe.to_dict()}, indent=2))
         return
-    revised = f" at {recipe.base_revision}" if recipe.base_revision else ""
-    rows = [
-        ("base model", f"{recipe.base_model}{revised}"),
-        *([("left out", recipe.text_only)] if recipe.text_only else []),
+    shape = f"{config.num_blocks} blocks, hidden {config.hidden_size}, MLP {config.intermediate_size}"
+    samples = f"{calibration.num_samples} samples of up to {calibration.seq_len} tokens"
+    samples += f" ({calibration.num_tokens:,} in all)"
+    rows = (
+        ("base model", recipe.base_model + (f" at {recipe.base_revision}" if recipe.base_revision else "")),
+        ("left out", recipe.text_only),
         ("rotation", str(recipe.rotation or "none: the weights are the source's")),
-        (
-            "model",
-            f"{config.model_type}, {config.num_blocks} blocks, hidden {config.hidden_size}, "
-            f"MLP {config.intermediate_size}, {num_bytes / 1e6:,.1f} MB {'/'.join(dtypes)}",
-        ),
+        ("model", f"{config.model_type}, {shape}, {num_bytes / 1e6:,.1f} MB {'/'.join(dtypes)}"),
         ("method", recipe.method),
         ("levels", ", ".join(f"{one:.1%}{' (the default)' * (one == recipe.default)}" for one in recipe.sparsities)),
-        (
-            "calibration",
-            f"{calibration.source}: {calibration.num_samples} samples of up to {calibration.seq_len} "
-            f"tokens ({calibration.num_tokens:,} in all), seed {calibration.seed}",
-        ),
-    ]
-    # Wide enough for every column where the output is no terminal and so has no width.
-    console = Console(width=None if Console().is_terminal else 120, highlight=False)
-    for name, value in rows:
-        console.print(Text(f"{name:<12} {printable(value)[:500]}"))
-    title = f"{show} per projection at {opened.sparsity:.1%}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("block", *(projection.role for projection in config.projections(0)), "block sparsity"):
-        table.add_column(column, justify="right")
+        ("calibration", f"{calibration.source}: {samples}, seed {calibration.seed}"),
+    )
+    print_rows(None, ((name, value and value[:500]) for name, value in rows))
     formats = {"alpha": "{0.alpha:.2f}", "threshold": "{0.threshold:.4g}", "sparsity": "{0.sparsity:.1%}"}
-    level = recipe.at(opened.sparsity)
+    cell, level = formats.get(show, "{0.realised_sparsity:.1%}"), recipe.at(opened.sparsity)
     entries = {entry.name: entry for entry in level.projections}
-    for block, sparsity in enumerate(level.block_sparsities):
-        cells = [
-            formats.get(show, "{0.realised_sparsity:.1%}").format(entries[projection.name])
-            for projection in config.projections(block)
-        ]
-        table.add_row(str(block), *cells, f"{sparsity:.1%}")
-    console.print(table)
+    lines = [
+        [str(block), *(cell.format(entries[one.name]) for one in config.projections(block)), f"{sparsity:.1%}"]
+        for block, sparsity in enumerate(level.block_sparsities)
+    ]
+    heads = ("block", *(projection.role for projection in config.projections(0)), "block sparsity")
+    print_table(heads, lines, title=f"{show} per projection at {opened.sparsity:.1%}", left=0)
 
 
 @click.command("verify")
@@ -105,7 +81,7 @@ def verify(bundle: str, revision: str | None, as_json: bool) -> None:
     wisparse verify out
     wisparse verify USER/NAME --revision main --json
     """
-    folder = fetch_bundle(bundle, revision)
+    folder = hub.fetch_bundle(bundle, revision)
     report = verify_bundle(folder)
     check_tokenizer(Bundle.open(folder))
     if not Path(bundle).is_dir():
@@ -142,11 +118,11 @@ def push(bundle: str, repo: str, private: bool, as_json: bool) -> None:
     if folder is None:
         raise AccessError(f"{quoted(bundle)}: there is no such folder")
     try:
-        check_write_access(repo)
-        if private and is_public(repo):
-            raise AccessError(public_repository(folder, repo))
+        hub.check_write_access(repo)
+        if private and hub.is_public(repo):
+            raise AccessError(hub.public_repository(folder, repo))
         verify_bundle(folder)
-        plan = plan_push(folder, repo)
+        plan = hub.plan_push(folder, repo)
         for name in plan.left_out:
             click.echo(f"left out, not part of the bundle: {printable(name)}", err=True)
         num_bytes = sum(plan.send.values())
@@ -154,9 +130,9 @@ def push(bundle: str, repo: str, private: bool, as_json: bool) -> None:
         if plan.send:
             what = f"uploading {len(plan.send)} of {plan.num_files} files, {num_bytes / 1e6:,.1f} MB, to {repo}"
         click.echo(what, err=True)
-        url = push_bundle(folder, repo, private=private)
+        url = hub.push_bundle(folder, repo, private=private)
     except KeyboardInterrupt as interruption:
-        again = push_command(folder, repo, private)
+        again = hub.push_command(folder, repo, private)
         raise KeyboardInterrupt(str(interruption) or f"nothing was uploaded; repeat with: {again}") from None
     document = {"url": url, "num_files": len(plan.send), "num_bytes": num_bytes, "left_out": list(plan.left_out)}
     click.echo(json.dumps(document, indent=2) if as_json else url)

@@ -10,7 +10,8 @@ import click
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.runtime.model import Model
 
-from ..options import FOLDER_OR_ID, footer, load_model, loading_options, sampling_options, set_up_logging, show
+from ..console import FOLDER_OR_ID
+from ..options import footer, load_model, loading_options, sampling_options, set_up_logging, show
 from .generate import read_text
 
 _HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /exit) leaves"

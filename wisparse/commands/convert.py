@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wisparse.converter.settings import ConvertSettings
-from wisparse.formats.errors import UsageError
 from wisparse.formats.machine import idle_cores, torchrun_place, usable_cores
 
 from ..console import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, print_rows, stacked
 
 if TYPE_CHECKING:
-    from wisparse.converter.measurement import Choice
     from wisparse.converter.pipeline import Conversion
     from wisparse.converter.preflight import Plan
 
@@ -99,13 +96,7 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
     logger.setLevel(level)
     if place.ignored:
         logger.warning(place.ignored)
-    try:
-        settings = ConvertSettings(**options)  # before torch is imported: a typing error is answered at once
-    except UsageError as error:
-        if helper:
-            time.sleep(30)  # the first process says it, and all are ended
-            sys.exit(error.exit_code)
-        raise
+    settings = ConvertSettings(**options)  # before torch is imported: a typing error is answered at once
     if not helper:
         _leave_busy_cores()
     from wisparse.converter.processes import Progress
@@ -166,37 +157,33 @@ def _print_plan(plan: Plan) -> None:
         rotation += ": to the principal directions of what flows through them"
     if plan.untied_bytes:
         rotation += f"; tied embeddings become two tensors, {_size(plan.untied_bytes)} more"
-    target = _percents(settings.levels, settings.default_of(settings.levels)) if settings.levels else ""
     if settings.has_budget:
         limits = [f"KL at most {settings.max_kl:g} nats/token"] if settings.max_kl is not None else []
         limits += [f"top-1 agreement at least {settings.min_top1:.4g}"] if settings.min_top1 is not None else []
         target = f"the highest with {' and '.join(limits)}"
-    tokens = settings.num_samples * settings.length
+    else:
+        target = _percents(settings.levels, settings.default_of(settings.levels))
     text_of = f", the text model of {plan.text_of}" if plan.text_of else ""
-    rows = [
+    parameters = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.1f}M"
+    shape = f"{config.model_type}{text_of}, {config.num_blocks} blocks, hidden {config.hidden_size}"
+    in_scope = f"{plan.projection_parameters / size:.0%} of them in scope"
+    samples = f"{settings.num_samples} x {settings.seq_len} = {settings.num_samples * settings.length:,} tokens"
+    overwritten = " (overwritten)" if settings.output_dir.exists() else ""
+    rows = (
         ("model", plan.source.name + (f" at {plan.source.commit}" if plan.source.commit else "")),
-        (
-            "architecture",
-            f"{config.model_type}{text_of}, {config.num_blocks} blocks, hidden {config.hidden_size}, "
-            f"{f'{size / 1e9:.1f}B' if size >= 1e9 else f'{size / 1e6:.1f}M'} parameters, "
-            f"{plan.projection_parameters / size:.0%} of them in scope",
-        ),
+        ("architecture", f"{shape}, {parameters} parameters, {in_scope}"),
         ("sparsity", f"{target}, method {settings.method}, search {settings.chosen_search}"),
-        (
-            "calibration",
-            f"{plan.calibration}: {settings.num_samples} x {settings.seq_len} = {tokens:,} tokens, seed {settings.seed}",
-        ),
+        ("calibration", f"{plan.calibration}: {samples}, seed {settings.seed}"),
         ("rotation", rotation),
         ("compute", f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"),
         ("memory", f"about {_size(plan.memory_bytes)} of {_size(plan.memory_free_bytes)} free"),
-        *([("weights on", f"{plan.weights_on} (slower)")] if plan.max_memory is not None else []),
+        ("weights on", f"{plan.weights_on} (slower)" if plan.max_memory is not None else None),
         ("download", _size(plan.download_bytes) if plan.download_bytes else "nothing"),
         ("disk", f"{_size(plan.bundle_bytes)} of {_size(plan.disk_free_bytes)} free"),
-        ("output", str(settings.output_dir) + (" (overwritten)" if settings.output_dir.exists() else "")),
+        ("output", f"{settings.output_dir}{overwritten}"),
         ("state", str(settings.state_dir) if settings.resume else "not kept"),
-    ]
-    if settings.upload_repo:
-        rows.append(("upload", settings.upload_repo + (" (private)" if settings.private else "")))
+        ("upload", f"{settings.upload_repo}{' (private)' * settings.private}" if settings.upload_repo else None),
+    )
     print_rows("Plan (nothing was converted)", rows)
 
 
@@ -228,43 +215,40 @@ def _print_conversion(conversion: Conversion) -> None:
     from wisparse.converter.report import verdict
 
     report, recipe, choice = conversion.report, conversion.report.recipe, conversion.choice
-    default, levels = recipe.default, recipe.sparsities
-    # One exponent for all (fisher and refine have 1, TEAL 0) says nothing.
+    default, levels, blocks = recipe.default, recipe.sparsities, recipe.block_sparsities
     alphas = [entry.alpha for entry in recipe.projections]
-    blocks = recipe.block_sparsities
-    chosen = "found" if conversion.plan.settings.has_budget else "asked for"
+    asked = "found" if conversion.plan.settings.has_budget else "asked for"
     at_default = f"at {default:.1%}, " if len(levels) > 1 else ""
     not_rotated = f"none: {conversion.plan.not_rotated}" if conversion.plan.not_rotated else "none"
     neighbours = report.measurement.curve if choice and report.measurement else ()
     seconds = [f"{name.lower()} {value:.0f} s" for name, value in conversion.seconds.items() if value >= 1]
+    chosen = None
+    if choice:  # what a budget allowed, and what the next step would have cost
+        costs = [
+            f"{sparsity:.1%} costs KL {kl:.3g} nats/token and agrees in {top1:.1%} of first choices"
+            for sparsity, kl, top1 in choice.tried
+            if sparsity >= choice.sparsity
+        ]
+        chosen = f"on {choice.num_tokens:,} tokens held apart {'; beyond what was allowed: '.join(costs[:2])}"
     rows = [
         ("bundle", str(conversion.folder)),
-        *([("left out", recipe.text_only)] if recipe.text_only else []),
-        ("sparsity", f"{_percents(levels, default)} {chosen}; {at_default}{report.expectation(default)}"),
+        ("left out", recipe.text_only),
+        ("sparsity", f"{_percents(levels, default)} {asked}; {at_default}{report.expectation(default)}"),
         ("rotation", str(recipe.rotation or not_rotated)),
-        *([("chosen", _chosen(choice))] if choice else []),
+        ("chosen", chosen),
         ("by block", f"{at_default}{min(blocks):.1%} to {max(blocks):.1%}"),
         *(("quality" if level == levels[0] else "", report.verdict(level)) for level in levels),
         *(("less" if one < default else "more", verdict(one, found)) for one, found in neighbours if one != default),
-        *([("measured on", report.measured_on)] if report.measured_on else []),
-        *([("alpha", f"{min(alphas):g} to {max(alphas):g}")] if min(alphas) < max(alphas) else []),
+        ("measured on", report.measured_on),
+        # One exponent for all (fisher and refine have 1, TEAL 0) says nothing.
+        ("alpha", f"{min(alphas):g} to {max(alphas):g}" if min(alphas) < max(alphas) else None),
         ("calibration", f"{recipe.calibration.source}, {recipe.calibration.num_tokens:,} tokens"),
         ("time", ", ".join(seconds)),
-        *([("uploaded", conversion.url)] if conversion.url else []),
+        ("uploaded", conversion.url),
     ]
     print_rows("Converted", rows)
     # A prompt of the user's own: what a model knows (stories, code, a language) its files do not say.
     click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt 'YOUR TEXT'")
-
-
-def _chosen(choice: Choice) -> str:
-    """What a budget allowed, and what the next step would have cost."""
-    costs = [
-        f"{sparsity:.1%} costs KL {kl:.3g} nats/token and agrees in {top1:.1%} of first choices"
-        for sparsity, kl, top1 in choice.tried
-        if sparsity >= choice.sparsity
-    ]
-    return f"on {choice.num_tokens:,} tokens held apart {'; beyond what was allowed: '.join(costs[:2])}"
 
 
 def _size(count: int) -> str:

@@ -7,61 +7,54 @@ import importlib.util
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.card import Finding
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import place
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
-from ..console import print_table
-from ..options import FILE_OR_ID, FOLDER_OR_ID, device_options, set_up_logging
-from . import saving
+from ..console import FILE_OR_ID, FOLDER_OR_ID, print_table
+from ..options import backend_of, device_options, folders_to_save, option_table, save_option, save_to, set_up_logging
 
 if TYPE_CHECKING:
     from wisparse.converter.calibration import CalibrationTokens
     from wisparse.converter.processes import Progress
-    from wisparse.runtime.model import Model
-
 
 _OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")
 _QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs the harness
+_PROMPTS = {"dense": "prompts dense", "half": "the last half of each prompt sparse", "all": "prompts sparse"}
 
 
 @click.command("eval")
 @click.argument("bundles", type=FOLDER_OR_ID, metavar="BUNDLE...", nargs=-1, required=True)
 @click.option("--compare", is_flag=True, help="One table over several bundles, on the same tokens.")
 @click.option(
-    "--text",
-    "texts",
-    type=FILE_OR_ID,
-    multiple=True,
-    metavar="PATH|HUB_ID",
+    "--text", "texts", type=FILE_OR_ID, multiple=True, metavar="PATH|HUB_ID",
     help="Evaluate on a file, a folder or a data set; may be given several times.  "
     "[default: self, text that the model writes, unless --tasks is given]",
+)  # fmt: skip
+@option_table(
+    ("--num-samples", click.IntRange(min=1), 16, "Sequences of the text."),
+    ("--seq-len", click.IntRange(min=2), 512, "Tokens of a sequence."),
+    ("--seed", click.IntRange(0, 2**32 - 1), 1, "Which part of the text."),
 )
-@click.option("--num-samples", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences of the text.")
-@click.option("--seq-len", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a sequence.")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=1, show_default=True, help="Which part of the text.")
 @click.option(
-    "--prefill",
-    "policies",
-    type=click.Choice(PREFILL_POLICIES),
-    multiple=True,
+    "--prefill", "policies", type=click.Choice(PREFILL_POLICIES), multiple=True,
     help="Which tokens of a text or prompt are sparse: none, the last half, all; may be given several times.  "
     "[default: half and all for texts, half for tasks]",
-)
+)  # fmt: skip
 @click.option(
-    "--tasks",
-    metavar="NAME,...",
+    "--tasks", metavar="NAME,...",
     help="Run tasks of lm-evaluation-harness, or those that ship with this: interpreter_lines, interpreter_chains, "
     "greedy_loops.",
-)
+)  # fmt: skip
 @click.option("--include-path", type=FOLDER_OR_ID, multiple=True, metavar="DIR", help="Folder with further YAML tasks.")
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples per question.  [default: the task's]")
 @click.option("--limit", type=click.IntRange(1, 2**63 - 1), help="At most so many questions per task.")
@@ -69,24 +62,14 @@ _QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs th
 @click.option(
     "--confirm-run-unsafe-code", is_flag=True, help="Allow tasks that run code the model writes (humaneval) here."
 )
-@saving.save_option
+@save_option
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(
-    bundles: tuple[str, ...],
-    compare: bool,
-    texts: tuple[str, ...],
-    num_samples: int,
-    seq_len: int,
-    seed: int,
-    policies: tuple[str, ...],
-    tasks: str | None,
-    save: bool,
-    verbose: bool,
-    revision: str | None,
-    as_json: bool,
+    bundles: tuple[str, ...], compare: bool, texts: tuple[str, ...], num_samples: int, seq_len: int, seed: int,
+    policies: tuple[str, ...], tasks: str | None, save: bool, verbose: bool, revision: str | None, as_json: bool,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Measure the quality of BUNDLE, a folder or a Hub id, against its dense self: the same bundle with its masks off.
 
     On text: KL(dense || sparse) in nats per token, perplexity, top-1 agreement and realised sparsity, over the tokens
@@ -124,7 +107,7 @@ def command(
             raise UsageError("--save keeps what --tasks found, and there are none")
     if len(bundles) > 1 and not compare:
         raise UsageError(f"found {len(bundles)} bundles: add --compare for one table over them, or give one")
-    to_save = saving.folders_to_save(bundles, options["sparsity"]) if save else []
+    to_save = folders_to_save(bundles, options["sparsity"]) if save else []
     opened = [Bundle.open(fetch_bundle(bundle, revision)) for bundle in bundles]
     if options["sparsity"] is not None:
         opened = [bundle.at(options["sparsity"]) for bundle in opened]
@@ -155,18 +138,13 @@ def command(
         if of_tasks:
             _print_task_table(of_tasks)
     for folder, row in zip(to_save, of_tasks, strict=True) if save else ():
-        saving.save(folder, saving.task_findings(row))
+        save_to(folder, _findings(row))
 
 
 def _read_text(
-    bundles: Sequence[Bundle],
-    texts: Sequence[str],
-    num_samples: int,
-    seq_len: int,
-    seed: int,
-    device: str,
+    bundles: Sequence[Bundle], texts: Sequence[str], num_samples: int, seq_len: int, seed: int, device: str,
     progress: Progress,
-) -> CalibrationTokens:
+) -> CalibrationTokens:  # fmt: skip
     """The evaluation tokens of all bundles, made as calibration tokens are, with another seed."""
     from wisparse.converter.calibration import load_calibration
     from wisparse.converter.source import load_source, load_tokenizer
@@ -213,16 +191,13 @@ def _on_text(
         stage = loaded.enter_context(progress.stage("Evaluating", passes * tokens.num_samples))
         ours, dense = model.decoder, plain.decoder
         measure = functools.partial(
-            evaluate_text,
-            sequences=tokens.input_ids,
-            policies=list(dict.fromkeys(policies)),
-            reference=dense.logits,
+            evaluate_text, sequences=tokens.input_ids, policies=list(dict.fromkeys(policies)), reference=dense.logits,
             advance=stage.advance,
-        )
+        )  # fmt: skip
         rounded = None if plain is model else measure(lambda ids, _: ours.logits(ids, len(ids)))
         for level in levels:
             model.sparsity = plain.sparsity = level
-            row = {"backend": _backend(model), "weights": weights, "warning": warning}
+            row = {"backend": backend_of(model), "weights": weights, "warning": warning}
             row["quality"] = measure(ours.logits, counter=ours)
             if rounded is not None:
                 row["alone"] = {weights: rounded, "masks": measure(dense.logits, counter=dense)}
@@ -231,11 +206,7 @@ def _on_text(
 
 
 def _on_tasks(
-    bundle: Bundle,
-    names: Sequence[str],
-    policies: Sequence[str],
-    options: Mapping[str, Any],
-    task_options: Mapping[str, Any],
+    bundle: Bundle, names: Sequence[str], policies: Sequence[str], options: Mapping[str, Any], asked: Mapping[str, Any]
 ) -> dict[str, Any]:
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.scheduler import Stats
@@ -243,25 +214,19 @@ def _on_tasks(
 
     results, speed = {}, {}
     with load(bundle.folder, **options) as model:
-        for name in (*dict.fromkeys(policies), "masks off"):
-            policy = name
-            if name == "masks off":
-                model.sparsity, policy = 0, "dense"
+        level = model.sparsity
+        for name in ("masks off", *dict.fromkeys(policies)):
+            model.sparsity, policy = (0, "dense") if name == "masks off" else (level, name)
             stats = model.engine.scheduler.stats = Stats()
-            results[name] = evaluate_tasks(model, names, prefill=policy, **task_options)
+            results[name] = evaluate_tasks(model, names, prefill=policy, **asked)
             if stats.tokens:
                 speed[name] = {"tokens": stats.tokens, "tok_per_s": stats.tok_per_s}
-        return {"backend": _backend(model), "tasks": results, "generation": speed}
+        return {"backend": backend_of(model), "tasks": results, "generation": speed}
 
 
-def _backend(model: Model) -> str:
-    decoder = model.decoder
-    return f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"
-
-
-def _with_error(value: float, error: Any, digits: str) -> str:
+def _with_error(value: float, error: float | None, digits: str) -> str:
     """A figure and its standard error, which a single text does not have."""
-    known = isinstance(error, float) and math.isfinite(error)
+    known = error is not None and math.isfinite(error)
     return f"{value:{digits}} ± {error:{digits}}" if known else f"{value:{digits}}"
 
 
@@ -297,19 +262,35 @@ def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     print_table(("bundle", "sparsity", "sparse tokens", *figures), lines, title=title, left=3, note=note)
 
 
+def _metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, str, int, dict[str, tuple[float, float | None]]]]:
+    """Task, metric, number of questions, and the value and its standard error by what of a prompt is sparse."""
+    for task, metrics in row["tasks"]["masks off"].items():
+        for metric in metrics:
+            if metric != _QUESTIONS and not metric.endswith("_stderr"):
+                results = {policy: tasks[task] for policy, tasks in row["tasks"].items()}
+                values = {policy: (one[metric], one.get(f"{metric}_stderr")) for policy, one in results.items()}
+                yield task, metric, metrics[_QUESTIONS], values
+
+
 def _print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    policies = ["masks off", *(policy for policy in rows[0]["tasks"] if policy != "masks off")]
     lines, notes = [], []
     for row in rows:
-        for task, metrics in row["tasks"]["masks off"].items():
-            for metric in metrics:
-                if metric.endswith("_stderr") or metric == _QUESTIONS:
-                    continue
-                results = [row["tasks"][policy][task] for policy in policies]
-                cells = [_with_error(one[metric], one.get(f"{metric}_stderr"), ".4f") for one in results]
-                lines.append((row["bundle"], task, metric, f"{metrics[_QUESTIONS]:,}", *cells))
+        for task, metric, count, values in _metrics(row):
+            cells = [_with_error(*one, ".4f") for one in values.values()]
+            lines.append((row["bundle"], task, metric, f"{count:,}", *cells))
         if row["generation"]:
             rates = (f"{name} {found['tok_per_s']:,.1f}" for name, found in row["generation"].items())
             notes.append(f"{row['bundle']}: answers decoded at {', '.join(rates)} tok/s, prompts left out")
-    title = "tasks, by which tokens of a prompt are sparse"
-    print_table(("bundle", "task", "metric", "n", *policies), lines, title=title, left=3, note="\n".join(notes))
+    title, heads = "tasks, by which tokens of a prompt are sparse", ("bundle", "task", "metric", "n", *rows[0]["tasks"])
+    print_table(heads, lines, title=title, left=3, note="\n".join(notes))
+
+
+def _findings(row: Mapping[str, Any]) -> Iterator[Finding]:
+    """Every metric under every prefill policy, for the bundle's report."""
+    for task, metric, count, values in _metrics(row):
+        dense, dense_error = values.pop("masks off")
+        for policy, (value, error) in values.items():
+            if math.isfinite(value):
+                conditions = f"n = {count:,}, {_PROMPTS[policy]}; {row['backend']}"
+                errors = (one if one is not None and math.isfinite(one) else None for one in (dense_error, error))
+                yield Finding(f"{task}, {metric}", conditions, row["sparsity"], dense, value, *errors)

@@ -16,42 +16,27 @@ from wisparse.formats.folder import check_target
 from wisparse.formats.guard import text
 from wisparse.formats.hub import fetch_bundle
 
-from ..options import FOLDER_OR_ID, NEW_FOLDER, revision_option
+from ..console import FOLDER_OR_ID, NEW_FOLDER
+from ..options import option_table, revision_option
 
 
 @click.command("export-onnx")
 @click.argument("bundle", type=FOLDER_OR_ID)
 @click.argument("out", type=NEW_FOLDER)
-@click.option("--opset", type=click.IntRange(18, 24), default=21, show_default=True, help="ONNX operator set.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "float16"]),
-    default="auto",
-    show_default=True,
-    help="Type of weights and activations; auto is the bundle's own, and float32 for bfloat16.",
-)
-@click.option(
-    "--sparsity",
-    type=float,
-    help="A sparsity level of the bundle, or 0 for the dense model.  [default: the bundle's own]",
-)
-@click.option(
-    "--check/--no-check", default=True, show_default=True, help="Run the result and compare it with our runtime."
-)
+@option_table(
+    ("--opset", click.IntRange(18, 24), 21, "ONNX operator set."),
+    ("--dtype", click.Choice(["auto", "float32", "float16"]), "auto",
+     "Type of weights and activations; auto is the bundle's own, and float32 for bfloat16."),
+    ("--sparsity", float, None, "A sparsity level of the bundle, or 0 for the dense model.  [default: the bundle's own]"),
+)  # fmt: skip
+@click.option("--check/--no-check", default=True, show_default=True, help="Run it and compare it with our runtime.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT, once the new one is complete.")
 @revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    bundle: str,
-    out: Path,
-    opset: int,
-    dtype: str,
-    sparsity: float | None,
-    check: bool,
-    overwrite: bool,
-    revision: str | None,
-    as_json: bool,
-) -> None:
+    bundle: str, out: Path, opset: int, dtype: str, sparsity: float | None, check: bool, overwrite: bool,
+    revision: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Write BUNDLE, a folder or a Hub id, to the folder OUT as an ONNX decoder with a KV cache.
 
     OUT works in ONNX Runtime, onnxruntime-genai and optimum. The sparse projections are nodes

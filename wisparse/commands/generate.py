@@ -19,21 +19,16 @@ from wisparse.formats.folder import lock_file, require_writable, write_file
 from wisparse.formats.guard import expand, parse_json, read_bounded
 from wisparse.runtime.model import Generation, Model
 
-from ..options import FOLDER_OR_ID, footer, load_model, loading_options, sampling_options, set_up_logging, show
+from ..console import FOLDER_OR_ID
+from ..options import footer, load_model, loading_options, option_table, sampling_options, set_up_logging, show
 
-_MOST_BYTES = 1 << 28
 
-
-def read_text(file: str) -> str:
+def read_text(file: str, limit: int = 1 << 28) -> str:
     path = Path(os.path.realpath(expand(file)))
     try:  # a byte order mark before the text is no part of it
-        return read_bounded(path.parent, path.name, _MOST_BYTES, UsageError).decode("utf-8-sig")
+        return read_bounded(path.parent, path.name, limit, UsageError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path.name:.200}: not text in UTF-8: {error}") from error
-
-
-def _is_message(one: Any) -> bool:
-    return isinstance(one, dict) and isinstance(one.get("role"), str) and ("content" in one or "tool_calls" in one)
 
 
 class Batch:
@@ -54,7 +49,12 @@ class Batch:
             match found.get("prompt"), found.get("messages"):
                 case str(), None:
                     pass
-                case None, [_, *_] as messages if all(map(_is_message, messages)):
+                case None, [_, *_] as messages if all(
+                    isinstance(one, dict)
+                    and isinstance(one.get("role"), str)
+                    and ("content" in one or "tool_calls" in one)
+                    for one in messages
+                ):
                     pass
                 case _:
                     wanted = "a text as prompt, or a list of messages with role and content"
@@ -144,29 +144,19 @@ class Batch:
     "--input", "prompts", help="File of prompts, a JSON object a line: prompt (a text), or messages (a conversation)."
 )
 @click.option("--output", help="File for their answers, in order; a run that was killed goes on where it was.")
-@click.option(
-    "--max-batch", type=click.IntRange(1, 64), default=4, show_default=True, help="Prompts of --input at a time."
-)
+@option_table(("--max-batch", click.IntRange(1, 64), 4, "Prompts of --input at a time."))
 @loading_options
 @sampling_options
 @click.option(
-    "--chat-template/--ignore-chat-template",
-    default=None,
+    "--chat-template/--ignore-chat-template", default=None,
     help="Put the prompt through the chat template as a user's message, or continue it as it stands.  "
     "[default: the template, if it ends an answer with a token the model stops at]",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
 def command(
-    bundle: str,
-    prompt: str | None,
-    prompt_file: str | None,
-    prompts: str | None,
-    output: str | None,
-    max_batch: int,
-    as_json: bool,
-    verbose: bool,
-    **settings: Any,
-) -> None:
+    bundle: str, prompt: str | None, prompt_file: str | None, prompts: str | None, output: str | None, max_batch: int,
+    as_json: bool, verbose: bool, **settings: Any,
+) -> None:  # fmt: skip
     """Generate text from BUNDLE, a folder or a Hub id.
 
     The text goes to standard output as it comes; a line with speed, memory and realised sparsity to standard error.

@@ -11,11 +11,13 @@ from typing import Any
 
 import click
 
-from wisparse.formats.errors import AccessError, UsageError
+from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import shown
 from wisparse.runtime.backends import load
 
-from ..options import FOLDER_OR_ID, loading_options, set_up_logging
+from ..console import FOLDER_OR_ID
+from ..options import loading_options, option_table, set_up_logging
+from .generate import read_text
 
 _KEY = "WISPARSE_API_KEY"
 _LONGEST_KEY = 4096
@@ -26,38 +28,21 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 @click.command("serve")
 @click.argument("bundle", type=FOLDER_OR_ID)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0 is everywhere.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
-@click.option("--alias", help="Name of the model in requests and answers.  [default: the folder's, or the Hub id]")
-@click.option(
-    "--max-batch", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests answered side by side."
-)
-@click.option(
-    "--max-queue",
-    type=click.IntRange(0, 100_000),
-    default=64,
-    show_default=True,
-    help="Requests that may wait beside them; more are refused (429).",
-)
-@click.option(
-    "--api-key-file",
-    type=click.Path(exists=True, dir_okay=False),
-    help=f"File with the key that clients have to show.  [default: the variable {_KEY}, else none]",
-)
+@option_table(
+    ("--host", str, "127.0.0.1", "Address to listen at; 0.0.0.0 is everywhere."),
+    ("--port", click.IntRange(0, 65535), 8000, "0 takes a free one."),
+    ("--alias", str, None, "Name of the model in requests and answers.  [default: the folder's, or the Hub id]"),
+    ("--max-batch", click.IntRange(1, 64), 4, "Requests answered side by side."),
+    ("--max-queue", click.IntRange(0, 100_000), 64, "Requests that may wait beside them; more are refused (429)."),
+    ("--api-key-file", click.Path(exists=True, dir_okay=False), None,
+     f"File with the key that clients have to show.  [default: the variable {_KEY}, else none]"),
+)  # fmt: skip
 @click.option("--cors", multiple=True, help="Origin whose pages may ask, * for all; may be given several times.")
 @loading_options
 def command(
-    bundle: str,
-    host: str,
-    port: int,
-    alias: str | None,
-    max_batch: int,
-    max_queue: int,
-    api_key_file: str | None,
-    cors: tuple[str, ...],
-    verbose: bool,
-    **loading: Any,
-) -> None:
+    bundle: str, host: str, port: int, alias: str | None, max_batch: int, max_queue: int, api_key_file: str | None,
+    cors: tuple[str, ...], verbose: bool, **loading: Any,
+) -> None:  # fmt: skip
     """Serve BUNDLE, a folder or a Hub id, to OpenAI's clients.
 
     Answers /v1/chat/completions and /v1/completions, streamed or not, and /v1/models, /health, /metrics.
@@ -102,16 +87,7 @@ def command(
 
 
 def _api_key(file: str | None) -> str | None:
-    key = os.environ.get(_KEY)
-    where = _KEY
-    if file is not None:
-        where, path = shown(file), Path(file)
-        try:
-            if not path.is_file() or path.stat().st_size > _LONGEST_KEY:
-                raise UsageError(f"{where}: expected a file with a key, of at most {_LONGEST_KEY:,} bytes")
-            key = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise AccessError(f"{where}: cannot read the key: {error}") from error
+    where, key = (_KEY, os.environ.get(_KEY)) if file is None else (shown(file), read_text(file, _LONGEST_KEY))
     if key is None:
         return None
     key = key.strip()
