@@ -72,7 +72,7 @@ def turned(source: SourceModel, folder: Path, tokens: CalibrationTokens, seed: i
     """``source``, in place, in the principal directions of other passages of the calibration files, half as many as
     ``tokens``: as a conversion turns it."""
     text = partial(stdlib_tokens, source, "calibration", -(-tokens.num_samples // 2), tokens.seq_len, seed)
-    return rotate(source, Checkpoint.open(folder, complete=full_config), tokens, text).source
+    return rotate(source, Checkpoint.open(folder, complete=full_config), tokens, text)[0]
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,13 @@ def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
     for file, named in files:
         # A spreadsheet among other files is one text more; named by itself it is a data set, a document a line.
         if _is_dataset(file) and (named or file.suffix not in _TEXT_TABLES):
-            yield from _saved_dataset(file, seed)
+            yield from dataset_documents(file, seed)
             continue
         try:
             # Lines end in one way whatever the machine: the same text must give the same tokens.
             text = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         except OSError as error:
-            raise CalibrationError(f"calibration file {file} cannot be read: {error.strerror or error}") from error
+            raise _unreadable(file, error) from error
         except UnicodeDecodeError as error:
             raise CalibrationError(f"calibration file {file} is no UTF-8 text (byte {error.start})") from error
         if not text.strip():
@@ -65,28 +65,51 @@ def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
                     yield document_of(record, f"{file}, line {number}")
 
 
-def dataset_documents(name: str, seed: int) -> Iterator[Document]:
-    """The documents of a Hub data set, streamed in a seeded order."""
-    datasets = _datasets()
-    identifier, _, split = name.partition(":")
-    # Asked first: datasets itself would try again for half a minute before it says that there is no network.
-    check_read_access(identifier, dataset=True)
+def dataset_documents(name: str | Path, seed: int) -> Iterator[Document]:
+    """The documents of a data set in a seeded order: of the Hub, ``owner/name:split``, streamed, or on disk, where it is
+    what ``save_to_disk`` wrote, or Parquet, CSV and Arrow files."""
     try:
-        if not split:
-            splits = datasets.get_dataset_split_names(identifier)
+        import datasets
+    except ImportError as error:
+        raise CalibrationError(
+            "reading data sets needs the package datasets: pip install 'wisparse[datasets]'; "
+            "or calibrate with --calibration self, or on text files"
+        ) from error
+    datasets.disable_progress_bars()
+    path = name if isinstance(name, Path) else None
+    identifier, _, split = (str(path), "", "") if path else str(name).partition(":")
+    if not path:  # datasets itself would try again for half a minute before it says that there is no network
+        check_read_access(identifier, dataset=True)
+    order: dict[str, Any] = {"seed": seed}
+    try:
+        if not path:
+            splits = [split] if split else datasets.get_dataset_split_names(identifier)
             split = "train" if "train" in splits else splits[0]
-        stream = datasets.load_dataset(identifier, split=split, streaming=True)
-        records = iter(stream.shuffle(seed=seed, buffer_size=2000))
+            loaded = datasets.load_dataset(identifier, split=split, streaming=True)
+            order["buffer_size"] = 2000
+        elif path.is_dir() and any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(identifier)
+        elif path.is_dir():
+            loaded = datasets.load_dataset(identifier, streaming=True)
+        else:
+            options = {"sep": "\t"} if path.suffix == ".tsv" else {}
+            loaded = datasets.load_dataset(_TABLES[path.suffix], data_files=identifier, streaming=True, **options)
+        if isinstance(loaded, Mapping):
+            loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+        if not isinstance(loaded, datasets.IterableDataset):
+            order["keep_in_memory"] = True  # datasets would write the order beside the user's files
+        records = iter(loaded.shuffle(**order))
         first = list(islice(records, 1))
     except Exception as error:
         # datasets, huggingface_hub, the HTTP client and the readers each raise their own kinds.
-        raise AccessError(
-            f"calibration data set {identifier} cannot be read from the Hub: {first_line(error)}; "
-            "check the name and the network, or calibrate with --calibration self or a local path"
-        ) from error
+        failed = f"calibration data set {identifier} cannot be read"
+        if path:
+            raise CalibrationError(f"{failed}: {first_line(error)}") from error
+        advice = "check the name and the network, or calibrate with --calibration self or a local path"
+        raise AccessError(f"{failed} from the Hub: {first_line(error)}; {advice}") from error
     if not first:
-        raise CalibrationError(f"calibration data set {identifier}, split {split}, is empty")
-    yield from (document_of(record, identifier) for record in chain(first, records))
+        raise CalibrationError(f"calibration data set {identifier}{f', split {split},' if split else ''} is empty")
+    yield from (document_of(record, path.name if path else identifier) for record in chain(first, records))
 
 
 def document_of(record: Any, source: str) -> Document:
@@ -98,15 +121,16 @@ def document_of(record: Any, source: str) -> Document:
         messages = fields.get(key)
         if isinstance(messages, list) and messages and all(isinstance(one, Mapping) for one in messages):
             return [_message(one, source) for one in messages]
+    texts = {key: value for key, value in fields.items() if isinstance(value, str)}
     for key in ("text", "content"):
-        if isinstance(fields.get(key), str):
-            return str(fields[key])
+        if key in texts:
+            return texts[key]
     for asked, answered in _PAIRS:
-        if isinstance(fields.get(asked), str) and isinstance(fields.get(answered), str):
-            extra = fields.get("input") if asked == "instruction" else None
-            parts = [fields[asked], extra if isinstance(extra, str) else None, fields[answered]]
+        if asked in texts and answered in texts:
+            extra = texts.get("input") if asked == "instruction" else None
             # A prompt and its completion are one running text; questions and answers are paragraphs.
-            return ("" if asked == "prompt" else "\n\n").join(part for part in parts if part)
+            between = "" if asked == "prompt" else "\n\n"
+            return between.join(part for part in (texts[asked], extra, texts[answered]) if part)
     found = ", ".join(map(str, fields)) or ("nothing" if isinstance(record, Mapping) else type(record).__name__)
     raise CalibrationError(
         f"{source}: expected text, content, messages, or prompt and completion in a record; found {found}"
@@ -116,9 +140,8 @@ def document_of(record: Any, source: str) -> Document:
 def _message(message: Mapping[str, Any], source: str) -> dict[str, Any]:
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
     if not isinstance(role, str) or not isinstance(content, str):
-        raise CalibrationError(
-            f"{source}: expected messages with role and content, found {', '.join(map(str, message))}"
-        )
+        found = ", ".join(map(str, message))
+        raise CalibrationError(f"{source}: expected messages with role and content, found {found}")
     return {"role": {"human": "user", "gpt": "assistant"}.get(role, role), "content": content}
 
 
@@ -135,16 +158,12 @@ def _files(path: str) -> list[Path]:
             f"calibration source {path}: expected a file or a folder, found a pipe or a device, which cannot be read "
             "twice; save the text to a file"
         )
-    if _is_dataset(root):
-        return [root]
-    if root.is_file():
-        if _is_binary(root):
+    if root.is_file() or _is_dataset(root):
+        if not _is_dataset(root) and _is_binary(root):
             raise CalibrationError(f"calibration file {path} is binary; expected UTF-8 text, JSONL or source code")
         return [root]
-    candidates = sorted(
-        (file for file in root.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(root))),
-        key=lambda file: file.relative_to(root).as_posix(),
-    )
+    names = {file.relative_to(root): file for file in root.rglob("*") if file.is_file()}
+    candidates = [names[name] for name in sorted(names, key=Path.as_posix) if not _is_hidden(name)]
     texts = [file for file in candidates if _is_dataset(file) or (file.stat().st_size and not _is_binary(file))]
     if not texts:
         raise CalibrationError(f"calibration folder {path} holds no text; expected text, JSONL or source files")
@@ -157,8 +176,7 @@ def _files(path: str) -> list[Path]:
         (len(candidates) - len(texts), "empty or binary and left out"),
     )
     level = logging.WARNING if tables or datasets else logging.INFO
-    said = ", ".join(f"{count} {what}" for count, what in counts if count)
-    _log.log(level, "calibration folder %s: %s", path, said)
+    _log.log(level, "calibration folder %s: %s", path, ", ".join(f"{count} {what}" for count, what in counts if count))
     return texts
 
 
@@ -172,11 +190,15 @@ def _is_binary(file: Path) -> bool:
             head = opened.read(1 << 16)
         head.decode("utf-8")
     except OSError as error:
-        raise CalibrationError(f"calibration file {file} cannot be read: {error.strerror or error}") from error
+        raise _unreadable(file, error) from error
     except UnicodeDecodeError as error:
         # A character cut by the end of what was read is no sign of anything.
         return b"\0" in head or error.start < len(head) - 4
     return b"\0" in head
+
+
+def _unreadable(file: Path, error: OSError) -> CalibrationError:
+    return CalibrationError(f"calibration file {file} cannot be read: {error.strerror or error}")
 
 
 def _is_dataset(path: Path) -> bool:
@@ -188,39 +210,3 @@ def _is_dataset(path: Path) -> bool:
     visible = [file for file in path.iterdir() if not _is_hidden(Path(file.name))]
     tables = [file for file in visible if file.suffix in _TABLES and file.is_file()]
     return bool(tables) and all(file in tables or _BESIDE_TABLES.fullmatch(file.name) for file in visible)
-
-
-def _saved_dataset(path: Path, seed: int) -> Iterator[Document]:
-    """A data set on disk: what ``save_to_disk`` wrote, or Parquet, CSV and Arrow files."""
-    datasets = _datasets()
-    try:
-        if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            loaded = datasets.load_from_disk(str(path))
-        elif path.is_dir():
-            loaded = datasets.load_dataset(str(path), streaming=True)
-        else:
-            options = {"sep": "\t"} if path.suffix == ".tsv" else {}
-            loaded = datasets.load_dataset(_TABLES[path.suffix], data_files=str(path), streaming=True, **options)
-        if isinstance(loaded, Mapping):
-            loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-        # Shuffled in memory: datasets would write its order beside the user's files.
-        in_memory = {} if isinstance(loaded, datasets.IterableDataset) else {"keep_in_memory": True}
-        records = iter(loaded.shuffle(seed=seed, **in_memory))
-        first = list(islice(records, 1))
-    except Exception as error:
-        raise CalibrationError(f"calibration data set {path} cannot be read: {first_line(error)}") from error
-    if not first:
-        raise CalibrationError(f"calibration data set {path} is empty")
-    yield from (document_of(record, path.name) for record in chain(first, records))
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise CalibrationError(
-            "reading data sets needs the package datasets: pip install 'wisparse[datasets]'; "
-            "or calibrate with --calibration self, or on text files"
-        ) from error
-    datasets.disable_progress_bars()
-    return datasets

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,17 +24,18 @@ from wisparse.formats.errors import BundleError, ResourceError
 from wisparse.formats.folder import clear_leftovers
 from wisparse.formats.hub import Source, fetch_source, push_bundle
 from wisparse.formats.machine import choose_device
-from wisparse.formats.manifest import BUNDLE, CalibrationRecord, Recipe, SparsityLevel
+from wisparse.formats.manifest import BUNDLE, CalibrationRecord, Recipe, RotationRecord, SparsityLevel
 from wisparse.formats.weight_types import Kind
 from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration, write_calibration
 from .gptq import quantise_weights
 from .measurement import Budget, Choice, choose, fresh_text, measure
-from .preflight import Plan, check_places, check_resources, preflight
+from .preflight import Plan, preflight
 from .processes import Processes, Progress, joined
 from .report import Report
-from .rotation import RotatedModel, rotate
+from .rotation import rotate
+from .search.allocation import mean_sparsity
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
 from .settings import MAX_SPARSITY, ConvertSettings
 from .source import SourceModel, full_config, load_source, small_digests, weight_digests
@@ -128,28 +130,23 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         fetched = fetch_source(settings.model, plan.source.commit) if processes.leads else plan.source
         fetched = processes.broadcast(fetched)
         checkpoint = Checkpoint.open(fetched.folder, complete=full_config)
-    stages, small_files = Stages(processes=processes), {}
+    stages, small_files, complete = Stages(processes=processes), {}, False
     if processes.leads:
         small_files = small_digests(checkpoint.folder, checkpoint.error)
         with progress.stage("Reading the weights"):
             weight_files = weight_digests(checkpoint) if settings.resume else {}
         fingerprint = _fingerprint(plan, fetched, {**weight_files, **small_files})
-    complete = plan.placed and processes.leads
-    if complete and (complete := placed_bundle(settings.state_dir, settings.output_dir) == fingerprint):
-        try:  # an interrupted run had only not cleaned up
-            verify_bundle(settings.output_dir)
-            clear_leftovers(Path(os.path.abspath(settings.output_dir)), BUNDLE)
-        except BundleError:
-            complete = False
+        if plan.placed and placed_bundle(settings.state_dir, settings.output_dir) == fingerprint:
+            with suppress(BundleError):  # an interrupted run had only not cleaned up
+                verify_bundle(settings.output_dir)
+                clear_leftovers(Path(os.path.abspath(settings.output_dir)), BUNDLE)
+                complete = True
     if processes.broadcast(complete):
         if not processes.leads:
             return None
         _log.warning("the bundle in %s was complete already", settings.output_dir)
         report = Report(Bundle.open(settings.output_dir).recipe, plan.config, None)
         return Conversion(settings.output_dir, plan, report, progress.seconds)
-    if plan.placed and processes.leads:  # the bundle in place is of another conversion after all
-        check_places(settings, fetched, False)
-        check_resources(plan)
     if processes.leads and settings.resume:
         default = settings.work_dir is None
         stages = Stages.open(settings.state_dir, fingerprint, default=default, processes=processes)
@@ -166,15 +163,11 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             sizes |= {"rotation": directions} if settings.rotation != "none" else {}
             texts = _self_texts(source, sizes, stages, progress, processes)
             tokens = texts["calibration"]
-        rotated = None
+        record = None
         if settings.rotation != "none":
-            text = partial(
-                load_calibration, settings.calibration, source.tokenizer, source.model, *directions, progress
-            )
-            if "rotation" in texts:
-                text = partial(texts.__getitem__, "rotation")
-            rotated = rotate(source, checkpoint, tokens, text, progress, stages, processes)
-            source, checkpoint = rotated.source, rotated.checkpoint
+            generate = partial(load_calibration, settings.calibration, source.tokenizer, source.model)
+            text = partial(texts.__getitem__, "rotation") if texts else partial(generate, *directions, progress)
+            source, checkpoint, record = rotate(source, checkpoint, tokens, text, progress, stages, processes)
         if settings.weights != "native":  # `source` computes with the quantized weights from here on
             kind, numbers = cast(Kind, settings.weights), checkpoint.dtype
             matrices = quantise_weights(source, tokens, kind, numbers, progress, stages)
@@ -193,7 +186,8 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             progress=progress,
         )
         del source  # the writer copies from the files and needs its memory more than a model does
-        recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, rotated)
+        recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, record)
+        report = Report(recipe, plan.config, measurement)
         masks = {
             sparsity: {
                 name: ProjectionMask(result.channel_scales[name], entry.threshold, entry.sparsity)
@@ -201,7 +195,6 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             }
             for sparsity, result in results.items()
         }
-        report = Report(recipe, plan.config, measurement)
         with progress.stage("Writing the bundle"):
             # The weights are compared with what was opened wherever they are read; these are read anew.
             for name, digest in small_digests(checkpoint.folder, checkpoint.error).items():
@@ -287,8 +280,8 @@ def _search(
             budget = Budget(settings.max_kl, settings.min_top1)
             choice = choose(source, tokens, settings.calibration, levels, budget, progress, stages, processes)
             wanted = [choice.sparsity]
-            others = tuple(round(choice.sparsity + step, 4) for step in (-_NEIGHBOURS, _NEIGHBOURS))
-            others = tuple(one for one in others if 0.0 < one <= MAX_SPARSITY)
+            beside = (round(choice.sparsity + step, 4) for step in (-_NEIGHBOURS, _NEIGHBOURS))
+            others = tuple(one for one in beside if 0.0 < one <= MAX_SPARSITY)
         found = {sparsity: levels.at(sparsity) for sparsity in wanted}
         return {one: levels.with_curve(result, others) for one, result in sorted(found.items())}, choice
 
@@ -300,16 +293,17 @@ def _recipe(
     tokens: CalibrationTokens,
     results: Mapping[float, SearchResult],
     choice: Choice | None,
-    rotated: RotatedModel | None,
+    rotation: RotationRecord | None,
 ) -> Recipe:
-    settings, projections = plan.settings, list(plan.config.projections())
-    levels = []
+    settings, levels = plan.settings, []
+    by_block = [list(plan.config.projections(block)) for block in range(plan.config.num_blocks)]
     for sparsity, result in results.items():
-        entries = tuple(result.projections[projection.name] for projection in projections)
-        blocks = []
-        for block in range(plan.config.num_blocks):
-            mine = [(p.num_parameters, result.projections[p.name].sparsity) for p in projections if p.block == block]
-            blocks.append(sum(size * one for size, one in mine) / sum(size for size, _ in mine))
+        found = result.projections
+        blocks = (
+            mean_sparsity([found[one.name].sparsity for one in block], [one.num_parameters for one in block])
+            for block in by_block
+        )
+        entries = tuple(found[one.name] for one in chain.from_iterable(by_block))
         levels.append(SparsityLevel(sparsity, entries, tuple(blocks)))
     # How the search went: what holds for all sparsity levels, and what each has of its own.
     shared = ("settings", "kl_tokens")
@@ -321,16 +315,15 @@ def _recipe(
     ]
     if choice is not None:
         search["budget"] = {"max_kl": settings.max_kl, "min_top1": settings.min_top1, **choice.to_dict()}
-    calibration = {key: getattr(tokens, key) for key in CalibrationRecord.__dataclass_fields__}
     return Recipe(
         base_model=fetched.name,
         base_revision=fetched.commit,
         method=settings.method,
         default=settings.default_of(results),
         levels=tuple(levels),
-        calibration=CalibrationRecord(**calibration),
+        calibration=CalibrationRecord(**{key: getattr(tokens, key) for key in CalibrationRecord.__dataclass_fields__}),
         search=search,
         versions=library_versions(),
         vision_tensors_left_out=checkpoint.vision_tensors,
-        rotation=rotated.record if rotated else None,
+        rotation=rotation,
     )

@@ -71,14 +71,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        settings = self.settings
+        settings, config = self.settings, self.config
         names = ("text_of", "num_parameters", "projection_parameters", "not_rotated", "calibration", "download_bytes")
         sizes = ("untied_bytes", "bundle_bytes", "disk_free_bytes", "memory_bytes", "memory_free_bytes", "weights_on")
         return {
             "model": self.source.name,
             "commit": self.source.commit,
-            "model_type": self.config.model_type,
-            "num_blocks": self.config.num_blocks,
+            **{name: getattr(config, name) for name in ("model_type", "num_blocks")},
             "output_dir": str(settings.output_dir),
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -112,9 +111,8 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         quantised = bool(read_quantisation(stated, config))
         for option, value, kept in (("dtype", settings.dtype, "auto"), ("weights", settings.weights, "native")):
             if quantised and value != kept:
-                raise UsageError(
-                    f"--{option} {value}: the model is quantised, and its weights stay as they are; leave it out"
-                )
+                stay = "the model is quantised, and its weights stay as they are"
+                raise UsageError(f"--{option} {value}: {stay}; leave it out")
         if settings.weights == "int4":
             group_size(config)
         context = config.max_position_embeddings
@@ -122,7 +120,10 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         if settings.length > context:
             raise UsageError(f"--seq-len {settings.seq_len}: the model's context is {context} tokens")
         placed = settings.resume and placed_bundle(settings.state_dir, settings.output_dir) is not None
-        check_places(settings, source, placed)
+        if settings.resume:
+            check_folder(settings.state_dir)
+        if not placed:
+            check_output(settings.output_dir, settings.overwrite, source=source.folder)
         for _ in copied_files(source.folder, UnsupportedModelError):
             pass  # reading says whether the bundle can have them
         stage.advance()
@@ -144,6 +145,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
     free, working = available_bytes(device), working_bytes(config, dtype, settings)
     num_parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
     untied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+    rotated_bytes = (num_parameters + untied) * dtype.itemsize + working
     fixed = why_fixed(config, quantised)
     if settings.rotation == "pca" and fixed:
         raise UnsupportedModelError(f"--rotation pca: {fixed}; leave it out, or give none")
@@ -151,14 +153,13 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         fixed = f"--method {settings.method} is measured as its authors have it"
     elif settings.rotation == "auto" and settings.levels and not any(settings.levels):
         fixed = "nothing is left unread"
-    rotate = settings.rotation != "none" and not fixed
-    if rotate and (num_parameters + untied) * dtype.itemsize + working > free:
+    if settings.rotation != "none" and not fixed and rotated_bytes > free:
         fixed = f"the model does not fit into the memory of {device}, and weights in their files cannot be rotated"
         if settings.rotation == "pca":
             raise ResourceError(f"{source.name}: {fixed}; choose a larger device, or --rotation none")
-        rotate = False
-    not_rotated = fixed if settings.rotation == "auto" and not rotate else None
-    settings, untied = replace(settings, rotation="pca" if rotate else "none"), untied if rotate else 0
+    not_rotated = fixed if settings.rotation == "auto" else None
+    settings = replace(settings, rotation="none" if fixed or settings.rotation == "none" else "pca")
+    untied = untied if settings.rotation == "pca" else 0
     needed = (num_parameters + untied) * dtype.itemsize + working
     existing = Path(os.path.abspath(settings.output_dir))
     while not existing.exists():
@@ -185,16 +186,8 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         untied_bytes=untied * _itemsize(config, settings.dtype),
     )
     if not placed:
-        check_resources(plan)
+        _check_resources(plan)
     return plan
-
-
-def check_places(settings: ConvertSettings, source: Source, placed: bool) -> None:
-    """UsageError unless bundle and state may be written; ``placed``: the bundle is there already."""
-    if settings.resume:
-        check_folder(settings.state_dir)
-    if not placed:
-        check_output(settings.output_dir, settings.overwrite, source=source.folder)
 
 
 def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str, num_levels: int = 3) -> int:
@@ -233,9 +226,11 @@ def _spread_over(device: torch.device, free: int, working: int) -> dict[int | st
     return {place: max(0, count) for place, count in {**room, "cpu": memory}.items()}
 
 
-def check_resources(plan: Plan) -> None:
+def _check_resources(plan: Plan) -> None:
     """ResourceError unless disk and memory are enough."""
     name, settings, device = plan.source.name, plan.settings, plan.device
+    sizes = (plan.bundle_bytes, plan.disk_free_bytes, plan.memory_bytes, plan.memory_free_bytes)
+    bundle, disk, memory, free = (f"{size / 1e9:.1f} GB" for size in sizes)
     if settings.weights != "native" and plan.max_memory is not None:
         raise ResourceError(
             f"{name} does not fit into the memory of {device}, and weights that stay in their files cannot "
@@ -243,18 +238,15 @@ def check_resources(plan: Plan) -> None:
         )
     if plan.bundle_bytes > plan.disk_free_bytes:
         raise ResourceError(
-            f"{settings.output_dir}: the bundle takes about {plan.bundle_bytes / 1e9:.1f} GB of disk, "
-            f"{plan.disk_free_bytes / 1e9:.1f} GB are free; free some space or choose another --output-dir"
+            f"{settings.output_dir}: the bundle takes about {bundle} of disk, {disk} are free; free some space or "
+            "choose another --output-dir"
         )
     if plan.max_memory is not None and (lack := lacks_accelerate()) is not None:
-        raise ResourceError(
-            f"{name} is larger than the memory of {device}; it can be spread over GPUs, memory and its own files, "
-            f"but {lack}"
-        )
+        where = "it can be spread over GPUs, memory and its own files"
+        raise ResourceError(f"{name} is larger than the memory of {device}; {where}, but {lack}")
     if plan.memory_bytes > plan.memory_free_bytes and plan.max_memory is None:
         where = "GPU memory" if device.type == "cuda" else "memory"
         raise ResourceError(
-            f"{name}: the conversion takes about {plan.memory_bytes / 1e9:.1f} GB of {where} on {device}, "
-            f"{plan.memory_free_bytes / 1e9:.1f} GB are free; close other programs, choose another --device, or lower "
-            "--num-samples or --seq-len"
+            f"{name}: the conversion takes about {memory} of {where} on {device}, {free} are free; close other "
+            "programs, choose another --device, or lower --num-samples or --seq-len"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,7 +79,7 @@ class Progress:
 
 T = TypeVar("T")
 
-# The others wait while the first one writes a text, measures or writes a bundle; a process that failed is noticed
+# The others wait while the first one writes a text, measures or writes a bundle; torchrun notices a process that failed
 # within a second, so this ends only one that hangs.
 _TIMEOUT = timedelta(hours=2)
 _FAILED = "wisparse/failed"
@@ -158,7 +157,8 @@ ALONE = Processes()
 def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
     """Join the processes that torchrun started; yields them, and the device of this one. Without torchrun: `ALONE`.
 
-    An error in any process ends all: it is raised where it happened, and the others leave silently with its exit code.
+    An error in any process ends all: it is raised where it happened, and the others leave silently with its exit code,
+    or are ended by torchrun.
     """
     from torch import distributed
 
@@ -192,55 +192,18 @@ def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
     processes = Processes(index, size, distributed.new_group(backend="gloo", timeout=_TIMEOUT) if cuda else None)
     if cuda:
         processes.add(torch.ones(1, dtype=torch.int64, device=device))  # connects, before anything is timed
-    watch = _Watch(index)
     try:
         yield processes, device
     except BaseException as error:
-        if watch.claim(error) or isinstance(error, KeyboardInterrupt):
+        mine = f"{index} {error.exit_code if isinstance(error, WisparseError) else 1}"
+        try:
+            first = store.compare_set(_FAILED, "", mine).decode()
+        except RuntimeError:  # the store went with the process that failed
+            first = "0 1"
+        if first == mine or isinstance(error, KeyboardInterrupt):
             raise
         # Somebody else's failure came first, and broke the connection this one was waiting at.
-        watch.leave()
-    else:
-        processes.gather(None)  # the first one is still writing
-        watch.over.set()
-        distributed.destroy_process_group()
-
-
-class _Watch:
-    """Ends this process within a second when another one has failed, wherever it waits."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        # A connection of its own: the common one is busy while a collective waits.
-        self._store = torch.distributed.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=30)
-        )
-        self.over = threading.Event()
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
-
-    def claim(self, error: BaseException) -> bool:
-        """Whether this process is the first to fail."""
-        self.over.set()
-        mine = f"{self._index} {error.exit_code if isinstance(error, WisparseError) else 1}"
-        try:
-            return self._store.compare_set(_FAILED, "", mine).decode() == mine
-        except RuntimeError:  # the store went with the process that failed
-            return False
-
-    def leave(self) -> None:
-        try:
-            code = int(self._store.get(_FAILED).decode().split()[1])
-        except RuntimeError:
-            code = 1
         sys.stderr.flush()
-        os._exit(code)
-
-    def _look(self) -> None:
-        while not self.over.wait(0.5):
-            try:
-                if self._store.check([_FAILED]):
-                    time.sleep(1.0)  # whoever failed says so first
-                    if not self.over.is_set():
-                        self.leave()
-            except RuntimeError:
-                return
+        os._exit(int(first.split()[1]))
+    processes.gather(None)  # the first one is still writing
+    distributed.destroy_process_group()

@@ -20,6 +20,14 @@ from .search.allocation import mean_sparsity
 
 REPORT_VERSION = 1
 
+# Every figure there may be, and what it shows.
+FIGURES: Mapping[str, str] = {
+    "figures/sparsity.png": "Sparsity by block and module, and by projection.",
+    "figures/alpha.png": "Alpha, the exponent of the weight norm, by projection.",
+    "figures/block_sensitivity.png": "KL(dense || sparse) with one block sparse at a time.",
+    "figures/quality.png": "Quality against sparsity.",
+}
+
 # Lists of numbers longer than this are thinned out: the report is for reading.
 _LONGEST_HISTORY = 60
 
@@ -164,7 +172,7 @@ class Report:
         """
         report = self.to_json()
         figures = render_figures(report)
-        captions = [(name, FIGURES[name]) for name in FIGURES if name in figures]
+        captions = [(name, caption) for name, caption in FIGURES.items() if name in figures]
         card = render_card(self.recipe, inherited, report, figures=captions, repo_id=repo_id)
         text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         return {CARD: card.encode(), REPORT: text.encode(), **figures}
@@ -182,17 +190,9 @@ _rounded = partial(json_values, digits=6)
 
 # ---------------------------------------------------------------------- figures, from `Report.to_json`
 
-# Every figure there may be, and what it shows.
-FIGURES: Mapping[str, str] = {
-    "figures/sparsity.png": "Sparsity by block and module, and by projection.",
-    "figures/alpha.png": "Alpha, the exponent of the weight norm, by projection.",
-    "figures/block_sensitivity.png": "KL(dense || sparse) with one block sparse at a time.",
-    "figures/quality.png": "Quality against sparsity.",
-}
-
 # Okabe and Ito's colours: told apart with any kind of colour vision, and in print.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = "osD^vPX"
+_MARKERS, _PERCENT = "osD^vPX", "{x:.0%}"
 _STYLE: dict[Any, float] = {"font.size": 11, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
 _STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 
@@ -201,22 +201,23 @@ def render_figures(report: Mapping[str, Any]) -> dict[str, bytes]:
     """PNG files: relative name -> bytes. A figure without data is left out."""
     import matplotlib
 
-    figures: dict[str, Callable[[Mapping[str, Any]], Any]] = {"figures/sparsity.png": _draw_sparsity}
-    if len({one["alpha"] for block in report["blocks"] for one in block["projections"].values()}) > 1:
-        figures["figures/alpha.png"] = _draw_alpha  # a method that chooses none has nothing to show
-    if report["block_sensitivity"] is not None:
-        figures["figures/block_sensitivity.png"] = _draw_sensitivity
-    if len(report["quality_against_sparsity"]) > 1:
-        figures["figures/quality.png"] = _draw_quality
+    alphas = {one["alpha"] for block in report["blocks"] for one in block["projections"].values()}
+    figures: tuple[tuple[str, bool, Callable[[Mapping[str, Any]], Any]], ...] = (
+        ("sparsity", True, _draw_sparsity),
+        ("alpha", len(alphas) > 1, _draw_alpha),  # a method that chooses none has nothing to show
+        ("block_sensitivity", report["block_sensitivity"] is not None, _draw_sensitivity),
+        ("quality", len(report["quality_against_sparsity"]) > 1, _draw_quality),
+    )
     files = {}
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # not the user's own style: it would change the bytes
         matplotlib.rcParams.update(_STYLE)
-        for name, draw in figures.items():
-            out = io.BytesIO()
-            # matplotlib's version would be written into the file.
-            draw(report).savefig(out, format="png", dpi=130, metadata={"Software": None})
-            files[name] = out.getvalue()
+        for name, has_data, draw in figures:
+            if has_data:
+                out = io.BytesIO()
+                # matplotlib's version would be written into the file.
+                draw(report).savefig(out, format="png", dpi=130, metadata={"Software": None})
+                files[f"figures/{name}.png"] = out.getvalue()
     return files
 
 
@@ -240,12 +241,6 @@ def _block_axis(axis: Any, num_blocks: int, *, label: str = "block", crowded: in
     axis.set_xlabel(label)
 
 
-def _percent(axis: Any) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    axis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
-
-
 def _by_role(blocks: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[float]]:
     """Role -> values by block; NaN, which is not drawn, where a block (of a hybrid model) has no such projection."""
     roles = dict.fromkeys(role for block in blocks for role in block["projections"])
@@ -267,8 +262,7 @@ def _draw_sensitivity(report: Mapping[str, Any]) -> Any:
 
 
 def _draw_sparsity(report: Mapping[str, Any]) -> Any:
-    blocks = report["blocks"]
-    num_blocks = len(blocks)
+    blocks, num_blocks = report["blocks"], len(report["blocks"])
     title = "Where the sparsity went: by block and module, and by projection (in %)"
     figure, (top, bottom) = _figure(report, title, rows=2, height=7.2, height_ratios=(3, 2))
     for i, (key, label) in enumerate((("self_attn", "self-attention"), ("mlp", "MLP"))):
@@ -278,21 +272,21 @@ def _draw_sparsity(report: Mapping[str, Any]) -> Any:
     top.plot([block["sparsity"] for block in blocks], label="block", **style)
     top.axhline(report["sparsity"]["target"], color="0.35", linestyle="--", linewidth=1, label="target")
     top.set_ylim(0, 1)
-    _percent(top.yaxis)
+    top.yaxis.set_major_formatter(_PERCENT)
     top.set_ylabel("sparsity")
     _block_axis(top, num_blocks, label="")
     top.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.12))
-    values_by_role = _by_role(blocks, "sparsity")
-    grid = list(values_by_role.values())
-    image = bottom.imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+    values = _by_role(blocks, "sparsity")
+    image = bottom.imshow([*values.values()], aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
     bottom.grid(False)
-    bottom.set_yticks(range(len(grid)), list(values_by_role))
+    bottom.set_yticks(range(len(values)), list(values))
     _block_axis(bottom, num_blocks)
-    for y, row in enumerate(grid if num_blocks <= 40 else []):
-        for x, value in ((x, value) for x, value in enumerate(row) if not math.isnan(value)):
-            colour = "white" if value < 0.55 else "black"
-            bottom.text(x, y, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
-    figure.colorbar(image, ax=bottom, format=lambda value, _: f"{value:.0%}", pad=0.01, label="sparsity")
+    for y, row in enumerate(values.values() if num_blocks <= 40 else ()):
+        for x, value in enumerate(row):
+            if not math.isnan(value):
+                colour = "white" if value < 0.55 else "black"
+                bottom.text(x, y, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    figure.colorbar(image, ax=bottom, format=_PERCENT, pad=0.01, label="sparsity")
     return figure
 
 
@@ -314,24 +308,22 @@ def _draw_alpha(report: Mapping[str, Any]) -> Any:
 
 
 def _draw_quality(report: Mapping[str, Any]) -> Any:
-    points = [(point["sparsity"], point["sparse"]) for point in report["quality_against_sparsity"]]
+    sparsities = [point["sparsity"] for point in report["quality_against_sparsity"]]
+    found = [point["sparse"] for point in report["quality_against_sparsity"]]
     figure, axes = _figure(report, "Quality against sparsity, every token sparse", columns=3)
-
-    change = [
-        math.nan if one["perplexity"] is None else one["perplexity"] / one["dense_perplexity"] - 1 for _, one in points
-    ]
+    change = [math.nan if (p := one["perplexity"]) is None else p / one["dense_perplexity"] - 1 for one in found]
     panels = (
-        ("KL(dense || sparse), nats per token", [one["kl"] for _, one in points], "kl_stderr"),
+        ("KL(dense || sparse), nats per token", [one["kl"] for one in found], "kl_stderr"),
         ("perplexity, change against dense", change, None),
-        ("top-1 agreement with dense", [one["top1_agreement"] for _, one in points], "top1_stderr"),
+        ("top-1 agreement with dense", [one["top1_agreement"] for one in found], "top1_stderr"),
     )
     for axis, (label, values, error) in zip(axes, panels, strict=True):
-        errors = [one[error] or 0.0 for _, one in points] if error else None  # a single text has none
-        axis.errorbar([x for x, _ in points], values, yerr=errors, marker="o", color=_COLOURS[0], capsize=3)
+        errors = [one[error] or 0.0 for one in found] if error else None  # a single text has none
+        axis.errorbar(sparsities, values, yerr=errors, marker="o", color=_COLOURS[0], capsize=3)
         axis.set_title(label, fontsize=11)
         axis.set_xlabel("sparsity")
-        _percent(axis.xaxis)
+        axis.xaxis.set_major_formatter(_PERCENT)
     axes[0].set_ylim(bottom=0)
-    _percent(axes[1].yaxis)
-    _percent(axes[2].yaxis)
+    for axis in axes[1:]:
+        axis.yaxis.set_major_formatter(_PERCENT)
     return figure

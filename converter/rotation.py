@@ -69,10 +69,9 @@ def find_rotation(
 ) -> Rotation:
     """Principal directions over the tokens that count, in the dense model."""
     config = source.config
-    hidden, sharing, width = config.hidden_size, config.num_heads // config.num_kv_heads, config.head_dim
-    readers = _readers(config)
+    sharing, width, readers = config.num_heads // config.num_kv_heads, config.head_dim, _readers(config)
     zeros = partial(torch.zeros, dtype=torch.float64, device=source.device)
-    total = zeros(hidden, hidden)
+    total = zeros(config.hidden_size, config.hidden_size)
     of_heads = [zeros(config.num_kv_heads, width, width) for _ in range(config.num_blocks)]
     # One projection of each sublayer: the others of its sublayer read the same.
     arch = config.architecture
@@ -121,14 +120,14 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     def norm(name: str) -> Tensor:
         return _norm(checkpoint, name).to(device)
 
-    def embedding(name: str, weight: Tensor | None) -> Tensor:
+    def embedding(name: str, weight: Tensor | float) -> Tensor:
         stored = checkpoint.tensor(name)
         pieces = (rows.to(device).float() for rows in stored.split(_ROWS))
-        return torch.cat([((rows if weight is None else rows * weight) @ q).to(stored.dtype).cpu() for rows in pieces])
+        return torch.cat([((rows * weight) @ q).to(stored.dtype).cpu() for rows in pieces])
 
     def make(name: str) -> Tensor:
         if name == _EMBEDDING:
-            return embedding(_EMBEDDING, None)
+            return embedding(_EMBEDDING, 1.0)
         if name == LM_HEAD:
             return embedding(_EMBEDDING if config.tie_word_embeddings else LM_HEAD, norm(_FINAL_NORM))
         if name == _FINAL_NORM or name in readers.values():
@@ -179,15 +178,6 @@ def _norm(checkpoint: Checkpoint, name: str) -> Tensor:
     return 1.0 + weight if checkpoint.config.architecture.norm_offset else weight
 
 
-@dataclass(frozen=True)
-class RotatedModel:
-    """The model that computes with the rotated weights, the checkpoint that gives them, and the recipe's record."""
-
-    source: SourceModel
-    checkpoint: Checkpoint
-    record: RotationRecord
-
-
 @torch.no_grad()
 def rotate(
     source: SourceModel,
@@ -197,8 +187,9 @@ def rotate(
     progress: Progress | None = None,
     stages: Stages = NO_STATE,
     processes: Processes = ALONE,
-) -> RotatedModel:
-    """Rotate ``source``, in place, to the principal directions over a text. Several processes call it alike."""
+) -> tuple[SourceModel, Checkpoint, RotationRecord]:
+    """Rotate ``source``, in place, to the principal directions over a text; gives the checkpoint of the rotated weights
+    and the recipe's record. Several processes call it alike."""
     progress = progress or Progress(enabled=False)
 
     def find() -> Any:
@@ -232,4 +223,4 @@ def rotate(
             f"{checkpoint.folder.name}: rotated, the model is {kl:.2g} nats/token from what it was, expected less than "
             f"{_MOST:g}: {source.dtype} is too coarse for it; convert it with --rotation none"
         )
-    return RotatedModel(replace(source, config=made.config), made, RotationRecord("pca", kl, len(before)))
+    return replace(source, config=made.config), made, RotationRecord("pca", kl, len(before))

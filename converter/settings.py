@@ -126,49 +126,41 @@ class ConvertSettings:
             object.__setattr__(self, one.name, _checked(one, getattr(self, one.name)))
         if self.output_dir is None:
             object.__setattr__(self, "output_dir", default_output(self.model, self.sparsity))
-        if not self.output_dir.name or self.output_dir.name == "..":
-            raise UsageError(
-                f"--output-dir: expected the name of a folder to be made, found {str(self.output_dir)!r}; "
-                "name one inside it"
-            )
         guard.text("--output-dir", str(self.output_dir))  # safetensors opens no path that is not UTF-8
-        if len(set(self.sparsity)) < len(self.sparsity):
-            names = ", ".join(f"{sparsity:g}" for sparsity in self.sparsity)
-            raise UsageError(f"--sparsity: expected one or several different numbers, found {names}")
-        if len(self.sparsity) > MAX_LEVELS:
-            raise UsageError(f"--sparsity: a bundle holds at most {MAX_LEVELS} of them, found {len(self.sparsity)}")
-        if self.has_budget:
-            budget = "--max-kl" if self.max_kl is not None else "--min-top1"
-            for option, given in (("--sparsity", bool(self.sparsity)), ("--default", self.default is not None)):
-                if given:
-                    raise UsageError(f"{budget} finds the sparsity, so there is none to give: leave {option} out")
-        elif self.default is not None and self.default not in self.levels:
-            levels = ", ".join(f"{sparsity:g}" for sparsity in self.levels)
-            raise UsageError(f"--default: expected one of the sparsities {levels}, found {self.default!r:.40}")
-        if self.search in ("fisher", "refine") and self.method != "wisparse":
-            raise UsageError(
-                f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
-                "choose greedy, paper or uniform"
-            )
-        for option, number in (("--num-generations", self.num_generations), ("--num-offspring", self.num_offspring)):
-            if number is not None and self.chosen_search != "paper":
-                raise UsageError(f"{option} belongs to --search paper, but the search is {self.chosen_search!r}")
-        if self.weights != "native" and self.dtype != "auto":
-            raise UsageError(
-                f"--weights {self.weights} stores the layers quantized and the rest as it is; leave --dtype out"
-            )
-        if not self.calibration:
-            raise UsageError("--calibration: expected self, paper, a Hub data set or paths, found nothing")
-        if len(self.calibration) > 1 and {"self", "paper"} & set(self.calibration):
-            raise UsageError("--calibration: self and paper stand alone; they cannot be mixed with other sources")
-        if self.private and self.upload_repo is None:
-            raise UsageError("--private says how to upload, but there is no --upload-repo")
-        if self.work_dir is not None and not self.resume:
-            raise UsageError("--work-dir says where to keep state, but --no-resume keeps none")
-        if self.work_dir is not None:
-            work, out = self.work_dir.resolve(), self.output_dir.resolve()
-            if work == out or out in work.parents or work in out.parents:
-                raise UsageError(f"--work-dir {self.work_dir} and the output {self.output_dir} lie within each other")
+        name, work, out = self.output_dir.name, self.work_dir and self.work_dir.resolve(), self.output_dir.resolve()
+        budget = self.has_budget and ("--max-kl" if self.max_kl is not None else "--min-top1")
+        found = ", ".join(f"{sparsity:g}" for sparsity in self.sparsity)
+        levels = ", ".join(f"{sparsity:g}" for sparsity in self.levels)
+        finds, search = f"{budget} finds the sparsity, so there is none to give: leave", self.chosen_search
+        of_paper = f"belongs to --search paper, but the search is {search!r}"
+        for wrong, sentence in (
+            (not name or name == "..", "--output-dir: expected the name of a folder to be made, found "
+             f"{str(self.output_dir)!r}; name one inside it"),
+            (len(set(self.sparsity)) < len(self.sparsity),
+             f"--sparsity: expected one or several different numbers, found {found}"),
+            (len(self.sparsity) > MAX_LEVELS,
+             f"--sparsity: a bundle holds at most {MAX_LEVELS} of them, found {len(self.sparsity)}"),
+            (budget and self.sparsity, f"{finds} --sparsity out"),
+            (budget and self.default is not None, f"{finds} --default out"),
+            (not budget and self.default is not None and self.default not in self.levels,
+             f"--default: expected one of the sparsities {levels}, found {self.default!r:.40}"),
+            (self.search in ("fisher", "refine") and self.method != "wisparse",
+             f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
+             "choose greedy, paper or uniform"),
+            (self.num_generations is not None and search != "paper", f"--num-generations {of_paper}"),
+            (self.num_offspring is not None and search != "paper", f"--num-offspring {of_paper}"),
+            (self.weights != "native" and self.dtype != "auto",
+             f"--weights {self.weights} stores the layers quantized and the rest as it is; leave --dtype out"),
+            (not self.calibration, "--calibration: expected self, paper, a Hub data set or paths, found nothing"),
+            (len(self.calibration) > 1 and {"self", "paper"} & set(self.calibration),
+             "--calibration: self and paper stand alone; they cannot be mixed with other sources"),
+            (self.private and self.upload_repo is None, "--private says how to upload, but there is no --upload-repo"),
+            (work and not self.resume, "--work-dir says where to keep state, but --no-resume keeps none"),
+            (work and (work == out or out in work.parents or work in out.parents),
+             f"--work-dir {self.work_dir} and the output {self.output_dir} lie within each other"),
+        ):  # fmt: skip
+            if wrong:
+                raise UsageError(sentence)
 
     @property
     def has_budget(self) -> bool:

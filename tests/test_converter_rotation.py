@@ -48,17 +48,16 @@ def test_a_turned_model_says_the_same(variant: str, tmp_path: Path) -> None:
     tokens = torch.randint(3, VOCAB, (1, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = hugging_face(folder)(tokens, use_cache=False).logits
-        turned = rotate(source, checkpoint, calibration, lambda: calibration)
-        found = turned.source.model(tokens, use_cache=False).logits
+        turned, made, record = rotate(source, checkpoint, calibration, lambda: calibration)
+        found = turned.model(tokens, use_cache=False).logits
     assert expected.abs().max() > 1, "logits this small would hide any difference"
     assert (found - expected).abs().max() < 1e-3
-    assert turned.record.kind == "pca"
-    assert turned.record.num_tokens == 24
-    assert turned.record.kl < 1e-6
+    assert (record.kind, record.num_tokens) == ("pca", 24)
+    assert record.kl < 1e-6
     o_proj = "model.layers.1.self_attn.o_proj.weight"
-    assert not torch.allclose(checkpoint.tensor(o_proj), turned.checkpoint.tensor(o_proj), atol=0.1)
-    assert not turned.checkpoint.config.tie_word_embeddings
-    written = load_source(_copy_of(turned.checkpoint, folder, tmp_path / "copy"), device="cpu").model
+    assert not torch.allclose(checkpoint.tensor(o_proj), made.tensor(o_proj), atol=0.1)
+    assert not made.config.tie_word_embeddings
+    written = load_source(_copy_of(made, folder, tmp_path / "copy"), device="cpu").model
     with torch.no_grad():
         assert torch.equal(written(tokens, use_cache=False).logits, found)
 

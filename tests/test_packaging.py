@@ -301,7 +301,9 @@ def test_options_named_in_the_pages_exist() -> None:
     from wisparse.cli import _VERBS, load_verb
 
     for verb in _VERBS:
-        known |= {option for parameter in load_verb(verb).params for option in (*parameter.opts, *parameter.secondary_opts)}
+        known |= {
+            option for parameter in load_verb(verb).params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
     known |= {"--help", "--version", "--nproc-per-node"}
     for page in PAGES:
         for block in _blocks(page, "console"):
