@@ -9,8 +9,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from bundle_maker import make_bundle
@@ -40,14 +41,8 @@ def standin() -> Iterator[HubStandIn]:
 
 
 def command(standin: HubStandIn, home: Path, *args: object, **extra: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": standin.url,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_TOKEN": TOKEN,
-        **extra,
-    }
+    settings = {"HF_ENDPOINT": standin.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+    environment = {**os.environ, **settings, **extra}
     line = [sys.executable, "-m", "wisparse", *map(str, args)]
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200)
 
@@ -123,108 +118,96 @@ def test_a_hub_without_xet_is_told_how_to_go_on(standin: HubStandIn, bundle: Pat
     assert pushed.stderr.rstrip().endswith(f"repeat with: wisparse push {bundle} alice/tiny-50")
 
 
-def in_process(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
-    """Exit code and stderr of the command line."""
-    with pytest.raises(SystemExit) as caught:
-        main([str(arg) for arg in args])
-    said = capsys.readouterr().err
-    assert "B/s" not in said  # no terminal, no progress bars
-    assert TOKEN not in said
-    return int(caught.value.code or 0), said
+Run = Callable[..., tuple[int, str]]
 
 
-def test_a_failed_push_exits_with_7_and_keeps_the_bundle(
-    standin: HubStandIn,
-    bundle: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def run(
+    standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Exit code and stderr of the command line, in this process."""
     point_client_at(standin, tmp_path / "cache", monkeypatch)
+
+    def run(*args: object) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as caught:
+            main([str(arg) for arg in args])
+        said = capsys.readouterr().err
+        assert "B/s" not in said  # no terminal, no progress bars
+        assert TOKEN not in said
+        return int(caught.value.code or 0), said
+
+    return run
+
+
+def test_a_failed_push_exits_with_7_and_keeps_the_bundle(standin: HubStandIn, bundle: Path, run: Run) -> None:
     for status in (403, 500):
         standin.faults[:] = [Fault(r"POST .*/commit/", status, times=99)]
-        code, said = in_process(capsys, "push", bundle, "alice/tiny-50")
+        code, said = run("push", bundle, "alice/tiny-50")
         assert code == 7, said
         assert said.rstrip().endswith(f"repeat with: wisparse push {bundle} alice/tiny-50")
         Bundle.open(bundle)
     standin.faults.clear()
-    assert in_process(capsys, "push", bundle, "alice/tiny-50")[0] == 0
+    assert run("push", bundle, "alice/tiny-50")[0] == 0
 
 
 def test_what_is_pushed_and_what_not_is_said(
-    standin: HubStandIn,
-    bundle: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    standin: HubStandIn, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    point_client_at(standin, tmp_path / "cache", monkeypatch)
     mine = tmp_path / "mine"
     shutil.copytree(bundle, mine)
     (mine / "notes\x1b[2J.txt").write_text("mine")
-    code, said = in_process(capsys, "push", mine, "alice/tiny-50")
+    code, said = run("push", mine, "alice/tiny-50")
     assert code == 0, said
     assert "left out, not part of the bundle: notes\N{REPLACEMENT CHARACTER}[2J.txt" in said
     assert "MB, to alice/tiny-50" in said
     (mine / "notes\x1b[2J.txt").unlink()
-    code, said = in_process(capsys, "push", mine, "alice/tiny-50")
+    code, said = run("push", mine, "alice/tiny-50")
     assert code == 0, said
     assert "nothing to upload: alice/tiny-50 holds all" in said
     assert "MB" not in said
-    code, said = in_process(capsys, "push", mine, "alice/tiny-50", "--private")
+    code, said = run("push", mine, "alice/tiny-50", "--private")
     assert code == 4, said
     for words in said.split(": wisparse ", 1)[1].split(", or keep it private under a new name: wisparse "):
-        assert in_process(capsys, *shlex.split(words))[0] == 0
+        assert run(*shlex.split(words))[0] == 0
     assert standin.repos["alice/tiny-50-private"].private
-    monkeypatch.setattr(
-        "wisparse.commands.bundles.verify_bundle", lambda bundle: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
-    code, said = in_process(capsys, "push", mine, "alice/tiny-50")
+    monkeypatch.setattr("wisparse.commands.bundles.verify_bundle", Mock(side_effect=KeyboardInterrupt))
+    code, said = run("push", mine, "alice/tiny-50")
     assert code == 130
     assert said.rstrip().endswith(f"repeat with: wisparse push {mine} alice/tiny-50")
 
 
 def test_permission_comes_before_everything_else(
-    standin: HubStandIn,
-    bundle: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    standin: HubStandIn, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    point_client_at(standin, tmp_path / "cache", monkeypatch)
-    code, said = in_process(capsys, "push", bundle, "bob/tiny-50")
+    code, said = run("push", bundle, "bob/tiny-50")
     assert code == 4, said
     assert "'alice', who may not create repositories under 'bob'" in said
     assert not standin.seen("PUT|POST")
-    assert in_process(capsys, "push", tmp_path / "nothing", "alice/tiny-50")[0] == 4
-    assert in_process(capsys, "push", bundle, "tiny-50")[0] == 2
+    assert run("push", tmp_path / "nothing", "alice/tiny-50")[0] == 4
+    assert run("push", bundle, "tiny-50")[0] == 2
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", os.devnull)
-    code, said = in_process(capsys, "push", bundle, "alice/tiny-50")
+    code, said = run("push", bundle, "alice/tiny-50")
     assert code == 4, said
     assert "hf auth login" in said
 
 
 def test_convert_and_upload_in_one_command_then_load_by_hub_id(
-    standin: HubStandIn,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     """From a Hub id to a Hub id, with an upload that breaks off half-way and is repeated as the message says."""
-    point_client_at(standin, tmp_path / "cache", monkeypatch)
     monkeypatch.chdir(tmp_path)
     files = {file.name: file.read_bytes() for file in write_tiny_model(tmp_path / "model").iterdir()}
     source = standin.add("org/pycode", {**files, "README.md": b"---\nlicense: mit\nlanguage: code\n---\n"})
     convert = ["convert", "org/pycode", "-o", "out", "--upload-repo", "alice/pycode-50", "--search", "uniform"]
     convert += ["--sparsity", "0.5", "--calibration", __file__, "--num-samples", "4", "--seq-len", "24", "--quiet"]
     standin.faults.append(Fault(r"PUT /storage/", None, times=9999, after_bytes=1000))
-    code, said = in_process(capsys, *convert)
+    code, said = run(*convert)
     assert code == 7, said
     retry = said.rstrip().rpartition("repeat with: ")[2]
     assert len(standin.repos["alice/pycode-50"].commits) == 1  # nothing half-done to be seen
     standin.faults.clear()
-    assert in_process(capsys, *shlex.split(retry)[1:])[0] == 0
+    assert run(*shlex.split(retry)[1:])[0] == 0
     pushed = standin.repos["alice/pycode-50"].commits
     assert len(pushed) == 2
     kept = {path.relative_to("out").as_posix(): path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}

@@ -51,7 +51,7 @@ def stacked(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return decorate
 
 
-def print_rows(title: str | None, rows: Iterable[tuple[str, str | None]]) -> None:
+def print_rows(title: str, rows: Iterable[tuple[str, str | None]]) -> None:
     """A table of names and the values that there are, at least 100 columns wide where the output is no terminal."""
     from rich.table import Table
 

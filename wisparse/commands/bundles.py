@@ -14,7 +14,7 @@ from wisparse.formats.errors import AccessError, UsageError, printable
 from wisparse.formats.guard import find_folder, quoted
 from wisparse.runtime.tokenizer import check_tokenizer
 
-from ..console import FOLDER, FOLDER_OR_ID, print_rows, print_table
+from ..console import FOLDER, FOLDER_OR_ID, print_table
 from ..options import revision_option
 
 
@@ -58,7 +58,9 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
         ("levels", ", ".join(f"{one:.1%}{' (the default)' * (one == recipe.default)}" for one in recipe.sparsities)),
         ("calibration", f"{calibration.source}: {samples}, seed {calibration.seed}"),
     )
-    print_rows(None, ((name, value and value[:500]) for name, value in rows))
+    for name, value in rows:
+        if value:
+            click.echo(f"{name:<12} {printable(value)[:500]}")
     formats = {"alpha": "{0.alpha:.2f}", "threshold": "{0.threshold:.4g}", "sparsity": "{0.sparsity:.1%}"}
     cell, level = formats.get(show, "{0.realised_sparsity:.1%}"), recipe.at(opened.sparsity)
     entries = {entry.name: entry for entry in level.projections}
