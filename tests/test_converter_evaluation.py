@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,14 +37,12 @@ from wisparse.runtime.tasks.generators import NUM_LINES, SEED, make_problems
 VOCABULARY = 11
 
 
-def stand_in(noise: float, calls: list[tuple[int, int]] | None = None) -> Callable[[Tensor, int], Tensor]:
+def stand_in(noise: float) -> Callable[[Tensor, int], Tensor]:
     """A 'model' whose logits are a function of the token, with noise at the sparse positions."""
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
     other = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
 
     def logits(ids: Tensor, start: int) -> Tensor:
-        if calls is not None:
-            calls.append((len(ids), start))
         sparse = torch.arange(len(ids)) >= start
         return table[ids] + noise * sparse[:, None] * other[ids]
 
@@ -69,9 +67,16 @@ def test_unknown_policy() -> None:
 
 
 def test_half_goes_by_each_sequences_own_length() -> None:
-    calls: list[tuple[int, int]] = []
-    evaluate_text(stand_in(1.0, calls), sequences(5, 8, 1), ["half"])
-    assert calls == [(5, 5), (5, 3), (8, 8), (8, 4), (1, 1), (1, 1)]
+    model = Mock(side_effect=stand_in(1.0))
+    evaluate_text(model, sequences(5, 8, 1), ["half"])
+    assert [(len(ids), start) for (ids, start), _ in model.call_args_list] == [
+        (5, 5),
+        (5, 3),
+        (8, 8),
+        (8, 4),
+        (1, 1),
+        (1, 1),
+    ]
 
 
 def test_figures_by_hand() -> None:
@@ -220,89 +225,80 @@ def test_runtime_and_transformers_give_the_same_quality(bundle: Path, example_mo
             theirs = evaluate(source.model, masked, ids, thresholds, prefill=policy)
             found = ours[policy].sparse
             assert found.num_tokens == theirs.num_tokens
-            assert found.kl == pytest.approx(theirs.kl, rel=1e-4)
-            assert found.perplexity == pytest.approx(theirs.perplexity, rel=1e-4)
-            assert found.dense_perplexity == pytest.approx(theirs.dense_perplexity, rel=1e-4)
+            for name in ("kl", "perplexity", "dense_perplexity"):
+                assert getattr(found, name) == pytest.approx(getattr(theirs, name), rel=1e-4)
             assert found.top1_agreement == pytest.approx(theirs.top1_agreement, abs=0.01)
             assert ours[policy].realised_sparsity == pytest.approx(theirs.realised_sparsity, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("calibrated", "digest", "source", "seed", "words"),
-    [
+def test_same_text() -> None:
+    for calibrated, digest, source, seed, words in (
         ("corpus", "sha256:a", "other", 5, "very tokens"),
         ("corpus", "sha256:b", "corpus", 0, "name and seed"),
         ("corpus", "sha256:b", "corpus", 1, "has the name of"),
         ("corpus", "sha256:b", "other", 0, "None"),
         ("self", "sha256:b", "self", 0, "this seed (0)"),
         ("self", "sha256:b", "self", 1, "None"),
-    ],
-)
-def test_same_text(calibrated: str, digest: str, source: str, seed: int, words: str) -> None:
-    calibration = SimpleNamespace(digest="sha256:a", source=calibrated, seed=0)
-    assert words in str(same_text(digest, source, seed, calibration))
+    ):
+        calibration = SimpleNamespace(digest="sha256:a", source=calibrated, seed=0)
+        assert words in str(same_text(digest, source, seed, calibration))
 
 
 # ---------------------------------------------------------------------- the command
 
 
-def call(capsys: pytest.CaptureFixture[str], *args: object, code: int = 0) -> tuple[str, str]:
-    """What a command prints to its two streams; it exits with ``code``."""
-    with pytest.raises(SystemExit) as exit_info:
-        main(["eval", *(str(arg) for arg in args)])
-    out, err = capsys.readouterr()
-    assert int(exit_info.value.code or 0) == code, err
-    return out, err
+Run = Callable[..., tuple[str, str]]
 
 
-def test_command_on_text(bundle: Path, stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]) -> None:
-    text = stdlib_files["evaluation"][0]
-    shape = ("--num-samples", 2, "--seq-len", 64, "--backend", "torch", "--dtype", "float32")
-    out, _ = call(capsys, bundle, "--text", text, *shape, "--json")
-    document = json.loads(out)
-    assert document["text"]["source"] == text.name
+@pytest.fixture
+def run(stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]) -> Run:
+    """What ``wisparse eval ARGS`` prints to its two streams; TEXT stands for two sequences of a text of that length."""
+
+    def run(*args: object, code: int = 0, text: int = 0) -> tuple[str, str]:
+        shape = ("--text", stdlib_files["evaluation"][0], "--num-samples", 2, "--seq-len", text, "--dtype", "float32")
+        with pytest.raises(SystemExit) as exit_info:
+            main(["eval", *(str(arg) for arg in (*args, *(shape if text else ())))])
+        out, err = capsys.readouterr()
+        assert int(exit_info.value.code or 0) == code, err
+        return out, err
+
+    return run
+
+
+def test_command_on_text(bundle: Path, stdlib_files: dict[str, list[Path]], run: Run) -> None:
+    document = json.loads(run(bundle, "--backend", "torch", "--json", text=64)[0])
+    assert document["text"]["source"] == stdlib_files["evaluation"][0].name
     (row,) = document["bundles"]
     assert row["warning"] is None
     assert list(row["quality"]) == ["half", "all"]
     for policy, tokens in (("half", 64), ("all", 128)):
         found = row["quality"][policy]
-        assert found["sparse"]["num_tokens"] == tokens
-        assert found["overall"]["num_tokens"] == 128
+        assert (found["sparse"]["num_tokens"], found["overall"]["num_tokens"]) == (tokens, 128)
         assert found["realised_sparsity"] == pytest.approx(0.5, abs=0.15)
         assert 0.01 < found["sparse"]["kl"] < 3
-    out, _ = call(capsys, "--compare", bundle, bundle, "--text", text, *shape, "--prefill", "all")
-    kl = f"{document['bundles'][0]['quality']['all']['sparse']['kl']:.4f}"
+    out, _ = run("--compare", bundle, bundle, "--backend", "torch", "--prefill", "all", text=64)
+    kl = f"{row['quality']['all']['sparse']['kl']:.4f}"
     assert out.count(kl) == 4  # two rows, in two columns: under `all` every token is sparse
     assert "At 50% sparsity (every token sparse), KL" in out
 
 
-def test_command_measures_every_level_or_the_one_asked_for(
-    example_model: Path, tmp_path: Path, stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_measures_every_level_or_the_one_asked_for(example_model: Path, tmp_path: Path, run: Run) -> None:
     levels = make_bundle(example_model, tmp_path / "levels", 0.3, 0.6)
-    shape = ("--text", stdlib_files["evaluation"][0], "--num-samples", 2, "--seq-len", 48, "--prefill", "all")
-    shape = (*shape, "--backend", "torch", "--dtype", "float32")
-    out, _ = call(capsys, levels, *shape, "--json")
-    low, high = json.loads(out)["bundles"]
+    line = (levels, "--prefill", "all", "--backend", "torch")
+    low, high = json.loads(run(*line, "--json", text=48)[0])["bundles"]
     assert (low["sparsity"], high["sparsity"]) == (0.3, 0.6)
     kl = [row["quality"]["all"]["sparse"]["kl"] for row in (low, high)]
     assert 3 * kl[0] < kl[1]
     assert all(row["quality"]["all"]["sparse"]["kl_stderr"] > 0 for row in (low, high))
-    out, _ = call(capsys, levels, *shape, "--sparsity", 0.3, "--json")
-    (alone,) = json.loads(out)["bundles"]
+    (alone,) = json.loads(run(*line, "--sparsity", 0.3, "--json", text=48)[0])["bundles"]
     assert alone == low, "a sparsity level that was switched to is the sparsity level that was loaded"
-    out, _ = call(capsys, levels, *shape)
+    out, _ = run(*line, text=48)
     assert [f"{one:.4f} ± " in out for one in kl] == [True, True]
 
 
-def test_command_tells_rounding_from_masks(
-    bundle: Path, stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    shape = ("--text", stdlib_files["evaluation"][0], "--num-samples", 2, "--seq-len", 64, "--dtype", "float32")
-    out, _ = call(capsys, bundle, *shape, "--weights", "int8", "--json")
-    (row,) = json.loads(out)["bundles"]
-    out, _ = call(capsys, bundle, *shape, "--json")
-    (native,) = json.loads(out)["bundles"]
+def test_command_tells_rounding_from_masks(bundle: Path, run: Run) -> None:
+    (row,) = json.loads(run(bundle, "--weights", "int8", "--json", text=64)[0])["bundles"]
+    (native,) = json.loads(run(bundle, "--json", text=64)[0])["bundles"]
     assert "alone" not in native
     assert row["alone"]["masks"] == native["quality"]
     for policy in ("half", "all"):
@@ -311,16 +307,14 @@ def test_command_tells_rounding_from_masks(
         assert 0 < rounded["kl"] < 0.01 < masked["kl"]
         assert masked["kl"] / 2 < both["kl"] < masked["kl"] * 2
         assert both["kl"] != masked["kl"]
-        # One dense model for all three.
-        assert rounded["dense_perplexity"] == masked["dense_perplexity"] == both["dense_perplexity"]
-        assert rounded["num_tokens"] == masked["num_tokens"] == both["num_tokens"]
+        for key in ("dense_perplexity", "num_tokens"):  # one dense model for all three
+            assert rounded[key] == masked[key] == both[key]
         assert row["alone"]["int8"][policy]["realised_sparsity"] is None
-    out, _ = call(capsys, bundle, *shape, "--weights", "int8", "--prefill", "all")
-    for label in ("all, int8 alone", "all, masks alone", "all, int8 and masks"):
-        assert label in out
+    out, _ = run(bundle, "--weights", "int8", "--prefill", "all", text=64)
+    assert all(label in out for label in ("all, int8 alone", "all, masks alone", "all, int8 and masks"))
 
 
-def test_command_refuses(bundle: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_refuses(bundle: Path, run: Run, tmp_path: Path) -> None:
     for args, message in (
         ((bundle, bundle), "add --compare"),
         ((bundle, "--seq-len", 4096), "context has 2048 tokens"),
@@ -328,19 +322,15 @@ def test_command_refuses(bundle: Path, capsys: pytest.CaptureFixture[str], tmp_p
         ((bundle, "--tasks", " , "), "expected names"),
         ((bundle, "--text", tmp_path / "missing.txt"), "no such file"),
     ):
-        out, err = call(capsys, *args, code=2)
-        assert out == ""
-        assert message in err
-        assert "Traceback" not in err
+        out, err = run(*args, code=2)
+        assert (out, message in err, "Traceback" in err) == ("", True, False), err
 
 
-def test_command_lets_the_model_write_the_text_and_warns_about_the_calibration_text(
-    bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_lets_the_model_write_the_text_and_warns_about_the_calibration_text(bundle: Path, run: Run) -> None:
     calibration = Bundle.open(bundle).recipe.calibration
     assert calibration.source == "self"
-    shape = ("--num-samples", 2, "--seq-len", 16, "--backend", "torch")
-    out, err = call(capsys, bundle, *shape, "--prefill", "all", "--seed", calibration.seed)
+    shape = ("--num-samples", 2, "--seq-len", 16, "--backend", "torch", "--prefill", "all")
+    out, err = run(bundle, *shape, "--seed", calibration.seed)
     assert f"2 x 16 tokens of self, seed {calibration.seed}" in out
     assert "warning: half: the model wrote the calibration text with this seed" in err
 
@@ -400,11 +390,8 @@ def test_measure(source: SourceModel, found: SearchResult) -> None:
 def test_a_data_set_that_went_away_does_not_cost_the_search(
     source: SourceModel, found: SearchResult, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def gone(*_: object) -> None:
-        raise AccessError("no network")
-
-    monkeypatch.setattr(measurement, "load_calibration", gone)
-    result = measure(source, tokens(), {0.5: found}, default=0.5, calibration=["org/corpus"])
+    monkeypatch.setattr(measurement, "load_calibration", Mock(side_effect=AccessError("no network")))
+    result = measure(source, tokens(), {0.5: found}, default=0.5, calibration=["org/corpus"], sensitivity=False)
     assert result.text == "the calibration text itself"
     assert "flatters it: no network" in caplog.text
 
@@ -412,13 +399,8 @@ def test_a_data_set_that_went_away_does_not_cost_the_search(
 def test_blocks_are_measured_alone_only_where_the_report_shows_it(
     source: SourceModel, found: SearchResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(*_: object, **__: object) -> None:
-        raise AssertionError("this takes time, and nobody asked for it")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(measurement, "block_sensitivity", measured)
-        assert measure(source, tokens(), {0.5: found}, default=0.5, sensitivity=False).sensitivity is None
-    assert measure(source, tokens(), {0.5: found}, default=0.5, sensitivity=True).sensitivity is not None
+    monkeypatch.setattr(measurement, "block_sensitivity", Mock(side_effect=AssertionError("nobody asked for it")))
+    assert measure(source, tokens(), {0.5: found}, default=0.5, sensitivity=False).sensitivity is None
     for report, expected in (("auto", (False, True)), ("full", (True, True)), ("brief", (False, False))):
         given = ConvertSettings("model", Path("out"), report=report)
         assert (given.full_report("cpu"), given.full_report("cuda")) == expected
@@ -430,29 +412,27 @@ def test_block_sensitivity_by_hand(source: SourceModel, found: SearchResult) -> 
         for name in calib.names:
             calib.set_scale(name, found.channel_scales[name])
         sensitivity = block_sensitivity(calib, (level,))
-    names = [name for name in source.projections if f".{index}." in name]
     ids, keep = tokens().input_ids, tokens().keep
-    inputs: dict[str, torch.Tensor] = {}
-    hooks = [
-        source.projections[name].register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0]}))
-        for name in names
-    ]
-    dense = source.model(input_ids=ids).logits
-    for hook in hooks:
-        hook.remove()
-    hooks = []
-    for name in names:
+    inputs: dict[str, Tensor] = {}
+
+    def logits(hook: Callable[[str, Tensor], Tensor | None]) -> Tensor:
+        """With a hook before every projection of the block."""
+        hooks = [
+            module.register_forward_pre_hook(lambda _, args, name=name: hook(name, args[0]))
+            for name, module in source.projections.items()
+            if f".{index}." in name
+        ]
+        found = source.model(input_ids=ids).logits
+        for one in hooks:
+            one.remove()
+        return found
+
+    def drop(name: str, x: Tensor) -> Tensor:
         scale = found.channel_scales[name]
         threshold = torch.quantile((inputs[name][keep].abs() * scale).flatten(), level)
+        return torch.where((x.abs() * scale >= threshold) | ~keep[..., None], x, 0.0)
 
-        def drop(_: Any, args: Any, scale: Any = scale, threshold: Any = threshold) -> Any:
-            kept = (args[0].abs() * scale >= threshold) | ~keep[..., None]
-            return (torch.where(kept, args[0], 0.0),)
-
-        hooks.append(source.projections[name].register_forward_pre_hook(drop))
-    sparse = source.model(input_ids=ids).logits
-    for hook in hooks:
-        hook.remove()
-    expected = kl_rows(dense[keep].log_softmax(-1), sparse[keep]).mean()
+    dense = logits(lambda name, x: inputs.update({name: x}))
+    expected = kl_rows(dense[keep].log_softmax(-1), logits(drop)[keep]).mean()
     assert sensitivity.num_tokens == int(keep.sum())
     assert sensitivity.kl[0][index] == pytest.approx(float(expected), rel=0.02)

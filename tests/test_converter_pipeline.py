@@ -7,14 +7,15 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_bundle import CLASSES, digests, tiny_config, write_tiny_model
+from tiny_bundle import digests, write_tiny_model
 
 from wisparse.cli import convert_main
 from wisparse.converter import pipeline, settings
@@ -25,7 +26,7 @@ from wisparse.converter.search.search import SparsityLevels
 from wisparse.converter.source import small_digests
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import UnsupportedModelError, UploadError, UsageError
+from wisparse.formats.errors import UnsupportedModelError, UsageError
 
 FAST: dict[str, Any] = {"sparsity": 0.5, "search": "uniform", "method": "teal"}
 FAST |= {"num_samples": 2, "seq_len": 16, "device": "cpu"}
@@ -55,20 +56,27 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def run_command(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        convert_main([str(argument) for argument in arguments])
-    return int(exit_.value.code or 0)
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Exit code, standard output, its white space made one blank, and standard error of ``wisparse-convert ARGS``."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            convert_main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return int(exit_.value.code or 0), " ".join(out.split()), err
+
+    return run
 
 
 def interrupt(target: str, model: Path, out: Path, **settings: Any) -> None:
     """A conversion that ends where ``target`` would be called."""
 
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(target, stop)
+        patched.setattr(target, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(model, out, **FAST | settings)
 
@@ -86,22 +94,6 @@ def zero_a_tenth_of_the_weights(model: Path) -> None:
 
 
 # ---------------------------------------------------------------------- what is written
-
-
-@pytest.mark.parametrize("model_type", CLASSES)
-def test_every_architecture_converts(model_type: str, tmp_path: Path) -> None:
-    source = write_tiny_model(tmp_path / "tiny", tiny_config(model_type), shards=2)
-    folder = convert(source, tmp_path / "out", **FAST)
-    verify_bundle(folder)
-    bundle = Bundle.open(folder)
-    recipe = bundle.recipe
-    assert (recipe.base_model, recipe.base_revision) == ("tiny", None)
-    assert (recipe.calibration.source, recipe.calibration.num_tokens) == ("self", 2 * 15)
-    sizes = [projection.num_parameters for projection in bundle.config.projections()]
-    mean = sum(n * entry.sparsity for n, entry in zip(sizes, recipe.projections, strict=True)) / sum(sizes)
-    assert mean == pytest.approx(0.5, abs=1e-6)
-    dense = Checkpoint.open(source)
-    assert all(torch.equal(bundle.checkpoint.tensor(name), dense.tensor(name)) for name in bundle.checkpoint.tensors)
 
 
 def test_same_seed_same_bytes_whatever_is_shown(
@@ -132,34 +124,35 @@ def test_a_bundles_files_hold_nothing_of_this_machine_and_nothing_else_stays(mod
 # ---------------------------------------------------------------------- the command
 
 
-def test_command_prints_what_it_did(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(model, "-o", out, *FLAGS) == 0
-    shown = capsys.readouterr()
-    assert f"wisparse generate {out}" in shown.out
-    for text in (" ".join(shown.out.split()), (out / "README.md").read_text()):
+def test_command_prints_what_it_did(model: Path, out: Path, run: Run) -> None:
+    code, shown, err = run(model, "-o", out, *FLAGS)
+    assert (code, err) == (0, "")  # no progress bars where there is no terminal
+    for text in (shown, (out / "README.md").read_text()):
         assert "by passage). On text of another kind expect" in text
-    words = " ".join(shown.out.split())
-    assert "50.0% asked for" in words
-    assert "that the model wrote, not what it was calibrated on; other text gives other figures" in words
-    assert shown.err == ""  # no progress bars where there is no terminal
+    for words in ("50.0% asked for", f"wisparse generate {out}", "that the model wrote, not what it was calibrated on; "
+                  "other text gives other figures"):  # fmt: skip
+        assert words in shown
 
 
 def test_command_prints_json_and_names_the_folder(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_command(model, "--json", *FLAGS, "--sparsity", "0.4") == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(run(model, "--json", *FLAGS, "--sparsity", "0.4")[1])
     assert document["bundle"] == "tiny-wisparse-40"
     assert Bundle.open(tmp_path / "tiny-wisparse-40").recipe.default == 0.4
     assert document["realised_sparsity"] == pytest.approx(0.4, abs=0.05)
-    assert document["recipe"]["base_model"] == "tiny"
+    recipe = document["recipe"]
+    assert (recipe["base_model"], recipe["base_revision"]) == ("tiny", None)
+    assert (recipe["calibration"]["source"], recipe["calibration"]["num_tokens"]) == ("self", 2 * 15)
     assert document["seconds"]["Writing the bundle"] >= 0
+    bundle, dense = Bundle.open(tmp_path / "tiny-wisparse-40").checkpoint, Checkpoint.open(model)
+    assert all(torch.equal(bundle.tensor(name), dense.tensor(name)) for name in bundle.tensors)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
+def test_misuse_is_one_sentence_and_leaves_nothing(model: Path, out: Path, run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for arguments, code, words in (
         (["--sparsity", "much"], 2, "several with commas between"),
         (["--sparsity", ""], 2, "several with commas between"),
         (["--sparsity", ",".join(f"0.{i}" for i in range(10, 27))], 2, "at most 16 of them"),
@@ -169,40 +162,21 @@ def test_command_prints_json_and_names_the_folder(
         (["-v", "-q"], 2, "exclude"),
         (["--device", "cuda:77"], 2, "CUDA"),
         (["--upload-repo", "no-owner"], 2, "USER/NAME"),
-    ],
-)
-def test_misuse_is_one_sentence_and_leaves_nothing(
-    arguments: list[str],
-    code: int,
-    words: str,
-    model: Path,
-    out: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert run_command(model, "-o", out, *FLAGS, *arguments) == code
-    error = capsys.readouterr().err
-    assert words in error
-    assert "Traceback" not in error
-    assert not list(out.parent.iterdir())
+    ):
+        found, _, error = run(model, "-o", out, *FLAGS, *arguments)
+        assert (found, words in error, "Traceback" in error) == (code, True, False), error
+        assert not list(out.parent.iterdir())
 
 
-def test_interrupt_says_how_to_go_on(
-    model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pipeline, "_search", interrupted)
-    monkeypatch.setattr("sys.argv", ["wisparse-convert", str(model), "-o", str(out)])
-    assert run_command(model, "-o", out, *FLAGS) == 130
-    error = capsys.readouterr().err
+def test_interrupt_says_how_to_go_on(model: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "_search", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr("sys.argv", ["wisparse-convert", str(model), "-o", str(out)])
+        code, _, error = run(model, "-o", out, *FLAGS)
+    assert (code, "Traceback" in error) == (130, False)
     assert f"finished stages are kept; go on with: wisparse-convert {model} -o {out}" in error
-    assert "Traceback" not in error
     assert names(out.parent) == ["bundle.work"]
-    monkeypatch.undo()
-    assert run_command(model, "-o", out, *FLAGS) == 0
+    assert run(model, "-o", out, *FLAGS)[0] == 0
     assert names(out.parent) == ["bundle"]
 
 
@@ -210,14 +184,13 @@ def test_interrupt_says_how_to_go_on(
 
 
 def test_several_sparsities_are_levels_of_one_bundle(
-    model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--num-samples", "4", "--seq-len", "16", "--device", "cpu"]
     drawn = []
     fisher = search_module.fisher_diagonal
     monkeypatch.setattr(search_module, "fisher_diagonal", lambda *a, **k: drawn.append(1) or fisher(*a, **k))
-    assert run_command(model, "-o", out, "--json", *flags) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(run(model, "-o", out, "--json", *flags)[1])
     bundle = Bundle.open(out)
     verify_bundle(out)
     assert bundle.recipe.sparsities == (0.3, 0.4, 0.5), "what most people want, without being asked"
@@ -245,10 +218,10 @@ def test_several_sparsities_are_levels_of_one_bundle(
     assert alone.recipe.projections == bundle.recipe.at(0.5).projections
 
 
-def test_the_default_level(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(model, "-o", out, *FLAGS, "--sparsity", "0.6,0.2", "--default", "0.6") == 0
+def test_the_default_level(model: Path, out: Path, run: Run) -> None:
+    _, shown, _ = run(model, "-o", out, *FLAGS, "--sparsity", "0.6,0.2", "--default", "0.6")
     assert Bundle.open(out).recipe.default == 0.6
-    assert "20.0% and 60.0% (default) asked for; at 60.0%, 60" in " ".join(capsys.readouterr().out.split())
+    assert "20.0% and 60.0% (default) asked for; at 60.0%, 60" in shown
     one = settings.ConvertSettings("model", out)
     assert one.default_of(one.levels) == 0.4
     assert one.default_of([0.3, 0.5]) == 0.3, "of two equally near the one that costs less"
@@ -263,9 +236,8 @@ def test_what_a_budget_is_spent_on() -> None:
     assert Budget(min_top1=1.0).spent(0.0, 0.99) == math.inf
 
 
-def test_max_kl_writes_the_sparsity_that_keeps_it(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(model, "-o", out, "--max-kl", "5e-3", "--json", *FLAGS[2:]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_max_kl_writes_the_sparsity_that_keeps_it(model: Path, out: Path, run: Run) -> None:
+    document = json.loads(run(model, "-o", out, "--max-kl", "5e-3", "--json", *FLAGS[2:])[1])
     choice, recipe = document["choice"], Bundle.open(out).recipe
     assert recipe.sparsities == (choice["sparsity"],) == (document["sparsity"],)
     assert recipe.search["budget"] == {"max_kl": 5e-3, "min_top1": None, **choice}
@@ -278,19 +250,13 @@ def test_max_kl_writes_the_sparsity_that_keeps_it(model: Path, out: Path, capsys
     assert beside == pytest.approx(expected), "what a bit less and a bit more would cost"
 
 
-def test_a_budget_that_nothing_keeps_says_what_is_best(
-    model: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command(model, "-o", out, "--max-kl", "1e-12", "--min-top1", "0.5", *FLAGS[2:]) == 2
-    said = capsys.readouterr().err
+def test_a_budget_that_nothing_keeps_says_what_is_best(model: Path, out: Path, run: Run) -> None:
+    code, _, said = run(model, "-o", out, "--max-kl", "1e-12", "--min-top1", "0.5", *FLAGS[2:])
+    assert (code, "Traceback" in said, out.exists()) == (2, False, False)
     assert "--max-kl 1e-12 and --min-top1 0.5: no sparsity from 5% on keeps that; the best is KL " in said
-    assert "Traceback" not in said
-    assert not out.exists()
 
 
-def test_a_killed_choice_goes_on_and_tries_nothing_twice(
-    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_choice_goes_on_and_tries_nothing_twice(model: Path, out: Path, run: Run, monkeypatch: Any) -> None:
     wanted = [model, "--max-kl", "5e-3", "-q", *FLAGS[2:]]
     original: Any = SparsityLevels.at
     asked: list[float] = []
@@ -303,11 +269,11 @@ def test_a_killed_choice_goes_on_and_tries_nothing_twice(
 
     monkeypatch.setattr(SparsityLevels, "at", counted)
     killed = False
-    assert run_command(*wanted, "-o", out.with_name("whole")) == 0
+    assert run(*wanted, "-o", out.with_name("whole"))[0] == 0
     whole, asked, killed = asked, [], True
-    assert run_command(*wanted, "-o", out) == 130
+    assert run(*wanted, "-o", out)[0] == 130
     first, asked, killed = asked, [], False
-    assert run_command(*wanted, "-o", out) == 0
+    assert run(*wanted, "-o", out)[0] == 0
     assert first == whole[:3]
     assert asked == whole
     assert digests(out) == digests(out.with_name("whole"))
@@ -316,9 +282,7 @@ def test_a_killed_choice_goes_on_and_tries_nothing_twice(
 # ---------------------------------------------------------------------- what goes wrong on the way
 
 
-def test_disk_full_in_mid_search(
-    model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_full_in_mid_search(model: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.fsync
 
     def full(descriptor: int) -> None:
@@ -328,8 +292,8 @@ def test_disk_full_in_mid_search(
         original(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    assert run_command(model, "-o", out, *FLAGS) == 5
-    assert "full" in capsys.readouterr().err
+    code, _, error = run(model, "-o", out, *FLAGS)
+    assert (code, "full" in error) == (5, True)
     assert not out.exists()
     assert (out.with_name("bundle.work") / "calibration.stage").exists()
 
@@ -450,20 +414,13 @@ def test_a_finished_bundle_of_something_else_is_not_taken(change: str, model: Pa
     assert names(out.parent) == ["bundle", "undisturbed"]
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_upload(
-    works: bool, model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def push(folder: Path, repo: str, private: bool) -> str:
-        assert (folder, repo, private) == (out, "me/it", True)
-        if not works:
-            raise UploadError(f"the upload failed; repeat with: wisparse push {folder} {repo}")
-        return "https://hub/me/it"
-
+def test_upload(model: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that breaks off is in tests/test_commands_push.py."""
+    push = Mock(return_value="https://hub/me/it")
     monkeypatch.setattr("wisparse.converter.preflight.check_write_access", lambda repo: None)
     monkeypatch.setattr("wisparse.converter.preflight.is_public", lambda repo: False)
     monkeypatch.setattr(pipeline, "push_bundle", push)
-    assert run_command(model, "-o", out, "--upload-repo", "me/it", "--private", *FLAGS) == (0 if works else 7)
-    shown = capsys.readouterr()
-    assert "https://hub/me/it" in shown.out if works else f"wisparse push {out} me/it" in shown.err
+    code, shown, _ = run(model, "-o", out, "--upload-repo", "me/it", "--private", *FLAGS)
+    assert (code, "https://hub/me/it" in shown) == (0, True)
+    push.assert_called_once_with(out, "me/it", True)
     verify_bundle(out)

@@ -11,7 +11,6 @@ import matplotlib
 import pytest
 from tiny_bundle import tiny_config
 
-from wisparse.converter import report
 from wisparse.converter.evaluation import Measured, Quality
 from wisparse.converter.measurement import BlockSensitivity, Measurement
 from wisparse.converter.report import Report, verdict
@@ -138,8 +137,7 @@ def test_figures_are_those_that_have_data(model_type: str, num_blocks: int, more
     assert sorted(files) == ["README.md", REPORT, *(f"figures/{name}.png" for name in drawn)]
     for data in (data for name, data in files.items() if name.endswith(".png")):
         assert data.startswith(b"\x89PNG\r\n\x1a\n")
-        assert b"Software" not in data
-        assert b"tIME" not in data
+        assert not [word for word in (b"Software", b"tIME") if word in data]
 
 
 def test_a_users_style_changes_nothing() -> None:
@@ -148,7 +146,3 @@ def test_a_users_style_changes_nothing() -> None:
     with matplotlib.rc_context({"figure.dpi": 50, "lines.linewidth": 9, "font.size": 30, "savefig.facecolor": "red"}):
         assert Report(recipe(model), model, measured()).files(Inherited()) == expected
         assert matplotlib.rcParams["font.size"] == 30
-
-
-def test_drawing_needs_no_display_and_no_pyplot() -> None:
-    assert "pyplot" not in vars(report)

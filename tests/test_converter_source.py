@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,7 @@ from tokenizers import Tokenizer
 from wisparse.converter.source import choose_dtype, full_config, load_source, load_tokenizer
 from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, text_name
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import UnsupportedModelError, UsageError
-from wisparse.formats.machine import choose_device
+from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 
 
@@ -52,60 +52,38 @@ def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
         assert choose_dtype(dtype, torch.device("cpu")) == torch.float32
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", "cpu:x"])
-def test_device_that_is_none(device: str) -> None:
-    with pytest.raises(UsageError, match="--device"):
-        choose_device(device, "--device")
-
-
-def _set(name: str, value: float) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        tensors[name][3, 2] = value
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return change
-
-
-def _truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def _pickle(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-
-
-def _no_tokenizer(folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
+def _rewrite(folder: Path, changed: dict[str, Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, **changed}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+NOT_FINITE = r"model\.layers\.1\.self_attn\.o_proj\.weight holds NaN or Inf"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda folder: write_tiny_model(folder, drop=(UP_PROJ,)), r"missing.*model\.layers\.1\.mlp\.up_proj\.weight"),
-        (lambda folder: write_tiny_model(folder, add={UP_PROJ: torch.zeros(3, 5)}), "up_proj"),
-        (_set(O_PROJ, float("nan")), r"model\.layers\.1\.self_attn\.o_proj\.weight holds NaN or Inf"),
-        (_set(O_PROJ, float("inf")), r"model\.layers\.1\.self_attn\.o_proj\.weight holds NaN or Inf"),
-        (_truncate, r"truncated|bytes"),
-        (_pickle, "safetensors"),
-        (
-            lambda folder: (folder / "config.json").write_text(json.dumps(tiny_config() | {"model_type": "gpt2"})),
-            r"gpt2.*known ones: llama, mistral, .*qwen3_vl",
-        ),
-        (_no_tokenizer, "tokenizer"),
-    ],
-)
-def test_a_damaged_source_is_refused(change: Callable[[Path], object], words: str, tmp_path: Path) -> None:
-    change(write_tiny_model(tmp_path))
-    with pytest.raises(UnsupportedModelError, match=words):
-        load_source(tmp_path, device="cpu")
+def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
+    """Damage to headers and files is in tests/test_formats_checkpoint.py."""
+    for change, words in (
+        ({"drop": (UP_PROJ,)}, r"missing.*model\.layers\.1\.mlp\.up_proj\.weight"),
+        ({"add": {UP_PROJ: torch.zeros(3, 5)}}, "up_proj"),
+        (math.nan, NOT_FINITE),
+        (math.inf, NOT_FINITE),
+        ("gpt2", r"gpt2.*known ones: llama, mistral, .*qwen3_vl"),
+        ("tokenizer", "tokenizer"),
+    ):
+        write_tiny_model(tmp_path, **(change if isinstance(change, dict) else {}))
+        if isinstance(change, float):
+            weight = load_file(tmp_path / "model.safetensors")[O_PROJ]
+            weight[3, 2] = change
+            _rewrite(tmp_path, {O_PROJ: weight})
+        elif change == "gpt2":
+            (tmp_path / "config.json").write_text(json.dumps(tiny_config() | {"model_type": "gpt2"}))
+        elif change == "tokenizer":
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                (tmp_path / name).unlink()
+        with pytest.raises(UnsupportedModelError, match=words):
+            load_source(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
@@ -317,9 +295,8 @@ def test_a_text_model_that_stays_in_its_files_is_found_there(wrapper: Path) -> N
 
 def test_two_names_for_one_tensor_are_refused(wrapper: Path, tmp_path: Path) -> None:
     source, _ = respelled(wrapper, tmp_path / "twice", SPELLINGS["model"])
-    tensors = load_file(source / "model.safetensors")
-    tensors["language_model.model.norm.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    norm = load_file(source / "model.safetensors")["model.norm.weight"].clone()
+    _rewrite(source, {"language_model.model.norm.weight": norm})
     with pytest.raises(UnsupportedModelError, match="the same tensor under two names"):
         Checkpoint.open(source, complete=full_config)
 
@@ -353,15 +330,14 @@ def test_every_mixture_of_experts_that_transformers_has_is_called_one() -> None:
     from transformers.models.auto import modeling_auto
 
     names = {
-        **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     }
     mixtures = [name for name in names if "moe" in name]
     assert len(mixtures) > 10
     for name in mixtures:
-        config = AutoConfig.for_model(name).to_dict()
         with pytest.raises(UnsupportedModelError, match="mixture-of-experts"):
-            full_config(config)
+            full_config(AutoConfig.for_model(name).to_dict())
 
 
 _junk = st.recursive(

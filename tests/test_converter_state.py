@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,8 +25,7 @@ FINGERPRINT = {"model": "abc", "sparsity": [0.5]}
 VALUE = {"scale": torch.arange(3.0), "rows": [[1, 2], [3]], "name": "x"}
 
 
-def fail(*_: Any) -> Any:
-    raise AssertionError("computed again")
+fail = Mock(side_effect=AssertionError("computed again"))
 
 
 def saved(folder: Path, fingerprint: dict[str, Any] = FINGERPRINT, **stages: Any) -> Stages:
@@ -83,12 +83,8 @@ def test_kill_between_emptying_and_fingerprint_leaves_nothing_wrong(
 def test_disk_full_loses_only_the_stage_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = Stages.open(tmp_path, FINGERPRINT)
     state.run("a", lambda: 1)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
+        patched.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(ResourceError, match="everything computed before is kept"):
             state.run("b", lambda: 2)
     assert state.run("a", fail) == 1
@@ -140,15 +136,12 @@ def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
 
 
 def test_a_read_only_file_system_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda path, mode: False)
         with pytest.raises(UsageError, match=r"--work-dir .*; choose another --work-dir"):
             check_folder(tmp_path / "work")
     with monkeypatch.context() as patched:
-        patched.setattr(os, "mkdir", refuse)
+        patched.setattr(os, "mkdir", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
         with pytest.raises(UsageError, match=r"--work-dir .*Read-only file system.*choose another"):
             Stages.open(tmp_path / "work", FINGERPRINT)
 

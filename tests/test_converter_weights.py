@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -99,13 +100,11 @@ def test_a_killed_run_goes_on_to_the_same_codes(kind: str, tmp_path: Path, monke
         assert torch.equal(source.projections[name].weight, again.projections[name].weight)  # type: ignore[attr-defined]
 
 
-def run(*arguments: str) -> int:
+def run(*arguments: object) -> int:
     """Exit code of the program."""
-    try:
-        main(list(arguments))
-    except SystemExit as done:
-        return int(done.code or 0)
-    return 0
+    with pytest.raises(SystemExit) as done:
+        main(list(map(str, arguments)))
+    return int(done.value.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +122,12 @@ def test_what_is_written_loads_in_transformers_with_equal_logits(
     out = tmp_path / "out"
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 60)
     options = f"--weights {kind} --search uniform -q --rotation none --num-samples 4 --seq-len 32".split()
-    assert run("convert", str(plain), "-o", str(out), "--calibration", str(tmp_path / "text.txt"), *options) == 0
+    assert run("convert", plain, "-o", out, "--calibration", tmp_path / "text.txt", *options) == 0
     document = json.loads((out / "config.json").read_text())["quantization_config"]
     assert document["config_groups"]["group_0"]["weights"]["num_bits"] == bits
     bundle = Bundle.open(out)
     assert len(bundle.checkpoint.quantised) == 14
-    kept = {}
-    for file in out.glob("model-*.safetensors"):
-        kept |= load_file(file)
+    kept = dict(chain.from_iterable(load_file(file).items() for file in out.glob("model-*.safetensors")))
     source = load_file(plain / "model.safetensors")
     assert all(torch.equal(kept[name], source[name]) for name in source if not name.endswith("_proj.weight"))
     tokens = torch.tensor([5, 17, 250, 3, 99, 101, 7])
@@ -155,5 +152,5 @@ def test_what_cannot_be_is_said_before_any_work(
         (packed, "--rotation pca", 3, "rotated weights would have to be rounded anew"),
         (other, "", 3, "quantised by bitsandbytes"),
     ):
-        assert run("convert", str(model), "-o", str(tmp_path / "out"), *options.split()) == code
+        assert run("convert", model, "-o", tmp_path / "out", *options.split()) == code
         assert words in capsys.readouterr().err

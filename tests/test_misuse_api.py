@@ -53,21 +53,20 @@ def _never(value: Any) -> bool:
     return False
 
 
-def _seed(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+def _within(kind: Any, low: float, high: float) -> Test:
+    return lambda value: isinstance(value, kind) and value is not True and low <= value < high
 
 
-def _penalty(value: Any) -> bool:
-    return isinstance(value, (int, float, np.floating)) and value is not True and -2 <= value <= 2
+_seed, _penalty = _within(int, 0, 2**63), _within((int, float, np.floating), -2, 2)
 
 
 # Argument of generate -> what of STRANGE it takes all the same.
 GENERATE: dict[str, Test] = {
-    "max_new_tokens": lambda value: type(value) is int and value > 0,
-    "temperature": lambda value: type(value) is float and 0 <= value < 10,
+    "max_new_tokens": _within(int, 1, math.inf),
+    "temperature": _within(float, 0, 10),
     "top_k": _seed,
     "seed": _seed,
-    "repetition_penalty": lambda value: type(value) is float and 0 < value < 100,
+    "repetition_penalty": _within(float, 1e-9, 100),
     "frequency_penalty": _penalty,
     "presence_penalty": _penalty,
     "logit_bias": lambda value: type(value) is dict,
@@ -84,7 +83,6 @@ LOAD = ("bundle", "device", "dtype", "backend", "weights", "prefill", "max_seq_l
 @pytest.mark.parametrize("name", GENERATE)
 def test_generate_refuses_what_an_argument_cannot_be(model: Model, name: str) -> None:
     for value in STRANGE:
-        # `max_new_tokens` is left to its test: the rest need no long answer.
         arguments = {"max_new_tokens": 1, name: value}
         if GENERATE[name](value):
             assert isinstance(model.generate("hello", **arguments), Generation)
@@ -174,7 +172,7 @@ def test_what_is_no_prompt(model: Model, prompt: Any, sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
-def test_token_ids_of_any_kind_of_integer(model: Model) -> None:
+def test_integers_and_numbers_of_any_kind(model: Model) -> None:
     def answer(prompt: Any) -> Any:
         return model.generate(prompt, max_new_tokens=3)
 
@@ -184,13 +182,7 @@ def test_token_ids_of_any_kind_of_integer(model: Model) -> None:
         assert answer(prompt).token_ids == expected
     for prompts in [np.array([[1, 2], [1, 2]]), torch.tensor([[1, 2]]), [np.array([1, 2])], [[1, 2], np.array([1, 2])]]:
         assert {one.token_ids for one in answer(prompts)} == {expected}
-
-
-def test_no_stops_is_none_or_an_empty_list(model: Model) -> None:
     assert len({model.generate("hello", max_new_tokens=4, stop=stop).text for stop in (None, (), [])}) == 1
-
-
-def test_numbers_of_numpy_are_numbers(model: Model) -> None:
     plain = model.generate("hello", max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.5, seed=3)
     numbers = {"temperature": np.float32(0.5), "top_k": np.int16(7), "top_p": np.float64(0.5), "seed": np.uint32(3)}
     numpy = model.generate("hello", max_new_tokens=np.int64(4), **numbers)
@@ -201,7 +193,7 @@ def test_numbers_of_numpy_are_numbers(model: Model) -> None:
 # Argument of convert -> what of STRANGE it takes all the same; a path that leads nowhere has a sentence of its own.
 CONVERT: dict[str, Test] = {
     **dict.fromkeys(
-        ("sparsity", "default", "min_top1", "method", "search", "num_generations", "num_offspring"), _never
+        ["sparsity", "default", "min_top1", "method", "search", "num_generations", "num_offspring"], _never
     ),
     **dict.fromkeys(("num_samples", "seq_len", "seed", "dtype", "device", "revision", "weights"), _never),
     **dict.fromkeys(("resume", "overwrite", "progress"), _true),
@@ -209,7 +201,7 @@ CONVERT: dict[str, Test] = {
         ("model", "output_dir", "calibration", "work_dir"),
         lambda value: isinstance(value, Path) or (isinstance(value, str) and value == "2"),
     ),
-    "max_kl": lambda value: type(value) is float and 0 <= value < math.inf,
+    "max_kl": _within(float, 0, math.inf),
     "max_shard_size": lambda value: type(value) in (int, str) and str(value) in ("2", str(2**70)),
 }
 _MAY_BE_NONE = ("output_dir", "num_generations", "num_offspring", "seq_len", "revision", "work_dir", "progress")

@@ -200,6 +200,21 @@ print((peak() - before) / model.bundle.checkpoint.nbytes)
     assert float(result.stdout) < 1.35
 
 
+class _Killed:
+    """A model that is interrupted after so many answers."""
+
+    def __init__(self, model: Any, after: int) -> None:
+        self._model, self._after, self.asked = model, after, 0
+        self.bundle = model.bundle
+
+    def generate_each(self, prompts: Any, **settings: Any) -> Any:
+        for count, found in enumerate(self._model.generate_each(prompts, **settings)):
+            if count == self._after:
+                raise KeyboardInterrupt
+            self.asked += 1
+            yield found
+
+
 def test_prompts_from_a_file_go_on_after_a_kill(bundle: Path, tmp_path: Path, run: Run) -> None:
     prompts, output = tmp_path / "prompts", tmp_path / "answers"
     texts = [f"x{number} = " + "1 + " * (number % 3) for number in range(7)]
@@ -246,21 +261,6 @@ def test_prompts_from_a_file_go_on_after_a_kill(bundle: Path, tmp_path: Path, ru
     progress.write_text("0" * 64 + "\n")
     assert run(*line)[0] == 0
     assert output.read_bytes() == whole
-
-
-class _Killed:
-    """A model that is interrupted after so many answers."""
-
-    def __init__(self, model: Any, after: int) -> None:
-        self._model, self._after, self.asked = model, after, 0
-        self.bundle = model.bundle
-
-    def generate_each(self, prompts: Any, **settings: Any) -> Any:
-        for count, found in enumerate(self._model.generate_each(prompts, **settings)):
-            if count == self._after:
-                raise KeyboardInterrupt
-            self.asked += 1
-            yield found
 
 
 def test_only_a_line_feed_ends_a_line_of_prompts(tmp_path: Path, run: Run) -> None:
