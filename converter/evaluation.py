@@ -182,13 +182,13 @@ def evaluate_text(
     for policy in policies:
         if not inside[policy]:
             raise UsageError("evaluation: expected at least one sequence, found none")
-        shares = [share for share, _ in dropped[policy]]
-        weight = sum(tokens for _, tokens in dropped[policy])
+        counted = dropped[policy]
+        shares = [share for share, _ in counted]
         result[policy] = Quality(
             policy,
             sparse=_measured(inside[policy]),
             overall=_measured(overall[policy]),
-            realised_sparsity=sum(share * n for share, n in dropped[policy]) / weight if weight else None,
+            realised_sparsity=sum(share * n for share, n in counted) / sum(n for _, n in counted) if counted else None,
             realised_range=(min(shares), max(shares)) if shares else None,
         )
     return result
@@ -198,9 +198,9 @@ def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | No
     """Why an evaluation text is the calibration text of a `CalibrationRecord`, as a clause; None if nothing says so."""
     if digest == calibration.digest:
         return "these are the very tokens the bundle was calibrated on"
-    if source == calibration.source and source != "self":
-        same_seed = " and seed" if seed == calibration.seed else ""
-        return f"the text has the name{same_seed} of the calibration text ({source})"
-    if source == calibration.source == "self" and seed == calibration.seed:
-        return f"the model wrote the calibration text with this seed ({seed}) too"
-    return None
+    if source != calibration.source:
+        return None
+    same_seed = seed == calibration.seed
+    if source == "self":
+        return f"the model wrote the calibration text with this seed ({seed}) too" if same_seed else None
+    return f"the text has the name{' and seed' * same_seed} of the calibration text ({source})"

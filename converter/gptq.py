@@ -128,23 +128,23 @@ def quantise_weights(
 
     def compute() -> dict[str, list[Tensor]]:
         flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep) if fitted else None
-        hidden = flow.start() if flow is not None else []
+        hidden = flow.start() if flow else []
         with progress.stage("Quantising", len(source.blocks)) as stage:
             for block in range(len(source.blocks)):
                 for sharing in source.config.shared_inputs(block):
                     names = [projection.name for projection in sharing]
                     # From a pass through the block as it is by now.
-                    moments = _moments(source, flow, block, hidden, names[0]) if flow is not None else None
+                    moments = _moments(source, flow, block, hidden, names[0]) if flow else None
                     for name in names:
                         weight = source.projections[name].weight
                         if moments is not None:
                             matrix = fit_int4(weight, moments, group_size(source.config), scale_dtype)
-                        elif kind == "int8":
-                            matrix = quantise_int8(weight, scale_dtype=scale_dtype)
                         else:
-                            matrix = quantise_fp8(weight, scale_dtype=scale_dtype)
+                            matrix = (quantise_int8 if kind == "int8" else quantise_fp8)(
+                                weight, scale_dtype=scale_dtype
+                            )
                         put(name, matrix.codes.cpu(), matrix.scales.cpu())
-                if flow is not None:
+                if flow:
                     hidden = [flow.block(block, batch, h) for batch, h in enumerate(hidden)]
                 stage.advance()
         return {name: [matrix.codes, matrix.scales] for name, matrix in matrices.items()}

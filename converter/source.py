@@ -129,23 +129,21 @@ def load_source(
     # Every header is checked, and its messages are better than a loader's.
     checkpoint = Checkpoint.open(folder, error=BundleError) if bundle else Checkpoint.open(folder, complete=full_config)
     config = checkpoint.config
-    with _quiet_transformers():
-        try:
+    dtype = dtype or choose_dtype(config.dtype, device)
+    tokenizer = load_tokenizer(folder)
+    placement: dict[str, Any] = {}
+    if max_memory is not None:
+        placement = {"device_map": "auto", "max_memory": dict(max_memory)}
+    elif device.type == "cuda" and lacks_accelerate() is None:
+        # Shard by shard onto the GPU: host memory never holds the model.
+        placement = {"device_map": {"": device}}
+    attention = "sdpa" if config.attention_softcap is None else "eager"  # torch's fused one cannot cap scores
+    missing: list[str] = []
+    try:
+        with _quiet_transformers():
             # Of a wrapper the text model's, which the folder's config.json is not.
             plain = {key: value for key, value in checkpoint.config_dict.items() if key != "quantization_config"}
             hf_config = CONFIG_MAPPING[config.model_type].from_dict(plain)
-        except (OSError, ValueError) as error:
-            raise UnsupportedModelError(f"{shown(folder)}: config.json cannot be read: {first_line(error)}") from error
-        dtype = dtype or choose_dtype(config.dtype, device)
-        tokenizer = load_tokenizer(folder)
-        placement: dict[str, Any] = {}
-        if max_memory is not None:
-            placement = {"device_map": "auto", "max_memory": dict(max_memory)}
-        elif device.type == "cuda" and lacks_accelerate() is None:
-            # Shard by shard onto the GPU: host memory never holds the model.
-            placement = {"device_map": {"": device}}
-        attention = "sdpa" if config.attention_softcap is None else "eager"  # torch's fused one cannot cap scores
-        try:
             if checkpoint.quantised:
                 if max_memory is not None:
                     raise ResourceError(
@@ -158,9 +156,8 @@ def load_source(
                 with torch.no_grad():
                     for name in expected_tensors(config):
                         parameters[name].copy_(checkpoint.tensor(name))
-                info: Any = {}
             else:
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                model, info = AutoModelForCausalLM.from_pretrained(
                     folder,
                     config=hf_config,
                     dtype=dtype,
@@ -172,21 +169,16 @@ def load_source(
                     output_loading_info=True,
                     **placement,
                 )
-                model, info = loaded
-        except WisparseError:
-            raise
-        except (torch.cuda.OutOfMemoryError, MemoryError) as error:
-            raise ResourceError(
-                f"{shown(folder)} does not fit into the memory of {device}; choose a larger device, or --device cpu"
-            ) from error
-        except Exception as error:
-            # transformers and safetensors raise about a dozen kinds here; all of them mean: these files are no model.
-            raise UnsupportedModelError(
-                f"{shown(folder)}: the weights cannot be loaded: {first_line(error)}"
-            ) from error
-    # transformers fills what is missing with random numbers and only warns.
-    missing = sorted(info.get("missing_keys") or ())
-    if missing:
+                missing = sorted(info["missing_keys"])
+    except WisparseError:
+        raise
+    except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+        advice = "choose a larger device, or --device cpu"
+        raise ResourceError(f"{shown(folder)} does not fit into the memory of {device}; {advice}") from error
+    except Exception as error:
+        # transformers and safetensors raise about a dozen kinds here; all of them mean: these files are no model.
+        raise UnsupportedModelError(f"{shown(folder)}: the weights cannot be loaded: {first_line(error)}") from error
+    if missing:  # transformers fills what is missing with random numbers and only warns
         raise UnsupportedModelError(
             f"{shown(folder)}: {len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}; "
             "download the checkpoint again"

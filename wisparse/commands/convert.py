@@ -141,10 +141,8 @@ def _leave_busy_cores() -> None:
     Threads that share cores with other programs wait for each other: beside a load of five, two needed 1.5 times as
     long as one.
     """
-    if "OMP_NUM_THREADS" in os.environ or "torch" in sys.modules:
-        return
-    idle, usable = idle_cores(), usable_cores()
-    if idle < usable:
+    given = "OMP_NUM_THREADS" in os.environ or "torch" in sys.modules
+    if not given and (idle := idle_cores()) < (usable := usable_cores()):
         os.environ["OMP_NUM_THREADS"] = str(idle)
         busy = "other programs are busy: computing on %d of %d cores; OMP_NUM_THREADS says otherwise"
         logging.getLogger("wisparse").info(busy, idle, usable)

@@ -46,19 +46,14 @@ class Batch:
             if not line.strip():
                 continue
             found = parse_json(line.encode(), f"--input: line {number}", UsageError)
-            match found.get("prompt"), found.get("messages"):
-                case str(), None:
-                    pass
-                case None, [_, *_] as messages if all(
-                    isinstance(one, dict)
-                    and isinstance(one.get("role"), str)
-                    and ("content" in one or "tool_calls" in one)
-                    for one in messages
-                ):
-                    pass
-                case _:
-                    wanted = "a text as prompt, or a list of messages with role and content"
-                    raise UsageError(f"--input: line {number}: expected {wanted}")
+            prompt, messages = found.get("prompt"), found.get("messages")
+            talk = isinstance(messages, list) and messages and all(
+                isinstance(one, dict) and isinstance(one.get("role"), str) and {"content", "tool_calls"} & one.keys()
+                for one in messages
+            )  # fmt: skip
+            if not (isinstance(prompt, str) and messages is None) and not (prompt is None and talk):
+                wanted = "a text as prompt, or a list of messages with role and content"
+                raise UsageError(f"--input: line {number}: expected {wanted}")
             if "answer" in found:
                 raise UsageError(f"--input: line {number}: has an answer already; leave the field out")
             self._lines[number] = found
