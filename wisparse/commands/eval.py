@@ -214,13 +214,14 @@ def _on_tasks(
 
     results, speed = {}, {}
     with load(bundle.folder, **options) as model:
-        level = model.sparsity
-        for name in ("masks off", *dict.fromkeys(policies)):
-            model.sparsity, policy = (0, "dense") if name == "masks off" else (level, name)
+        for policy in (*dict.fromkeys(policies), "masks off"):
+            if policy == "masks off":
+                model.sparsity = 0
             stats = model.engine.scheduler.stats = Stats()
-            results[name] = evaluate_tasks(model, names, prefill=policy, **asked)
+            prefill = "dense" if policy == "masks off" else policy
+            results[policy] = evaluate_tasks(model, names, prefill=prefill, **asked)
             if stats.tokens:
-                speed[name] = {"tokens": stats.tokens, "tok_per_s": stats.tok_per_s}
+                speed[policy] = {"tokens": stats.tokens, "tok_per_s": stats.tok_per_s}
         return {"backend": backend_of(model), "tasks": results, "generation": speed}
 
 
@@ -263,11 +264,12 @@ def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 
 
 def _metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, str, int, dict[str, tuple[float, float | None]]]]:
-    """Task, metric, number of questions, and the value and its standard error by what of a prompt is sparse."""
-    for task, metrics in row["tasks"]["masks off"].items():
+    """Task, metric, number of questions, and value and standard error by what of a prompt is sparse, dense first."""
+    dense = row["tasks"]["masks off"]
+    for task, metrics in dense.items():
         for metric in metrics:
             if metric != _QUESTIONS and not metric.endswith("_stderr"):
-                results = {policy: tasks[task] for policy, tasks in row["tasks"].items()}
+                results = {policy: tasks[task] for policy, tasks in {"masks off": dense, **row["tasks"]}.items()}
                 values = {policy: (one[metric], one.get(f"{metric}_stderr")) for policy, one in results.items()}
                 yield task, metric, metrics[_QUESTIONS], values
 
@@ -281,8 +283,9 @@ def _print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
         if row["generation"]:
             rates = (f"{name} {found['tok_per_s']:,.1f}" for name, found in row["generation"].items())
             notes.append(f"{row['bundle']}: answers decoded at {', '.join(rates)} tok/s, prompts left out")
-    title, heads = "tasks, by which tokens of a prompt are sparse", ("bundle", "task", "metric", "n", *rows[0]["tasks"])
-    print_table(heads, lines, title=title, left=3, note="\n".join(notes))
+    policies = dict.fromkeys(("masks off", *rows[0]["tasks"]))
+    title = "tasks, by which tokens of a prompt are sparse"
+    print_table(("bundle", "task", "metric", "n", *policies), lines, title=title, left=3, note="\n".join(notes))
 
 
 def _findings(row: Mapping[str, Any]) -> Iterator[Finding]:
