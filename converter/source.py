@@ -157,7 +157,7 @@ def load_source(
                     for name in expected_tensors(config):
                         parameters[name].copy_(checkpoint.tensor(name))
             else:
-                model, info = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     folder,
                     config=hf_config,
                     dtype=dtype,
@@ -169,6 +169,7 @@ def load_source(
                     output_loading_info=True,
                     **placement,
                 )
+                model, info = loaded
                 missing = sorted(info["missing_keys"])
     except WisparseError:
         raise
