@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from wisparse.converter.pipeline import Conversion
     from wisparse.converter.preflight import Plan
 
+_log = logging.getLogger("wisparse")
+
 
 class _Command(click.Command):
     """Shows the options in the groups of `ConvertSettings`."""
@@ -92,10 +94,9 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
     place = torchrun_place()
     helper = place.index > 0  # of several processes the first one reports
     level = logging.CRITICAL if helper else logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING
-    logger = logging.getLogger("wisparse")
-    logger.setLevel(level)
+    _log.setLevel(level)
     if place.ignored:
-        logger.warning(place.ignored)
+        _log.warning(place.ignored)
     settings = ConvertSettings(**options)  # before torch is imported: a typing error is answered at once
     if not helper:
         _leave_busy_cores()
@@ -127,11 +128,9 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
             hint = f"finished stages are kept; go on with: {shlex.join([*program, *arguments])}"
         # An upload knows the command that goes on with it alone.
         raise KeyboardInterrupt(str(interruption) or hint) from None
-    if conversion is None:  # under torchrun the first process has it
-        return
-    if as_json:
+    if conversion is not None and as_json:  # under torchrun the first process has it
         click.echo(json.dumps(_document(conversion), indent=2))
-    else:
+    elif conversion is not None:
         _print_conversion(conversion)
 
 
@@ -144,8 +143,7 @@ def _leave_busy_cores() -> None:
     given = "OMP_NUM_THREADS" in os.environ or "torch" in sys.modules
     if not given and (idle := idle_cores()) < (usable := usable_cores()):
         os.environ["OMP_NUM_THREADS"] = str(idle)
-        busy = "other programs are busy: computing on %d of %d cores; OMP_NUM_THREADS says otherwise"
-        logging.getLogger("wisparse").info(busy, idle, usable)
+        _log.info("other programs are busy: computing on %d of %d cores; OMP_NUM_THREADS says otherwise", idle, usable)
 
 
 def _print_plan(plan: Plan) -> None:
@@ -193,10 +191,10 @@ def _percents(levels: Sequence[float], default: float) -> str:
 def _document(conversion: Conversion) -> dict[str, Any]:
     report, recipe = conversion.report, conversion.report.recipe
     levels = []
-    for sparsity in recipe.sparsities:
-        quality = report.quality(sparsity)
-        found = {"realised_sparsity": report.realised(sparsity), "quality": quality.to_dict() if quality else None}
-        levels.append({"sparsity": sparsity, **found})
+    for one in recipe.sparsities:
+        found = report.quality(one)
+        quality = found.to_dict() if found else None
+        levels.append({"sparsity": one, "realised_sparsity": report.realised(one), "quality": quality})
     return {
         "bundle": str(conversion.folder),
         "url": conversion.url,

@@ -65,10 +65,8 @@ def command(
     if as_json:
         click.echo(json.dumps(report, indent=2))
         return
-    click.echo(
-        f"{out}: opset {opset}, {report['dtype']}, {report['num_sparse_projections']} sparse projections, "
-        f"{report['num_bytes'] / 1e6:,.1f} MB, in {report['seconds']:.1f} s"
-    )
+    size = f"{report['num_sparse_projections']} sparse projections, {report['num_bytes'] / 1e6:,.1f} MB"
+    click.echo(f"{out}: opset {opset}, {report['dtype']}, {size}, in {report['seconds']:.1f} s")
     if check:
         click.echo(
             f"agrees with our runtime: dense logits to {report['check']['dense_error']:.1e}, sparse projections to "

@@ -20,7 +20,6 @@ from ..options import loading_options, option_table, set_up_logging
 from .generate import read_text
 
 _KEY = "WISPARSE_API_KEY"
-_LONGEST_KEY = 4096
 # As browsers send it: a scheme, a host and perhaps a port, no path.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
@@ -87,7 +86,7 @@ def command(
 
 
 def _api_key(file: str | None) -> str | None:
-    where, key = (_KEY, os.environ.get(_KEY)) if file is None else (shown(file), read_text(file, _LONGEST_KEY))
+    where, key = (_KEY, os.environ.get(_KEY)) if file is None else (shown(file), read_text(file, 4096))
     if key is None:
         return None
     key = key.strip()
