@@ -79,29 +79,24 @@ def _inverse_factor(moments: Tensor) -> Tensor:
     mean = diagonal.mean().clamp(min=torch.finfo(torch.float32).tiny)
     damping = _DAMPING
     while True:
-        damped = moments + torch.diag((mean * damping).expand(len(moments)))
-        factor, failed = torch.linalg.cholesky_ex(damped)
-        if not bool(failed):
-            inverse = torch.cholesky_inverse(factor)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not bool(failed):
+        factor, failed = torch.linalg.cholesky_ex(moments + torch.diag((mean * damping).expand(len(moments))))
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+            if not failed:
                 return upper
         damping *= 10
 
 
-_GROUPS = (128, 64, 32)
-
-
 def group_size(config: ModelConfig) -> int:
     """Neighbouring channels that share a scale in int4: 128 where that divides every input, else 64 or 32."""
-    inputs = {projection.in_features for projection in config.projections(0)}
-    for group in _GROUPS:
-        if not any(size % group for size in inputs):
-            return group
-    raise UnsupportedModelError(
-        f"--weights int4: no group of {', '.join(map(str, _GROUPS))} channels divides the projections' inputs "
-        f"({', '.join(map(str, sorted(inputs)))}); choose int8 or fp8"
-    )
+    inputs = sorted({projection.in_features for projection in config.projections(0)})
+    group = next((group for group in (128, 64, 32) if not any(size % group for size in inputs)), None)
+    if group is None:
+        raise UnsupportedModelError(
+            "--weights int4: no group of 128, 64, 32 channels divides the projections' inputs "
+            f"({', '.join(map(str, inputs))}); choose int8 or fp8"
+        )
+    return group
 
 
 @torch.no_grad()

@@ -250,11 +250,10 @@ def _self_texts(
     """What the model writes, by the first process and side by side."""
 
     def write() -> dict[str, list[list[int]]]:
-        rows = {}
-        if processes.leads:
-            found = write_calibration(source.model, source.tokenizer, list(sizes.values()), progress)
-            rows = {name: one.input_ids.tolist() for name, one in zip(sizes, found, strict=True)}
-        return processes.broadcast(rows)
+        found = (
+            write_calibration(source.model, source.tokenizer, [*sizes.values()], progress) if processes.leads else []
+        )
+        return processes.broadcast({name: one.input_ids.tolist() for name, one in zip(sizes, found, strict=False)})
 
     rows = stages.run("calibration", write)
     return {name: CalibrationTokens.from_rows(rows[name], "self", seed) for name, (_, _, seed) in sizes.items()}

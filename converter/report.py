@@ -106,15 +106,14 @@ class Report:
         default, projections = recipe.at(recipe.default), list(config.projections())
         quality, sensitivity = measurement.levels[recipe.default], measurement.sensitivity
         entries = {entry.name: entry for entry in default.projections}
-        keys = ("sparsity", "alpha", "threshold", "realised_sparsity")
-        blocks, by_role = [], dict.fromkeys(projection.role for projection in projections)
+        keys, mean, blocks = ("sparsity", "alpha", "threshold", "realised_sparsity"), partial(self._mean, default), []
         for index in range(config.num_blocks):
-            mine = [projection for projection in projections if projection.block == index]
-            shown = {one.role: {key: _rounded(getattr(entries[one.name], key)) for key in keys} for one in mine}
-            means = {key: self._mean(default, key, mine) for key in ("sparsity", "realised_sparsity")}
+            mine = list(config.projections(index))
             # Recurrent layers count as attention, in whose place they are.
-            means["self_attn"] = self._mean(default, "sparsity", [one for one in mine if ".mlp." not in one.name])
-            means["mlp"] = self._mean(default, "sparsity", [one for one in mine if ".mlp." in one.name])
+            attention, mlp = ([one for one in mine if (".mlp." in one.name) == inside] for inside in (False, True))
+            means = {key: mean(key, mine) for key in ("sparsity", "realised_sparsity")}
+            means |= {"self_attn": mean("sparsity", attention), "mlp": mean("sparsity", mlp)}
+            shown = {one.role: {key: _rounded(getattr(entries[one.name], key)) for key in keys} for one in mine}
             blocks.append({"block": index, **means, "projections": shown})
         return {
             "report_version": REPORT_VERSION,
@@ -127,18 +126,16 @@ class Report:
             "method": recipe.method,
             "sparsity": {
                 "target": recipe.default,
-                "mean": self._mean(default, "sparsity"),
+                "mean": mean("sparsity"),
                 "realised_on_calibration": self.realised(recipe.default),
                 "realised_on_text_measured_on": _rounded(quality.realised_sparsity),
                 "expect": self.expectation(recipe.default),
                 "by_projection": {
-                    role: self._mean(default, "sparsity", [one for one in projections if one.role == role])
-                    for role in by_role
+                    role: mean("sparsity", [one for one in projections if one.role == role])
+                    for role in dict.fromkeys(projection.role for projection in projections)
                 },
             },
-            "calibration": {
-                key: getattr(recipe.calibration, key) for key in ("source", "num_samples", "seq_len", "seed")
-            },
+            "calibration": {k: getattr(recipe.calibration, k) for k in ("source", "num_samples", "seq_len", "seed")},
             "quality": {"text": measurement.text, **_rounded(quality.to_dict())},
             "levels": [
                 {
@@ -150,9 +147,7 @@ class Report:
                 }
                 for sparsity in recipe.sparsities
             ],
-            "quality_against_sparsity": [
-                {"sparsity": sparsity, **_rounded(found.to_dict())} for sparsity, found in measurement.curve
-            ],
+            "quality_against_sparsity": [{"sparsity": at, **_rounded(one.to_dict())} for at, one in measurement.curve],
             "block_sensitivity": None if sensitivity is None else _rounded(asdict(sensitivity)),
             "search": json_values(recipe.search, longest=_LONGEST_HISTORY),
             "blocks": blocks,
