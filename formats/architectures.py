@@ -46,8 +46,6 @@ class QKNorm:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How the models of one ``model_type`` are built."""
-
     class_name: str
     norms: Norms = _BEFORE
     # Norms multiply by 1 + weight, in float32 (Gemma), instead of by weight.

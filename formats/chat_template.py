@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import resource
@@ -179,11 +180,8 @@ def _run_trial() -> None:
     messages = [{"role": "user", "content": "hi"}]
     values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
-        length = 0
-        for chunk in template.generate(values):
-            length += len(chunk)
-            if length > 10 * _MAX_OUTPUT:
-                break
+        lengths = itertools.accumulate(map(len, template.generate(values)))
+        any(length > 10 * _MAX_OUTPUT for length in lengths)  # rendered no further than that
     except MemoryError:
         raise
     except Exception:

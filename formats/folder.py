@@ -22,8 +22,6 @@ _MAX_MARKER_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of folder, and how it is told from all others."""
-
     name: str  # in words: ``a bundle``; ``maker``: who writes one: ``conversion``
     maker: str
     manifest: str  # the file of a finished one that says what it is; the last to be deleted

@@ -64,8 +64,6 @@ _api = partial(HfApi, library_name="wisparse")
 
 @dataclass(frozen=True)
 class Source:
-    """A model on this machine's disk."""
-
     folder: Path
     commit: str | None  # on the Hub; None for a local folder
     name: str  # the Hub id, or the folder's own name without path
@@ -142,11 +140,10 @@ def check_write_access(repo: str) -> None:
 
 def is_reachable() -> bool:
     """Whether the Hub answers at all: asked once, for a few seconds at most."""
-    try:
+    with contextlib.suppress(hub.HTTPError, OSError):  # no network, no answer, or told to do without
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
-    except (hub.HTTPError, OSError):  # no network, no answer, or told to do without
-        return False
-    return True
+        return True
+    return False
 
 
 def is_public(repo: str) -> bool:

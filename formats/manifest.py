@@ -64,8 +64,6 @@ class CalibrationRecord:
 
 @dataclass(frozen=True)
 class RotationRecord:
-    """How the source's weights were rotated before anything else."""
-
     kind: str  # ``pca``: to the principal directions of the hidden states over another text, and of each head's values
     kl: float  # KL(source || rotated), nats a token, both dense, in the type of the conversion: what rounding costs
     num_tokens: int  # that it was measured on

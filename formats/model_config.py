@@ -139,8 +139,6 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class Block:
-    """What tells one block of a model from another."""
-
     window: int | None  # positions it attends to, itself included; None for all
     rotary: int | None  # index into ``ModelConfig.rotaries``; None without a rotary embedding
     head_dim: int

@@ -150,8 +150,6 @@ _GROUP, _SMALLEST_GROUP = 128, 32
 
 @dataclass(frozen=True)
 class WeightType:
-    """A way to hold the weights of a model's projections."""
-
     name: str
     bits: int | None  # of one code; None: numbers of the decoder's floating type
     grouped: bool  # a scale for each group of neighbouring channels, see :func:`group_of`, else one a row
