@@ -78,21 +78,10 @@ def compressed(
             given["weight_zero_point"] = zero
         return compressor.compress(given, scheme)
 
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": json.loads(args.model_dump_json()),
-                "input_activations": activations,
-                "output_activations": None,
-            }
-        },
-    }
-    return pack, config
+    group = {"targets": ["Linear"], "weights": json.loads(args.model_dump_json()), "input_activations": activations}
+    groups = {"group_0": group | {"output_activations": None}}
+    config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+    return pack, {**config, "ignore": ["lm_head"], "config_groups": groups}
 
 
 def _scale_and_zero(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:

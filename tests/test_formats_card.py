@@ -37,6 +37,7 @@ REPORT = {
     "quality": {"text": "held-out library source", "sparse": _SPARSE, "realised_sparsity": 0.5},
     "levels": [{}],
 }
+OTHER = "---\nlicense: other\nlicense_name: qwen\n"
 LLAMA = "---\nlicense: llama3.1\nlanguage:\n- en\n- de\nbase_model: x/y\nextra_gated_prompt: secret\n---\n# Llama\n"
 
 
@@ -80,13 +81,8 @@ def test_a_full_card(tmp_path: Path) -> None:
     found = replace(recipe(), search={"settings": {"search": "refine"}})
     text = render_card(found, read_inherited(tmp_path), REPORT, figures=figures, repo_id="me/Llama-wisparse-50")
     metadata = check(text)
-    expected = {
-        "base_model": "org/Llama-3.1-8B-Instruct",
-        "library_name": "wisparse",
-        "license": "llama3.1",
-        "language": ["en", "de"],
-        "pipeline_tag": "text-generation",
-    }
+    expected = {"base_model": "org/Llama-3.1-8B-Instruct", "library_name": "wisparse", "license": "llama3.1"}
+    expected |= {"language": ["en", "de"], "pipeline_tag": "text-generation"}
     assert metadata.items() >= expected.items()
     assert {"wisparse", "conversational"} <= set(metadata["tags"])
     values = {m["type"]: m["value"] for m in metadata["model-index"][0]["results"][0]["metrics"]}
@@ -131,11 +127,7 @@ def test_tags_are_inherited_and_how_it_is_stored_is_not(tmp_path: Path) -> None:
     ("card", "files", "expected"),
     [
         ("---\nlicense: apache-2.0\n---\n", ["LICENSE"], ("apache-2.0", None, None)),
-        (
-            "---\nlicense: other\nlicense_name: qwen\nlicense_link: https://x.org/l\n---\n",
-            [],
-            ("other", "qwen", "https://x.org/l"),
-        ),
+        (f"{OTHER}license_link: https://x.org/l\n---\n", [], ("other", "qwen", "https://x.org/l")),
         ("---\nlicense: other\n---\n", ["LICENSE.txt"], ("other", "as-in-the-source", "LICENSE.txt")),
         ("# no metadata\n", ["LICENCE"], ("other", "as-in-the-source", "LICENCE")),
         ("# no metadata\n", [], (None, None, None)),
@@ -227,17 +219,11 @@ def test_a_bundle_without_card_and_report(tmp_path: Path) -> None:
     assert "| tok/s" in (bundle / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "findings",
-    [
-        {},
-        [1],
-        [{"what": "x"}],
-        *([asdict(SPEED) | odd] for odd in ({"dense": "1"}, {"dense": None}, {"sparsity": True}, {"what": "x" * 999})),
-        [asdict(SPEED)] * 1001,
-    ],
-    ids=lambda value: str(value)[-40:],
-)
+ODD = [asdict(SPEED) | odd for odd in ({"dense": "1"}, {"dense": None}, {"sparsity": True}, {"what": "x" * 999})]
+NO_FINDINGS = [{}, [1], [{"what": "x"}], *([one] for one in ODD), [asdict(SPEED)] * 1001]
+
+
+@pytest.mark.parametrize("findings", NO_FINDINGS, ids=lambda value: str(value)[-40:])
 def test_findings_that_are_none(findings: Any, bundle: Path) -> None:
     (bundle / "conversion_report.json").write_text(json.dumps({"findings": findings}))
     before = content(bundle)

@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 import wisparse
 from wisparse.formats.architectures import ARCHITECTURES, why_refused
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError
-from wisparse.formats.guard import dump_json, parse_json, shown
+from wisparse.formats.guard import parse_json, shown
 from wisparse.formats.hub import fetch_source
 from wisparse.formats.model_config import ModelConfig
 
@@ -138,17 +136,3 @@ def test_a_text_of_many_commas_is_json() -> None:
     prompt = "," * 1_000_000
     assert parse_json(json.dumps({"prompt": prompt}).encode(), "it", BundleError) == {"prompt": prompt}
     assert len(parse_json(b'{"ids": [' + b"1," * 600_000 + b"1]}", "it", BundleError)["ids"]) == 600_001
-
-
-_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
-_SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
-_JSON = st.recursive(
-    _SCALARS | _TEXT,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXT, inner, max_size=4),
-    max_leaves=20,
-)
-
-
-@given(st.dictionaries(_TEXT, _JSON, max_size=4))
-def test_json_round_trip(document: dict) -> None:
-    assert parse_json(dump_json(document), "it", BundleError) == document

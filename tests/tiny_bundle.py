@@ -57,14 +57,12 @@ def write_tiny_model(
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(config or tiny_config())
     generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: (
-            1 + torch.randn(shape, generator=generator) / 4
-            if len(shape) == 1
-            else torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-        ).to(dtype)
-        for name, shape in expected_tensors(ModelConfig.from_dict(config)).items()
-    }
+
+    def values(shape: tuple[int, ...]) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=generator)
+        return (1 + drawn / 4 if len(shape) == 1 else drawn / shape[-1] ** 0.5).to(dtype)
+
+    tensors = {name: values(shape) for name, shape in expected_tensors(ModelConfig.from_dict(config)).items()}
     tensors = {name: tensor for name, tensor in {**tensors, **(add or {})}.items() if name not in drop}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -9,15 +9,8 @@ from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.source import SourceModel
 from wisparse.formats.model_config import ModelConfig
 
-_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+_SIZES |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
 
 
 def tiny_source(kind: str = "llama", **changes: object) -> SourceModel:
