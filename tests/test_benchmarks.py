@@ -11,11 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import ablation
 import baselines
+import front
 import pytest
+import tables
 import torch
 from baselines import choose_rank, low_rank_factors, low_rank_sparsity
 from quality import Evaluator
@@ -135,7 +137,6 @@ def test_without_a_gpu_they_say_so(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     script = command.partition(".")[0]
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *COMMANDS[command]])
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(BENCHMARKS / f"{script}.py"), run_name="__main__")
@@ -194,15 +195,7 @@ else:
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import tables
-
-    return tables
-
-
-@pytest.fixture
-def make(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """``tables.py`` of models by name and options; how many pieces were made in all."""
     labels = list(tables.ROWS.values())
     parts = {"baselines": [labels[i] for i in (0, 1, 6, 9, 10)], "paper": labels[2:6], "additive": labels[7:9]}
@@ -222,7 +215,7 @@ def make(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_command_writes_every_table(
-    make: Callable[..., int], tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert make("one", "two") == 2 * (3 + 16)
     names = [*(f"{kind}-{model}" for kind in ("ablation", "methods") for model in ("one", "two")), "summary"]
@@ -241,9 +234,6 @@ def test_the_stages_of_a_search_give_their_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the searches themselves, which the fake above stands in for; but for the alphas, which take longest."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import ablation
-
     few = ["--num-samples", "1", "--seq-len", "8", "--eval-tokens", "8", "--kl-tokens", "8", "--device", "cpu"]
     quick = ["--num-generations", "1", "--num-offspring", "2", "--parts", "paper", "additive"]
     model = write_tiny_model(tmp_path / "tiny")
@@ -275,7 +265,7 @@ def test_a_piece_that_fails_is_told(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_published_tables_are_what_their_rows_say(tables: ModuleType) -> None:
+def test_the_published_tables_are_what_their_rows_say() -> None:
     """Ratios, tables and summary, worked out again from the rows that were measured."""
     results = BENCHMARKS / "results"
     methods: dict[str, Any] = {}
@@ -310,9 +300,6 @@ def test_the_front_is_drawn_of_runs_that_belong_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pieces by kind and by model, in any order, become the published document, table and figure."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import front
-
     results = BENCHMARKS / "results"
     published = json.loads((results / "front-quality.json").read_text())
     pieces = []
