@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def test_an_answer_is_the_same_among_others_who_ask_for_less(model: Model) -> No
     alone = [model.generate(prompt, max_new_tokens=20, **wish) for prompt, wish in asked]
     assert [answer.scores is None for answer in alone] == [True, True, False]
     scheduler = Scheduler(model.decoder)
-    rule = model.grammars.begin(Grammar.of_text("grammar", "start: /[0-9]{12}/"))
+    rule = model.grammars.begin(Grammar("grammar", "start: /[0-9]{12}/"))
     ruled = scheduler.add(model.request(model.tokenizer.encode("x = "), max_new_tokens=20, constraint=rule))
     requests = []
     for prompt, wish in asked:
@@ -252,11 +251,11 @@ def test_what_a_model_lacks_is_named(model: Model) -> None:
         (words.encode(), {0}, "it needs a byte-pair tokenizer"),
     ):
         with pytest.raises(UsageError, match=f"grammar: {sentence}"):
-            Grammars(lambda found=tokenizer: found, frozenset(stop_ids)).begin(Grammar.of_text("grammar", "start: /a/"))
+            Grammars(lambda found=tokenizer: found, frozenset(stop_ids)).begin(Grammar("grammar", "start: /a/"))
 
 
 def test_a_vocabulary_padded_beyond_the_tokenizer(model: Model) -> None:
-    rule = model.grammars.begin(Grammar.of_text("grammar", "start: /a/"))
+    rule = model.grammars.begin(Grammar("grammar", "start: /a/"))
     logits = torch.zeros(model.config.vocab_size + 1000)
     rule.mask(logits)
     assert bool((logits[model.config.vocab_size :] == -torch.inf).all())

@@ -385,7 +385,27 @@ _HI = [{"role": "user", "content": "a"}]
 _SCHEMA = {"type": "json_schema", "json_schema": {"name": "a"}}
 _OBJEKT = {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}
 _IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}
-_F = {"type": "function", "function": {"name": "f"}}
+
+
+def _function(**more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **more}}
+
+
+_F = _function()
+_CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+# By the field that is named, messages that are refused.
+MESSAGES: dict[str, list[dict[str, Any]]] = {
+    "tool_call_id": [{"role": "tool", "content": "5"}],
+    "content": [{"role": "tool", "tool_call_id": "1"}],
+    "tool_calls": [{**_CALLED, "role": "user", "content": ""}, {**_CALLED, "tool_calls": 5}],
+    "tool_calls[0].function": [{**_CALLED, "tool_calls": [{"id": "1"}]}],
+    "tool_calls[0].id": [{**_CALLED, "tool_calls": [{"function": {"name": "f"}}]}],
+    "tool_calls[0].function.arguments": [
+        {**_CALLED, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": given}}]} for given in ("{", [5])
+    ],
+    "function_call": [{"role": "assistant", "function_call": {"name": "f"}}],
+    "reasoning_content": [{"role": "assistant", "content": "a", "reasoning_content": 5}],
+}
 # Of each endpoint what its request has anyway, and of each field that is named the values that are refused; the field
 # before a dot or bracket has the value.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
@@ -413,6 +433,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         # How a prompt is made is the template's.
         "chat_template": ["x"], "continue_final_message": [True], "enable_thinking": [False],
         "add_generation_prompt": [False],
+        "tools": [{}, [_F] * 2, [_function(name=f"f{number}") for number in range(129)],
+                  [_function(description="a" * 300_000)]],
+        "tools[0]": [[5]], "tools[0].type": [[{"type": "web_search"}]], "tools[0].function": [[{"type": "function"}]],
+        "tools[1].function.name": [[_F, _function(name="a b")]],
+        "tools[0].function.name": [[_function(name="a" * 65)], [_function(name="f\n")]],
+        "tools[0].function.description": [[_function(description=5)]],
+        "tools[0].function.parameters": [[_function(parameters=[])], [_function(parameters={"type": "string"})]],
+        "tools[0].function.strict": [[_function(strict="yes")]],
+        "tool_choice": ["clock", "required", {"type": "function", "function": {"name": "f"}}, 5],
+        "parallel_tool_calls": [1],
+        **{f"messages[1].{field}": [[*_HI, message] for message in messages] for field, messages in MESSAGES.items()},
     }),
     "responses": ({"input": "a"}, {
         "input": [None],
@@ -442,6 +473,14 @@ def test_a_bad_field_is_named(server: Running, path: str) -> None:
         both = {"grammar": "start: /a/", "response_format": {"type": "json_object"}}
         cases += [({"prompt": ["a"] * 34, "n": 2}, "prompt"), ({**given, **both}, "grammar")]
         cases += [({**body, "echo": True}, param) for body, param in cases if param == "prompt"]
+    if path == "chat/completions":
+        other = {"type": "function", "function": {"name": "g"}}
+        beside_tools: list[tuple[str, dict[str, Any]]] = [
+            ("tool_choice", {"tool_choice": other}),
+            ("tool_choice", {"tool_choice": "required", "grammar": "start: /a/"}),
+            ("chat_template_kwargs", {"chat_template_kwargs": {"tools": []}}),
+        ]
+        cases += [({**given, "tools": [_F], **more}, param) for param, more in beside_tools]
     long: Any = {"completions": [5] * 300, "responses": "a " * 2000}
     field = next(iter(given))
     status, found = server.post(f"/v1/{path}", {field: long.get(path, [{"role": "user", "content": "a " * 2000}])})

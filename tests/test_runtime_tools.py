@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from served import NAME, TEMPLATE, Running
 from tool_templates import PUBLISHED
 
 from wisparse.formats.chat_template import ChatTemplate
-from wisparse.runtime.protocol.requests import ApiError, ChatRequest, validated
+from wisparse.runtime.protocol.requests import ChatRequest, validated
 from wisparse.runtime.protocol.tools import (
     HERMES,
     LLAMA,
@@ -255,52 +254,6 @@ def test_a_thought_goes_back_with_the_calls_it_led_to() -> None:
 
 def _function(**more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **more}}
-
-
-# By the field that is named, values that are refused; the field before a dot or bracket has the value.
-REFUSED: dict[str, list[Any]] = {
-    "tools": [{}, [CLOCK] * 2, [_function(name=f"f{number}") for number in range(129)],
-              [_function(description="a" * 300_000)]],
-    "tools[0]": [[5]], "tools[0].type": [[{"type": "web_search"}]], "tools[0].function": [[{"type": "function"}]],
-    "tools[1].function.name": [[CLOCK, _function(name="a b")]],
-    "tools[0].function.name": [[_function(name="a" * 65)], [_function(name="f\n")]],
-    "tools[0].function.description": [[_function(description=5)]],
-    "tools[0].function.parameters": [[_function(parameters=[])], [_function(parameters={"type": "string"})]],
-    "tools[0].function.strict": [[_function(strict="yes")]],
-    "tool_choice": ["clock", {"type": "function", "function": {"name": "f"}}, 5],
-    "parallel_tool_calls": [1], "chat_template_kwargs": [{"tools": []}],
-}  # fmt: skip
-_CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
-REFUSED_MESSAGES: list[tuple[str, dict[str, Any]]] = [
-    ("tool_call_id", {"role": "tool", "content": "5"}),
-    ("content", {"role": "tool", "tool_call_id": "1"}),
-    ("tool_calls", {**_CALLED, "role": "user", "content": ""}),
-    ("tool_calls", {**_CALLED, "tool_calls": 5}),
-    ("tool_calls[0].function", {**_CALLED, "tool_calls": [{"id": "1"}]}),
-    ("tool_calls[0].id", {**_CALLED, "tool_calls": [{"function": {"name": "f"}}]}),
-    *(
-        ("tool_calls[0].function.arguments", {**_CALLED, "tool_calls": [{"id": "1", "function": function}]})
-        for function in ({"name": "f", "arguments": "{"}, {"name": "f", "arguments": [5]})
-    ),
-    ("function_call", {"role": "assistant", "function_call": {"name": "f"}}),
-    ("reasoning_content", {"role": "assistant", "content": "a", "reasoning_content": 5}),
-]
-
-
-def test_a_bad_field_is_named() -> None:
-    cases = [
-        ({"tools": [CLOCK], re.split(r"[.[]", field)[0]: value}, field)
-        for field, values in REFUSED.items()
-        for value in values
-    ]
-    cases += [({"messages": [*ASK, message]}, f"messages[1].{field}") for field, message in REFUSED_MESSAGES]
-    cases += [({"tool_choice": "required"}, "tool_choice")]
-    cases += [({"tools": [CLOCK], "tool_choice": "required", "grammar": "start: /a/"}, "tool_choice")]
-    for body, field in cases:
-        with pytest.raises(ApiError) as refused:
-            validated(ChatRequest, {"messages": ASK, **body})
-        assert (refused.value.status_code, refused.value.error["param"]) == (400, field), body
-        assert field in str(refused.value)
 
 
 def test_what_is_offered() -> None:

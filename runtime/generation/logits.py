@@ -34,7 +34,7 @@ class Grammar:
 
     field: str  # the argument or field that it came with, for error messages
     source: str  # a JSON schema, or a grammar as llguidance's Lark or llama.cpp's GBNF writes it
-    schema: bool  # whether it is a JSON schema
+    schema: bool = False  # whether it is a JSON schema
 
     @classmethod
     def of_schema(cls, field: str, schema: Any) -> Grammar:
@@ -46,13 +46,10 @@ class Grammar:
                 raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
         elif not isinstance(schema, str):
             raise UsageError(f"{field}: expected a JSON schema, found {guard.quoted(schema)}")
-        return cls(field, guard.text(field, schema), True)
-
-    @classmethod
-    def of_text(cls, field: str, text: Any) -> Grammar:
-        return cls(field, guard.text(field, text, empty=False), False)
+        return cls(field, schema, True)
 
     def __post_init__(self) -> None:
+        guard.text(self.field, self.source, empty=self.schema)
         if (found := len(self.source)) > _MOST_CHARACTERS:
             raise UsageError(f"{self.field}: expected at most {_MOST_CHARACTERS:,} characters, found {found:,}")
 

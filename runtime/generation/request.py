@@ -115,7 +115,7 @@ class GenerationSettings(SamplingParams):
             raise UsageError("grammar: expected none beside json_schema, found both")
         if self.json_schema is not None:
             return Grammar.of_schema("json_schema", self.json_schema)
-        return None if self.grammar is None else Grammar.of_text("grammar", self.grammar)
+        return None if self.grammar is None else Grammar("grammar", self.grammar)
 
     @property
     def stop_texts(self) -> list[str]:

@@ -222,7 +222,7 @@ class GenerationRequest(Strict):
         if self.response_format is not None and self.formatted:
             schema = self.response_format.json_schema
             return Grammar.of_schema("response_format", ANY_OBJECT if schema is None else schema.schema_)
-        return Grammar.of_text("grammar", self.grammar) if self.grammar else None
+        return Grammar("grammar", self.grammar) if self.grammar else None
 
 
 def _is_ids(value: Any) -> bool:

@@ -102,7 +102,7 @@ def call_grammar(
     else:
         start, call, between = "calls", f'{opens} "\\n" object "\\n" {closes}', '"\\n"'
     calls = f"{call} ({between} {call})*" if several else call
-    return Grammar.of_text("tool_choice", f"start: {start}\ncalls: {calls}\nobject: %json {text}\n")
+    return Grammar("tool_choice", f"start: {start}\ncalls: {calls}\nobject: %json {text}\n")
 
 
 @dataclass(frozen=True)
