@@ -67,6 +67,14 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="session")
+def chat_bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the chat template of the server's tests."""
+    from served import TEMPLATE, with_template
+
+    return with_template(example_model, tmp_path_factory.mktemp("chat"), TEMPLATE)
+
+
+@pytest.fixture(scope="session")
 def variant_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Bundle of a variant of ``runtime_models``, made once; its source is the folder ``source`` beside it."""
     from bundle_maker import make_bundle

@@ -131,19 +131,14 @@ class Tab:
 
 
 @pytest.fixture(scope="module")
-def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_template(example_model, tmp_path_factory.mktemp("page"), TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Running]:
-    with Running(bundle) as running:
+def server(chat_bundle: Path) -> Iterator[Running]:
+    with Running(chat_bundle) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def model(bundle: Path) -> Iterator[Model]:
-    with wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=256) as model:
+def model(chat_bundle: Path) -> Iterator[Model]:
+    with wisparse.load(chat_bundle, dtype="float32", backend="torch", max_seq_len=256) as model:
         yield model
 
 
@@ -299,8 +294,8 @@ def test_what_a_model_says_is_text_and_a_refusal_is_told(tab: Tab, monkeypatch: 
     tab._browser.events.clear()  # the browser's log calls a status of 400 an error
 
 
-def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, bundle: Path, model: Model) -> None:
-    with Running(bundle, api_key="sesame") as server:
+def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, chat_bundle: Path, model: Model) -> None:
+    with Running(chat_bundle, api_key="sesame") as server:
         tab = Tab(browser, address(server))
         for key in ("wrong", "sesame"):
             tab.until("by('door').open")

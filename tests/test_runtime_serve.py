@@ -42,20 +42,15 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 
 
 @pytest.fixture(scope="module")
-def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_template(example_model, tmp_path_factory.mktemp("serve"), TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def model(bundle: Path) -> Iterator[Model]:
+def model(chat_bundle: Path) -> Iterator[Model]:
     """One for what is expected; the server holds another."""
-    with wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=256) as model:
+    with wisparse.load(chat_bundle, dtype="float32", backend="torch", max_seq_len=256) as model:
         yield model
 
 
 @pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Running]:
-    with Running(bundle) as running:
+def server(chat_bundle: Path) -> Iterator[Running]:
+    with Running(chat_bundle) as running:
         yield running
 
 
