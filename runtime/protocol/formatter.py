@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from ..generation.logits import TokenScore
@@ -155,7 +156,7 @@ class Formatter:
 
     def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
         """The finished answers; ``items``: all their chunks."""
-        choices = sorted(self._choices(items, stream=False), key=lambda choice: choice["index"])
+        choices = list(self._choices(items, stream=False))
         return {**self._head(self.complete_object), "choices": choices, "usage": self.final_usage(answers)}
 
     def choices(self, index: int, chunks: Sequence[Chunk], stream: bool) -> Iterable[dict[str, Any]]:
@@ -167,11 +168,8 @@ class Formatter:
         return self._usage(sum(len(answer.token_ids) for answer in answers), cached)
 
     def _choices(self, items: Sequence[tuple[int, Chunk]], stream: bool) -> Iterable[dict[str, Any]]:
-        by_answer: dict[int, list[Chunk]] = {}
-        for index, chunk in items:
-            by_answer.setdefault(index, []).append(chunk)
-        for index, chunks in by_answer.items():
-            yield from self.choices(index, chunks, stream)
+        for index, group in itertools.groupby(sorted(items, key=itemgetter(0)), itemgetter(0)):
+            yield from self.choices(index, [chunk for _, chunk in group], stream)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._context.model}

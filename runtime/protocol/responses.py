@@ -16,11 +16,11 @@ from .tools import Delta
 # A chat's names of what is called otherwise here.
 _RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
-# Of an item's type: what its id begins with, and the name of its events.
-_ITEMS = {
-    "reasoning": ("rs", "reasoning_text"),
-    "message": ("msg", "output_text"),
-    "function_call": ("fc", "function_call_arguments"),
+# Of an item's type: what its id begins with, and the name and further fields of its text's events.
+_ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "reasoning": ("rs", "reasoning_text", {"content_index": 0}),
+    "message": ("msg", "output_text", {"content_index": 0, "logprobs": []}),
+    "function_call": ("fc", "function_call_arguments", {}),
 }
 # Fields of the request that stand in the response too.
 _REPEATED = ("tool_choice", "tools", "instructions", "max_output_tokens", "temperature", "top_p")
@@ -259,10 +259,8 @@ class ResponsesFormatter(Formatter):
         return self._item_event(f"response.content_part.{what}", content_index=0, part=self._part())
 
     def _text_event(self, what: str, **more: Any) -> bytes:
-        kind = self._items[-1]["type"]
-        beside: dict[str, Any] = {} if kind == "function_call" else {"content_index": 0}
-        beside |= {"logprobs": []} if kind == "message" else {}
-        return self._item_event(f"response.{_ITEMS[kind][1]}.{what}", **more, **beside)
+        _, name, fields = _ITEMS[self._items[-1]["type"]]
+        return self._item_event(f"response.{name}.{what}", **more, **fields)
 
     def _item_event(self, kind: str, **more: Any) -> bytes:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
