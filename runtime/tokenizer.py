@@ -80,13 +80,13 @@ class Tokenizer:
         jinja = bundle.read_bytes("chat_template.jinja")
         try:
             source = (
-                jinja.decode() if jinja is not None else _read_json(bundle, "chat_template.json").get("chat_template")
+                jinja.decode() if jinja is not None else read_json(bundle, "chat_template.json").get("chat_template")
             )
         except UnicodeDecodeError as error:
             raise BundleError(f"chat_template.jinja: not UTF-8: {error}") from error
         if source is not None and not isinstance(source, str):
             raise BundleError(f"chat_template.json: expected a text, found {source!r:.80}")
-        return cls(tokenizer_json, _read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
+        return cls(tokenizer_json, read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised."""
@@ -259,7 +259,7 @@ def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:
     found: set[int] = set()
     for name, config in (
         ("config.json", bundle.config_dict),
-        ("generation_config.json", _read_json(bundle, "generation_config.json")),
+        ("generation_config.json", read_json(bundle, "generation_config.json")),
     ):
         value = config.get("eos_token_id")
         ids = [item for item in (value if isinstance(value, list) else [value]) if item is not None]
@@ -270,7 +270,7 @@ def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset(found if token is None else found | {token})
 
 
-def _read_json(bundle: Bundle, name: str) -> dict[str, Any]:
+def read_json(bundle: Bundle, name: str) -> dict[str, Any]:
     data = bundle.read_bytes(name)
     return {} if data is None else parse_json(data, name, BundleError)
 
@@ -280,7 +280,7 @@ def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
     given, known = config.get("chat_template"), ("default", "tool_use")
     entries = given if isinstance(given, list) else [] if given is None else [{"name": "default", "template": given}]
     named = (one for one in entries if isinstance(one, dict) and one.get("name") in known)
-    found = {one["name"]: one.get("template") for one in named}
+    found: dict[str, Any] = {one["name"]: one.get("template") for one in named}
     for template in found.values():
         if not isinstance(template, str):
             raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")

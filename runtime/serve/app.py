@@ -20,7 +20,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from wisparse.formats.errors import UsageError, WisparseError
-from wisparse.formats.guard import parse_json
 
 from ..decoding.sampling import SamplingParams
 from ..generation.logits import Constraint
@@ -30,6 +29,7 @@ from ..protocol.formatter import THINK, ChatFormatter, CompletionFormatter, Cont
 from ..protocol.requests import ApiError, ChatRequest, CompletionRequest, as_api_error
 from ..protocol.responses import ResponsesFormatter, ResponsesRequest, renamed
 from ..protocol.tools import ToolCallParser, call_grammar, short_ids, syntax_of
+from ..tokenizer import read_json
 from .transport import EventStream, Metrics, http_server, set_up, unless_disconnected
 
 # Events of a stream are sent this often at most, unless an answer ends: a screen shows no more.
@@ -40,6 +40,11 @@ _MAX_FILES = 1 << 16
 # Python's own 5 ms, for which a thread waits for the interpreter, are longer than a step of a GPU.
 _SWITCH_SECONDS = 0.0005
 _SPELLED_TOKENS = 1 << 16  # whose text is kept for the next request that asks for log-probabilities
+# Field, OpenAI's default, and the range in which a generation config may name another.
+_SAMPLING = (
+    ("temperature", 1.0, 0.0, 100.0), ("top_k", 0, 0, 2**31), ("top_p", 1.0, 1e-9, 1.0),
+    ("repetition_penalty", 1.0, 0.01, 100.0),
+)  # fmt: skip
 _NOT_HERE = ("embeddings", "images/{rest:path}", "audio/{rest:path}", "moderations", "responses/{rest:path}")
 
 
@@ -54,26 +59,18 @@ class ServeSettings:
     cors: Sequence[str] = ()  # origins whose pages may send requests, ``*`` for all
 
 
-def sampling_defaults(model: Model) -> dict[str, float]:
-    """What a request that leaves these fields out gets: the model's generation config, else OpenAI's defaults."""
-    data = model.bundle.read_bytes("generation_config.json")
-    config = {} if data is None else parse_json(data, "generation_config.json", UsageError)
-    defaults: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    ranges = {"temperature": (0.0, 100.0), "top_k": (0, 2**31), "top_p": (1e-9, 1.0), "repetition_penalty": (0.01, 100)}
-    for name, (low, high) in ranges.items():
-        value = config.get(name)
-        if type(value) in (int, float) and low <= value <= high:
-            defaults[name] = value
-    return defaults
-
-
 class Encoder:
     """For one model, whose name is ``name``; from any thread."""
 
     def __init__(self, model: Model, name: str) -> None:
         self._model = model
         self._context = functools.partial(Context, name, functools.lru_cache(_SPELLED_TOKENS)(model.spell))
-        self._defaults = sampling_defaults(model)
+        # Of the fields of sampling that a request leaves out: the model's generation config, else OpenAI's defaults.
+        config = read_json(model.bundle, "generation_config.json")
+        self._defaults: dict[str, float] = {}
+        for key, default, low, high in _SAMPLING:
+            value: Any = config.get(key)
+            self._defaults[key] = value if type(value) in (int, float) and low <= value <= high else default
         text = model.text
         self._template = "" if text is None else text.template_source or ""
         self._syntax = syntax_of(self._template)
@@ -107,21 +104,16 @@ class Encoder:
         if self._template and "tool" not in self._template and calls:
             raise _unsupported("messages", "chat template leaves calls and their results out; tell them as text")
         if functions and syntax is None:
-            raise _unsupported(
-                "tools",
-                "chat template has no tools in a syntax that this server reads (Hermes's and Qwen's <tool_call>, Llama "
-                "3's JSON, Mistral's [TOOL_CALLS] with a list); leave them out",
-            )
+            known = "Hermes's and Qwen's <tool_call>, Llama 3's JSON, Mistral's [TOOL_CALLS] with a list"
+            why = f"chat template has no tools in a syntax that this server reads ({known}); leave them out"
+            raise _unsupported("tools", why)
         if syntax is not None and syntax.short_ids:
             messages = short_ids(messages)
         rendered = self._model.tokenizer.render(messages, **body.template_variables())
         thinks = True if rendered.rstrip().endswith(THINK) else False if self._thinks else None
         if thinks and body.forced:
-            raise _unsupported(
-                "tool_choice",
-                "template begins with a thought, for which a call that has to be leaves no room; ask with auto, or "
-                "switch thoughts off by chat_template_kwargs",
-            )
+            why = "template begins with a thought, for which a call that has to be leaves no room; ask with auto, or "
+            raise _unsupported("tool_choice", why + "switch thoughts off by chat_template_kwargs")
         ids = self._encode(rendered, add_special_tokens=False)
         most = body.max_completion_tokens or body.max_tokens
         parser, visible = None, frozenset[int]()
