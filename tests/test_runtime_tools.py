@@ -227,8 +227,9 @@ def test_what_the_published_templates_ask_for(template: str, opens: str, ends: s
         results = [{"role": "tool", "tool_call_id": id, "content": f"result {id[5]}"} for id in ids]
         said = {"role": "assistant", "content": None, "tool_calls": calls}
         request = validated(ChatRequest, {"messages": [*ASK, said, *results], "tools": [WEATHER, CLOCK]})
-        messages = short_ids(request.conversation()) if syntax.short_ids else request.conversation()
-        variables = request.template_variables()
+        messages, variables = request.conversation(), request.template_variables()
+        if syntax.short_ids:
+            short_ids(messages)
         text = chat.render(messages, **variables)
         assert "weather" in chat.render(messages[:1], **variables)
         assert all(f"result {number}" in text for number in range(count))

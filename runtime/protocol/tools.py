@@ -61,20 +61,18 @@ def syntax_of(template: str) -> ToolSyntax | None:
     return LLAMA if '"parameters": ' in text and '{"name": ' in text else None
 
 
-def short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with call ids of nine letters and digits; another server's longer ids are hashed."""
+def short_ids(messages: Sequence[dict[str, Any]]) -> None:
+    """Make call ids of nine letters and digits, in place; another server's longer ids are hashed."""
 
     def short(id: str) -> str:
         fits = len(id) == 9 and id.isascii() and id.isalnum()
         return id if fits else hashlib.sha256(id.encode(errors="surrogatepass")).hexdigest()[:9]
 
-    shortened = [dict(message) for message in messages]
-    for message in shortened:
-        if "tool_calls" in message:
-            message["tool_calls"] = [{**call, "id": short(call["id"])} for call in message["tool_calls"]]
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["id"] = short(call["id"])
         if "tool_call_id" in message:
             message["tool_call_id"] = short(message["tool_call_id"])
-    return shortened
 
 
 def call_grammar(

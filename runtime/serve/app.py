@@ -108,7 +108,7 @@ class Encoder:
             why = f"chat template has no tools in a syntax that this server reads ({known}); leave them out"
             raise _unsupported("tools", why)
         if syntax is not None and syntax.short_ids:
-            messages = short_ids(messages)
+            short_ids(messages)
         rendered = self._model.tokenizer.render(messages, **body.template_variables())
         thinks = True if rendered.rstrip().endswith(THINK) else False if self._thinks else None
         if thinks and body.forced:
