@@ -1,4 +1,4 @@
-"""Bundles with thresholds that really drop half of the channels."""
+"""Bundles with thresholds that really drop half of the channels, and a scheduler run to its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord
 from wisparse.formats.model_config import Projection
 from wisparse.formats.write import write_bundle
+from wisparse.runtime.generation.request import Request
+from wisparse.runtime.generation.scheduler import Scheduler
 
 
 @torch.inference_mode()
@@ -61,3 +63,12 @@ def make_bundle(source: Path, out: Path, *sparsities: float, seed: int = 0, max_
         checkpoint.config, levels, base_model="org/source", default=sparsities[-1], calibration=calibration, search={}
     )
     return write_bundle(checkpoint, recipe, levels, out, max_shard_size=max_shard_size)
+
+
+def run(scheduler: Scheduler, request: Request | None = None) -> Any:
+    """Step until nothing is left; ``request`` is queued first, and given back."""
+    if request is not None:
+        scheduler.add(request)
+    while scheduler.busy:
+        scheduler.step()
+    return request

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from bundle_maker import make_bundle
+from bundle_maker import make_bundle, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_models import make_checkpoint
@@ -46,14 +46,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def tiny_scheduler(tiny: Bundle, max_batch: int = 1) -> Scheduler:
     place = {"device": torch.device("cpu"), "dtype": torch.float32, "backend": "torch"}
     return Scheduler(make_decoder(tiny, max_seq_len=32, max_batch=max_batch, **place))
-
-
-def run(scheduler: Scheduler) -> int:
-    steps = 0
-    while scheduler.busy:
-        scheduler.step()
-        steps += 1
-    return steps
 
 
 SOLVED = ">>> 1 + 2\n3\n>>> 4 + 4\n8\n>>> 'ab' + 'c'\n'abc'\n>>> 10 + 7\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import make_bundle
+from bundle_maker import make_bundle, run
 from click.testing import CliRunner
 from runtime_models import make_checkpoint
 
@@ -49,7 +49,7 @@ def make(bundle: Bundle, backend: str, **settings: Any) -> Decoder:
     return DECODERS[backend](bundle, **settings)
 
 
-def run(decoder: Decoder, sparse_from: int = 7) -> torch.Tensor:
+def logits_of(decoder: Decoder, sparse_from: int = 7) -> torch.Tensor:
     """Logits (S, B, V) of a prompt in two slots, part of it sparse, and of some steps."""
     rows = [torch.stack([decoder.prefill(slot, PROMPT + slot, sparse_from).clone() for slot in range(2)])]
     for token in (5, 9, 33, 2):
@@ -64,11 +64,11 @@ def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str, wei
     """To the bit, whatever was in force before; dense too."""
     opened = Bundle.open(bundle)
     decoder = make(opened, backend, weights=weights)
-    expected = {level: run(make(opened.at(level), backend, weights=weights)) for level in (0.0, *LEVELS)}
+    expected = {level: logits_of(make(opened.at(level), backend, weights=weights)) for level in (0.0, *LEVELS)}
     for sparsity in (0.7, 0.3, 0.0, 0.5, 0.3, 0.7, 0.0):
         decoder.set_masks(opened.at(sparsity).masks)
         assert decoder.lengths == [0, 0]
-        assert torch.equal(run(decoder), expected[sparsity]), sparsity
+        assert torch.equal(logits_of(decoder), expected[sparsity]), sparsity
     assert not torch.equal(expected[0.3], expected[0.5])
 
 
@@ -166,17 +166,10 @@ def small_chunks(bundle: Bundle) -> Decoder:
     return decoder
 
 
-def finish(scheduler: Scheduler, request: Request) -> Request:
-    scheduler.add(request)
-    while scheduler.busy:
-        scheduler.step()
-    return request
-
-
 def alone(bundle: Bundle, request: Request) -> list[int]:
     """What a decoder that was made at the request's sparsity level gives."""
     scheduler = Scheduler(small_chunks(bundle.at(request.sparsity or 0)))
-    return finish(scheduler, replace(request, sparsity=None)).output_token_ids
+    return run(scheduler, replace(request, sparsity=None)).output_token_ids
 
 
 def test_a_switch_that_fails_is_that_requests_failure(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +195,7 @@ def test_a_switch_that_fails_is_that_requests_failure(bundle: Path, monkeypatch:
 def test_what_was_read_dense_serves_at_every_level(bundle: Path, prefill: str, kept: int) -> None:
     opened = Bundle.open(bundle)
     scheduler = Scheduler(small_chunks(opened), opened)
-    found = [finish(scheduler, wish(sparsity, 3, prefill)) for sparsity in (0.7, 0.7, 0, 0.3, 0.5)]
+    found = [run(scheduler, wish(sparsity, 3, prefill)) for sparsity in (0.7, 0.7, 0, 0.3, 0.5)]
     assert [request.output_token_ids for request in found] == [alone(opened, request) for request in found]
     assert [request.cached_tokens for request in found] == [0, 16, kept, kept, kept]
 

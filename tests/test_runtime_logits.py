@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bundle_maker import run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,11 +76,6 @@ def model(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Model]:
 
 
 PROMPTS = ("def f(x):", "import os\n", ">>> 1 + ")
-
-
-def run(scheduler: Scheduler) -> None:
-    while scheduler.busy:
-        scheduler.step()
 
 
 def test_an_answer_is_the_same_among_others_who_ask_for_less(model: Model) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import make_bundle
+from bundle_maker import make_bundle, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_models import make_checkpoint
@@ -81,13 +81,6 @@ def test_a_prompt_in_chunks_is_the_prompt_read_at_once(
             decoder.prefill(0, prompt, sparse_from, start=start, stop=stop)
 
 
-def finish(scheduler: Scheduler, request: Request) -> Request:
-    scheduler.add(request)
-    while scheduler.busy:
-        scheduler.step()
-    return request
-
-
 def watch_prefill(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The positions that are read from here on."""
     read: list[tuple[int, int]] = []
@@ -107,18 +100,18 @@ def test_the_next_turn_reads_what_is_new(
 ) -> None:
     decoder = small_chunks(bundles["llama"], backend)
     scheduler, first = Scheduler(decoder), tokens_of(21)
-    answer = finish(scheduler, Request(first, 9))
+    answer = run(scheduler, Request(first, 9))
     assert answer.cached_tokens == 0
     second = [*first, *answer.output_token_ids, *tokens_of(6, 1)]
     with monkeypatch.context() as patch:
         read = watch_prefill(decoder, patch)
-        again = finish(scheduler, Request(second, 5))
+        again = run(scheduler, Request(second, 5))
     # The prompt's whole chunks serve again. The answer was decoded with the masks: it is read again, densely.
     assert again.cached_tokens == 16
     assert read == [(16, 24), (24, 32), (32, 36)]
-    assert again.output_token_ids == finish(Scheduler(decoder), Request(second, 5)).output_token_ids
+    assert again.output_token_ids == run(Scheduler(decoder), Request(second, 5)).output_token_ids
     # The same prompt once more: its last position has to be read for what follows it.
-    assert finish(scheduler, Request(second[:32], 5)).cached_tokens == 24
+    assert run(scheduler, Request(second[:32], 5)).cached_tokens == 24
 
 
 PROMPT = list(range(20))
@@ -172,7 +165,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 def test_others_go_on_while_a_prompt_is_read(bundles: dict[str, Bundle]) -> None:
     decoder = small_chunks(bundles["llama"], max_batch=3)
-    alone = [finish(Scheduler(decoder), Request(tokens_of(n, n), 20)).output_token_ids for n in (3, 40, 5)]
+    alone = [run(Scheduler(decoder), Request(tokens_of(n, n), 20)).output_token_ids for n in (3, 40, 5)]
     scheduler = Scheduler(decoder)
     requests = [scheduler.add(Request(tokens_of(3, 3), 20))]
     scheduler.step()
@@ -262,7 +255,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
             for _ in range(values[0]):
                 scheduler.step()
         elif action == "cancel" and values[0] < len(requests):
-            scheduler.finish(requests[values[0]], "cancelled")
+            scheduler.run(requests[values[0]], "cancelled")
         elif action == "start over":
             scheduler.start_over()
     while scheduler.busy:
@@ -272,7 +265,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     began = [request.first_token_time for request in requests if request.output_token_ids]
     assert began == sorted(began)
     for request in requests:
-        alone = finish(fresh(), replace(request)).output_token_ids
+        alone = run(fresh(), replace(request)).output_token_ids
         given = len(request.output_token_ids) if request.finish_reason == "cancelled" else None
         assert request.output_token_ids == alone[:given]
 
