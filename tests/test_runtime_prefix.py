@@ -255,7 +255,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
             for _ in range(values[0]):
                 scheduler.step()
         elif action == "cancel" and values[0] < len(requests):
-            scheduler.run(requests[values[0]], "cancelled")
+            scheduler.finish(requests[values[0]], "cancelled")
         elif action == "start over":
             scheduler.start_over()
     while scheduler.busy:
