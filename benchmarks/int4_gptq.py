@@ -40,10 +40,10 @@ class Measure:
         self.flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep)
         self.reference = DenseReference(self.flow, MaskedModel(source.projections))
         self.weights = {name: module.weight.clone() for name, module in source.projections.items()}
-        if not self.reference.keeps_log_probs:
+        if not self.reference.keeps_distributions:
             raise SystemExit("the vocabulary is too large for so many tokens: lower --num-samples")
         for batch in range(self.flow.num_batches):
-            self.reference.log_probs(batch, 0)
+            self.reference.distribution(batch, 0)
 
     @torch.no_grad()
     def kl(self, change: Callable[[], Any]) -> float:

@@ -320,6 +320,10 @@ class _Row:
 def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
     device, seq_len = input_device(model), max(row.seq_len for row in rows)
     cache = _preallocated_cache(model.config, seq_len)
+    generators, counts = zip(
+        *((one, len(list(some))) for one, some in groupby(row.generator for row in rows)), strict=True
+    )
+    noise = torch.empty(0)
     drawn = [0] * len(rows)  # never used: every row begins with a forced token
     for position in range(seq_len):
         tokens = [row.accept(token) for row, token in zip(rows, drawn, strict=True)]
@@ -331,14 +335,16 @@ def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
             step = torch.tensor(tokens, device=device).unsqueeze(1)
             logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             heat = [max(1.0, _HOT - (_HOT - 1.0) * row.free / _HOT_TOKENS) for row in rows]
-            probabilities = torch.softmax(logits.float() / torch.tensor(heat, device=device).unsqueeze(1), dim=-1)
+            logits = logits.float()
+            if max(heat) > 1.0:
+                logits = logits / torch.tensor(heat, device=device).unsqueeze(1)
             # argmax(p / -log u) is a sample from p, without sorting, and without a running sum, which is not
             # reproducible on a GPU. Each text has a generator of its own.
-            numbers = [
-                torch.rand(len(list(some)), logits.shape[1], generator=generator, device=device)
-                for generator, some in groupby(rows, key=lambda row: row.generator)
-            ]
-            drawn = (probabilities / -torch.cat(numbers).log_()).argmax(dim=-1).tolist()
+            if not len(noise):
+                noise = torch.empty_like(logits)
+            for part, generator in zip(noise.split(counts), generators, strict=True):
+                part.uniform_(generator=generator)
+            drawn = logits.softmax(dim=-1).div_(noise.log_().neg_()).argmax(dim=-1).tolist()
 
 
 def _preallocated_cache(config: Any, seq_len: int) -> Any:

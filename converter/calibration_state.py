@@ -278,9 +278,34 @@ def final_thresholds(
     for name, scale in scales.items():
         masked.set_scale(name, scale)
     result: dict[str, tuple[float, float]] = {}
+
+    def decide(name: str, x: Tensor, first: bool) -> None:
+        """From the inputs (T, K) of the counted tokens; ``first``: they are the normalised embeddings."""
+        found, threshold = Scores(x, scales[name], processes), 0.0
+        if allocation[name] > 0.0:
+            gaps = Gaps(found, allocation[name])
+            if first:
+                _add_vocabulary(gaps, calib, name, scales[name])
+            threshold = gaps.threshold()
+        result[name] = (threshold, found.dropped(threshold) / found.total)
+
     hidden = flow.start()
     with masked.masking({}):
         for index, names in enumerate(calib.groups):
+            if flow.num_batches == 1 and processes.size == 1:
+                # In the one pass: a projection's threshold is decided when it is reached, and its mask put on.
+                counted, embedded = flow.counted[0], []
+
+                def reached(name: str, x: Tensor, counted: Tensor = counted, embedded: list[Tensor] = embedded) -> None:
+                    if not result:
+                        embedded.append(x)
+                    decide(name, x[counted.to(x.device)], any(x is one for one in embedded))
+                    masked.set_threshold(name, result[name][0])
+
+                with masked.during(dense_tokens=~counted, observer=reached):
+                    hidden[0] = flow.block(index, 0, hidden[0])
+                advance()
+                continue
             pending = list(names)
             while pending:
                 # Those that read the same tensor as the first see inputs that no other pending one can change.
@@ -288,14 +313,7 @@ def final_thresholds(
                 ready = processes.broadcast(list(inputs)) if calib.idle else list(inputs)
                 first = not result
                 for name in ready:
-                    scores = Scores(inputs[name], scales[name], processes)
-                    threshold = 0.0
-                    if allocation[name] > 0.0:
-                        gaps = Gaps(scores, allocation[name])
-                        if first:
-                            _add_vocabulary(gaps, calib, name, scales[name])
-                        threshold = gaps.threshold()
-                    result[name] = (threshold, scores.dropped(threshold) / scores.total)
+                    decide(name, inputs[name], first)
                 for name in ready:
                     masked.set_threshold(name, result[name][0])
                 pending = [name for name in pending if name not in ready]

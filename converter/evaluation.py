@@ -94,14 +94,14 @@ def _sums(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
     for some_dense, some_sparse, wanted in zip(
         dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True
     ):
-        log_p, some_sparse = some_dense.float().log_softmax(dim=-1), some_sparse.float()
+        log_p, log_q = some_dense.float().log_softmax(dim=-1), some_sparse.float().log_softmax(dim=-1)
         known, chosen = wanted >= 0, wanted.clamp(min=0)[:, None]
         numbers = (
             len(log_p),
             known.sum(),
-            (log_p.argmax(-1) == some_sparse.argmax(-1)).sum(),
-            kl_rows(log_p, some_sparse).double().sum(),
-            -some_sparse.log_softmax(-1).gather(-1, chosen)[known].double().sum(),
+            (log_p.argmax(-1) == log_q.argmax(-1)).sum(),
+            kl_rows(log_p, log_q).double().sum(),
+            -log_q.gather(-1, chosen)[known].double().sum(),
             -log_p.gather(-1, chosen)[known].double().sum(),
         )
         total += torch.tensor([float(number) for number in numbers], dtype=torch.float64)

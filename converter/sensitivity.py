@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +19,15 @@ from .statistics import channel_scale
 # Elements of the logits handled at a time. On a CPU they should stay in the cache: 8 MiB of float32.
 LARGEST_LOGITS = 1 << 26
 _LARGEST_LOGITS_CPU = 1 << 21
-# The dense model's log-probabilities are kept up to this size, and computed again from the hidden states beyond it.
+# The dense model's distributions are kept up to this size, and computed again from the hidden states beyond it.
 _LARGEST_REFERENCE_BYTES = 1 << 30
 # Activations kept for one backward pass: several blocks of a small model, one block of a large one.
 _LARGEST_GRAPH_BYTES = 1 << 29
 
 
-def kl_rows(dense_log_probs: Tensor, logits: Tensor) -> Tensor:
-    """KL(dense || sparse) in nats per row (T,), from normalised log-probabilities and from logits, (T, V) float32."""
-    return (dense_log_probs.exp() * (dense_log_probs - logits.log_softmax(dim=-1))).sum(dim=-1)
+def kl_rows(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) in nats per row (T,), from log-probabilities (T, V) float32."""
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
 
 def rows_at_once(flow: BlockFlow) -> int:
@@ -36,35 +37,41 @@ def rows_at_once(flow: BlockFlow) -> int:
 
 
 class DenseReference:
-    """The dense model's distributions over the counted tokens of a flow, computed when they are first asked for."""
+    """The dense model's distributions over the counted tokens of a flow, computed when they are first asked for.
+
+    KL(dense || sparse) = sum p log p - sum p log q, the first sum once for all sparse models.
+    """
 
     def __init__(self, flow: BlockFlow, masked: MaskedModel) -> None:
         self.flow, self.masked = flow, masked
-        self.keeps_log_probs = flow.num_counted * flow.head.weight.shape[0] * 4 <= _LARGEST_REFERENCE_BYTES
-        self._kept: dict[int, list[Tensor]] = {}
+        self.keeps_distributions = flow.num_counted * flow.head.weight.shape[0] * 4 <= _LARGEST_REFERENCE_BYTES
+        self._kept: dict[int, list[Any]] = {}
         self._device = flow.device
 
     @torch.no_grad()
-    def log_probs(self, batch: int, index: int) -> Tensor:
-        """Of the counted tokens of a micro-batch, chunk ``index`` of `rows_at_once` tokens: (T, V) float32."""
+    def distribution(self, batch: int, index: int) -> tuple[Tensor, Tensor]:
+        """p (T, V) float32 and sum p log p (T,) of chunk ``index`` of `rows_at_once` counted tokens of a micro-batch."""
         if batch not in self._kept:
             with self.masked.masking({}), self.masked.during(dense_tokens=None):
                 final = self.flow.final(batch)
             self._device = final.device
             chunks = list(final.split(rows_at_once(self.flow)))
-            self._kept[batch] = [self._log_softmax(rows) if self.keeps_log_probs else rows.cpu() for rows in chunks]
+            self._kept[batch] = [self._p_log_p(rows) if self.keeps_distributions else rows.cpu() for rows in chunks]
         found = self._kept[batch][index]
-        return found if self.keeps_log_probs else self._log_softmax(found.to(self._device))
+        return found if self.keeps_distributions else self._p_log_p(found.to(self._device))
 
-    def _log_softmax(self, rows: Tensor) -> Tensor:
-        return self.flow.logits(rows).log_softmax(-1)
+    def _p_log_p(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = self.flow.logits(rows).log_softmax(-1)
+        p = log_p.exp()
+        return p, torch.linalg.vecdot(p, log_p)
 
     @torch.no_grad()
     def kl_sum(self, batch: int, final: Tensor) -> float:
         """Sum of the KL over a micro-batch, given the sparse model's last hidden states (T, hidden_size)."""
         total = torch.zeros((), dtype=torch.float64, device=final.device)
         for index, rows in enumerate(final.split(rows_at_once(self.flow))):
-            total += kl_rows(self.log_probs(batch, index), self.flow.logits(rows)).double().sum()
+            p, p_log_p = self.distribution(batch, index)
+            total += (p_log_p - torch.linalg.vecdot(p, self.flow.logits(rows).log_softmax(-1))).double().sum()
         return float(total)
 
     def kl_gradient(self, batch: int, final: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,9 +80,8 @@ class DenseReference:
         for index, rows in enumerate(final.split(rows_at_once(self.flow))):
             rows = rows.detach().requires_grad_(True)
             logits = self.flow.logits(rows)
-            log_p, log_q = self.log_probs(batch, index), logits.detach().log_softmax(-1)
-            p = log_p.exp()
-            total += torch.linalg.vecdot(p, log_p - log_q).double().sum()
+            (p, p_log_p), log_q = self.distribution(batch, index), logits.detach().log_softmax(-1)
+            total += (p_log_p - torch.linalg.vecdot(p, log_q)).double().sum()
             gradients.append(torch.autograd.grad(logits, rows, log_q.exp_().sub_(p))[0])
         return total, torch.cat(gradients)
 
@@ -152,9 +158,12 @@ def _label_gradients(flow: BlockFlow, generator: torch.Generator, num_draws: int
             labels = labels.clamp(max=cumulative.shape[1] - 1)
             del cumulative
             for i in range(num_draws):
-                # d -log p(y) / d logits = softmax(logits) - onehot(y)
-                gradient = probabilities.scatter_add(1, labels[:, i : i + 1], -torch.ones_like(rows[:, :1]).float())
-                found[i].append(torch.autograd.grad(logits, rows, gradient, retain_graph=i + 1 < num_draws)[0])
+                # d -log p(y) / d logits = softmax(logits) - onehot(y), in place: a copy of them is large
+                label = labels[:, i : i + 1]
+                p = probabilities.gather(1, label)
+                probabilities.scatter_(1, label, p - 1)
+                found[i].append(torch.autograd.grad(logits, rows, probabilities, retain_graph=i + 1 < num_draws)[0])
+                probabilities.scatter_(1, label, p)
         return [torch.cat(parts) for parts in found]
 
     return gradients_of
@@ -171,7 +180,7 @@ def fisher_diagonal(
 
     def add(name: str, x: Tensor, gradient: Tensor) -> None:
         # Stays on the device: no pass waits for a copy.
-        found = gradient.float().square().sum(0, dtype=torch.float64) / num_draws
+        found = gradient.float().square().sum(0).double() / num_draws
         sums[name] = found + sums[name] if name in sums else found
 
     masked.clear()

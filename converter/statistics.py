@@ -53,6 +53,7 @@ class Scores(Sequence[Tensor]):
     def __init__(self, inputs: Tensor, scale: Tensor, processes: Processes = ALONE) -> None:
         self._chunks = inputs.split(max(1, _CHUNK // inputs.shape[1]))
         self._scale = scale.to(inputs.device)
+        self._only = reference.scores(inputs, self._scale) if len(self._chunks) == 1 else None
         self.processes = processes
         self.total = int(processes.add(torch.tensor(inputs.numel(), device=inputs.device)))
 
@@ -60,11 +61,13 @@ class Scores(Sequence[Tensor]):
         return len(self._chunks)
 
     def __getitem__(self, index: Any) -> Any:
-        return reference.scores(self._chunks[index], self._scale)
+        return (
+            self._only if self._only is not None and index == 0 else reference.scores(self._chunks[index], self._scale)
+        )
 
     def dropped(self, threshold: float) -> int:
         """How many a mask of ``threshold`` drops, of all processes."""
-        kept = torch.stack([reference.kept(chunk, threshold).sum() for chunk in self]).sum()
+        kept = torch.stack([reference.kept(chunk, threshold).count_nonzero() for chunk in self]).sum()
         return self.total - int(self.processes.add(kept))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 def scores(x: Tensor, channel_scale: Tensor) -> Tensor:
     """``|x| * channel_scale``: x (..., K) of any type, channel_scale (K,) float32, to (..., K) float32."""
-    return x.float().abs() * channel_scale
+    return x.float().abs().mul_(channel_scale)
 
 
 def kept(score: Tensor, threshold: Tensor | float) -> Tensor:

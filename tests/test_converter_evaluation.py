@@ -433,6 +433,6 @@ def test_block_sensitivity_by_hand(source: SourceModel, found: SearchResult) -> 
         return torch.where((x.abs() * scale >= threshold) | ~keep[..., None], x, 0.0)
 
     dense = logits(lambda name, x: inputs.update({name: x}))
-    expected = kl_rows(dense[keep].log_softmax(-1), logits(drop)[keep]).mean()
+    expected = kl_rows(dense[keep].log_softmax(-1), logits(drop)[keep].log_softmax(-1)).mean()
     assert sensitivity.num_tokens == int(keep.sum())
     assert sensitivity.kl[0][index] == pytest.approx(float(expected), rel=0.02)

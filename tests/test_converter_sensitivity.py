@@ -89,7 +89,7 @@ def test_the_kl_is_that_of_the_whole_model(limit: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(sensitivity, "_LARGEST_LOGITS_CPU", 64 * 7)
     source, tokens = tiny_source(), tiny_tokens(6)
     with CalibrationState(source, tokens, batch_size=4) as calib:
-        assert calib.reference.keeps_log_probs == (limit > 0)
+        assert calib.reference.keeps_distributions == (limit > 0)
         for name, module in source.projections.items():
             calib.set_scale(name, torch.ones(module.in_features))
         dense = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
@@ -105,7 +105,7 @@ def test_the_kl_is_that_of_the_whole_model(limit: int, monkeypatch: pytest.Monke
         expected = float((dense.exp() * (dense - sparse)).sum(-1)[tokens.keep].mean())
         assert expected > 0.01
         assert found == pytest.approx(expected, rel=1e-5)
-        value = kl_rows(dense[:4][tokens.keep[:4]], calib.flow.logits(final)).sum()
+        value = kl_rows(dense[:4][tokens.keep[:4]], calib.flow.logits(final).log_softmax(-1)).sum()
         assert float(total) == pytest.approx(float(value.detach()), rel=1e-5)
         torch.testing.assert_close(gradient, torch.autograd.grad(value, final)[0], rtol=1e-4, atol=1e-6)
 

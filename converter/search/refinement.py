@@ -37,6 +37,7 @@ _AGAIN = 0.25
 _MOST_STEPS, _TOKENS_PER_SQUARED_STEP = 48, 57
 _MOST_TOKENS_PER_STEP = 16384
 _EPOCHS, _ENOUGH_TOKENS = 6, 32768
+_SHARE_TOKENS = 4096
 
 _WIDTH = 0.3
 _SMALLEST = 1e-30
@@ -202,10 +203,10 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
         slope[name] = weight.sum(0).double().to(device)
         gradient[name] = weight.mul_(x).mul_(at_input).sum(0).double().to(device)
         # As the forward pass decided, which the sign of log|x| + u does not tell where rounding does.
-        kept[name] = keep_mask(x, u.exp(), 1.0).sum().double().to(device)
+        kept[name] = keep_mask(x, u.exp(), 1.0).count_nonzero().double().to(device)
 
     # Before the masks are on: the dense model's distributions, if they are not kept yet.
-    reference.log_probs(batch, 0)
+    reference.distribution(batch, 0)
     with _masks(masked, by_name, ~counted):
         backward(flow, masked, batch, gradients_of, receive)
     scalars = [*(kept[name] for name in channels.widths), totals[0].to(device), counted.sum().double()]
@@ -219,7 +220,7 @@ def measure_batch(
     """Everything sparse, of the counted tokens of a micro-batch: channels kept per projection, KL, number of tokens."""
     flow, masked = reference.flow, reference.masked
     if with_kl:
-        reference.log_probs(batch, 0)  # before the masks are on
+        reference.distribution(batch, 0)  # before the masks are on
     counted = flow.counted[batch]
     with _masks(masked, channels.split(logits.to(flow.device)), ~counted), masked.counting() as realised:
         final = flow.final(batch)
@@ -295,7 +296,9 @@ def refine(
                 candidates.append((measured(u, held_out, with_kl=True)[1], part, u))
             outcome = min(candidates, key=lambda one: one[:2])[2]
             history["held out"] = {f"{part:g} of the way": round(kl, 6) for kl, part, _ in candidates}  # type: ignore[assignment]
-        dropped, _ = measured(outcome, batches)
+        # Of a long text a part tells the shares well enough: every threshold is decided again on all of it.
+        per_batch = max(1, flow.num_counted // flow.num_batches)
+        dropped, _ = measured(outcome, batches[: -(-_SHARE_TOKENS // per_batch)])
     parts = channels.split(outcome.cpu())
     return (
         {name: (u - u.mean()).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).exp() for name, u in parts.items()},

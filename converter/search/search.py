@@ -44,6 +44,8 @@ OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
 # The KL after a stage is measured on about so many tokens.
 _REPORTED_TOKENS = 4096
 _LARGEST_LOGITS = 1 << 27
+# Elements of the widest tensor for which all tokens are one micro-batch: 64 MiB of float32.
+_SMALL = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,11 @@ class SparsityLevels:
                 shared = partial(CalibrationState, source, tokens, batch_size=size, processes=processes, masked=masked)
                 self.share, self.all_shared = shared(num_samples=num_samples), shared()
                 self.share.scales, self.share.tables = self.calib.scales, self.calib.tables
+            elif (
+                tokens.input_ids.numel() * max(source.projections[n].in_features for n in source.projections) <= _SMALL
+            ):
+                # `final_thresholds` goes through one micro-batch once, through several up to five times.
+                self.all_shared = CalibrationState(source, tokens, batch_size=tokens.num_samples, masked=masked)
             self.norms = {name: weight_norm(source.weight(name)) for name in source.projections}
         self.fisher: dict[str, Any] | None = None
         self.trajectories: dict[float, Trajectory] = {}
