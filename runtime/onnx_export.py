@@ -147,7 +147,8 @@ def export_onnx(
 
 
 def _genai_config(bundle: Bundle) -> dict[str, Any]:
-    """onnxruntime-genai's description of a decoder."""
+    """onnxruntime-genai's description of a decoder. Its defaults are the names of our inputs and outputs, and greedy
+    decoding."""
     config = bundle.config
     generation = json.loads(bundle.read_bytes("generation_config.json") or b"{}")
     ids = {key: generation.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -160,20 +161,9 @@ def _genai_config(bundle: Bundle) -> dict[str, Any]:
             **{key: found for key, found in ids.items() if found is not None},
             "context_length": config.max_position_embeddings,
             "decoder": {
-                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
                 "filename": MODEL,
                 "head_size": config.head_dim,
                 "hidden_size": config.hidden_size,
-                "inputs": {
-                    **{name: name for name in ("input_ids", "attention_mask", "position_ids")},
-                    "past_key_names": "past_key_values.%d.key",
-                    "past_value_names": "past_key_values.%d.value",
-                },
-                "outputs": {
-                    "logits": "logits",
-                    "present_key_names": "present.%d.key",
-                    "present_value_names": "present.%d.value",
-                },
                 "num_attention_heads": config.num_heads,
                 "num_hidden_layers": config.num_blocks,
                 "num_key_value_heads": config.num_kv_heads,
@@ -183,19 +173,8 @@ def _genai_config(bundle: Bundle) -> dict[str, Any]:
             "type": "decoder" if switch_length(config) is None else "phi3",
             "vocab_size": config.vocab_size,
         },
-        "search": {
-            "do_sample": False,
-            "max_length": config.max_position_embeddings,
-            "min_length": 0,
-            "num_beams": 1,
-            "num_return_sequences": 1,
-            # The graph appends to the cache; a shared buffer would need to write into it.
-            "past_present_share_buffer": False,
-            "repetition_penalty": 1.0,
-            "temperature": 1.0,
-            "top_k": 1,
-            "top_p": 1.0,
-        },
+        # The graph appends to the cache; a shared buffer would need to write into it.
+        "search": {"max_length": config.max_position_embeddings, "past_present_share_buffer": False},
     }
 
 

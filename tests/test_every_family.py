@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ class Bundles:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._answers: dict[Path, ClearAnswer] = {}
+        self.answer = cache(lambda name, kind: clear_answer(self.bundle(name, kind)))
 
     def folder(self, name: str, kind: str) -> Path:
         return self.root / f"{name}-{kind}"
@@ -77,12 +78,6 @@ class Bundles:
         """``kind``: the search, or ``wrapper``: a model of pictures and text."""
         out = self.folder(name, kind) / "bundle"
         return out if out.exists() else converted(self.source(name, kind), out, kind.replace("wrapper", "uniform"))
-
-    def answer(self, name: str, kind: str) -> ClearAnswer:
-        bundle = self.bundle(name, kind)
-        if bundle not in self._answers:
-            self._answers[bundle] = clear_answer(bundle)
-        return self._answers[bundle]
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ class Layer:
     def parts(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Each projection's weight (width, K) and bias (width,)."""
         widths = list(self.widths)
-        biases = [None] * len(widths) if self.bias is None else self.bias.split(widths)
+        biases: Sequence[Tensor | None] = [None] * len(widths) if self.bias is None else self.bias.split(widths)
         return zip(self.weight.split(widths), biases, strict=True)
 
 
