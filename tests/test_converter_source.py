@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from runtime_models import WRAPPERS as TINY
 from runtime_models import make_wrapper
 from safetensors.torch import load_file, save_file
+from test_formats_architectures import JUNK
 from tiny_bundle import CLASSES, byte_tokenizer, tiny_config, write_tiny_model
 from tokenizers import Tokenizer
 
@@ -340,13 +341,8 @@ def test_every_mixture_of_experts_that_transformers_has_is_called_one() -> None:
             full_config(AutoConfig.for_model(name).to_dict())
 
 
-_junk = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
 _keys = [*QWEN, *GEMMA, "rope_parameters", "quantization_config", "dtype"]
-_changes = st.dictionaries(st.sampled_from(_keys), _junk, max_size=3)
+_changes = st.dictionaries(st.sampled_from(_keys), JUNK, max_size=3)
 
 
 @example(base=MISTRAL_SMALL, change={}, inside={"rope_scaling": {"": []}})

@@ -146,7 +146,7 @@ def test_refused(change: dict[str, Any], words: str) -> None:
         ModelConfig.from_dict({key: value for key, value in {**LLAMA, **change}.items() if value is not ...})
 
 
-_junk = st.recursive(
+JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
@@ -155,7 +155,7 @@ _keys = [*LLAMA, "head_dim", "sliding_window", "layer_types", "dtype"]
 _keys += ["per_layer_config", "global_head_dim", "attention_k_eq_v", "hidden_size_per_layer_input"]
 
 
-@given(change=st.dictionaries(st.sampled_from(_keys), _junk, max_size=3), model_type=st.sampled_from([*ARCHITECTURES]))
+@given(change=st.dictionaries(st.sampled_from(_keys), JUNK, max_size=3), model_type=st.sampled_from([*ARCHITECTURES]))
 def test_any_config_is_read_or_refused(change: dict[str, Any], model_type: str) -> None:
     try:
         config = ModelConfig.from_dict({**LLAMA, **GEMMA4, "model_type": model_type, **change})

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from tiny_bundle import (
     change_tensor,
+    files_of,
     join_safetensors,
     resign,
     split_safetensors,
@@ -91,54 +92,24 @@ def rename(name: str, old: str, new: str) -> Change:
     return edit(name, lambda found: found.update({new: found.pop(old)}))
 
 
-def cut_scale(folder: Path) -> None:
-    """A channel_scale of 3 x 4 instead of 3 x 16, the file otherwise in order."""
-    found, data = split_safetensors((folder / SIDECAR).read_bytes())
-    start, end = found[f"{O_PROJ}.channel_scale"]["data_offsets"]
-    found[f"{O_PROJ}.channel_scale"].update(shape=[3, 4], data_offsets=[start, start + 48])
-    for name, one in found.items():
-        if name != "__metadata__" and one["data_offsets"][0] >= end:
-            one["data_offsets"] = [offset - (end - start - 48) for offset in one["data_offsets"]]
-    (folder / SIDECAR).write_bytes(join_safetensors(found, data[: start + 48] + data[end:]))
-
-
 def drop_a_level(folder: Path) -> None:
     """Where it is written as text; the sidecar still has its rows."""
     put(RECIPE, "levels/2")(folder)
     put(CONFIG, "wisparse/sparsities/2")(folder)
 
 
-def swap_levels(folder: Path) -> None:
-    """The rows of the sidecar in another order than the recipe's sparsity levels."""
-    found, data = split_safetensors((folder / SIDECAR).read_bytes())
-    for what in ("threshold", "sparsity", "channel_scale"):
-        start, end = found[f"{O_PROJ}.{what}"]["data_offsets"]
-        rows = np.frombuffer(data[start:end], "<f4").reshape(3, -1)
-        change_tensor(folder / SIDECAR, f"{O_PROJ}.{what}", rows[[0, 0, 2]])
-
-
-def drop_the_last_projection(folder: Path) -> None:
-    """From a sidecar otherwise in order."""
-    name = "model.layers.1.mlp.down_proj"
-    found, data = split_safetensors((folder / SIDECAR).read_bytes())
-    first = min(found[f"{name}.{what}"]["data_offsets"][0] for what in ("channel_scale", "threshold", "sparsity"))
-    kept = {key: one for key, one in found.items() if not key.startswith(name)}
-    (folder / SIDECAR).write_bytes(join_safetensors(kept, data[:first]))
-
-
 def test_intact(intact: Path) -> None:
     report = verify_bundle(intact)
     assert (report.num_projections, report.num_tensors, report.notes) == (14, 20, ())
-    assert report.num_files == len([file for file in intact.rglob("*") if file.is_file()])
-    assert report.num_bytes == sum(
-        f.stat().st_size for f in intact.rglob("*") if f.is_file() and f.name != "wisparse.json"
-    )
+    assert report.num_files == len(files_of(intact))
+    assert report.num_bytes == sum(len(data) for name, data in files_of(intact).items() if name != RECIPE)
     assert Bundle.open(intact).read_bytes("tokenizer.json") == (intact / "tokenizer.json").read_bytes()
     assert Bundle.open(intact).read_bytes("vocab.json") is None
 
 
 # Rules that hold whatever the digests say: all of these are re-signed.
 POSITIVE = f"{O_PROJ}: channel_scale: expected finite positive values"
+THRESHOLD = rf"{O_PROJ}: expected threshold \(3,\) in F32, found "
 OLD, NEW = "format_version: expected 2, found 1", "the bundle has format version 3, this wisparse reads version 2"
 SPARSITIES = r"wisparse\.sparsities: expected \[0\.3, 0\.5, 0\.7\], found "
 ASCENDING = "sparsity levels: expected ascending sparsities, none twice, found "
@@ -148,25 +119,13 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1, "factor": "x"}
 EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 BROKEN: list[tuple[Change, str]] = [
     # The sidecar.
-    (cut_scale, rf"{O_PROJ}: expected channel_scale \(3, 16\) in F32, found \(3, 4\) in F32; convert again"),
-    (
-        put(SIDECAR, f"{O_PROJ}.threshold/dtype", "I32"),
-        rf"{O_PROJ}: expected threshold \(3,\) in F32, found \(3,\) in I32",
-    ),
+    (put(SIDECAR, f"{O_PROJ}.threshold/dtype", "I32"), rf"{THRESHOLD}\(3,\) in I32; convert again"),
     *((row("channel_scale", [value] + [1] * 15), POSITIVE) for value in (np.nan, 0, -1)),
     *((row("threshold", value), "expected a finite number, 0 or more, found") for value in (np.inf, np.nan, -1, 1e-40)),
     (row("threshold", 0.125), f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.125"),
-    (swap_levels, f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.4"),
     (row("sparsity", 0.96), r"expected a number in \[0, 0"),
     (row("sparsity", 0), "sparsity 0 means dense"),
-    (
-        rename(SIDECAR, f"{O_PROJ}.threshold", f"{O_PROJ}.treshold"),
-        rf"{O_PROJ}: expected threshold \(3,\) in F32, found nothing",
-    ),
-    (
-        drop_the_last_projection,
-        r"model\.layers\.1\.mlp\.down_proj: expected channel_scale \(3, 24\) in F32, found nothing",
-    ),
+    (rename(SIDECAR, f"{O_PROJ}.threshold", f"{O_PROJ}.treshold"), f"{THRESHOLD}nothing"),
     (put(SIDECAR, "x", EMPTY), "unexpected tensor 'x'"),
     (put(SIDECAR, "__metadata__/format", "pt"), "format: expected 'wisparse', found 'pt'"),
     (put(SIDECAR, "__metadata__/format_version", "3"), rf"wisparse\.safetensors: {NEW}"),
@@ -189,19 +148,13 @@ BROKEN: list[tuple[Change, str]] = [
     (put(RECIPE, "levels/0/sparsity", 0), r"k_proj: sparsity: expected 0 at the sparsity level 0, found 0\.3"),
     (put(RECIPE, ENTRY), r"no entry for model\.layers\.0\.self_attn\.o_proj"),
     (put(RECIPE, f"{LEVEL}/projections", lambda found: [*found, found[0]]), "unknown or repeated"),
-    (
-        put(RECIPE, f"{ENTRY}/sparsity", 1.0),
-        r"levels\[1\]\.projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1\.0",
-    ),
+    (put(RECIPE, f"{ENTRY}/sparsity", 1.0), r"projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1"),
     (put(RECIPE, f"{ENTRY}/alpha", -1), r"projections\[3\]\.alpha: expected a number, 0 or more, found -1"),
     (put(RECIPE, f"{ENTRY}/name", 3), r"projections\[3\]\.name: expected a string, found 3"),
     (recipe(calibration=[]), "calibration: expected an object"),
     (put(RECIPE, "calibration/seed", 1.5), r"calibration\.seed: expected a whole number, 0 or more, found 1\.5"),
     (put(RECIPE, f"{LEVEL}/projections", {}), r"levels\[1\]\.projections: expected a list, found \{\}"),
-    (
-        put(RECIPE, f"{LEVEL}/block_sparsities/0"),
-        r"block_sparsities of the sparsity level 0\.5: expected 2 values, found 1",
-    ),
+    (put(RECIPE, f"{LEVEL}/block_sparsities/0"), r"block_sparsities of .* level 0\.5: expected 2 values, found 1"),
     (put(RECIPE, f"files/{SHARD}"), f"no entry for {SHARD}"),
     (put(RECIPE, "files/tokenizer.json"), "no entry for tokenizer.json"),
     # The configuration.
@@ -331,18 +284,10 @@ def test_names_of_unknown_files_do_not_steer_the_terminal(bundle: Path) -> None:
     assert all(line.isprintable() for line in result.output.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [
-        *(
-            (RECIPE, path)
-            for path in ("base_model", "method", "calibration/source", "search/a\ud800b", "versions/torch")
-        ),
-        ("tokenizer_config.json", "eos_token"),
-        (CONFIG, "torch_dtype"),
-        (INDEX, "weight_map/a\ud800b"),
-    ],
-)
+PLACES = [(RECIPE, "base_model"), (RECIPE, "search/a\ud800b"), ("tokenizer_config.json", "eos_token")]
+
+
+@pytest.mark.parametrize(("name", "path"), [*PLACES, (CONFIG, "torch_dtype"), (INDEX, "weight_map/a\ud800b")])
 def test_half_of_a_surrogate_pair_is_refused(name: str, path: str, bundle: Path) -> None:
     put(name, path, "a\ud800b")(bundle)
     resign(bundle, recipe=False)

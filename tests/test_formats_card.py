@@ -13,7 +13,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from test_formats_folder import _killed_at
-from tiny_bundle import write_tiny_bundle, write_tiny_model
+from tiny_bundle import files_of, write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main
 from wisparse.formats.bundle import Bundle, verify_bundle
@@ -173,15 +173,11 @@ def bundle(tmp_path: Path) -> Path:
     return write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model"), 0.3, 0.5, extra_files=extra)
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_report_and_card_have_it_and_nothing_else_changes(bundle: Path) -> None:
-    before = content(bundle)
+    before = files_of(bundle)
     save_findings(bundle, [SPEED])
     save_findings(bundle, [SCORE, replace(SPEED, sparse=310.0)])
-    after = content(bundle)
+    after = files_of(bundle)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     assert changed == {"README.md", "conversion_report.json", "wisparse.json"}
     report = json.loads(after["conversion_report.json"])
@@ -226,11 +222,11 @@ NO_FINDINGS = [{}, [1], [{"what": "x"}], *([one] for one in ODD), [asdict(SPEED)
 @pytest.mark.parametrize("findings", NO_FINDINGS, ids=lambda value: str(value)[-40:])
 def test_findings_that_are_none(findings: Any, bundle: Path) -> None:
     (bundle / "conversion_report.json").write_text(json.dumps({"findings": findings}))
-    before = content(bundle)
+    before = files_of(bundle)
     for action in (lambda: check_amendable(bundle), lambda: save_findings(bundle, [SPEED])):
         with pytest.raises(BundleError, match="findings"):
             action()
-    assert content(bundle) == before
+    assert files_of(bundle) == before
 
 
 def test_what_cannot_be_written_to_is_told_before_the_work(bundle: Path, tmp_path: Path) -> None:

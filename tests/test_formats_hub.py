@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 from hub_standin import READ_TOKEN, TOKEN, Fault, HubStandIn, point_client_at
 from huggingface_hub import HfApi, constants
+from tiny_bundle import files_of
 
 from wisparse.formats import hub
 from wisparse.formats.errors import AccessError, BundleError, UploadError, UsageError
@@ -86,10 +87,6 @@ def bundle(tmp_path: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # Pull

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny_bundle import CLASSES, tiny_config, tiny_levels, tiny_recipe, write_tiny_bundle, write_tiny_model
+from tiny_bundle import CLASSES, files_of, tiny_config, tiny_levels, tiny_recipe, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats import folder as folder_room
 from wisparse.formats import write as write_room
@@ -29,10 +29,6 @@ from wisparse.formats.errors import AccessError, BundleError, ResourceError, Uns
 from wisparse.formats.write import check_output, parse_size, write_bundle
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def _content(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.fixture
@@ -114,7 +110,7 @@ def test_files(model: Path, tmp_path: Path) -> None:
     copied |= {"USE_POLICY.md"}
     written = {"config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"}
     written |= {"wisparse.json", "wisparse.safetensors"}
-    content = _content(out)
+    content = files_of(out)
     assert set(content) == copied | written | set(extra)
     assert all(content[name] == (model / name).read_bytes() for name in copied)
     assert all(content[name] == extra[name] for name in extra)
@@ -129,7 +125,7 @@ def test_same_bytes_whatever_the_layout_of_the_source(tmp_path: Path) -> None:
     outs = []
     for shards in (1, 3):
         model = write_tiny_model(tmp_path / str(shards), shards=shards)
-        outs.append(_content(write_tiny_bundle(tmp_path / f"out{shards}", model, max_shard_size="5KB")))
+        outs.append(files_of(write_tiny_bundle(tmp_path / f"out{shards}", model, max_shard_size="5KB")))
     assert outs[0] == outs[1]
 
 
@@ -146,7 +142,7 @@ def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
     plain = write_tiny_model(tmp_path / "plain")
     head = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
     twice = write_tiny_model(tmp_path / "twice", add={"lm_head.weight": head.clone()})
-    assert _content(write_tiny_bundle(tmp_path / "a", twice)) == _content(write_tiny_bundle(tmp_path / "b", plain))
+    assert files_of(write_tiny_bundle(tmp_path / "a", twice)) == files_of(write_tiny_bundle(tmp_path / "b", plain))
     other = write_tiny_model(tmp_path / "other", add={"lm_head.weight": head + 1})
     with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         write_tiny_bundle(tmp_path / "c", other)
@@ -243,14 +239,14 @@ def test_failure_leaves_nothing(
     pieces: int, error: BaseException, expected: type, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = write_tiny_bundle(tmp_path / "out", model)
-    before = _content(out)
+    before = files_of(out)
     _fail_after(monkeypatch, pieces, error)
     for folder, overwrite in ((tmp_path / "new", False), (out, True)):
         with pytest.raises(expected):
             write_tiny_bundle(folder, model, overwrite=overwrite)
         _fail_after(monkeypatch, 0, error)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "out"]
-    assert _content(out) == before
+    assert files_of(out) == before
 
 
 def test_failed_swap_puts_the_old_bundle_back(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +267,7 @@ def test_failed_swap_puts_the_old_bundle_back(model: Path, tmp_path: Path, monke
 
 
 def test_too_little_room_is_seen_before_any_work(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = sum(map(len, _content(write_tiny_bundle(tmp_path / "probe", model)).values()))
+    written = sum(map(len, files_of(write_tiny_bundle(tmp_path / "probe", model)).values()))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 1000))
     with pytest.raises(ResourceError, match=r"expected [\d,]+ bytes of free disk, found 1,000") as caught:
         write_tiny_bundle(tmp_path / "out", model)

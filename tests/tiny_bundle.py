@@ -180,7 +180,11 @@ def change_tensor(file: Path, name: str, values: Any, row: int | None = None) ->
     file.write_bytes(join_safetensors(header, data[:start] + new + data[end:]))
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Content of every file, by name."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def digests(bundle: Path) -> dict[str, str]:
     """sha256 of every file, by name."""
-    files = (path for path in sorted(bundle.rglob("*")) if path.is_file())
-    return {str(path.relative_to(bundle)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files_of(bundle).items())}
