@@ -294,7 +294,8 @@ def final_thresholds(
         for index, names in enumerate(calib.groups):
             if flow.num_batches == 1 and processes.size == 1:
                 # In the one pass: a projection's threshold is decided when it is reached, and its mask put on.
-                counted, embedded = flow.counted[0], []
+                counted = flow.counted[0]
+                embedded: list[Tensor] = []
 
                 def reached(name: str, x: Tensor, counted: Tensor = counted, embedded: list[Tensor] = embedded) -> None:
                     if not result:
