@@ -9,11 +9,13 @@ import torch
 from tiny_bundle import tiny_recipe
 
 from wisparse.converter.source import full_config
-from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord
 from wisparse.formats.model_config import Projection
 from wisparse.formats.write import write_bundle
+from wisparse.runtime.backends import make_decoder
+from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 
@@ -63,6 +65,10 @@ def make_bundle(source: Path, out: Path, *sparsities: float, seed: int = 0, max_
         checkpoint.config, levels, base_model="org/source", default=sparsities[-1], calibration=calibration, search={}
     )
     return write_bundle(checkpoint, recipe, levels, out, max_shard_size=max_shard_size)
+
+
+def cpu_decoder(bundle: Bundle, backend: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Decoder:
+    return make_decoder(bundle, device=torch.device("cpu"), dtype=dtype, backend=backend, **settings)
 
 
 def run(scheduler: Scheduler, request: Request | None = None) -> Any:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -413,13 +414,20 @@ def test_an_error_of_a_step_reaches_every_caller_as_it_was_raised(
     assert len(model.generate("x", max_new_tokens=3).token_ids) == 3
 
 
-def test_an_interrupted_call_leaves_the_others_what_they_have(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_an_interrupted_call_leaves_the_others_what_they_have(
+    model: Model, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = [chunk.text for chunk in model.stream("import", max_new_tokens=20)]
     stream = model.stream("import", max_new_tokens=20)
     found = [next(stream).text]
-    before_steps(model, monkeypatch, fail_at(4, KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        model.generate("def f(x):", max_new_tokens=20)
+    with monkeypatch.context() as patch:
+        if where == "decode":
+            before_steps(model, patch, fail_at(4, KeyboardInterrupt()))
+        else:
+            patch.setattr(model.decoder, "prefill", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model.generate("def f(x):", max_new_tokens=20)
     assert found + [chunk.text for chunk in stream] == expected
     assert model.engine.state == IDLE
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import make_bundle, run
+from bundle_maker import cpu_decoder, make_bundle, run
 from click.testing import CliRunner
 from runtime_models import make_checkpoint
 
@@ -18,17 +18,13 @@ import wisparse
 from wisparse.cli import cli
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError
-from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.generation.engine import Engine, EngineState
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model
-from wisparse.runtime.torch.decoder import TorchDecoder
 
 LEVELS = (0.3, 0.5, 0.7)
-CPU = torch.device("cpu")
-DECODERS: dict[str, type[Decoder]] = {"torch": TorchDecoder, "numba": CpuDecoder}
 PROMPT = torch.arange(3, 15)
 
 
@@ -45,8 +41,7 @@ def example(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def make(bundle: Bundle, backend: str, **settings: Any) -> Decoder:
-    settings = {"device": CPU, "dtype": torch.float32, "max_seq_len": 64, "max_batch": 2} | settings
-    return DECODERS[backend](bundle, **settings)
+    return cpu_decoder(bundle, backend, max_seq_len=64, max_batch=2, **settings)
 
 
 def logits_of(decoder: Decoder, sparse_from: int = 7) -> torch.Tensor:
@@ -72,7 +67,7 @@ def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str, wei
     assert not torch.equal(expected[0.3], expected[0.5])
 
 
-@pytest.mark.parametrize("backend", DECODERS)
+@pytest.mark.parametrize("backend", ["torch", "numba"])
 def test_a_running_model_switches(backend: str, example: Path) -> None:
     """Token for token what loading at the sparsity level gives."""
     prompts = ["def f(x):\n", "import os\n", ">>> 12 + 30\n", "# The "]
@@ -148,9 +143,6 @@ def test_three_levels_take_hardly_more_room_than_one(example_model: Path, tmp_pa
     three = make_bundle(example_model, tmp_path / "three", *LEVELS)
     # 1.009: this model's rows are short, so a scale weighs more beside its row than in any model in use.
     assert size(three) < 1.01 * size(one)
-
-
-# ---------------------------------------------------------------------------------------- requests that name a sparsity level
 
 
 SHARED = tuple(range(3, 20))

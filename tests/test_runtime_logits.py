@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from bundle_maker import run
@@ -19,7 +18,7 @@ import wisparse
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.decoding.sampling import SamplingParams
-from wisparse.runtime.generation.logits import Grammar, Grammars, LogitsProcessor, mask_bits, score_tokens
+from wisparse.runtime.generation.logits import Grammar, Grammars, LogitsProcessor, score_tokens
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model
@@ -258,11 +257,3 @@ def test_a_vocabulary_padded_beyond_the_tokenizer(model: Model) -> None:
     assert bool((logits[model.config.vocab_size :] == -torch.inf).all())
     allowed = [model.tokenizer.decode([token]) for token in (logits == 0).nonzero()[:, 0].tolist()]
     assert allowed == ["a"]
-
-
-def test_each_bit_of_a_mask_is_one_token() -> None:
-    bits = np.random.default_rng(0).integers(0, 256, 500, dtype=np.uint8)
-    allowed = [bool(bits[token // 8] >> token % 8 & 1) for token in range(4000)]
-    logits = torch.zeros(4003)
-    mask_bits(logits, bits)
-    assert (logits == 0).tolist() == [*allowed, False, False, False]

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import make_bundle, run
+from bundle_maker import cpu_decoder, make_bundle, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_models import make_checkpoint
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.request import Request
@@ -35,8 +34,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
 
 
 def small_chunks(bundle: Bundle, backend: str = "torch", max_batch: int = 1) -> Decoder:
-    where = {"device": torch.device("cpu"), "dtype": torch.float32, "backend": backend}
-    decoder = make_decoder(bundle, max_seq_len=64, max_batch=max_batch, **where)
+    decoder = cpu_decoder(bundle, backend, max_seq_len=64, max_batch=max_batch)
     decoder.prefill_chunk = decoder.prefix_block_size = CHUNK
     return decoder
 

@@ -13,7 +13,7 @@ from tiny_bundle import change_tensor, tiny_config, write_tiny_bundle, write_tin
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError
 from wisparse.formats.weight_types import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8, round_weight
-from wisparse.kernels.gpu.weights import COLUMN_BLOCK, dequantize, empty_weight, store_columns
+from wisparse.kernels.gpu.weights import dequantize, empty_weight, store_columns
 from wisparse.runtime.cuda.weights import load_weights, staged_reads
 
 CPU = torch.device("cpu")
@@ -69,28 +69,6 @@ def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
     with damaged, staged_reads(checkpoint, checkpoint.tensors, CPU, part_bytes=256) as read:
         for name in checkpoint.tensors:
             read(name)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path) -> None:
-    bundle = make(tmp_path, name)
-    config, tensor = bundle.config, bundle.checkpoint.tensor
-    weights = load_weights(bundle, CPU, torch.float32)
-    assert torch.equal(weights.embedding, tensor("model.embed_tokens.weight"))
-    assert torch.equal(weights.norm.weight, tensor("model.norm.weight"))
-    assert (weights.head is weights.embedding) == config.tie_word_embeddings
-    for index, block in enumerate(weights.blocks):
-        projections = list(config.projections(index))
-        for linear in block.linears:
-            own = []
-            while sum(projection.out_features for projection in own) < linear.out_features:
-                own.append(projections.pop(0))
-            stored = torch.cat([tensor(f"{projection.name}.weight") for projection in own])
-            assert torch.equal(linear.weight.data[:, : linear.out_features], stored.T)
-            if any(projection.bias for projection in own):
-                assert linear.bias is not None
-                assert torch.equal(linear.bias, torch.cat([tensor(f"{projection.name}.bias") for projection in own]))
-        assert not projections
 
 
 @pytest.mark.parametrize("scheme", PUBLISHED)
@@ -189,17 +167,6 @@ def test_what_was_put_in_is_dequantized_as_its_file_says(kind, group, zeros, dty
         assert torch.equal(out, one)
     together = torch.empty(K, sum(WIDTHS), dtype=expected[0].dtype)
     assert torch.equal(dequantize(weight, None, together), torch.cat(expected).T)
-
-
-def test_no_block_of_columns_spans_two_projections():
-    weight = empty_weight("int4", K, WIDTHS, None, torch.bfloat16, "cpu")
-    for i, part in enumerate(quantised("int4", None, False)):
-        store_columns(weight, i, part.codes, part.scales, part.zeros)
-    assert [weight.first(i) for i in range(4)] == [0, COLUMN_BLOCK, 3 * COLUMN_BLOCK, 4 * COLUMN_BLOCK]
-    assert weight.data.shape == (K, 4 * COLUMN_BLOCK // 8)
-    assert weight.scales.shape == (1, 4 * COLUMN_BLOCK)
-    assert not weight.scales[:, 37:COLUMN_BLOCK].any()
-    assert weight.num_bytes == K * 4 * COLUMN_BLOCK // 2 + 4 * 4 * COLUMN_BLOCK
 
 
 @pytest.mark.parametrize(
