@@ -1,7 +1,4 @@
-"""Products of weights in codes against their slow twin. Run by test_kernels_triton.py as triton_cases.py is.
-
-TRITON_INTERPRET=1 python -m pytest tests/triton_codes_cases.py
-"""
+"""Products of weights in codes against their slow twin. Run as triton_cases.py is."""
 
 from __future__ import annotations
 

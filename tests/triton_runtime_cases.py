@@ -1,8 +1,5 @@
-"""``CudaDecoder`` itself against the plain PyTorch decoder: look-ahead, slots, limits, sampling. Run by
-test_kernels_triton.py in a process of its own; under the interpreter the launches of a graph run one by one.
-
-    TRITON_INTERPRET=1 python -m pytest tests/triton_runtime_cases.py
-"""
+"""``CudaDecoder`` itself against the plain PyTorch decoder: look-ahead, slots, limits, sampling. Run as
+triton_cases.py is; under the interpreter the launches of a graph run one by one."""
 
 from __future__ import annotations
 
@@ -443,16 +440,3 @@ def test_adjusted_tokens_are_those_of_the_definition_each_step_started_ahead(lau
         tokens = torch.tensor([-1, *found[1:]])
     # One ahead of each; once more where the graph's own choice was asked for: the one ahead did not choose so.
     assert len(launches) == (5 + 1 + 1) + 5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_few_positions_after_a_prefix_attend_as_many_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    config = SimpleNamespace(attention_scale=0.25, attention_softcap=None)
-    q, keys, values = (torch.randn(heads, count, 16).to(dtype) for heads, count in ((4, 9), (2, 29), (2, 29)))
-    few = cuda_prefill.attention(config, q, keys, values, 20, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(cuda_prefill, "_FEW", 0)
-    many = cuda_prefill.attention(config, q, keys, values, 20, None)  # type: ignore[arg-type]
-    torch.testing.assert_close(few, many)
-    alone = cuda_prefill.attention(config, q[:, :1], keys[:, :21], values[:, :21], 20, None)  # type: ignore[arg-type]
-    torch.testing.assert_close(few[:, :1], alone)
