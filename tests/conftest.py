@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # What the benchmarks measure with, tests hold the product to.
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -21,14 +21,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
+if TYPE_CHECKING:
+    from served import Running
+
+    from wisparse.runtime.model import Model
+
 # A deadline per example measures the machine, not the code. CI repeats the same examples, so that a red run is red
 # again; elsewhere every run explores.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("project")
 
 ROOT = Path(__file__).resolve().parent.parent
-# Beside a developer's checkout; a user's clone has none, and tests that want it skip.
-SHARED_MODELS = ROOT.parent / "shared" / "models"
 
 
 # Files that take longest, longest first: a worker that begins one of them last would run alone for minutes.
@@ -74,6 +77,23 @@ def chat_bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     return with_template(example_model, tmp_path_factory.mktemp("chat"), TEMPLATE)
 
 
+@pytest.fixture(scope="module")
+def model(chat_bundle: Path) -> Iterator[Model]:
+    """What a server's answers are compared with."""
+    import wisparse
+
+    with wisparse.load(chat_bundle, dtype="float32", backend="torch", max_seq_len=256) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def server(chat_bundle: Path) -> Iterator[Running]:
+    from served import Running
+
+    with Running(chat_bundle) as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def variant_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Bundle of a variant of ``runtime_models``, made once; its source is the folder ``source`` beside it."""
@@ -82,17 +102,6 @@ def variant_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
     folder = tmp_path_factory.mktemp("variants")
     return cache(lambda name: make_bundle(make_checkpoint(name, folder / name / "source"), folder / name / "bundle"))
-
-
-@pytest.fixture(scope="session")
-def qwen_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 36.6M-parameter Qwen2 (q/k/v bias, untied embeddings), too large to ship."""
-    packed = SHARED_MODELS / "pycode-qwen2-37m"
-    if not packed.is_dir():
-        pytest.skip("the 37M example model is not beside this checkout (../shared/models)")
-    folder = tmp_path_factory.mktemp("models") / packed.name
-    subprocess.run([sys.executable, SHARED_MODELS / "pack.py", "unpack", packed, folder], check=True)
-    return folder
 
 
 @pytest.fixture(scope="session")

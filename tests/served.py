@@ -96,6 +96,11 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go_on
 
 
+def function(**more: Any) -> dict[str, Any]:
+    """One that a model may call, as clients describe it."""
+    return {"type": "function", "function": {"name": "f", **more}}
+
+
 def with_template(source: Path, folder: Path, template: str, *levels: float) -> Path:
     """A bundle of ``source`` with another chat template; ``folder`` is empty."""
     copy = shutil.copytree(source, folder / "source")

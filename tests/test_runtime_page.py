@@ -131,18 +131,6 @@ class Tab:
 
 
 @pytest.fixture(scope="module")
-def server(chat_bundle: Path) -> Iterator[Running]:
-    with Running(chat_bundle) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def model(chat_bundle: Path) -> Iterator[Model]:
-    with wisparse.load(chat_bundle, dtype="float32", backend="torch", max_seq_len=256) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     assert PROGRAM is not None
     browser = Browser(PROGRAM, tmp_path_factory.mktemp("browser"))

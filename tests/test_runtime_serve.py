@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -13,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,8 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import NAME, TEMPLATE, Running, hold, with_template
+from served import NAME, TEMPLATE, Running, function, hold, with_template
+from starlette.testclient import TestClient
 
 import wisparse
 from wisparse.cli import cli
@@ -39,19 +38,6 @@ from wisparse.runtime.serve import app, transport
 from wisparse.runtime.serve.app import Encoder, ServeSettings, make_app
 from wisparse.runtime.serve.transport import open_socket
 from wisparse.runtime.torch.decoder import TorchDecoder
-
-
-@pytest.fixture(scope="module")
-def model(chat_bundle: Path) -> Iterator[Model]:
-    """One for what is expected; the server holds another."""
-    with wisparse.load(chat_bundle, dtype="float32", backend="torch", max_seq_len=256) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def server(chat_bundle: Path) -> Iterator[Running]:
-    with Running(chat_bundle) as running:
-        yield running
 
 
 def test_a_completion_is_the_models(server: Running, model: Model) -> None:
@@ -382,11 +368,7 @@ _OBJEKT = {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}
 _IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}
 
 
-def _function(**more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **more}}
-
-
-_F = _function()
+_F = function()
 _CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
 # By the field that is named, messages that are refused.
 MESSAGES: dict[str, list[dict[str, Any]]] = {
@@ -428,14 +410,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         # How a prompt is made is the template's.
         "chat_template": ["x"], "continue_final_message": [True], "enable_thinking": [False],
         "add_generation_prompt": [False],
-        "tools": [{}, [_F] * 2, [_function(name=f"f{number}") for number in range(129)],
-                  [_function(description="a" * 300_000)]],
+        "tools": [{}, [_F] * 2, [function(name=f"f{number}") for number in range(129)],
+                  [function(description="a" * 300_000)]],
         "tools[0]": [[5]], "tools[0].type": [[{"type": "web_search"}]], "tools[0].function": [[{"type": "function"}]],
-        "tools[1].function.name": [[_F, _function(name="a b")]],
-        "tools[0].function.name": [[_function(name="a" * 65)], [_function(name="f\n")]],
-        "tools[0].function.description": [[_function(description=5)]],
-        "tools[0].function.parameters": [[_function(parameters=[])], [_function(parameters={"type": "string"})]],
-        "tools[0].function.strict": [[_function(strict="yes")]],
+        "tools[1].function.name": [[_F, function(name="a b")]],
+        "tools[0].function.name": [[function(name="a" * 65)], [function(name="f\n")]],
+        "tools[0].function.description": [[function(description=5)]],
+        "tools[0].function.parameters": [[function(parameters=[])], [function(parameters={"type": "string"})]],
+        "tools[0].function.strict": [[function(strict="yes")]],
         "tool_choice": ["clock", "required", {"type": "function", "function": {"name": "f"}}, 5],
         "parallel_tool_calls": [1],
         **{f"messages[1].{field}": [[*_HI, message] for message in messages] for field, messages in MESSAGES.items()},
@@ -763,12 +745,7 @@ def test_a_server_says_that_it_serves_once_all_is_prepared(bundle: Path, monkeyp
         time.sleep(0.2)
         done.append("prepared")
 
-    async def run() -> None:
-        with wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=64) as model:
-            app = make_app(model, ServeSettings(NAME), lambda: done.append("ready"))
-            async with app.router.lifespan_context(app):
-                assert done == ["prepared", "ready"]
-
     monkeypatch.setattr(Engine, "start", prepare)
-    asyncio.run(run())
-    assert done == ["prepared", "ready"]
+    model = wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=64)
+    with model, TestClient(make_app(model, ServeSettings(NAME), lambda: done.append("ready"))):
+        assert done == ["prepared", "ready"]

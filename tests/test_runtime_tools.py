@@ -13,7 +13,7 @@ import pytest
 from bundle_maker import make_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import NAME, TEMPLATE, Running
+from served import NAME, TEMPLATE, Running, function
 from tool_templates import PUBLISHED
 
 from wisparse.formats.chat_template import ChatTemplate
@@ -34,15 +34,9 @@ from wisparse.runtime.protocol.tools import (
 SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 EACH_SYNTAX = pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
 OBJECT = {"type": "object", "additionalProperties": False}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "of a city",
-        "parameters": {"properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"], **OBJECT},
-    },
-}
-CLOCK = {"type": "function", "function": {"name": "clock"}}
+IN_A_CITY = {"properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"], **OBJECT}
+WEATHER = function(name="weather", description="of a city", parameters=IN_A_CITY)
+CLOCK = function(name="clock")
 ASK: list[Any] = [{"role": "user", "content": "?"}]
 
 _LISTS = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -253,10 +247,6 @@ def test_a_thought_goes_back_with_the_calls_it_led_to() -> None:
     assert "<|im_start|>assistant\n<think>\nwhat time?\n</think>\n\n<tool_call>" in text
 
 
-def _function(**more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **more}}
-
-
 def test_what_is_offered() -> None:
     request = validated(ChatRequest, {"messages": ASK, "tools": [CLOCK], "tool_choice": "none"})
     assert request.functions == []
@@ -376,7 +366,7 @@ def test_calls_that_have_to_be(server: Running, syntax: str) -> None:
         assert (said, reason, [call.function.name for call in calls]) == ("", "tool_calls", ["weather"])
         assert json.loads(calls[0].function.arguments)["city"] in ("Rome", "Oslo")
     more: Any = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.5, "seed": 3}
-    either = [WEATHER, _function(parameters=WEATHER["function"]["parameters"])]
+    either = [WEATHER, function(parameters=IN_A_CITY)]
     said, calls, _ = _ask(server, "", syntax, False, tools=either, **more)
     assert (said, [call.function.name in ("weather", "f") for call in calls]) == ("", [True])
     assert _ask(server, "", syntax, False, 40, tools=[WEATHER], tool_choice="required", temperature=0)[1]
