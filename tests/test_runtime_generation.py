@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import psutil
 import pytest
 import torch
 from bundle_maker import cpu_decoder, make_bundle, run
-from runtime_models import make_checkpoint
+from served import with_template
 
 import wisparse
 from wisparse.cli import main
@@ -35,9 +36,8 @@ def model(bundle: Path) -> Model:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    folder = tmp_path_factory.mktemp("tiny")
-    return Bundle.open(make_bundle(make_checkpoint("llama", folder / "source"), folder / "bundle"))
+def tiny(variant_bundle: Callable[[str], Path]) -> Bundle:
+    return Bundle.open(variant_bundle("llama"))
 
 
 def tiny_scheduler(tiny: Bundle) -> Scheduler:
@@ -165,15 +165,23 @@ def test_a_bundle_without_a_tokenizer_takes_ids(tiny: Bundle) -> None:
             use()
 
 
-def test_an_instruction_model_gets_its_template(example_model: Path, tmp_path: Path) -> None:
-    source = Path(shutil.copytree(example_model, tmp_path / "source"))
-    template = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}"
-    )
-    (source / "chat_template.jinja").write_text(template + "{% endfor %}<|assistant|>")
-    model = wisparse.load(make_bundle(source, tmp_path / "bundle"), backend="torch")
+ENDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "more"),
+    [
+        (f"{ENDS}{{% endfor %}}<|assistant|>", 2),
+        (f"{ENDS}\n{{% endfor %}}<|assistant|>", 2),
+        # Every turn closed by the same token counts as well; one that generation does not stop at does not.
+        ("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}", 1),
+        (f"{ENDS.replace('<|endoftext|>', '<|pad|>')}{{% endfor %}}<|assistant|>", 0),
+    ],
+)
+def test_an_instruction_model_gets_its_template(example_model: Path, tmp_path: Path, template: str, more: int) -> None:
+    model = wisparse.load(with_template(example_model, tmp_path, template), backend="torch")
     plain = model.generate("x", chat_template=False, max_new_tokens=1)
-    assert model.generate("x", max_new_tokens=1).prompt_tokens == plain.prompt_tokens + 2
+    assert model.generate("x", max_new_tokens=1).prompt_tokens == plain.prompt_tokens + more
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,17 @@ def test_a_hostile_template_fails_in_one_sentence(source: str) -> None:
         ("{{ (messages | length) * 10 ** 10 * 'x' }}", "(crashes, or needs more than 1,024 MB of memory|fails)"),
         ("{{ 'a'.center(99999999999) }}", "(crashes, or needs more than 1,024 MB of memory|fails)"),
         ("x" * 2_000_000, "2,000,000 characters, expected at most"),
+        ("{% for %}", "no valid Jinja"),
+        # A SyntaxError of Python's.
+        ("{% for a in b %}{% continue %}{% block c %}{% continue %}{% endblock %}{% endfor %}", "no valid Jinja"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "no valid Jinja"),
+        ("{% macro m(a, a) %}{% endmacro %}", "no valid Jinja"),
+        ("{{ 1" + "0" * 9999 + " }}", "no valid Jinja"),
     ],
 )
-def test_a_template_that_takes_too_much_is_refused_when_it_is_loaded(source: str, message: str) -> None:
+def test_a_template_that_takes_too_much_or_does_not_compile_is_refused_when_it_is_loaded(
+    source: str, message: str
+) -> None:
     with pytest.raises(BundleError, match=message):
         ChatTemplate(source, {}).check()
 
@@ -211,21 +219,6 @@ def test_input_and_output_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         plain.render([{"role": "user", "content": object()}])
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for %}",
-        "{% for a in b %}{% continue %}{% block c %}{% continue %}{% endblock %}{% endfor %}",  # SyntaxError
-        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
-        "{% macro m(a, a) %}{% endmacro %}",
-        "{{ 1" + "0" * 9999 + " }}",
-    ],
-)
-def test_a_template_that_does_not_compile(source: str) -> None:
-    with pytest.raises(BundleError, match="no valid Jinja"):
-        ChatTemplate(source, {}).check()
-
-
 def make_text(template: str | None = None, config: dict[str, Any] | None = None, vocab_size: int = 8192) -> Tokenizer:
     return Tokenizer(DATA, {"eos_token": "<|endoftext|>", **(config or {})}, template, vocab_size)
 
@@ -260,19 +253,6 @@ def test_templates_that_are_none() -> None:
     # Special tokens of old and new files reach a template.
     text = make_text("{{ bos_token }}{{ eos_token }}", {"bos_token": {"content": "<s>", "lstrip": False}})
     assert text.render([]) == "<s><|endoftext|>"
-
-
-def test_which_templates_are_for_chat() -> None:
-    stops = frozenset({0})
-    ends = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}"
-    )
-    assert make_text(ends + "\n{% endfor %}").template_ends_turns(stops)
-    # Every turn closed by the same token counts as well; a token that generation does not stop at does not.
-    assert make_text("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}").template_ends_turns(stops)
-    assert not make_text(ends + "{% endfor %}").template_ends_turns(frozenset({5}))
-    assert not make_text((MODEL / "chat_template.jinja").read_text()).template_ends_turns(stops)
-    assert not make_text().template_ends_turns(stops)
 
 
 def test_encode_leaves_the_beginning_to_the_post_processor() -> None:
@@ -317,26 +297,23 @@ MISSING = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>"
 TEMPLATE = {"type": "TemplateProcessing", "single": MISSING, "pair": MISSING, "special_tokens": {}}
 
 
+PANIC = r"tokenizer\.json: (not a tokenizer|.* cannot run it)"
+NO_UNKNOWN = json.loads(byte_fallback().to_str())["model"] | {"unk_token": "<nothing>", "byte_fallback": False}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"model": json.loads(BYTE_LEVEL.to_str())["model"] | {"continuing_subword_prefix": "##"}},
-        {"post_processor": {"type": "Sequence", "processors": [TEMPLATE]}},
-        {"normalizer": {"type": "Sequence", "normalizers": [PREPEND, EMPTY]}},
+        ({"model": json.loads(BYTE_LEVEL.to_str())["model"] | {"continuing_subword_prefix": "##"}}, PANIC),
+        ({"post_processor": {"type": "Sequence", "processors": [TEMPLATE]}}, PANIC),
+        ({"normalizer": {"type": "Sequence", "normalizers": [PREPEND, EMPTY]}}, PANIC),
+        ({"model": NO_UNKNOWN}, "Unk token `<nothing>` not found"),
     ],
-    ids=["merges", "template", "empty pattern"],
+    ids=["merges", "template", "empty pattern", "unknown token"],
 )
-def test_a_panic_of_the_library_is_an_error(changes: dict[str, Any]) -> None:
-    with pytest.raises(BundleError, match=r"tokenizer\.json: (not a tokenizer|.* cannot run it)"):
+def test_what_the_library_fails_at_is_an_error(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BundleError, match=message):
         with_changes(**changes).encode("def f(x):")
-
-
-def test_what_fails_only_when_it_runs_is_an_error_too() -> None:
-    document = json.loads(byte_fallback().to_str())
-    document["model"] |= {"unk_token": "<nothing>", "byte_fallback": False}
-    tokenizer = Tokenizer(json.dumps(document).encode(), {}, None, 8192)
-    with pytest.raises(BundleError, match="Unk token `<nothing>` not found"):
-        tokenizer.encode("the dog")
 
 
 @pytest.mark.parametrize("ids", [[2**32], [-1], [1, 10**30], ["x"], [None]])
