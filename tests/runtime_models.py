@@ -100,7 +100,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 _PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 8}
@@ -155,7 +155,7 @@ def make_wrapper(name: str, out: Path, *, vocab_size: int = 101) -> Path:
     model_type, settings, text, vision = WRAPPERS[name]
     config = AutoConfig.for_model(
         model_type,
-        text_config={"num_key_value_heads": 2, "vocab_size": vocab_size, **_SIZES, **text},
+        text_config={"vocab_size": vocab_size, **_SIZES, **text},
         vision_config=vision,
         **settings,
     )
@@ -167,8 +167,7 @@ def make_checkpoint(variant: str, out: Path, *, vocab_size: int = 101) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, settings = {**VARIANTS, **HYBRIDS}[variant]
-    settings = {"num_key_value_heads": 2, **settings}
-    config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **_SIZES, **settings)
+    config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **{**_SIZES, **settings})
     return _save(AutoModelForCausalLM, config, variant, out)
 
 

@@ -180,8 +180,6 @@ def test_a_prompt_in_16_bits_is_not_multiplied_in_a_slow_type(
     assert set(multiplied) == {(torch.float32, torch.float32)}
 
 
-# ------------------------------------------------------------------------------------------ compilation
-
 REGION = "dequantize_float32"
 
 
@@ -285,9 +283,6 @@ torch.testing.assert_close(sparse_linear(x, transpose(weight), None, torch.ones(
     assert done.returncode == 0, done.stderr
     assert "one thread" in done.stderr
     assert "libdoes-not-exist.so" in done.stderr
-
-
-# ------------------------------------------------------------------------------------------ teams of threads
 
 
 def test_a_thread_that_waits_long_gives_its_core_away() -> None:

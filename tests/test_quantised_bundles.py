@@ -103,7 +103,8 @@ def test_what_is_widened_is_said_and_counted(made: Made, caplog: pytest.LogCaptu
     """The CPU back end multiplies with int4 codes and with int8 ones of whole rows, the plain one with none."""
     caplog.set_level("INFO")
     taken = {}
-    for name, kinds in {"pack int4 groups": {"torch"}, "fp8 rows": {"torch", "numba"}}.items():
+    widened_by = {"pack int4 groups": {"torch"}, "pack int8 rows": {"torch"}, "fp8 rows": {"torch", "numba"}}
+    for name, kinds in widened_by.items():
         opened = Bundle.open(made(name)[1])
         for backend in ("torch", "numba"):
             caplog.clear()

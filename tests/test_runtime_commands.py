@@ -15,19 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundle_maker import make_bundle
 from tiny_bundle import resign
 
 import wisparse
 from wisparse.cli import main
 from wisparse.commands.generate import Batch
 from wisparse.formats.errors import UsageError
-
-
-@pytest.fixture(scope="module")
-def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_bundle(example_model, tmp_path_factory.mktemp("commands") / "bundle", 0.4)
-
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -182,22 +175,6 @@ def test_an_interrupt_stops_an_answer_and_not_the_chat(bundle: Path) -> None:
         assert process.poll() is None
     _, err = process.communicate(b"/reset\n", timeout=60)
     assert (b"forgotten" in err, process.returncode) == (True, 0)
-
-
-def test_loading_needs_about_one_model_of_memory(qwen_model: Path, tmp_path: Path) -> None:
-    folder = make_bundle(qwen_model, tmp_path / "bundle", 0.4)
-    script = """
-import resource, sys
-import wisparse, wisparse.runtime.backends, wisparse.runtime.torch.decoder
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
-model = wisparse.load(sys.argv[1], backend="torch", max_seq_len=64)
-print((peak() - before) / model.bundle.checkpoint.nbytes)
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", script, str(folder)], check=True, capture_output=True, text=True, cwd=tmp_path
-    )
-    assert float(result.stdout) < 1.35
 
 
 class _Killed:

@@ -8,19 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from bundle_maker import make_bundle
-from quantised_models import PUBLISHED, quantise_model
-from runtime_models import FAMILIES, HYBRIDS
-from tiny_bundle import write_tiny_model
+from family_cases import PLAIN
+from runtime_models import HYBRIDS
 from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.weight_types import group_of, round_weight
 from wisparse.kernels.cpu import launch as cpu_team
@@ -33,21 +30,8 @@ from wisparse.runtime.cpu.weights import CpuProjection, read_matrix
 from wisparse.runtime.torch import block as torch_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 
-# Every feature once: biases, odd head sizes, rotary scalings, windows, head norms, fused and untied weights, and what
-# the other families have beyond Llama's blocks.
-VARIANTS = (
-    "llama-bias",
-    "llama-head-dim",
-    "llama-3.1",
-    "mistral-window",
-    "qwen2-window",
-    "qwen3",
-    "phi3-window",
-    "phi3-partial",
-    "phi3-long",
-    *FAMILIES,
-    *HYBRIDS,
-)
+# Every feature once: also biases, odd head sizes, other windows and rotary scalings, tied weights.
+VARIANTS = ("llama-bias", "llama-head-dim", "qwen3", "phi3-window", "phi3-long", *PLAIN)
 CPU = torch.device("cpu")
 
 
@@ -74,7 +58,10 @@ def opened(variant_bundle: Callable[[str], Path]) -> Callable[[str], Bundle]:
 
 
 def cpu_decoder(bundle: Bundle, dtype: torch.dtype = torch.float32, max_batch: int = 1, **settings: str) -> CpuDecoder:
-    return CpuDecoder(bundle, device=CPU, dtype=dtype, max_seq_len=100, max_batch=max_batch, **settings)
+    """The default on CPUs."""
+    decoder = make_decoder(bundle, device=CPU, dtype=dtype, max_seq_len=100, max_batch=max_batch, **settings)
+    assert isinstance(decoder, CpuDecoder)
+    return decoder
 
 
 def torch_decoder(bundle: Bundle, dtype: torch.dtype = torch.float32, max_batch: int = 1) -> TorchDecoder:
@@ -239,20 +226,6 @@ def test_codes_refuse_weights_that_are_not_finite(
         read_matrix(bundle, name, torch.float32, weights, transposed=True)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_codes_on_disk_are_multiplied_as_they_are(name: str, tmp_path: Path) -> None:
-    """Published ways to store a weight: int4 and int8 with a scale a row keep their codes, others are widened."""
-    source = write_tiny_model(tmp_path / "plain")
-    checkpoint = Checkpoint.open(quantise_model(source, tmp_path / "model", *PUBLISHED[name]()))
-    for weight in list(checkpoint.quantised)[:2]:
-        stored = checkpoint.matrix(weight)
-        found = read_matrix(SimpleNamespace(checkpoint=checkpoint), weight, torch.float32, "native", transposed=True)
-        kept = stored.kind == "int4" or (stored.kind == "int8" and stored.group is None and stored.zeros is None)
-        assert (found.stored_as != StoredAs.BASE) == kept
-        wanted = stored.dequantise(torch.float32 if kept else checkpoint.dtype).float()
-        torch.testing.assert_close(found.linear(torch.eye(stored.shape[1]), None).T, wanted, atol=0, rtol=1e-6)
-
-
 def test_int4_refuses_channels_without_a_group(opened: Callable[[str], Bundle]) -> None:
     assert [group_of(k) for k in (4096, 320, 96, 24, 11008, 8960)] == [128, 80, 96, 24, 128, 128]
     checkpoint = opened("llama-bias").checkpoint
@@ -288,16 +261,6 @@ def test_counts_what_the_reference_counts(opened: Callable[[str], Bundle]) -> No
     assert decoders[0].realised_sparsity() is None
 
 
-def test_is_the_default_on_cpus(opened: Callable[[str], Bundle]) -> None:
-    settings = {"device": CPU, "max_seq_len": 50}
-    for variant in VARIANTS:
-        assert isinstance(make_decoder(opened(variant), dtype=torch.float32, **settings), CpuDecoder)
-    int8 = make_decoder(opened("qwen3"), dtype=torch.float32, weights="int8", **settings)
-    assert isinstance(int8, CpuDecoder)
-    int8.close()
-    int8.close()
-
-
 def test_prompts_leak_nothing(opened: Callable[[str], Bundle]) -> None:
     decoder = cpu_decoder(opened("qwen3"), max_batch=2)
 
@@ -309,6 +272,8 @@ def test_prompts_leak_nothing(opened: Callable[[str], Bundle]) -> None:
 
     before = prompts(100)
     assert prompts(500) - before < 1 << 20
+    decoder.close()
+    decoder.close()
 
 
 @pytest.mark.slow
@@ -316,13 +281,13 @@ def test_a_model_is_never_in_memory_twice(tmp_path: Path) -> None:
     script = """
 import json, resource, sys, torch
 from wisparse.formats.bundle import Bundle
-from wisparse.runtime.cpu.decoder import CpuDecoder
-bundle = Bundle.open(sys.argv[1])
+from wisparse.runtime.backends import make_decoder
+bundle, (backend, weights) = Bundle.open(sys.argv[1]), sys.argv[2:]
 settings = dict(device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8)
 from wisparse.kernels.cpu.launch import prepare
 prepare("step_float32", "dequantize_float32")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-decoder = CpuDecoder(bundle, weights=sys.argv[2], **settings)
+decoder = make_decoder(bundle, backend=backend, weights=weights, **settings)
 decoder.prefill(0, torch.tensor([5, 6]), 2)
 decoder.decode(torch.tensor([7]))
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -334,10 +299,10 @@ print(json.dumps([(after - before) * 1024, sum(info.nbytes for info in bundle.ch
     config = AutoConfig.for_model("llama", num_attention_heads=8, **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
     bundle = make_bundle(tmp_path / "source", tmp_path / "bundle")
-    for weights, share in (("native", 1.0), ("int8", 0.25), ("int4", 0.14)):
-        done = subprocess.run(
-            [sys.executable, "-c", script, bundle, weights], capture_output=True, text=True, check=False
-        )
+    cases = ("torch", "native", 1.0), ("numba", "native", 1.0), ("numba", "int8", 0.25), ("numba", "int4", 0.14)
+    for backend, weights, share in cases:
+        command = [sys.executable, "-c", script, bundle, backend, weights]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         grown, size = json.loads(done.stdout)
         assert size > 250e6

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bundle_maker import make_bundle
-from family_cases import greedy
+from bundle_maker import cpu_decoder, make_bundle, run
+from family_cases import greedy, hugging_face
 from hypothesis import given
 from hypothesis import strategies as st
 from runtime_models import FAMILIES, HYBRIDS, VARIANTS
@@ -31,21 +31,8 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 
 def torch_decoder(folder: Path, max_seq_len: int | None = None, max_batch: int = 1) -> TorchDecoder:
     bundle = Bundle.open(folder)
-    return make_decoder(
-        bundle,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_seq_len=max_seq_len or bundle.config.max_position_embeddings,
-        max_batch=max_batch,
-        backend="torch",
-    )
-
-
-def hugging_face(folder: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    # transformers 5.17 leaves out the cap on scores in the attention that it chooses itself.
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    length = max_seq_len or bundle.config.max_position_embeddings
+    return cpu_decoder(bundle, "torch", max_seq_len=length, max_batch=max_batch)
 
 
 def random_tokens(count: int, vocab_size: int = 101, seed: int = 0) -> Tensor:
@@ -77,10 +64,6 @@ def greedy_by_transformers(folder: Path, tokens: Tensor, policy: str, count: int
     return ids[len(tokens) :]
 
 
-def greedy_by_decoder(decoder: TorchDecoder, tokens: Tensor, policy: str, count: int) -> list[int]:
-    return greedy(decoder, tokens, count, sparse_from(policy, len(tokens)))[0]
-
-
 @pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
 def test_dense_logits_equal_transformers(variant: str, variant_bundle: Callable[[str], Path]) -> None:
     folder = variant_bundle(variant)
@@ -104,7 +87,7 @@ def test_sparse_greedy_tokens_equal_transformers(
     folder = variant_bundle(variant)
     tokens = random_tokens(9, seed=1)
     expected = greedy_by_transformers(folder, tokens, policy, 16)
-    assert greedy_by_decoder(torch_decoder(folder), tokens, policy, 16) == expected
+    assert greedy(torch_decoder(folder), tokens, 16, sparse_from(policy, len(tokens)))[0] == expected
 
 
 @pytest.mark.parametrize("policy", PREFILL_POLICIES)
@@ -112,13 +95,10 @@ def test_longrope_switches_where_transformers_does(policy: str, variant_bundle: 
     folder = variant_bundle("phi3-long")
     tokens = random_tokens(27, seed=2)
     expected = greedy_by_transformers(folder, tokens, policy, 16)  # grows beyond 32
-    scheduler = Scheduler(torch_decoder(folder))
-    job = scheduler.add(Request(tokens.tolist(), max_new_tokens=16, prefill=policy))
-    while scheduler.busy:
-        scheduler.step()
-    assert job.output_token_ids == expected
+    request = run(Scheduler(torch_decoder(folder)), Request(tokens.tolist(), max_new_tokens=16, prefill=policy))
+    assert request.output_token_ids == expected
     # The switch is seen: without it the tokens would differ, so this test can fail.
-    assert greedy_by_decoder(torch_decoder(folder), tokens, policy, 16) != expected
+    assert greedy(torch_decoder(folder), tokens, 16, sparse_from(policy, len(tokens)))[0] != expected
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral-window", "phi3-long"])
@@ -187,11 +167,7 @@ def test_a_block_with_wider_heads_than_the_kernels_keep_is_refused() -> None:
 
 def test_make_decoder_refuses_what_cannot_be(variant_bundle: Callable[[str], Path]) -> None:
     bundle = Bundle.open(variant_bundle("llama"))
-
-    def make(**changes: object) -> None:
-        settings = {"device": torch.device("cpu"), "dtype": torch.float32, "max_seq_len": 16, **changes}
-        make_decoder(bundle, **settings)
-
+    settings = {"device": torch.device("cpu"), "dtype": torch.float32, "max_seq_len": 16}
     for changes, message in (
         ({"max_seq_len": 257}, "max_seq_len: expected 1 to the model's context of 256"),
         ({"max_batch": 0}, "max_batch"),
@@ -201,30 +177,14 @@ def test_make_decoder_refuses_what_cannot_be(variant_bundle: Callable[[str], Pat
         ({"backend": "triton"}, "back end triton cannot run on cpu"),
     ):
         with pytest.raises(UsageError, match=message):
-            make(**changes)
-
-
-PYTHON = "def mean(values):\n    total = sum(values)\n    return total / len(values)\n\n\ndef median(values):\n"
-
-
-@pytest.mark.parametrize("model", ["example_model", "qwen_model"])
-def test_real_models_equal_transformers(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    from tokenizers import Tokenizer
-
-    source = request.getfixturevalue(model)
-    folder = make_bundle(source, tmp_path / "bundle", 0.4)
-    tokens = torch.tensor(Tokenizer.from_file(str(source / "tokenizer.json")).encode(PYTHON * 8).ids)
-    assert len(tokens) > 200
-    with torch.inference_mode():
-        expected = hugging_face(source)(tokens[None]).logits[0]
-    assert (torch_decoder(folder).logits(tokens, len(tokens)) - expected).abs().max() < 1e-4
+            make_decoder(bundle, **settings | changes)
 
 
 def test_bfloat16_is_as_exact_as_transformers_bfloat16(example_model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     bundle = Bundle.open(make_bundle(example_model, tmp_path / "bundle"))
-    decoder = make_decoder(bundle, device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=256, backend="torch")
+    decoder = cpu_decoder(bundle, "torch", dtype=torch.bfloat16, max_seq_len=256)
     tokens = random_tokens(128, vocab_size=8192)
     theirs = AutoModelForCausalLM.from_pretrained(example_model, dtype=torch.bfloat16).eval()
     with torch.inference_mode():
@@ -232,9 +192,6 @@ def test_bfloat16_is_as_exact_as_transformers_bfloat16(example_model: Path, tmp_
         their_error = (theirs(tokens[None]).logits[0].float() - exact).square().mean().sqrt()
     error = (decoder.logits(tokens, 128) - exact).square().mean().sqrt()
     assert error < 1.25 * their_error
-
-
-# ------------------------------------------------------------------------------------------ recurrent blocks
 
 
 def by_positions(q, k, v, log_decay, beta, state):
@@ -276,9 +233,7 @@ def test_slots_join_and_leave_while_others_are_decoded(hybrid: Path) -> None:
     """Each sequence's logits are what they are alone, whoever is idle, joins or starts anew beside it."""
     bundle, found = Bundle.open(hybrid), {}
     for backend in BACKENDS:
-        decoder = make_decoder(
-            bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=40, backend=backend, max_batch=3
-        )
+        decoder = cpu_decoder(bundle, backend, max_seq_len=40, max_batch=3)
         rows = []
         for slot in (2, 0):
             decoder.prefill(slot, torch.tensor([5, 9, 14, 20 + slot]), 4)
@@ -314,13 +269,6 @@ def test_nonsense_is_refused(hybrid: Path, changes: dict, words: str) -> None:
     config = dict(Bundle.open(hybrid).config_dict)
     with pytest.raises(UnsupportedModelError, match=words):
         ModelConfig.from_dict({**config, **changes})
-
-
-def test_which_blocks_are_recurrent(hybrid: Path) -> None:
-    config = dict(Bundle.open(hybrid).config_dict)
-    assert [block.recurrent for block in ModelConfig.from_dict(config).blocks] == [True, False, True]
-    full = ModelConfig.from_dict({**config, "layer_types": ["full_attention"] * 3})
-    assert full.delta_net is None, "a model without recurrent blocks needs none of what they need"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -126,8 +126,6 @@ def test_weights_beyond_the_type_are_not_rounded(tmp_path: Path) -> None:
         load_weights(bundle, CPU, torch.float16, "int8")
 
 
-# ------------------------------------------------------------------------------------------ the layout
-
 WIDTHS = (37, 300, 8)
 K = 30  # three groups of ten; no multiple of what a word holds
 
