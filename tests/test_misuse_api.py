@@ -122,7 +122,6 @@ def test_load_refuses_what_an_argument_cannot_be(folder: Path, name: str, monkey
         ({"bundle": "~nobodyhere/x"}, "no user of this machine has that home folder"),
         ({"bundle": ""}, "bundle: expected a path or a Hub id, found an empty text"),
         ({"bundle": "a\0b"}, "found a null character"),
-        ({"max_seq_len": 4096}, "max_seq_len: expected 1 to the model's context of"),
     ],
 )
 def test_load_says_what_it_expected(folder: Path, arguments: dict[str, Any], sentence: str) -> None:
@@ -237,8 +236,7 @@ def test_convert_refuses_what_an_argument_cannot_be(name: str, tmp_path: Path, m
         ({"method": 3}, "--method: expected one of wisparse,"),
         ({"output_dir": 3}, "--output-dir: expected a path"),
         ({"output_dir": "."}, "--output-dir: expected the name of a folder to be made, found '.'"),
-        ({"output_dir": "/"}, "--output-dir: expected the name of a folder to be made, found '/'"),
-        ({"output_dir": ".."}, "--output-dir: expected the name of a folder to be made, found '..'"),
+        *(({"output_dir": name}, f"expected the name of a folder to be made, found '{name}'") for name in ("/", "..")),
         ({"max_shard_size": None}, "--max-shard-size: expected a positive integer, found None"),
         ({"max_shard_size": "9" * 400}, "max_shard_size: expected a size such as 5GB, found '999"),
     ],

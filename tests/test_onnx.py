@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +19,7 @@ from click.testing import CliRunner
 from family_cases import greedy
 from runtime_models import FAMILIES, VARIANTS, make_checkpoint
 from safetensors.torch import load_file, save_file
+from tiny_bundle import digests
 
 from wisparse.commands import export_onnx as verb
 from wisparse.formats.bundle import Bundle
@@ -86,11 +85,6 @@ def onnx_tokens(decoder: OnnxDecoder, prompts: list[list[int]], count: int) -> l
     while tokens.shape[1] < count:
         tokens = np.concatenate((tokens, decoder.run(tokens[:, -1:])["logits"].argmax(axis=-1)), axis=1)
     return tokens.tolist()
-
-
-def digests(folder: Path) -> dict[str, str]:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -305,14 +299,8 @@ def test_misuse(bundle: Path, exported: Path, tmp_path: Path) -> None:
 
 
 def test_the_command(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "wisparse", "export-onnx", bundle, tmp_path / "out", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(verb.command, [str(bundle), str(tmp_path / "out"), "--json"])
+    assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert report["check"]["dense_error"] < 1e-4
     assert report["num_sparse_projections"] == 20

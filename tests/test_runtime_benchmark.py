@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from family_cases import greedy
 from quantised_models import PUBLISHED, quantise_model
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
@@ -114,18 +115,10 @@ def test_the_baseline_is_the_same_dense_model(
     assert found.tok_per_s == pytest.approx(work.batch / found.step_ms * 1e3)
     model = load(opened.folder, device="cpu", dtype="float32", backend="torch", sparsity=0, max_seq_len=16)
     for row, prompt in enumerate(prompts(opened.config, work)):
-        expected = _greedy(model, prompt, 1 + work.new_tokens)
+        expected, _ = greedy(model.decoder, prompt, 1 + work.new_tokens)
         for run in range(3):
             taken = seen[run * work.new_tokens : (run + 1) * work.new_tokens]
             assert [int(token[row]) for token in taken] == expected[1:]
-
-
-def _greedy(model: Any, prompt: torch.Tensor, count: int) -> list[int]:
-    logits = model.decoder.prefill(0, prompt, len(prompt))
-    found = [int(logits.argmax())]
-    while len(found) < count:
-        found.append(int(model.decoder.decode(torch.tensor(found[-1:]))[0].argmax()))
-    return found
 
 
 def test_one_table_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.generation.engine import Engine, EngineState
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
-from wisparse.runtime.model import Model
 
 LEVELS = (0.3, 0.5, 0.7)
 PROMPT = torch.arange(3, 15)
@@ -72,22 +71,22 @@ def test_a_running_model_switches(backend: str, example: Path) -> None:
     """Token for token what loading at the sparsity level gives."""
     prompts = ["def f(x):\n", "import os\n", ">>> 12 + 30\n", "# The "]
 
-    def loaded(sparsity: float | None = None) -> Model:
-        return wisparse.load(example, backend=backend, device="cpu", dtype="float32", max_seq_len=64, sparsity=sparsity)
-
-    def answers(model: Model) -> list[tuple[int, ...]]:
-        return [answer.token_ids for answer in model.generate(prompts, max_new_tokens=16, prefill="half")]
-
-    expected = {level: answers(loaded(level)) for level in (*LEVELS, 0)}
-    assert len({str(answer) for answer in expected.values()}) > 1
-    model = loaded()
+    where = {"backend": backend, "device": "cpu", "dtype": "float32", "max_seq_len": 64}
+    seen = set()
+    model = wisparse.load(example, **where)
     assert model.sparsity == LEVELS[-1]
     for sparsity in (*LEVELS, 0, 0.3):
         model.sparsity = sparsity
         assert f"sparsity {sparsity:g}," in repr(model)
-        assert answers(model) == expected[sparsity]
+        found, expected = (
+            [answer.token_ids for answer in one.generate(prompts, max_new_tokens=16, prefill="half")]
+            for one in (model, wisparse.load(example, sparsity=sparsity, **where))
+        )
+        assert found == expected
+        seen.add(str(found))
         measured = model.generate("x", max_new_tokens=3, measure_sparsity=True).realised_sparsity
         assert measured == pytest.approx(sparsity, abs=0.15)
+    assert len(seen) > 1
 
 
 def test_what_cannot_be_set(example: Path) -> None:

@@ -151,18 +151,9 @@ def test_a_prompts_scores_change_no_answer_and_its_logits_are_never_held_at_once
     assert [one.logprob for one in scored.prompt_scores] == pytest.approx([one.logprob for one in expected], abs=1e-4)
 
 
-# ---------------------------------------------------------------------- grammars
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 10},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
+_AGE = {"type": "integer", "minimum": 0, "maximum": 99}
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 10}, "age": _AGE}}
+SCHEMA |= {"required": ["name", "age"], "additionalProperties": False}
 
 
 def test_answers_are_what_the_schema_describes(model: Model) -> None:

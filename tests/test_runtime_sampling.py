@@ -19,21 +19,15 @@ def random_logits(vocab_size: int, seed: int, rows: int = 1) -> Tensor:
 
 def their_probabilities(logits: Tensor, settings: SamplingParams) -> Tensor:
     """Transformers' filters in its order; (V,) float64."""
-    from transformers import (
-        LogitsProcessorList,
-        MinPLogitsWarper,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
+    from transformers.generation import logits_process as theirs
 
-    filters = LogitsProcessorList([TemperatureLogitsWarper(settings.temperature)])
+    filters = theirs.LogitsProcessorList([theirs.TemperatureLogitsWarper(settings.temperature)])
     if settings.top_k:
-        filters.append(TopKLogitsWarper(settings.top_k))
+        filters.append(theirs.TopKLogitsWarper(settings.top_k))
     if settings.top_p < 1:
-        filters.append(TopPLogitsWarper(settings.top_p))
+        filters.append(theirs.TopPLogitsWarper(settings.top_p))
     if settings.min_p:
-        filters.append(MinPLogitsWarper(settings.min_p))
+        filters.append(theirs.MinPLogitsWarper(settings.min_p))
     return filters(torch.zeros(1, 1, dtype=torch.int64), logits.double()).softmax(-1)[0]
 
 
