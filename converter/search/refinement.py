@@ -52,13 +52,13 @@ def plan_steps(num_tokens: int, num_batches: int) -> tuple[int, int, int, float]
     The distance is the root mean square of the change of u, were all steps as long as the first and in one direction.
     Six times through the text, in the more and the larger steps, the longer it is: 24 of 8,192 tokens for 32,768, 48 of
     16,384 for 131,072, and no more. A shorter text says too little of a channel to go the whole distance: half of it,
-    in 6 steps of 4,096, for 8,192 tokens.
+    in 6 steps of 2,048, for 8,192 tokens.
     """
     held_out = max(1, round(num_batches / 8)) if num_batches > 2 else 0
     steps = min(_MOST_STEPS, round(math.sqrt(num_tokens / _TOKENS_PER_SQUARED_STEP)))
-    part_of_text = min(_EPOCHS / max(steps, 1), _MOST_TOKENS_PER_STEP / num_tokens)
-    share = max(1, min(round(part_of_text * num_batches), num_batches - held_out))
     part = min(1.0, math.sqrt(num_tokens / _ENOUGH_TOKENS))
+    part_of_text = min(part * _EPOCHS / max(steps, 1), _MOST_TOKENS_PER_STEP / num_tokens)
+    share = max(1, min(round(part_of_text * num_batches), num_batches - held_out))
     return max(min(steps, 1), round(part * steps)), share, held_out, part * _DISTANCE
 
 
@@ -190,10 +190,10 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
     kept: dict[str, Tensor] = {}
     totals: list[Tensor] = []
 
-    def gradients_of(final: Tensor) -> list[Tensor]:
+    def gradient_of(final: Tensor) -> Tensor:
         kl, at_final = reference.kl_gradient(batch, final)
         totals.append(kl)
-        return [at_final]
+        return at_final
 
     def receive(name: str, x: Tensor, at_input: Tensor) -> None:
         x = x.float()
@@ -208,7 +208,7 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
     # Before the masks are on: the dense model's distributions, if they are not kept yet.
     reference.distribution(batch, 0)
     with _masks(masked, by_name, ~counted):
-        backward(flow, masked, batch, gradients_of, receive)
+        backward(flow, masked, batch, gradient_of, receive)
     scalars = [*(kept[name] for name in channels.widths), totals[0].to(device), counted.sum().double()]
     return torch.cat([channels.join(gradient), channels.join(slope), torch.stack(scalars)])
 

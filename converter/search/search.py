@@ -68,7 +68,6 @@ class SearchSettings:
     # sparsity that one greedy step adds to a block. TEAL's 5% is half of a small projection at once, and in models this
     # small costs a third of the quality (benchmarks/LOG.md)
     greedy_step: float = 0.01
-    fisher_draws: int = 2  # labels drawn per token for the norms, and as many for the damages
     refine_steps: int | None = None  # None goes by the number of tokens, see `plan_steps`
     batch_size: int = 4  # sequences per forward pass
 
@@ -386,12 +385,12 @@ class Run:
         return {name: interpolate(DAMAGE_LEVELS, row) for name, row in rows.items()}
 
     def measure_sensitivities(self) -> dict[str, Any]:
-        calib, settings = self.calib, self.settings
+        calib = self.calib
         flow, masked, batches = calib.flow, calib.masked, range(calib.flow.num_batches)
         with self.progress.stage("Sensitivities"):
             diagonals = self.processes.spread(
                 batches,
-                lambda b: fisher_diagonal(flow, masked, b, self.draw(2 * b), num_draws=settings.fisher_draws),
+                lambda b: fisher_diagonal(flow, masked, b, self.draw(2 * b)),
             )
             for name, norm in self.norms.items():
                 total = sum((one[name] for one in diagonals), torch.zeros_like(diagonals[0][name]))
@@ -403,9 +402,7 @@ class Run:
             points = {name: [calib.thresholds({name: s})[name] for s in DAMAGE_LEVELS] for name in self.names}
             found = self.processes.spread(
                 batches,
-                lambda b: quadratic_damage(
-                    flow, masked, b, self.draw(2 * b + 1), calib.scales, points, num_draws=settings.fisher_draws
-                ),
+                lambda b: quadratic_damage(flow, masked, b, self.draw(2 * b + 1), calib.scales, points),
             )
         damages = {
             name: [sum(row) / flow.num_counted for row in zip(*(one[name] for one in found), strict=True)]
