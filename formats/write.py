@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .bundle import SMALL_FILES, verify_bundle
+from .bundle import SMALL_FILES, ProjectionMask, sidecar_bytes, verify_bundle
 from .card import LICENCE_FILE
 from .checkpoint import INDEX, Checkpoint, TensorInfo, build_header, is_finite
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
@@ -21,7 +21,6 @@ from .folder import check_target, replaced_folder
 from .guard import dump_json, file_digest, list_files, read_bounded
 from .manifest import BUNDLE, FILE_NAME, FORMAT_VERSION, MANIFEST, SIDECAR, Manifest, Recipe
 from .model_config import LM_HEAD
-from .sidecar import ProjectionMask, sidecar_bytes
 
 _MAX_COPIED_BYTES, _CHUNK_BYTES = 16 << 20, 32 << 20
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
