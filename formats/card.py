@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import os
 import re
 import shutil
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -187,7 +187,7 @@ def read_findings(report: Mapping[str, Any]) -> list[Finding]:
             valid = isinstance(value, str) and 0 < len(value) <= _LONGEST
             if name not in ("what", "conditions"):
                 wanted, is_number = "a finite number", isinstance(value, int | float) and not isinstance(value, bool)
-                valid = is_number and math.isfinite(value)
+                valid = is_number and abs(value) <= sys.float_info.max
             if not valid and (value is not None or not name.endswith("_stderr")):
                 raise BundleError(f"{where}.{name}: expected {wanted}, found {value!r:.60}")
     return [Finding(**entry) for entry in entries]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -228,7 +228,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     elif kind is int:
         valid, wanted = is_number and isinstance(value, int), "a whole number, 0 or more"
     elif kind is float:
-        valid, wanted = is_number and value < math.inf, "a number, 0 or more"
+        valid, wanted = is_number and value <= sys.float_info.max, "a number, 0 or more"
     else:
         valid, wanted = is_number and value <= arguments[1], f"a number in [0, {arguments[1]}]"
     if not valid:
