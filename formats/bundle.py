@@ -102,10 +102,8 @@ class Bundle:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, unfinished: bool = False) -> Bundle:
-        """Check and open a bundle; no weight is read. Checked: that every file that decides anything is there, is a
-        regular file inside the folder, and has its sha256 (the weights: their headers only); every name, shape, dtype
-        and value of the sidecar; that recipe, sidecar, index, headers and config tell the same story; the format
-        version."""
+        """Check and open a bundle. Every file that decides anything has to be a regular file inside the folder and to
+        have its sha256; of the weights only the headers are read. Recipe, sidecar, index, headers and config must agree."""
         folder = Path(folder)
         guard.require_folder(folder)
         where = guard.shown(folder)

@@ -173,7 +173,6 @@ class Finding:
 
 
 def read_findings(report: Mapping[str, Any]) -> list[Finding]:
-    """Those of a parsed report; BundleError if something else stands there."""
     entries = report.get("findings", [])
     if not isinstance(entries, list) or len(entries) > _MOST:
         raise BundleError(f"{REPORT}: findings: expected a list of at most {_MOST} entries, found something else")

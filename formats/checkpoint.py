@@ -62,9 +62,7 @@ _CODES = {dtype: code for code, dtype in STORED_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a header; ``code`` is the format's name of the dtype."""
-
-    code: str
+    code: str  # the dtype, as safetensors names it
     shape: tuple[int, ...]
 
 
@@ -148,10 +146,9 @@ class Checkpoint:
         error: type[WisparseError] = UnsupportedModelError,
         complete: Callable[..., dict[str, Any]] | None = None,
     ) -> Checkpoint:
-        """Read and check ``config.json``, the index and the headers; no weight is read. ``error`` is raised for a
-        checkpoint that cannot be used: UnsupportedModelError for a source model, BundleError for a bundle (which always
-        has an index and never a second copy of tied embeddings). ``complete`` makes a source's ``config.json``, and the
-        names of its tensors once they are known, into one that states every field."""
+        """Read and check ``config.json``, the index and the headers; no weight is read. With BundleError as ``error`` it
+        is a bundle, which has an index and no second copy of tied embeddings. ``complete`` makes a source's
+        ``config.json``, and the names of its tensors once they are known, into one that states every field."""
         folder = Path(folder)
         guard.require_folder(folder)
         is_bundle = issubclass(error, BundleError)

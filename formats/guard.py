@@ -74,7 +74,6 @@ def choice(name: str, value: Any, known: Sequence[str]) -> str:
 
 
 def text(name: str, value: Any, *, empty: bool = True) -> str:
-    """Require a str that UTF-8 can encode."""
     expect(isinstance(value, str), name, "a text (str)", value)
     try:
         value.encode()
@@ -301,7 +300,6 @@ _FOLDERS = {
 
 
 def _named(kinds: Mapping[str, str], names: Iterable[str]) -> str | None:
-    """The first of the kinds that one of the names has an end of."""
     names = tuple(names)
     return next(
         (words for words, ends in kinds.items() if any(name.endswith((*ends.split(),)) for name in names)), None

@@ -74,8 +74,6 @@ class RotationRecord:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything a conversion decided, and from what."""
-
     base_model: str  # Hub id or folder name of the source; never a path of the machine that converted it
     base_revision: str | None  # commit of the source, where it came from the Hub
     method: str
@@ -89,12 +87,10 @@ class Recipe:
 
     @property
     def sparsities(self) -> tuple[float, ...]:
-        """Of all sparsity levels, ascending."""
         return tuple(level.sparsity for level in self.levels)
 
     @property
     def projections(self) -> tuple[ProjectionRecipe, ...]:
-        """Of the default level."""
         return self.at(self.default).projections
 
     @property
@@ -112,7 +108,6 @@ class Recipe:
         return f"text only: {count} tensor{'s' * (count > 1)} of the vision tower left out" if count else None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, with ``format_version`` first."""
         only_if_any = ("vision_tensors_left_out", "rotation")
         document = {key: value for key, value in asdict(self).items() if value or key not in only_if_any}
         return {"format_version": FORMAT_VERSION, **document}
@@ -145,7 +140,6 @@ class Manifest:
     sha256: Mapping[str, str]
 
     def to_bytes(self) -> bytes:
-        """The file; equal manifests give equal bytes."""
         return dump_json(
             {**self.recipe.to_dict(), "files": {name: {"sha256": self.sha256[name]} for name in sorted(self.sha256)}}
         )
@@ -182,7 +176,6 @@ def recipe_digest(recipe: Recipe) -> str:
 
 
 def require_version(value: Any, where: str) -> None:
-    """Raise BundleError unless ``value`` is the format version that this code reads."""
     if isinstance(value, int) and not isinstance(value, bool) and value > FORMAT_VERSION:
         raise BundleError(
             f"{where}: the bundle has format version {value!r:.60}, this wisparse reads version {FORMAT_VERSION}; "

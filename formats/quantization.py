@@ -80,7 +80,6 @@ class Packed:
         return QuantizedMatrix(self.kind, codes.contiguous(), scales, zeros, self.group, (rows, columns))
 
     def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        """The reverse of `decode`, for a matrix without zero points."""
         codes = matrix.codes if self.kind == "int4" else _signed(matrix.codes.view(torch.uint8)).view(torch.uint8)
         if self.kind == "int4" and matrix.shape[1] % 2:
             raise ValueError(f"rows of {matrix.shape[1]} codes end in half a byte")

@@ -17,12 +17,9 @@ PREFILL_POLICIES = ("dense", "half", "all")
 
 
 def sparse_from(policy: str, length: int) -> int:
-    """The first sparse position of a prompt of ``length`` tokens, ``length`` if none is.
-
-    ``dense``: none is sparse. ``half``: the last ``length // 2``, the paper's protocol for measuring accuracy. ``all``:
-    every one.
-    """
+    """The first sparse position of a prompt of ``length`` tokens, ``length`` if none is."""
     guard.choice("prefill", policy, PREFILL_POLICIES)
+    # "half" is the paper's protocol for measuring accuracy.
     return {"dense": length, "half": length - length // 2, "all": 0}[policy]
 
 

@@ -39,12 +39,7 @@ def write_bundle(
     overwrite: bool = False,
     before_swap: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write a bundle; equal arguments give equal bytes.
-
-    Args:
-        dtype: ``auto`` (each tensor as it is), ``bfloat16``, ``float16`` or ``float32``.
-        max_shard_size: bytes of tensors per weight file, a number or a text such as ``5GB``.
-    """
+    """Write a bundle; equal arguments give equal bytes. ``dtype`` is ``auto`` (each tensor as it is) or one's name."""
     out = Path(os.path.abspath(out))
     if dtype != "auto" and source.quantised:
         raise UsageError(f"dtype: expected auto for a quantised model, whose weights stay as they are, found {dtype!r}")
@@ -140,7 +135,6 @@ def copied_files(folder: Path, error: type[WisparseError]) -> Iterator[tuple[str
 
 
 def _write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Write a new file; returns its sha256."""
     path.parent.mkdir(exist_ok=True)
     digest = hashlib.sha256()
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:

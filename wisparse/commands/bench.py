@@ -44,12 +44,8 @@ class CompiledSpeed:
 def compiled_rates(
     prefill: Callable[[], Tensor], step: Callable[[Tensor, Tensor], Tensor], workload: Workload, device: torch.device
 ) -> tuple[float, ...]:
-    """Tokens a second, all rows together, of every run but a first one, which compiles and captures.
-
-    Args:
-        prefill: empties the cache, reads the prompts, and gives the first ids (B, 1).
-        step: ids (B, 1) and their position (1,), int64, to the next ids (B, 1).
-    """
+    """Tokens a second, all rows together, of every run but a first one, which compiles and captures. ``prefill`` empties
+    the cache and gives the first ids (B, 1); ``step``: ids and their position (1,), int64, to the next ids."""
     compiled = torch.compile(step, mode=_MODE, fullgraph=True)
     first = workload.prompt_length
     positions = [torch.tensor([place], device=device) for place in range(first, first + workload.new_tokens)]
@@ -180,7 +176,6 @@ def command(
 
 
 def _finding(comparison: Comparison) -> Finding:
-    """For the bundle's report."""
     work, machine = comparison.workload, comparison.machine
     requests = "one request" if work.batch == 1 else f"{work.batch} requests"
     weights = comparison.dtype if comparison.weights == "native" else comparison.weights
