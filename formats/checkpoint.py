@@ -113,8 +113,6 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """How a weight (rows, columns) is stored in few bits."""
-
     packing: Packing
     rows: int
     columns: int
@@ -305,10 +303,8 @@ class Checkpoint:
             return
         info = self.tensors[name]
         source = self._files[info.file].read_bytes(info.stored)
-        for offset in range(0, info.nbytes, chunk_bytes):
-            chunk = source[offset : offset + chunk_bytes]
-            for piece in chunk.split(_COPY_BYTES):
-                self._require_finite(info, piece)
+        for chunk in source.split(chunk_bytes):
+            self._require_finite(info, chunk)
             yield chunk.view(info.dtype)
 
     def read_part(self, name: str, offset: int, memory: Tensor) -> None:
@@ -382,7 +378,7 @@ class Checkpoint:
         return memory.view(info.dtype).reshape(info.shape)
 
     def _require_finite(self, info: TensorInfo, data: Tensor) -> None:
-        if not is_finite(data.view(info.dtype)):
+        if not all(is_finite(part.view(info.dtype)) for part in data.split(_COPY_BYTES)):
             raise self.error(f"{info.name}: the weights hold NaN or infinity; the model is damaged")
 
 
