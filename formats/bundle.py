@@ -22,18 +22,7 @@ from torch import Tensor
 from . import guard
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint, Entry, build_header, parse_tensors
 from .errors import BundleError, UsageError, printable
-from .manifest import (
-    FORMAT_VERSION,
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    MAX_SPARSITY,
-    SIDECAR,
-    Manifest,
-    ProjectionRecipe,
-    Recipe,
-    recipe_digest,
-    require_version,
-)
+from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, Recipe, require_version, sidecar_metadata
 from .model_config import ModelConfig, Projection
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
@@ -114,7 +103,7 @@ class Bundle:
             kind = guard.folder_kind(folder)
             how = shlex.quote(where) if kind is None else f"from a model (this is {kind})"
             raise BundleError(f"{where}: not a bundle: no {MANIFEST}; make one with wisparse-convert {how}")
-        manifest = Manifest.from_dict(guard.read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
+        manifest = Manifest.read(folder)
         recipe = manifest.recipe
         config_dict = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
         entry = config_dict.get("wisparse")
@@ -195,7 +184,7 @@ def read_masks(
     version = metadata.get("format_version", "")
     digits = version.isascii() and version.isdigit() and len(version) < 9
     require_version(int(version) if digits else version, SIDECAR)
-    if metadata.get("recipe_sha256") != recipe_digest(manifest.recipe):
+    if metadata.get("recipe_sha256") != sidecar_metadata(manifest.recipe)["recipe_sha256"]:
         raise BundleError(f"{SIDECAR} and {MANIFEST} do not belong together (recipe_sha256 differs); convert again")
     rows = len(manifest.recipe.levels)
     expected: dict[str, tuple[int, ...]] = {}
@@ -212,36 +201,33 @@ def read_masks(
         if tensor not in expected:
             raise BundleError(f"{SIDECAR}: unexpected tensor {tensor!r:.200}; convert again")
     values = {name: torch.from_numpy(np.frombuffer(raw, "<f4").reshape(rows, -1)) for name, (_, raw) in tensors.items()}
-    return {
-        level.sparsity: {entry.name: _mask(values, index, entry) for entry in level.projections}
-        for index, level in enumerate(manifest.recipe.levels)
-    }
-
-
-def _mask(values: Mapping[str, Tensor], level: int, recipe: ProjectionRecipe) -> ProjectionMask:
-    """The mask of one projection, with every value checked. Subnormal numbers are out of range: back ends that flush
-    them to zero would disagree about the mask."""
-    scale, *numbers = (values[f"{recipe.name}.{field}"][level] for field in ("channel_scale", "threshold", "sparsity"))
-    threshold, sparsity = map(float, numbers)
-    low, high = (float(value) for value in torch.aminmax(scale))
-    positive = low >= _SMALLEST_NORMAL and high < math.inf
-    usual = threshold == 0 or _SMALLEST_NORMAL <= threshold < math.inf
-    for valid, where, wanted, found in (
-        (positive, "channel_scale", "finite positive values", f"{low:g} to {high:g}"),
-        (usual, "threshold", "a finite number, 0 or more", f"{threshold:g}"),
-        (0 <= sparsity <= MAX_SPARSITY, "sparsity", f"a number in [0, {MAX_SPARSITY}]", f"{sparsity:g}"),
-        (sparsity or not threshold, "sparsity 0 means dense", "threshold 0", f"{threshold:g}"),
-    ):
-        if not valid:
-            raise BundleError(f"{recipe.name}: {where}: expected {wanted}, found {found}; convert again")
-    for key, number in (("threshold", threshold), ("sparsity", sparsity)):
-        stated = getattr(recipe, key)
-        if float(np.float32(stated)) != number:
-            raise BundleError(
-                f"{recipe.name}: {MANIFEST} says {key} {stated!r}, {SIDECAR} says {number!r}; convert again"
-            )
-    # The recipe's double, so that 0.35 is printed as 0.35.
-    return ProjectionMask(scale.clone(), threshold, float(recipe.sparsity))
+    levels: dict[float, dict[str, ProjectionMask]] = {level.sparsity: {} for level in manifest.recipe.levels}
+    for index, level in enumerate(manifest.recipe.levels):
+        for recipe in level.projections:
+            fields = ("channel_scale", "threshold", "sparsity")
+            scale, *numbers = (values[f"{recipe.name}.{field}"][index] for field in fields)
+            threshold, sparsity = map(float, numbers)
+            low, high = (float(value) for value in torch.aminmax(scale))
+            # Subnormal numbers are out of range: back ends that flush them to zero would disagree about the mask.
+            positive = low >= _SMALLEST_NORMAL and high < math.inf
+            usual = threshold == 0 or _SMALLEST_NORMAL <= threshold < math.inf
+            for valid, where, wanted, found in (
+                (positive, "channel_scale", "finite positive values", f"{low:g} to {high:g}"),
+                (usual, "threshold", "a finite number, 0 or more", f"{threshold:g}"),
+                (0 <= sparsity <= MAX_SPARSITY, "sparsity", f"a number in [0, {MAX_SPARSITY}]", f"{sparsity:g}"),
+                (sparsity or not threshold, "sparsity 0 means dense", "threshold 0", f"{threshold:g}"),
+            ):
+                if not valid:
+                    raise BundleError(f"{recipe.name}: {where}: expected {wanted}, found {found}; convert again")
+            for key, number in (("threshold", threshold), ("sparsity", sparsity)):
+                stated = getattr(recipe, key)
+                if float(np.float32(stated)) != number:
+                    raise BundleError(
+                        f"{recipe.name}: {MANIFEST} says {key} {stated!r}, {SIDECAR} says {number!r}; convert again"
+                    )
+            # The recipe's double, so that 0.35 is printed as 0.35.
+            levels[level.sparsity][recipe.name] = ProjectionMask(scale.clone(), threshold, float(recipe.sparsity))
+    return levels
 
 
 def sidecar_bytes(
@@ -256,10 +242,8 @@ def sidecar_bytes(
             f"{name}.threshold": np.array([mask.threshold for mask in masks]),
             f"{name}.sparsity": np.array([mask.sparsity for mask in masks]),
         }
-    header = build_header(
-        {name: (torch.float32, array.shape) for name, array in arrays.items()},
-        {"format": "wisparse", "format_version": str(FORMAT_VERSION), "recipe_sha256": recipe_digest(recipe)},
-    )
+    stored = {name: (torch.float32, array.shape) for name, array in arrays.items()}
+    header = build_header(stored, sidecar_metadata(recipe))
     return header + b"".join(array.astype("<f4").tobytes() for array in arrays.values())
 
 

@@ -445,7 +445,6 @@ def _open_files(
 def parse_tensors(
     data: bytes, name: str, error: type[WisparseError]
 ) -> tuple[dict[str, tuple[Entry, bytearray]], dict[str, str]]:
-    """The tensors and the metadata of a safetensors file that was read as a whole."""
     try:
         found = {tensor: (Entry(e["dtype"], tuple(e["shape"])), e["data"]) for tensor, e in deserialize(data)}
     except SafetensorError as reason:

@@ -33,7 +33,6 @@ _short.maxstring = _short.maxother = 80
 
 
 def quoted(value: Any) -> str:
-    """A value as an error message shows it: on one line and shortened."""
     return " ".join(_short.repr(value).split())
 
 
@@ -218,7 +217,6 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_json(folder: Path, name: str, limit: int, error: type[WisparseError]) -> dict[str, Any]:
-    """Parse ``folder/name``, at most ``limit`` bytes, which has to hold a JSON object."""
     return parse_json(read_bounded(folder, name, limit, error), name, error)
 
 

@@ -147,7 +147,6 @@ def is_reachable() -> bool:
 
 
 def is_public(repo: str) -> bool:
-    """Whether ``repo`` exists on the Hub and everybody may read it."""
     repo_id = _repo_id(repo, must_have_owner=True)
     with contextlib.suppress(_MissingRepository), _hub_errors(repo_id):
         return not _api().model_info(repo_id).private

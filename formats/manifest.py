@@ -145,17 +145,16 @@ class Manifest:
         )
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Manifest:
-        """Read a parsed ``wisparse.json``. Raises BundleError for another version, or a missing or ill-typed value."""
-        require_version(document.get("format_version"), MANIFEST)
-        return cls(Recipe.from_dict(document), _files(document))
+    def read(cls, folder: Path) -> Manifest:
+        """Raises BundleError for another version, or a missing or ill-typed value."""
+        document = read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError)
+        sha256 = _files(document)
+        return cls(Recipe.from_dict(document), sha256)
 
 
 def listed_files(folder: Path) -> dict[str, str]:
     """File of the bundle -> sha256 that it should have, of every file but ``wisparse.json``. Raises BundleError."""
-    document = read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError)
-    require_version(document.get("format_version"), MANIFEST)
-    return _files(document)
+    return _files(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
 
 
 def _files_of(folder: Path) -> set[str] | None:
@@ -169,10 +168,11 @@ def _files_of(folder: Path) -> set[str] | None:
 BUNDLE = Kind("a bundle", "conversion", MANIFEST, _files_of)
 
 
-def recipe_digest(recipe: Recipe) -> str:
-    """sha256 of the recipe as compact JSON with sorted keys; it ties the sidecar to its recipe."""
+def sidecar_metadata(recipe: Recipe) -> dict[str, str]:
+    """Ties a sidecar to its recipe by the sha256 of the recipe as compact JSON with sorted keys."""
     text = json.dumps(recipe.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    return {"format": "wisparse", "format_version": str(FORMAT_VERSION), "recipe_sha256": digest}
 
 
 def require_version(value: Any, where: str) -> None:
@@ -186,6 +186,7 @@ def require_version(value: Any, where: str) -> None:
 
 
 def _files(document: Mapping[str, Any]) -> dict[str, str]:
+    require_version(document.get("format_version"), MANIFEST)
     files = {}
     for name, entry in _decode(Mapping[str, Any], document.get("files"), "files").items():
         if not FILE_NAME.fullmatch(name):

@@ -95,7 +95,6 @@ def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Mode
 
 
 def set_up_logging(verbose: bool) -> None:
-    """Log to stderr: warnings, and with ``verbose`` also what is chosen and why."""
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
 
 

@@ -70,7 +70,6 @@ def compiled_rates(
 
 
 def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtype: torch.dtype) -> CompiledSpeed:
-    """Time the bundle's dense model in transformers, its weights as numbers of ``dtype``."""
     from transformers import StaticCache
 
     with memory_errors(device, f"for the dense model under {_BASELINE}"):
@@ -189,7 +188,6 @@ def _finding(comparison: Comparison) -> Finding:
 
 
 def _print_tables(table: Mapping[str, Comparison], compiled: CompiledSpeed | None, all_weights: bool) -> None:
-    """One way to hold the weights, or all of them; dense and sparse, and the baseline."""
     found = table["native"] if all_weights else next(iter(table.values()))
     work, ground = found.workload, compiled or found.dense
     click.echo(", ".join(f"{key} {value}" for key, value in found.machine.items()))
