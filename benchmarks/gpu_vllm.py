@@ -290,11 +290,10 @@ def write_bundle(config: dict[str, Any], folder: Path) -> None:
     """A bundle that passes every check but has holes for weights, and thresholds that drop nothing."""
     import torch
 
-    from wisparse.formats.bundle import Bundle, ProjectionMask
+    from wisparse.formats.bundle import Bundle, ProjectionMask, sidecar_bytes
     from wisparse.formats.checkpoint import build_header
     from wisparse.formats.manifest import CalibrationRecord, Manifest, ProjectionRecipe, Recipe, SparsityLevel
     from wisparse.formats.model_config import ModelConfig, expected_tensors
-    from wisparse.formats.sidecar import sidecar_bytes
 
     model = ModelConfig.from_dict(config)
     threshold = 2.0**-100

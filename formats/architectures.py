@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .guard import refusals
+
 Activation = Literal["silu", "gelu_tanh"]
 # A config key, and the power its number is raised to: Gemma's scores are multiplied by query_pre_attn_scalar**-0.5.
 Power = tuple[str, float]
@@ -217,28 +219,6 @@ def text_name(stored: str) -> str | None:
     return RENAMED.get(prefix, "") + stored.removeprefix(prefix)
 
 
-_EXPERTS = "a mixture-of-experts model, which reads only some of its weights at a token already"
-_ENCODER_DECODER = "an encoder-decoder model, not a decoder alone"
-_PICTURES = "a model of pictures and text together"
-# What a model is -> pattern of the model types that are so.
-_FAMILIES = {
-    _EXPERTS: r".*moe.*|mixtral|deepseek_v[2-9].*|dbrx|gpt_oss|llama4.*|qwen3_next|qwen4_exp.*|kimi.*|dots\d.*|minimax.*|"
-    r"grok.*|arctic|jamba|aria_text|axk\d|bailing_hybrid|flex_olmo|hy_v\d|inkling.*|kolibri.*|laguna|longcat.*|mellum|"
-    r"mimo_v2.*|solar_open|zaya",
-    "an encoder, which writes no text": r".*bert.*|electra|mpnet|xlm-roberta.*|nomic.*|deberta.*|gte|bge.*|big_bird|"
-    r"roformer|data2vec-text|xmod|ernie",
-    _ENCODER_DECODER: r".*t5.*|.*bart|marian|pegasus.*|m2m_100|nllb.*|led|fsmt|prophetnet|encoder-decoder",
-    "a recurrent or state-space model, whose blocks are no attention and MLP": r".*mamba.*|rwkv.*|zamba.*|bamba|"
-    r"recurrent_gemma|nemotron_h|xlstm|hyena|retnet|lfm[23]|.*hybrid|falcon_h1",
-    "a model of speech, sound or pictures": r"whisper|wav2vec2.*|hubert|speecht5|musicgen.*|bark|vits|clip.*|siglip.*|"
-    r"vit.*|dinov.*|sam.*|swin.*",
-    _PICTURES: r".*_vl.*|.*vision.*|llava.*|mllama|idefics.*|paligemma.*|internvl.*|mistral3|pixtral|blip.*|fuyu|kosmos.*|"
-    r"gemma3n?|gemma4_unified|phi4_multimodal|git|got_ocr2|.*omni.*|chameleon|emu3|qwen3_5",
-    "a dense decoder whose blocks are put together in another way (docs/bring-your-own-architecture.md says what a new row "
-    "of the table can be)": r"gpt.*|openai-gpt|ctrl|cpmant|opt|bloom|mpt|falcon|codegen|phi|gemma(3n_text|4_[au].*)|"
-    r"vaultgemma|stablelm.*|starcoder.*|olmo|cohere.*|granite_swa|internlm.*|baichuan.*|minicpm.*|nemotron|persimmon|xglm|"
-    r"biogpt|qwen|chatglm|apertus|arcee|bitnet|diffllama|cwm|nanochat|hyperclovax|jais.*|youtu|blt|iquestcoder|doge",
-}
 # Where a wrapper's config keeps that of its text model.
 _INSIDE = ("text_config", "thinker_config", "llm_config", "ffn_config")
 
@@ -249,25 +229,26 @@ def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[
     known = ", ".join(supported)
     if not isinstance(model_type, str):
         return f"config.json: model_type: expected one of {known}, found {model_type!r:.80}"
-    kind = next((words for words, names in _FAMILIES.items() if re.fullmatch(names, model_type)), None)
-    if kind == _EXPERTS or _has_experts(config):
-        kind = _EXPERTS
+    families = refusals()["families"]
+    names = (name for name, row in families.items() if re.fullmatch("|".join(row["model_types"]), model_type))
+    family = next(names, None)
+    if family == "experts" or _has_experts(config):
+        family = "experts"
     elif config.get("is_encoder_decoder") is True:
-        kind = _ENCODER_DECODER
+        family = "encoder_decoder"
     elif isinstance(config.get("vision_config"), dict):
-        kind = _PICTURES
-    if kind is not None:
-        return f"model_type {model_type!r:.80} is {kind}; known ones: {known}"
+        family = "vision"
+    if family is not None:
+        return f"model_type {model_type!r:.80} is {families[family]['is']}; known ones: {known}"
     close = difflib.get_close_matches(model_type[:80], supported, n=1, cutoff=0.75)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return f"model_type {model_type!r:.80}{hint}; known ones: {known}"
 
 
-def _has_experts(config: Mapping[str, Any], depth: int = 3) -> bool:
+def _has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the config, or that of the text model inside, counts experts: ``num_experts``, ``n_routed_experts``, …"""
     for key, value in config.items():
         counts = value if isinstance(value, list) else [value]
         if key.endswith("experts") and any(type(count) is int and count > 1 for count in counts):
             return True
-    inside = (config[key] for key in _INSIDE if isinstance(config.get(key), Mapping)) if depth else ()
-    return any(_has_experts(one, depth - 1) for one in inside)
+    return any(_has_experts(config[key]) for key in _INSIDE if isinstance(config.get(key), Mapping))

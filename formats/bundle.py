@@ -1,25 +1,29 @@
-"""A sparse bundle, opened: dense weights, one mask per projection and sparsity level, the recipe they come from. See FORMAT.md."""
+"""A sparse bundle: dense weights, the recipe, and in the sidecar a mask per projection and sparsity level. See FORMAT.md."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from . import guard
-from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
+from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint, Entry, build_header, parse_tensors
 from .errors import BundleError, UsageError, printable
-from .manifest import MANIFEST, MAX_MANIFEST_BYTES, SIDECAR, Manifest, Recipe, require_version
-from .model_config import ModelConfig
-from .sidecar import ProjectionMask, read_masks
+from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, Recipe, require_version, sidecar_metadata
+from .model_config import ModelConfig, Projection
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 SMALL_FILES: Mapping[str, int] = {
@@ -40,6 +44,16 @@ _DOCUMENT = re.compile(r"(README|LICEN[SC]E|USE_POLICY|NOTICE)[^/]*|conversion_r
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|pkl|pickle|ckpt)", re.IGNORECASE)
 # Two sparsities this close are the same one, written or computed differently.
 _SAME_SPARSITY = 1e-6
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True)
+class ProjectionMask:
+    """What decides which channels of one projection are kept, at one sparsity level."""
+
+    channel_scale: Tensor  # (K,) float32, finite and positive
+    threshold: float  # keep a channel if ``|x| * channel_scale`` is at least this; finite, 0 or more, a float32 value
+    sparsity: float  # fraction of channels dropped, in [0, 0.95]; 0 means dense, and the threshold is 0 as well
 
 
 @dataclass(frozen=True)
@@ -77,10 +91,8 @@ class Bundle:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, unfinished: bool = False) -> Bundle:
-        """Check and open a bundle; no weight is read. Checked: that every file that decides anything is there, is a
-        regular file inside the folder, and has its sha256 (the weights: their headers only); every name, shape, dtype
-        and value of the sidecar; that recipe, sidecar, index, headers and config tell the same story; the format
-        version."""
+        """Check and open a bundle. Every file that decides anything has to be a regular file inside the folder and to
+        have its sha256; of the weights only the headers are read. Recipe, sidecar, index, headers and config must agree."""
         folder = Path(folder)
         guard.require_folder(folder)
         where = guard.shown(folder)
@@ -91,7 +103,7 @@ class Bundle:
             kind = guard.folder_kind(folder)
             how = shlex.quote(where) if kind is None else f"from a model (this is {kind})"
             raise BundleError(f"{where}: not a bundle: no {MANIFEST}; make one with wisparse-convert {how}")
-        manifest = Manifest.from_dict(guard.read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
+        manifest = Manifest.read(folder)
         recipe = manifest.recipe
         config_dict = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
         entry = config_dict.get("wisparse")
@@ -159,6 +171,80 @@ def _damaged(name: str, expected: str, found: str) -> BundleError:
     return BundleError(
         f"{name}: expected sha256 {expected:.16}…, found {found:.16}…; the file is damaged or was edited: fetch it again"
     )
+
+
+def read_masks(
+    data: bytes, projections: Mapping[str, Projection], manifest: Manifest
+) -> dict[float, dict[str, ProjectionMask]]:
+    """The masks of every sparsity level, from the bytes of a sidecar. Raises BundleError unless it belongs to
+    ``manifest``, holds the tensors of these projections alone, and every value is in its range and the manifest's."""
+    tensors, metadata = parse_tensors(data, SIDECAR, BundleError)
+    if metadata.get("format") != "wisparse":
+        raise BundleError(f"{SIDECAR}: format: expected 'wisparse', found {metadata.get('format')!r:.80}")
+    version = metadata.get("format_version", "")
+    digits = version.isascii() and version.isdigit() and len(version) < 9
+    require_version(int(version) if digits else version, SIDECAR)
+    if metadata.get("recipe_sha256") != sidecar_metadata(manifest.recipe)["recipe_sha256"]:
+        raise BundleError(f"{SIDECAR} and {MANIFEST} do not belong together (recipe_sha256 differs); convert again")
+    rows = len(manifest.recipe.levels)
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, projection in projections.items():
+        expected[f"{name}.channel_scale"] = (rows, projection.in_features)
+        expected |= dict.fromkeys((f"{name}.threshold", f"{name}.sparsity"), (rows,))
+    for tensor, shape in expected.items():
+        name, _, what = tensor.rpartition(".")
+        entry = tensors[tensor][0] if tensor in tensors else None
+        if entry != Entry("F32", shape):
+            found = f"nothing in {SIDECAR}" if entry is None else f"{entry.shape} in {entry.code}"
+            raise BundleError(f"{name}: expected {what} {shape} in F32, found {found}; convert again")
+    for tensor in tensors:
+        if tensor not in expected:
+            raise BundleError(f"{SIDECAR}: unexpected tensor {tensor!r:.200}; convert again")
+    values = {name: torch.from_numpy(np.frombuffer(raw, "<f4").reshape(rows, -1)) for name, (_, raw) in tensors.items()}
+    levels: dict[float, dict[str, ProjectionMask]] = {level.sparsity: {} for level in manifest.recipe.levels}
+    for index, level in enumerate(manifest.recipe.levels):
+        for recipe in level.projections:
+            fields = ("channel_scale", "threshold", "sparsity")
+            scale, *numbers = (values[f"{recipe.name}.{field}"][index] for field in fields)
+            threshold, sparsity = map(float, numbers)
+            low, high = (float(value) for value in torch.aminmax(scale))
+            # Subnormal numbers are out of range: back ends that flush them to zero would disagree about the mask.
+            positive = low >= _SMALLEST_NORMAL and high < math.inf
+            usual = threshold == 0 or _SMALLEST_NORMAL <= threshold < math.inf
+            for valid, where, wanted, found in (
+                (positive, "channel_scale", "finite positive values", f"{low:g} to {high:g}"),
+                (usual, "threshold", "a finite number, 0 or more", f"{threshold:g}"),
+                (0 <= sparsity <= MAX_SPARSITY, "sparsity", f"a number in [0, {MAX_SPARSITY}]", f"{sparsity:g}"),
+                (sparsity or not threshold, "sparsity 0 means dense", "threshold 0", f"{threshold:g}"),
+            ):
+                if not valid:
+                    raise BundleError(f"{recipe.name}: {where}: expected {wanted}, found {found}; convert again")
+            for key, number in (("threshold", threshold), ("sparsity", sparsity)):
+                stated = getattr(recipe, key)
+                if float(np.float32(stated)) != number:
+                    raise BundleError(
+                        f"{recipe.name}: {MANIFEST} says {key} {stated!r}, {SIDECAR} says {number!r}; convert again"
+                    )
+            # The recipe's double, so that 0.35 is printed as 0.35.
+            levels[level.sparsity][recipe.name] = ProjectionMask(scale.clone(), threshold, float(recipe.sparsity))
+    return levels
+
+
+def sidecar_bytes(
+    projections: Iterable[Projection], recipe: Recipe, levels: Sequence[Mapping[str, ProjectionMask]]
+) -> bytes:
+    """The file; ``levels`` in the recipe's order, checked."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for name in (projection.name for projection in projections):
+        masks = [level[name] for level in levels]
+        arrays |= {
+            f"{name}.channel_scale": torch.stack([mask.channel_scale.detach().cpu() for mask in masks]).numpy(),
+            f"{name}.threshold": np.array([mask.threshold for mask in masks]),
+            f"{name}.sparsity": np.array([mask.sparsity for mask in masks]),
+        }
+    stored = {name: (torch.float32, array.shape) for name, array in arrays.items()}
+    header = build_header(stored, sidecar_metadata(recipe))
+    return header + b"".join(array.astype("<f4").tobytes() for array in arrays.values())
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import os
 import re
 import shutil
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData, metadata_load
+from jinja2 import Environment, FileSystemLoader
 
 from .errors import BundleError
 from .folder import check_target, clear_leftovers, replaced_folder
@@ -28,17 +29,6 @@ LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 _MAX_README_BYTES, _MAX_DOCUMENT_BYTES = 1 << 20, 32 << 20
 # Tags of a source that its text model alone does not earn.
 _OF_PICTURES = re.compile(r"multi-?modal|vision|image|video|visual|vlm?\b")
-_RULE = "a channel is kept if |x|{} reaches the projection's threshold{}"
-_NORM = ", where g is the norm of the channel's weights, or what the search puts in its place"
-_CITATION = """```bibtex
-@article{chen2026wisparse,
-  title   = {WiSparse: Boosting LLM Inference Efficiency with Weight-aware Mixed Activation Sparsity},
-  author  = {Chen, Lei and Meng, Yuan and Zhan, Xiaoyu and Wang, Zhi and Zhu, Wenwu},
-  journal = {arXiv preprint arXiv:2602.14452},
-  year    = {2026},
-  url     = {https://arxiv.org/abs/2602.14452}
-}
-```"""
 
 
 @dataclass(frozen=True)
@@ -140,102 +130,24 @@ def render_card(
             )
         ],
     )
-    source = f"[{base}](https://huggingface.co/{base})" if on_hub else f"`{base}`"
-    changed = " and no weight was changed"
-    if recipe.rotation is not None:
-        changed = (
-            ". The weights are the source's in other coordinates, where leaving channels out costs less; dense, they "
-            f"say what the source's say but for rounding (KL {recipe.rotation.kl:.2g} nats per token)"
-        )
-    place = repo_id or "path/to/this/folder"
-    prompt = '[{"role": "user", "content": "Why is the sky blue?"}]' if inherited.chat else '"Why is the sky blue?"'
-    chat = f"wisparse chat {place}\n" if inherited.chat else ""
-    usage = (
-        f'```sh\npip install wisparse\nwisparse generate {place} --prompt "Why is the sky blue?"\n{chat}```\n\n'
-        f'```python\nimport wisparse\n\nmodel = wisparse.load("{place}")\n'
-        f"print(model.generate({prompt}, max_new_tokens=200).text)\n```\n\n"
-        f"In vLLM, with `wisparse[vllm]` installed: `vllm serve {place}`.\n\n"
-        "Any program that reads Hugging Face checkpoints loads this folder too, as the dense model. In transformers,\n"
-        "`wisparse.sparsify(model, bundle)` puts the masks on."
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    files = " and ".join(f"`{name}`" for name in inherited.licence_files)
-    named = inherited.licence_name or inherited.licence
-    rights = "The source model names no licence; ask its authors before you share this."
-    if named or files:
-        rights = (
-            f"The source model's licence{f' ({named})' if named else ''} applies{f': see {files}' if files else ''}."
-        )
-    limitations = [
-        *(["Text only: the source reads pictures too, this bundle does not."] if recipe.text_only else []),
-        "An approximation: the answers differ from the dense model's, more so the further the text is from the calibration "
-        "text.",
-        "It speeds up decoding of one or few sequences at a time. Prompts are read dense by default, and large batches "
-        "gain nothing.",
-        "Programs other than WiSparse, or vLLM with its plug-in, run it dense, at the dense model's speed and quality.",
-        rights,
-    ]
-    sections = [
-        f"# {title}",
-        f"A WiSparse bundle of {source}: at every decoded token each linear layer reads only the weights of its most "
-        f"important input channels, about {100 * recipe.default:.4g}% fewer in all. Nothing was trained{changed}.",
-        "## Measured\n\n" + _measured(recipe, report),
-        *(f"![{caption}]({name})\n\n*{caption}*" for name, caption in figures),
-        f"## Use\n\n{usage}",
-        "## Recipe\n\n" + _recipe(recipe),
-        "## Limitations\n\n" + "\n".join(f"- {one}" for one in limitations),
-        "## Citation\n\n" + _CITATION,
-    ]
-    return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
-
-
-def _measured(recipe: Recipe, report: Mapping[str, Any]) -> str:
-    quality, sparse = report["quality"], report["quality"]["sparse"]
-    levels = ""
-    if len(report["levels"]) > 1:
-        levels = (
-            "Every sparsity that this bundle holds (`--sparsity`, or `model.sparsity = …` between two answers):\n\n"
-            "| sparsity | KL | top-1 agreement | perplexity | weights left unread | |\n|---|---|---|---|---|---|\n"
-        )
-        for level in report["levels"]:
-            found, default = level["quality"]["sparse"], ", the default" * (level["sparsity"] == recipe.default)
-            levels += (
-                f"| {level['sparsity']:.4g}{default} | {found['kl']:.4f} | {found['top1_agreement']:.3f} "
-                f"| {found['perplexity']:.3f} | {level['quality']['realised_sparsity'] or 0:.1%} | {level['grade']} |\n"
-            )
-        levels += "\n"
-    return (
-        f"**{report['verdict']}**\n\n| | dense | sparse |\n|---|---|---|\n"
-        f"| perplexity | {sparse['dense_perplexity']:.3f} | {sparse['perplexity']:.3f} |\n"
-        f"| KL(dense ‖ sparse), nats per token | 0 | {sparse['kl']:.4f} |\n"
-        f"| top-1 agreement with the dense model | 1 | {sparse['top1_agreement']:.3f} |\n"
-        f"| weights left unread | 0 | {quality['realised_sparsity'] or 0:.1%} |\n\n{levels}"
-        f"On {sparse['num_tokens']:,} tokens of {quality['text']}; every token sparse. {report['sparsity']['expect']} "
-        "Speed depends on the machine: `wisparse bench` measures it on yours, dense and sparse side by side."
-    )
-
-
-def _recipe(recipe: Recipe) -> str:
     alphas = [entry.alpha for entry in recipe.projections]
-    sparsities = [entry.sparsity for entry in recipe.projections]
-    blocks, calibration = recipe.block_sparsities, recipe.calibration
-    search = recipe.search.get("settings", {}).get("search")
-    commit = f" at `{recipe.base_revision}`" if recipe.base_revision else ""
-    rule = _RULE.format("", "") if recipe.method == "teal" else _RULE.format(" · g^alpha", _NORM)
-    return "\n".join(
-        [
-            f"- source: `{recipe.base_model}`{commit}",
-            *([f"- {recipe.text_only}"] if recipe.text_only else []),
-            *([f"- rotation of the weights: {recipe.rotation}"] if recipe.rotation else []),
-            f"- method: {recipe.method}; {rule}",
-            *([f"- search: {search}"] if search else []),
-            f"- sparsity: {recipe.default:.1%} of the weights of {len(sparsities)} projections in {len(blocks)} "
-            f"blocks; {min(blocks):.1%} to {max(blocks):.1%} by block, {min(sparsities):.1%} to {max(sparsities):.1%} "
-            "by projection",
-            f"- alpha: {min(alphas):g} to {max(alphas):g}, median {statistics.median(alphas):g}",
-            f"- calibration: {calibration.source}, {calibration.num_samples} samples of up to {calibration.seq_len} "
-            f"tokens ({calibration.num_tokens:,} in all), seed {calibration.seed}",
-            "- everything else, projection by projection: `wisparse.json`",
-        ]
+    return environment.get_template("card.md.jinja").render(
+        metadata=metadata.to_yaml(),
+        title=title,
+        recipe=recipe,
+        inherited=inherited,
+        report=report,
+        sparse=measured,
+        figures=figures,
+        search=recipe.search.get("settings", {}).get("search"),
+        path=repo_id or "path/to/this/folder",
+        alphas=alphas,
+        median_alpha=statistics.median(alphas),
+        sparsities=[entry.sparsity for entry in recipe.projections],
+        blocks=recipe.block_sparsities,
     )
 
 
@@ -261,7 +173,6 @@ class Finding:
 
 
 def read_findings(report: Mapping[str, Any]) -> list[Finding]:
-    """Those of a parsed report; BundleError if something else stands there."""
     entries = report.get("findings", [])
     if not isinstance(entries, list) or len(entries) > _MOST:
         raise BundleError(f"{REPORT}: findings: expected a list of at most {_MOST} entries, found something else")
@@ -275,7 +186,7 @@ def read_findings(report: Mapping[str, Any]) -> list[Finding]:
             valid = isinstance(value, str) and 0 < len(value) <= _LONGEST
             if name not in ("what", "conditions"):
                 wanted, is_number = "a finite number", isinstance(value, int | float) and not isinstance(value, bool)
-                valid = is_number and math.isfinite(value)
+                valid = is_number and abs(value) <= sys.float_info.max
             if not valid and (value is not None or not name.endswith("_stderr")):
                 raise BundleError(f"{where}.{name}: expected {wanted}, found {value!r:.60}")
     return [Finding(**entry) for entry in entries]

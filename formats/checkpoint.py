@@ -62,9 +62,7 @@ _CODES = {dtype: code for code, dtype in STORED_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a header; ``code`` is the format's name of the dtype."""
-
-    code: str
+    code: str  # the dtype, as safetensors names it
     shape: tuple[int, ...]
 
 
@@ -115,8 +113,6 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """How a weight (rows, columns) is stored in few bits."""
-
     packing: Packing
     rows: int
     columns: int
@@ -148,10 +144,9 @@ class Checkpoint:
         error: type[WisparseError] = UnsupportedModelError,
         complete: Callable[..., dict[str, Any]] | None = None,
     ) -> Checkpoint:
-        """Read and check ``config.json``, the index and the headers; no weight is read. ``error`` is raised for a
-        checkpoint that cannot be used: UnsupportedModelError for a source model, BundleError for a bundle (which always
-        has an index and never a second copy of tied embeddings). ``complete`` makes a source's ``config.json``, and the
-        names of its tensors once they are known, into one that states every field."""
+        """Read and check ``config.json``, the index and the headers; no weight is read. With BundleError as ``error`` it
+        is a bundle, which has an index and no second copy of tied embeddings. ``complete`` makes a source's
+        ``config.json``, and the names of its tensors once they are known, into one that states every field."""
         folder = Path(folder)
         guard.require_folder(folder)
         is_bundle = issubclass(error, BundleError)
@@ -308,10 +303,8 @@ class Checkpoint:
             return
         info = self.tensors[name]
         source = self._files[info.file].read_bytes(info.stored)
-        for offset in range(0, info.nbytes, chunk_bytes):
-            chunk = source[offset : offset + chunk_bytes]
-            for piece in chunk.split(_COPY_BYTES):
-                self._require_finite(info, piece)
+        for chunk in source.split(chunk_bytes):
+            self._require_finite(info, chunk)
             yield chunk.view(info.dtype)
 
     def read_part(self, name: str, offset: int, memory: Tensor) -> None:
@@ -385,7 +378,7 @@ class Checkpoint:
         return memory.view(info.dtype).reshape(info.shape)
 
     def _require_finite(self, info: TensorInfo, data: Tensor) -> None:
-        if not is_finite(data.view(info.dtype)):
+        if not all(is_finite(part.view(info.dtype)) for part in data.split(_COPY_BYTES)):
             raise self.error(f"{info.name}: the weights hold NaN or infinity; the model is damaged")
 
 
@@ -452,7 +445,6 @@ def _open_files(
 def parse_tensors(
     data: bytes, name: str, error: type[WisparseError]
 ) -> tuple[dict[str, tuple[Entry, bytearray]], dict[str, str]]:
-    """The tensors and the metadata of a safetensors file that was read as a whole."""
     try:
         found = {tensor: (Entry(e["dtype"], tuple(e["shape"])), e["data"]) for tensor, e in deserialize(data)}
     except SafetensorError as reason:

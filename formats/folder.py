@@ -1,4 +1,4 @@
-"""Folders that this project makes and replaces: written beside their place, swapped in whole, and never a stranger's."""
+"""Folders that this project makes and replaces: written beside their place, then swapped in whole."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import reprlib
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ _short.maxstring = _short.maxother = 80
 
 
 def quoted(value: Any) -> str:
-    """A value as an error message shows it: on one line and shortened."""
     return " ".join(_short.repr(value).split())
 
 
@@ -74,7 +74,6 @@ def choice(name: str, value: Any, known: Sequence[str]) -> str:
 
 
 def text(name: str, value: Any, *, empty: bool = True) -> str:
-    """Require a str that UTF-8 can encode."""
     expect(isinstance(value, str), name, "a text (str)", value)
     try:
         value.encode()
@@ -218,7 +217,6 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_json(folder: Path, name: str, limit: int, error: type[WisparseError]) -> dict[str, Any]:
-    """Parse ``folder/name``, at most ``limit`` bytes, which has to hold a JSON object."""
     return parse_json(read_bounded(folder, name, limit, error), name, error)
 
 
@@ -271,41 +269,22 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
 
 
 _WANTED = "give a folder with config.json, safetensors weights and a tokenizer"
-_ORIGINAL = "give the checkpoint it was made from, with config.json and safetensors weights"
 _MOST_NAMES, _MAX_JSON_BYTES = 2000, 1 << 20
 
-# What a file is, and what to give -> ends of such files' names.
-_FILES = {
-    f"a GGUF file, llama.cpp's format: {_ORIGINAL}": ".gguf",
-    f"an ONNX file: {_ORIGINAL}": ".onnx .onnx.data",
-    "a NeMo archive: export it to Hugging Face's format first": ".nemo",
-    "a file of weights: give the folder that it lies in": ".safetensors .bin .pt .pth .ckpt",
-    f"an archive: unpack it, and {_WANTED}": ".zip .tar .gz .tgz .zst .xz .7z",
-    "a file: give the folder that it lies in": "config.json",
-}
-# What a folder without config.json is -> ends of the names of files in such folders.
-_FOLDERS = {
-    "a diffusers pipeline (images, sound), not a language model; give a causal LM": "model_index.json",
-    "a sentence-transformers model, which turns text into vectors and writes none; give a causal LM": "modules.json "
-    "config_sentence_transformers.json",
-    f"GGUF files, llama.cpp's format: {_ORIGINAL}": ".gguf",
-    "weights in Meta's or Mistral's own layout: give the same model in Hugging Face's (with config.json)": "params.json "
-    "consolidated.safetensors consolidated.00.pth",
-    f"an ONNX export: {_ORIGINAL}": ".onnx",
-    "a NeMo archive: export it to Hugging Face's format first": ".nemo",
-    f"a TensorFlow, Keras or JAX model: {_ORIGINAL}": "tf_model.h5 .keras .msgpack saved_model.pb .tflite",
-    "a data set, not a model; text to calibrate on goes to --calibration": "dataset_info.json dataset_dict.json .parquet "
-    ".jsonl .csv",
-    "weights without config.json: download the whole repository, not the weights alone": ".safetensors .bin .pt .pth",
-}
+
+@cache
+def refusals() -> dict[str, Any]:
+    """Why models, files and folders are refused: the rows of ``refusals.yaml``."""
+    import yaml
+
+    rows: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+    return rows
 
 
-def _named(kinds: Mapping[str, str], names: Iterable[str]) -> str | None:
-    """The first of the kinds that one of the names has an end of."""
-    names = tuple(names)
-    return next(
-        (words for words, ends in kinds.items() if any(name.endswith((*ends.split(),)) for name in names)), None
-    )
+def _refusal(kind: str, names: Iterable[str]) -> str | None:
+    """Why files, or a folder with files, of these names are refused."""
+    rows, names = refusals()[kind], list(names)
+    return next((row["is"] for row in rows if any(name.endswith((*row["names"],)) for name in names)), None)
 
 
 def find_folder(model: str | os.PathLike[str]) -> Path | None:
@@ -321,7 +300,7 @@ def find_folder(model: str | os.PathLike[str]) -> Path | None:
     except OSError as error:
         raise AccessError(f"{typed!r:.200}: cannot be opened as a folder: {error.strerror}") from None
     if is_file:
-        kind = _named(_FILES, [path.name.lower()]) or f"a file, not a folder: {_WANTED}"
+        kind = _refusal("files", [path.name.lower()]) or f"a file, not a folder: {_WANTED}"
         raise AccessError(f"{typed!r:.200} is {kind}")
     return None
 
@@ -361,7 +340,7 @@ def folder_kind(folder: Path) -> str | None:
         return None
     if "snapshots" in folders:
         return "the Hub's cache of a model: give the model's Hub id, or a folder inside its snapshots/"
-    if words := _named(_FOLDERS, files):
+    if words := _refusal("folders", files):
         return words
     models = [name for name in folders if (folder / name / "config.json").is_file()]
     if models:

@@ -147,7 +147,6 @@ def is_reachable() -> bool:
 
 
 def is_public(repo: str) -> bool:
-    """Whether ``repo`` exists on the Hub and everybody may read it."""
     repo_id = _repo_id(repo, must_have_owner=True)
     with contextlib.suppress(_MissingRepository), _hub_errors(repo_id):
         return not _api().model_info(repo_id).private
@@ -182,10 +181,9 @@ def plan_push(folder: Path, repo: str) -> PushPlan:
 
 
 def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
-    """Upload the files that a bundle's manifest names, and nothing else; returns the address on the Hub. Files that are
-    there already are not sent again, so a push that broke off resumes where it stopped. The repository changes in one
+    """Upload the files that a bundle's manifest names; returns the address on the Hub. The repository changes in one
     commit after all weights arrived; files that people added there stay. An UploadError and a KeyboardInterrupt hold
-    the command to repeat it."""
+    the command to repeat it, which sends no file again."""
     names = _bundle_files(folder)
     repo_id = _repo_id(repo, must_have_owner=True)
     retry = push_command(folder, repo_id, private)
@@ -216,7 +214,6 @@ def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
 
 
 def push_command(folder: Path, repo: str, private: bool) -> str:
-    """What to type to push a bundle."""
     return f"wisparse push {shlex.quote(str(folder))} {shlex.quote(repo)}" + (" --private" if private else "")
 
 

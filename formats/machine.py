@@ -146,9 +146,8 @@ def torchrun_place(environment: Mapping[str, str] = os.environ) -> Place:
         return Place(ignored=ignored.format(f"torchrun sets {', '.join(missing)} too"))
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     numbers = [found.get(name, found["WORLD_SIZE"]) for name in names]
-    if not all(re.fullmatch("[0-9]{1,9}", number) for number in numbers):
-        return Place(ignored=ignored.format("torchrun sets whole numbers"))
-    index, size, local, local_size, port = map(int, numbers)
-    if not (index < size and local < local_size <= size and local <= index and 0 < port < 2**16):
-        return Place(ignored=ignored.format("these contradict each other"))
-    return Place(index, size, local, local_size)
+    if all(re.fullmatch("[0-9]{1,9}", number) for number in numbers):
+        index, size, local, local_size, port = map(int, numbers)
+        if index < size and local < local_size <= size and local <= index and 0 < port < 2**16:
+            return Place(index, size, local, local_size)
+    return Place(ignored=ignored.format("these are not whole numbers that agree with each other"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -74,8 +74,6 @@ class RotationRecord:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything a conversion decided, and from what."""
-
     base_model: str  # Hub id or folder name of the source; never a path of the machine that converted it
     base_revision: str | None  # commit of the source, where it came from the Hub
     method: str
@@ -89,12 +87,10 @@ class Recipe:
 
     @property
     def sparsities(self) -> tuple[float, ...]:
-        """Of all sparsity levels, ascending."""
         return tuple(level.sparsity for level in self.levels)
 
     @property
     def projections(self) -> tuple[ProjectionRecipe, ...]:
-        """Of the default level."""
         return self.at(self.default).projections
 
     @property
@@ -112,7 +108,6 @@ class Recipe:
         return f"text only: {count} tensor{'s' * (count > 1)} of the vision tower left out" if count else None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, with ``format_version`` first."""
         only_if_any = ("vision_tensors_left_out", "rotation")
         document = {key: value for key, value in asdict(self).items() if value or key not in only_if_any}
         return {"format_version": FORMAT_VERSION, **document}
@@ -145,23 +140,21 @@ class Manifest:
     sha256: Mapping[str, str]
 
     def to_bytes(self) -> bytes:
-        """The file; equal manifests give equal bytes."""
         return dump_json(
             {**self.recipe.to_dict(), "files": {name: {"sha256": self.sha256[name]} for name in sorted(self.sha256)}}
         )
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Manifest:
-        """Read a parsed ``wisparse.json``. Raises BundleError for another version, or a missing or ill-typed value."""
-        require_version(document.get("format_version"), MANIFEST)
-        return cls(Recipe.from_dict(document), _files(document))
+    def read(cls, folder: Path) -> Manifest:
+        """Raises BundleError for another version, or a missing or ill-typed value."""
+        document = read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError)
+        sha256 = _files(document)
+        return cls(Recipe.from_dict(document), sha256)
 
 
 def listed_files(folder: Path) -> dict[str, str]:
     """File of the bundle -> sha256 that it should have, of every file but ``wisparse.json``. Raises BundleError."""
-    document = read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError)
-    require_version(document.get("format_version"), MANIFEST)
-    return _files(document)
+    return _files(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
 
 
 def _files_of(folder: Path) -> set[str] | None:
@@ -175,14 +168,14 @@ def _files_of(folder: Path) -> set[str] | None:
 BUNDLE = Kind("a bundle", "conversion", MANIFEST, _files_of)
 
 
-def recipe_digest(recipe: Recipe) -> str:
-    """sha256 of the recipe as compact JSON with sorted keys; it ties the sidecar to its recipe."""
+def sidecar_metadata(recipe: Recipe) -> dict[str, str]:
+    """Ties a sidecar to its recipe by the sha256 of the recipe as compact JSON with sorted keys."""
     text = json.dumps(recipe.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    return {"format": "wisparse", "format_version": str(FORMAT_VERSION), "recipe_sha256": digest}
 
 
 def require_version(value: Any, where: str) -> None:
-    """Raise BundleError unless ``value`` is the format version that this code reads."""
     if isinstance(value, int) and not isinstance(value, bool) and value > FORMAT_VERSION:
         raise BundleError(
             f"{where}: the bundle has format version {value!r:.60}, this wisparse reads version {FORMAT_VERSION}; "
@@ -193,6 +186,7 @@ def require_version(value: Any, where: str) -> None:
 
 
 def _files(document: Mapping[str, Any]) -> dict[str, str]:
+    require_version(document.get("format_version"), MANIFEST)
     files = {}
     for name, entry in _decode(Mapping[str, Any], document.get("files"), "files").items():
         if not FILE_NAME.fullmatch(name):
@@ -228,7 +222,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     elif kind is int:
         valid, wanted = is_number and isinstance(value, int), "a whole number, 0 or more"
     elif kind is float:
-        valid, wanted = is_number and value < math.inf, "a number, 0 or more"
+        valid, wanted = is_number and value <= sys.float_info.max, "a number, 0 or more"
     else:
         valid, wanted = is_number and value <= arguments[1], f"a number in [0, {arguments[1]}]"
     if not valid:

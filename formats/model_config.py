@@ -89,15 +89,10 @@ class Projection:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Dimensions of a model's recurrent blocks.
-
-    Args:
-        key_heads, value_heads: value heads share the keys and queries of one key head in groups.
-        key_dim, value_dim: of a head; the state of a value head is (key_dim, value_dim).
-    """
+    """Dimensions of a model's recurrent blocks; the state of a value head is (key_dim, value_dim)."""
 
     key_heads: int
-    value_heads: int
+    value_heads: int  # in groups that share the keys and queries of one key head
     key_dim: int
     value_dim: int
     taps: int  # positions that the convolution sees, the current one included
@@ -153,14 +148,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A causal LM's dimensions and its blocks.
-
-    Args:
-        num_kv_heads, head_dim: of blocks that have none of their own (``Block``).
-        attention_softcap, logits_softcap: c in c * tanh(x / c), or None.
-        embedding_multiplier, residual_multiplier, logits_multiplier: what embeddings, each sublayer's output (before it
-            is added) and logits are multiplied by. The first is rounded to the activations' type before it is used.
-    """
+    """A causal LM's dimensions and its blocks. ``num_kv_heads`` and ``head_dim`` are of blocks without their own."""
 
     model_type: str
     hidden_size: int
@@ -181,10 +169,10 @@ class ModelConfig:
     blocks: tuple[Block, ...]
     rotaries: tuple[RopeConfig, ...]  # the rotary embeddings that blocks use, one or two
     attention_scale: float  # what scores are multiplied by
-    attention_softcap: float | None
+    attention_softcap: float | None  # c in c * tanh(x / c)
     logits_softcap: float | None
-    embedding_multiplier: float
-    residual_multiplier: float
+    embedding_multiplier: float  # rounded to the activations' type before it is used
+    residual_multiplier: float  # of each sublayer's output, before it is added
     logits_multiplier: float
     # (beta, n): queries at position p are multiplied by 1 + beta * log(1 + floor(p / n))
     query_scaling: tuple[float, int] | None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import UnsupportedModelError
+from .guard import refusals
 from .model_config import LM_HEAD, ModelConfig, dimension, require
 from .weight_types import Kind, QuantizedMatrix, pack_int4
 
@@ -80,7 +81,6 @@ class Packed:
         return QuantizedMatrix(self.kind, codes.contiguous(), scales, zeros, self.group, (rows, columns))
 
     def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        """The reverse of `decode`, for a matrix without zero points."""
         codes = matrix.codes if self.kind == "int4" else _signed(matrix.codes.view(torch.uint8)).view(torch.uint8)
         if self.kind == "int4" and matrix.shape[1] % 2:
             raise ValueError(f"rows of {matrix.shape[1]} codes end in half a byte")
@@ -214,28 +214,6 @@ def _scales(stored: Tensor, kind: Kind) -> Tensor:
 _KEY = "quantization_config"
 _HEAD = LM_HEAD.removesuffix(".weight")
 _KNOWN = "compressed-tensors (pack-quantized, int-quantized, float-quantized), fp8, gptq and awq"
-# Why the weights of other methods cannot be used -> those methods and their right names.
-_REFUSED = {
-    "its codes are places in a table and not multiples of a scale": {"bitsandbytes": "bitsandbytes"},
-    "its scales and zero points are fractions along another axis": {"hqq": "HQQ"},
-    "its codes are places in tables of vectors": {"aqlm": "AQLM", "vptq": "VPTQ", "higgs": "HIGGS", "quip": "QuIP#"},
-    "it keeps outliers beside its codes": {"spqr": "SpQR"},
-    "its rows have different numbers of bits": {"exl2": "ExLlamaV2"},
-    "its codes are paths through a trellis": {"exl3": "ExLlamaV3"},
-    "its blocks hold norms of their own and weights of two bits": {"bitnet": "BitNet"},
-    "its codes are four-bit floating-point numbers": {"mxfp4": "MXFP4"},
-    "its weights are rotated": {"fp_quant": "FP-Quant"},
-    "its packing is not among those read here": {
-        "modelopt": "NVIDIA ModelOpt",
-        "quark": "AMD Quark",
-        "torchao": "torchao",
-        "quanto": "Quanto",
-        "fbgemm_fp8": "FBGEMM fp8",
-    },
-    "its packing is that of one GPU kernel": {"eetq": "EETQ"},
-    "its packing is not among those read here; export it as auto_gptq or auto_awq": {"auto-round": "AutoRound"},
-    "its packing is that of one CPU kernel": {"ipex": "IPEX"},
-}
 _MAX_GROUPS, _MAX_NAMES, _MAX_NAME = 64, 100_000, 1000
 # A pattern is only run where the time it takes is bounded: names are short, a few quantifiers of single letters or sets
 # are tried at every place, and none of a group.
@@ -258,7 +236,8 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
     readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
     if not isinstance(method, str) or method not in readers:
         name = str(method).replace("_fp4", "").lower()
-        by = next((f"{names[name]}: {why};" for why, names in _REFUSED.items() if name in names), f"{method!r:.80};")
+        methods = refusals()["quantization"].items()
+        by = next((f"{names[name]}: {why};" for why, names in methods if name in names), f"{method!r:.80};")
         raise UnsupportedModelError(
             f"the model is quantised by {by} known are {_KNOWN}: use the unquantised checkpoint"
         )

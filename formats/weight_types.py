@@ -17,12 +17,9 @@ PREFILL_POLICIES = ("dense", "half", "all")
 
 
 def sparse_from(policy: str, length: int) -> int:
-    """The first sparse position of a prompt of ``length`` tokens, ``length`` if none is.
-
-    ``dense``: none is sparse. ``half``: the last ``length // 2``, the paper's protocol for measuring accuracy. ``all``:
-    every one.
-    """
+    """The first sparse position of a prompt of ``length`` tokens, ``length`` if none is."""
     guard.choice("prefill", policy, PREFILL_POLICIES)
+    # "half" is the paper's protocol for measuring accuracy.
     return {"dense": length, "half": length - length // 2, "all": 0}[policy]
 
 
@@ -150,7 +147,6 @@ _GROUP, _SMALLEST_GROUP = 128, 32
 
 @dataclass(frozen=True)
 class WeightType:
-    name: str
     bits: int | None  # of one code; None: numbers of the decoder's floating type
     grouped: bool  # a scale for each group of neighbouring channels, see :func:`group_of`, else one a row
     scale_dtype: torch.dtype
@@ -164,13 +160,10 @@ class WeightType:
 
 
 WEIGHT_TYPES: Mapping[str, WeightType] = {
-    found.name: found
-    for found in (
-        WeightType("native", None, False, torch.float32, "native"),
-        WeightType("int8", 8, False, torch.float32, "int8"),
-        WeightType("int4", 4, True, torch.bfloat16, "int8"),
-        WeightType("fp8", 8, False, torch.float32, "int8"),
-    )
+    "native": WeightType(None, False, torch.float32, "native"),
+    "int8": WeightType(8, False, torch.float32, "int8"),
+    "int4": WeightType(4, True, torch.bfloat16, "int8"),
+    "fp8": WeightType(8, False, torch.float32, "int8"),
 }
 
 

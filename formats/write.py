@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from .bundle import SMALL_FILES, verify_bundle
+from .bundle import SMALL_FILES, ProjectionMask, sidecar_bytes, verify_bundle
 from .card import LICENCE_FILE
 from .checkpoint import INDEX, Checkpoint, TensorInfo, build_header, is_finite
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
@@ -21,7 +21,6 @@ from .folder import check_target, replaced_folder
 from .guard import dump_json, file_digest, list_files, read_bounded
 from .manifest import BUNDLE, FILE_NAME, FORMAT_VERSION, MANIFEST, SIDECAR, Manifest, Recipe
 from .model_config import LM_HEAD
-from .sidecar import ProjectionMask, sidecar_bytes
 
 _MAX_COPIED_BYTES, _CHUNK_BYTES = 16 << 20, 32 << 20
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -40,12 +39,7 @@ def write_bundle(
     overwrite: bool = False,
     before_swap: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write a bundle; equal arguments give equal bytes.
-
-    Args:
-        dtype: ``auto`` (each tensor as it is), ``bfloat16``, ``float16`` or ``float32``.
-        max_shard_size: bytes of tensors per weight file, a number or a text such as ``5GB``.
-    """
+    """Write a bundle; equal arguments give equal bytes. ``dtype`` is ``auto`` (each tensor as it is) or one's name."""
     out = Path(os.path.abspath(out))
     if dtype != "auto" and source.quantised:
         raise UsageError(f"dtype: expected auto for a quantised model, whose weights stay as they are, found {dtype!r}")
@@ -141,7 +135,6 @@ def copied_files(folder: Path, error: type[WisparseError]) -> Iterator[tuple[str
 
 
 def _write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Write a new file; returns its sha256."""
     path.parent.mkdir(exist_ok=True)
     digest = hashlib.sha256()
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:

@@ -150,6 +150,7 @@ BROKEN: list[tuple[Change, str]] = [
     (put(RECIPE, f"{LEVEL}/projections", lambda found: [*found, found[0]]), "unknown or repeated"),
     (put(RECIPE, f"{ENTRY}/sparsity", 1.0), r"projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1"),
     (put(RECIPE, f"{ENTRY}/alpha", -1), r"projections\[3\]\.alpha: expected a number, 0 or more, found -1"),
+    (put(RECIPE, f"{ENTRY}/alpha", 10**400), "alpha: expected a number, 0 or more, found 1000"),
     (put(RECIPE, f"{ENTRY}/name", 3), r"projections\[3\]\.name: expected a string, found 3"),
     (recipe(calibration=[]), "calibration: expected an object"),
     (put(RECIPE, "calibration/seed", 1.5), r"calibration\.seed: expected a whole number, 0 or more, found 1\.5"),

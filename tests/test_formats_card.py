@@ -215,7 +215,8 @@ def test_a_bundle_without_card_and_report(tmp_path: Path) -> None:
     assert "| tok/s" in (bundle / "README.md").read_text()
 
 
-ODD = [asdict(SPEED) | odd for odd in ({"dense": "1"}, {"dense": None}, {"sparsity": True}, {"what": "x" * 999})]
+ODD = [asdict(SPEED) | {"dense": dense} for dense in ("1", None, 10**400)]
+ODD += [asdict(SPEED) | odd for odd in ({"sparsity": True}, {"what": "x" * 999})]
 NO_FINDINGS = [{}, [1], [{"what": "x"}], *([one] for one in ODD), [asdict(SPEED)] * 1001]
 
 

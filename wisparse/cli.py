@@ -93,18 +93,12 @@ def convert_program() -> click.Command:
 
 def _open_closed_streams() -> None:
     """Make a standard stream that the shell closed (``>&-``) /dev/null: the next file that is opened would get its
-    number, and a library's message would end up inside a bundle."""
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is not None:
-            continue
-        try:
-            os.fstat(number)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-        setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (as long as the process)
+    number, which is the lowest that is free, and a library's message would end up inside a bundle."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  (as long as the process)
+            os.set_inheritable(null.fileno(), True)
+            setattr(sys, name, null)
 
 
 def _encode_everything() -> None:

@@ -67,10 +67,8 @@ def print_rows(title: str, rows: Iterable[tuple[str, str | None]]) -> None:
 def print_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: int = 1, note: str = ""
 ) -> None:
-    """A table whose first ``left`` columns are text and whose others are figures, and a note below it.
-
-    As wide as it has to be where the output is no terminal, so that no figure is broken in two.
-    """
+    """A table whose first ``left`` columns are text and whose others are figures, and a note below it. Where the output
+    is no terminal it is as wide as it has to be, so that no figure is broken in two."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)

@@ -29,7 +29,6 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def option_table(*table: tuple[str, Any, Any, str], show_default: bool = True) -> Callable[[_F], _F]:
-    """Options of (name, type, default, help text); ``show_default``: with their defaults."""
     options = (click.option(n, type=t, default=d, show_default=show_default, help=text) for n, t, d, text in table)
     return stacked(*options)
 
@@ -96,7 +95,6 @@ def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Mode
 
 
 def set_up_logging(verbose: bool) -> None:
-    """Log to stderr: warnings, and with ``verbose`` also what is chosen and why."""
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
 
 
@@ -113,7 +111,6 @@ def backend_of(model: Model) -> str:
 
 
 def footer(answer: Generation, model: Model) -> str:
-    """What an answer cost, in one line."""
     cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens else ""
     parts = [
         f"prompt {answer.prompt_tokens} tokens{cached}, {answer.prompt_tok_per_s:,.1f} tok/s",

@@ -44,12 +44,8 @@ class CompiledSpeed:
 def compiled_rates(
     prefill: Callable[[], Tensor], step: Callable[[Tensor, Tensor], Tensor], workload: Workload, device: torch.device
 ) -> tuple[float, ...]:
-    """Tokens a second, all rows together, of every run but a first one, which compiles and captures.
-
-    Args:
-        prefill: empties the cache, reads the prompts, and gives the first ids (B, 1).
-        step: ids (B, 1) and their position (1,), int64, to the next ids (B, 1).
-    """
+    """Tokens a second, all rows together, of every run but a first one, which compiles and captures. ``prefill`` empties
+    the cache and gives the first ids (B, 1); ``step``: ids and their position (1,), int64, to the next ids."""
     compiled = torch.compile(step, mode=_MODE, fullgraph=True)
     first = workload.prompt_length
     positions = [torch.tensor([place], device=device) for place in range(first, first + workload.new_tokens)]
@@ -74,7 +70,6 @@ def compiled_rates(
 
 
 def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtype: torch.dtype) -> CompiledSpeed:
-    """Time the bundle's dense model in transformers, its weights as numbers of ``dtype``."""
     from transformers import StaticCache
 
     with memory_errors(device, f"for the dense model under {_BASELINE}"):
@@ -180,7 +175,6 @@ def command(
 
 
 def _finding(comparison: Comparison) -> Finding:
-    """For the bundle's report."""
     work, machine = comparison.workload, comparison.machine
     requests = "one request" if work.batch == 1 else f"{work.batch} requests"
     weights = comparison.dtype if comparison.weights == "native" else comparison.weights
@@ -194,7 +188,6 @@ def _finding(comparison: Comparison) -> Finding:
 
 
 def _print_tables(table: Mapping[str, Comparison], compiled: CompiledSpeed | None, all_weights: bool) -> None:
-    """One way to hold the weights, or all of them; dense and sparse, and the baseline."""
     found = table["native"] if all_weights else next(iter(table.values()))
     work, ground = found.workload, compiled or found.dense
     click.echo(", ".join(f"{key} {value}" for key, value in found.machine.items()))

@@ -59,7 +59,6 @@ def command(bundle: str, prompt_file: str | None, verbose: bool, system_prompt: 
 
 
 def _read_line() -> str | None:
-    """The next message; None at the end of the input."""
     while True:
         try:
             if sys.stdin.isatty():

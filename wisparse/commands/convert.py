@@ -135,11 +135,8 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
 
 
 def _leave_busy_cores() -> None:
-    """Compute on the cores that are idle now, unless the user has said on how many; OpenMP reads it on torch's import.
-
-    Threads that share cores with other programs wait for each other: beside a load of five, two needed 1.5 times as
-    long as one.
-    """
+    """Compute on the cores that are idle now, unless the user has said on how many: threads that share cores with other
+    programs wait for each other. OpenMP reads the variable when torch is imported."""
     given = "OMP_NUM_THREADS" in os.environ or "torch" in sys.modules
     if not given and (idle := idle_cores()) < (usable := usable_cores()):
         os.environ["OMP_NUM_THREADS"] = str(idle)

@@ -289,7 +289,6 @@ def _print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _findings(row: Mapping[str, Any]) -> Iterator[Finding]:
-    """Every metric under every prefill policy, for the bundle's report."""
     for task, metric, count, values in _metrics(row):
         dense, dense_error = values.pop("masks off")
         for policy, (value, error) in values.items():

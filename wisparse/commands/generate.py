@@ -32,11 +32,8 @@ def read_text(file: str, limit: int = 1 << 28) -> str:
 
 
 class Batch:
-    """A file of prompts, one JSON object a line with ``prompt`` (a text) or ``messages`` (a conversation).
-
-    Its answers go to ``output``: the same lines, each with ``answer``. Until the last is there they are kept in
-    ``output.progress``, which a run with the same prompts and settings goes on with.
-    """
+    """A file of prompts, a JSON object a line. Their answers go to ``output``: the same lines, each with ``answer``. Until
+    the last is there they are kept in ``output.progress``, which a run with the same prompts and settings goes on with."""
 
     def __init__(self, prompts: str, output: str, settings: dict[str, Any]) -> None:
         text = read_text(prompts)
@@ -105,10 +102,8 @@ class Batch:
             raise
 
     def _resume(self, file: IO[str], model: Model) -> dict[int, dict[str, Any]]:
-        """What an earlier run has answered; the file is left at its end, without a line cut by a kill.
-
-        Its first line is a digest of all that decides the answers: prompts, settings and the bundle's files.
-        """
+        """What an earlier run has answered; the file is left at its end, without a line cut by a kill. Its first line is a
+        digest of all that decides the answers: prompts, settings and the bundle's files."""
         files = {name: digest for name, digest in model.bundle.manifest.sha256.items() if not is_document(name)}
         expected = hashlib.sha256(json.dumps([*self._given, files], sort_keys=True).encode()).hexdigest()
         file.seek(0)
