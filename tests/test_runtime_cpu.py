@@ -123,7 +123,13 @@ def test_decodes_as_the_reference_does(
     wanted = decode_all(twin, PROMPTS, steps)
     clear = torch.ones(steps.shape, dtype=torch.bool)
     if sparse:
-        clear = (torch.tensor(margins).view(*steps.shape, -1).amin(-1) > 1e-5).cumprod(0).bool()
+        for seed in range(1, 9):  # rounding, and so which tokens are clear, differs between processors
+            clear = (torch.tensor(margins).view(*steps.shape, -1).amin(-1) > 1e-5).cumprod(0).bool()
+            if clear.float().mean() > 0.5:
+                break
+            margins.clear()
+            steps = tokens(15, 3, seed=seed)
+            wanted = decode_all(twin, PROMPTS, steps)
         assert clear.float().mean() > 0.5
         dense = decode_all(torch_decoder(bundle.at(0), max_batch=3), PROMPTS, steps[:1])
         assert not torch.allclose(wanted[0], dense[0], atol=0.01)
