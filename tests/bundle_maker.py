@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from wisparse.converter.source import full_config
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord
-from wisparse.formats.model_config import Projection
 from wisparse.formats.write import write_bundle
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.decoder import Decoder
@@ -21,7 +21,7 @@ from wisparse.runtime.generation.scheduler import Scheduler
 
 
 @torch.inference_mode()
-def make_bundle(source: Path, out: Path, *sparsities: float, seed: int = 0, max_shard_size: str = "5GB") -> Path:
+def make_bundle(source: Path, out: Path, *sparsities: float) -> Path:
     """A bundle of ``source`` with random channel scales and the thresholds that drop as many of the channels.
 
     Args:
@@ -30,7 +30,7 @@ def make_bundle(source: Path, out: Path, *sparsities: float, seed: int = 0, max_
     from transformers import AutoModelForCausalLM
 
     checkpoint = Checkpoint.open(source, complete=full_config)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     sparsities = sparsities or (0.5,)
     levels: dict[float, dict[str, ProjectionMask]] = {sparsity: {} for sparsity in sparsities}
@@ -41,30 +41,24 @@ def make_bundle(source: Path, out: Path, *sparsities: float, seed: int = 0, max_
 
     scales = [{p.name: random_scale(p.in_features) for p in projections} for _ in sparsities]
 
-    def record(projection: Projection):
-        name = projection.name
+    def record(name: str, module: Any, args: Any) -> None:
+        # The last projection stays dense: a bundle may hold such.
+        dense = name == projections[-1].name
+        for scale, (sparsity, masks) in zip(scales, levels.items(), strict=True):
+            score = (args[0][0, 4:].abs() * scale[name]).flatten()
+            threshold = 0.0 if dense else float(torch.quantile(score, sparsity))
+            masks[name] = ProjectionMask(scale[name], threshold, 0.0 if dense else sparsity)
 
-        def hook(module: Any, args: Any) -> None:
-            # The last projection stays dense: a bundle may hold such.
-            dense = name == projections[-1].name
-            for scale, (sparsity, masks) in zip(scales, levels.items(), strict=True):
-                score = (args[0][0, 4:].abs() * scale[name]).flatten()
-                threshold = 0.0 if dense else float(torch.quantile(score, sparsity))
-                masks[name] = ProjectionMask(scale[name], threshold, 0.0 if dense else sparsity)
-
-        return hook
-
-    handles = [model.get_submodule(p.name).register_forward_pre_hook(record(p)) for p in projections]
+    for projection in projections:
+        model.get_submodule(projection.name).register_forward_pre_hook(partial(record, projection.name))
     tokens = torch.randint(3, checkpoint.config.vocab_size, (1, 48), generator=generator)
     model(tokens, use_cache=False)
-    for handle in handles:
-        handle.remove()
     levels = {sparsity: {p.name: masks[p.name] for p in projections} for sparsity, masks in levels.items()}
-    calibration = CalibrationRecord("self", 1, 48, 48, seed, "0" * 64)
+    calibration = CalibrationRecord("self", 1, 48, 48, 0, "0" * 64)
     recipe = tiny_recipe(
         checkpoint.config, levels, base_model="org/source", default=sparsities[-1], calibration=calibration, search={}
     )
-    return write_bundle(checkpoint, recipe, levels, out, max_shard_size=max_shard_size)
+    return write_bundle(checkpoint, recipe, levels, out)
 
 
 def cpu_decoder(bundle: Bundle, backend: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Decoder:

@@ -55,6 +55,19 @@ def _own_logging() -> Iterator[None]:
     logger.propagate = propagate
 
 
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, standard output and standard error of ``wisparse ARGS``, or of another ``main``, in this process."""
+    from wisparse import cli
+
+    def run(*arguments: object, main: Callable[[list[str]], None] = cli.main) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def example_model() -> Path:
     """The 6.5M-parameter Llama that ships with the project."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -122,15 +123,12 @@ def watch_inputs(model: torch.nn.Module, bundle: Bundle) -> Inputs:
     it sees what they look at."""
     seen: Inputs = {name: [] for name, mask in bundle.masks.items() if mask.sparsity > 0}
 
-    def hook(name: str) -> Any:
-        def look(module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-            if args[0].shape[-2] == 1:  # the prompt is read dense
-                seen[name].append(args[0].flatten().clone())
-
-        return look
+    def look(name: str, module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].shape[-2] == 1:  # the prompt is read dense
+            seen[name].append(args[0].flatten().clone())
 
     for name in seen:
-        model.get_submodule(name).register_forward_pre_hook(hook(name))
+        model.get_submodule(name).register_forward_pre_hook(partial(look, name))
     return seen
 
 

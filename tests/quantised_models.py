@@ -19,9 +19,7 @@ Parts = dict[str, Tensor]
 Pack = Callable[[Tensor], Parts]
 
 
-def quantise_model(
-    plain: Path, out: Path, pack: Pack, config: Mapping[str, Any], dtype: torch.dtype | None = None
-) -> Path:
+def quantise_model(plain: Path, out: Path, pack: Pack, config: Mapping[str, Any]) -> Path:
     """A copy of the model in ``plain`` whose projections are stored as ``pack`` has them; biases and norms stay."""
     out.mkdir(parents=True)
     for file in plain.iterdir():
@@ -33,11 +31,9 @@ def quantise_model(
             parts = pack(tensor.float())
             tensors |= {name.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
         else:
-            tensors[name] = tensor if dtype is None else tensor.to(dtype)
+            tensors[name] = tensor
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     change_config(out, lambda d: d.update(quantization_config=dict(config)))
-    if dtype is not None:
-        change_config(out, lambda d: d.update(dtype=str(dtype).removeprefix("torch.")))
     return out
 
 

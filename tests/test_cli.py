@@ -41,19 +41,6 @@ def _fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Exit code, standard output and standard error of ``wisparse ARGS``, or of another program."""
-
-    def run(*args: str, main: Callable[..., None] = cli.main) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_info:
-            main(list(args))
-        captured = capsys.readouterr()
-        return exit_info.value.code or 0, captured.out, captured.err
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("error", "expected", "sentence"),
     [

@@ -14,14 +14,11 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from bundle_maker import make_bundle
 from hub_standin import TOKEN, Fault, HubStandIn, point_client_at
 from huggingface_hub import ModelCard, constants
-from runtime_models import make_checkpoint
-from tiny_bundle import write_tiny_model
+from tiny_bundle import files_of, write_tiny_model
 
 import wisparse
-from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
 
 # The client's own way of sending bytes, on the plain path.
@@ -29,9 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("push")
-    return make_bundle(make_checkpoint("llama", folder / "source"), folder / "bundle")
+def bundle(variant_bundle: Callable[[str], Path]) -> Path:
+    return variant_bundle("llama")
 
 
 @pytest.fixture
@@ -68,30 +64,10 @@ def test_push_then_use_by_hub_id_on_another_cache(standin: HubStandIn, bundle: P
     assert "it/s" not in inspected.stderr + empty.stderr  # progress bars are for terminals
 
 
-@pytest.mark.slow  # CI runs it on the oldest versions promised as well
-def test_the_journey_of_the_example(standin: HubStandIn, example_model: Path, tmp_path: Path) -> None:
-    """A conversion, a text, the check, the upload: one process each, and the same text from what was uploaded."""
-    out = tmp_path / "out"
-
-    def run(*arguments: object) -> str:
-        done = command(standin, tmp_path / "home", *arguments)
-        assert done.returncode == 0, f"{arguments[0]}: {done.stdout}{done.stderr}"
-        return done.stdout
-
-    small = ("--calibration", __file__, "--num-samples", 2, "--seq-len", 64, "--search", "fisher", "--quiet")
-    run("convert", example_model, "--sparsity", "0.5", *small, "-o", out)
-    text = ("--prompt", ">>> 12 + 30", "--max-new-tokens", 8, "--device", "cpu")
-    written = run("generate", out, *text)
-    assert written
-    run("verify", out)
-    run("push", out, "alice/journey")
-    assert run("generate", "alice/journey", *text) == written
-
-
 def test_push_through_the_xet_client(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
     """Large files of today's Hub go to its content-addressed storage, by a client of its own."""
     pytest.importorskip("hf_xet")
-    files = {path.relative_to(bundle).as_posix(): path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
+    files = files_of(bundle)
     large = [content for name, content in files.items() if name.endswith(".safetensors")]
     storage = standin.xet = tmp_path / "storage"
     storage.mkdir()
@@ -123,31 +99,18 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def run(
-    standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Callable[..., tuple[int, str, str]], standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Run:
     """Exit code and stderr of the command line, in this process."""
     point_client_at(standin, tmp_path / "cache", monkeypatch)
 
-    def run(*args: object) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as caught:
-            main([str(arg) for arg in args])
-        said = capsys.readouterr().err
+    def run_here(*args: object) -> tuple[int, str]:
+        code, _, said = run(*args)
         assert "B/s" not in said  # no terminal, no progress bars
         assert TOKEN not in said
-        return int(caught.value.code or 0), said
+        return code, said
 
-    return run
-
-
-def test_a_failed_push_exits_with_7_and_keeps_the_bundle(standin: HubStandIn, bundle: Path, run: Run) -> None:
-    for status in (403, 500):
-        standin.faults[:] = [Fault(r"POST .*/commit/", status, times=99)]
-        code, said = run("push", bundle, "alice/tiny-50")
-        assert code == 7, said
-        assert said.rstrip().endswith(f"repeat with: wisparse push {bundle} alice/tiny-50")
-        Bundle.open(bundle)
-    standin.faults.clear()
-    assert run("push", bundle, "alice/tiny-50")[0] == 0
+    return run_here
 
 
 def test_what_is_pushed_and_what_not_is_said(
@@ -176,20 +139,13 @@ def test_what_is_pushed_and_what_not_is_said(
     assert said.rstrip().endswith(f"repeat with: wisparse push {mine} alice/tiny-50")
 
 
-def test_permission_comes_before_everything_else(
-    standin: HubStandIn, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_permission_comes_before_everything_else(standin: HubStandIn, bundle: Path, tmp_path: Path, run: Run) -> None:
     code, said = run("push", bundle, "bob/tiny-50")
     assert code == 4, said
     assert "'alice', who may not create repositories under 'bob'" in said
     assert not standin.seen("PUT|POST")
     assert run("push", tmp_path / "nothing", "alice/tiny-50")[0] == 4
     assert run("push", bundle, "tiny-50")[0] == 2
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", os.devnull)
-    code, said = run("push", bundle, "alice/tiny-50")
-    assert code == 4, said
-    assert "hf auth login" in said
 
 
 def test_convert_and_upload_in_one_command_then_load_by_hub_id(
@@ -210,8 +166,9 @@ def test_convert_and_upload_in_one_command_then_load_by_hub_id(
     assert run(*shlex.split(retry)[1:])[0] == 0
     pushed = standin.repos["alice/pycode-50"].commits
     assert len(pushed) == 2
-    kept = {path.relative_to("out").as_posix(): path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
-    assert {name: content for name, content in pushed[-1][1].items() if name != ".gitattributes"} == kept
+    assert {name: content for name, content in pushed[-1][1].items() if name != ".gitattributes"} == files_of(
+        Path("out")
+    )
     card = ModelCard(pushed[-1][1]["README.md"].decode()).data
     assert (card.license, card.language, card.library_name) == ("mit", ["code"], "wisparse")
     assert (card.base_model, card.base_model_relation) == ("org/pycode", "quantized")

@@ -17,7 +17,6 @@ from interpreter_lines import Answers, exact_answers
 from quality import evaluate
 from torch import Tensor
 
-from wisparse.cli import main
 from wisparse.converter import measurement
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
@@ -69,14 +68,8 @@ def test_unknown_policy() -> None:
 def test_half_goes_by_each_sequences_own_length() -> None:
     model = Mock(side_effect=stand_in(1.0))
     evaluate_text(model, sequences(5, 8, 1), ["half"])
-    assert [(len(ids), start) for (ids, start), _ in model.call_args_list] == [
-        (5, 5),
-        (5, 3),
-        (8, 8),
-        (8, 4),
-        (1, 1),
-        (1, 1),
-    ]
+    calls = [(len(ids), start) for (ids, start), _ in model.call_args_list]
+    assert calls == [(5, 5), (5, 3), (8, 8), (8, 4), (1, 1), (1, 1)]
 
 
 def test_figures_by_hand() -> None:
@@ -164,9 +157,6 @@ def test_realised_sparsity_is_weighted_by_tokens() -> None:
     assert found["all"].realised_range == (0.2, 0.6)
 
 
-# ---------------------------------------------------------------------- answers
-
-
 def test_answers_are_compared_one_by_one() -> None:
     right = {"a": "1", "b": "2", "c": "3", "d": "4"}
     dense = exact_answers({**right, "d": "?"}.__getitem__, right.items())
@@ -209,9 +199,6 @@ def test_problems_are_right_and_repeat() -> None:
     assert hashlib.sha256(json.dumps(asked).encode()).hexdigest() == digest, "figures are of these very problems"
 
 
-# ---------------------------------------------------------------------- whole models
-
-
 def test_runtime_and_transformers_give_the_same_quality(bundle: Path, example_model: Path) -> None:
     ids = torch.randint(4, 8000, (3, 48), generator=torch.Generator().manual_seed(0))
     masks = Bundle.open(bundle).masks
@@ -244,25 +231,20 @@ def test_same_text() -> None:
         assert words in str(same_text(digest, source, seed, calibration))
 
 
-# ---------------------------------------------------------------------- the command
-
-
 Run = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def run(stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]) -> Run:
+def run(run: Callable[..., tuple[int, str, str]], stdlib_files: dict[str, list[Path]]) -> Run:
     """What ``wisparse eval ARGS`` prints to its two streams; TEXT stands for two sequences of a text of that length."""
 
-    def run(*args: object, code: int = 0, text: int = 0) -> tuple[str, str]:
+    def run_eval(*args: object, code: int = 0, text: int = 0) -> tuple[str, str]:
         shape = ("--text", stdlib_files["evaluation"][0], "--num-samples", 2, "--seq-len", text, "--dtype", "float32")
-        with pytest.raises(SystemExit) as exit_info:
-            main(["eval", *(str(arg) for arg in (*args, *(shape if text else ())))])
-        out, err = capsys.readouterr()
-        assert int(exit_info.value.code or 0) == code, err
+        ended, out, err = run("eval", *args, *(shape if text else ()))
+        assert ended == code, err
         return out, err
 
-    return run
+    return run_eval
 
 
 def test_command_on_text(bundle: Path, stdlib_files: dict[str, list[Path]], run: Run) -> None:
@@ -333,9 +315,6 @@ def test_command_lets_the_model_write_the_text_and_warns_about_the_calibration_t
     out, err = run(bundle, *shape, "--seed", calibration.seed)
     assert f"2 x 16 tokens of self, seed {calibration.seed}" in out
     assert "warning: half: the model wrote the calibration text with this seed" in err
-
-
-# ---------------------------------------------------------------------- what a conversion measures
 
 
 @pytest.fixture(scope="module")

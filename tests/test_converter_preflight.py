@@ -24,7 +24,6 @@ from wisparse.converter.pipeline import convert
 from wisparse.converter.preflight import preflight
 from wisparse.converter.settings import ConvertSettings, auto_seq_len, default_output
 from wisparse.converter.source import SourceModel, load_source
-from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.errors import (
     AccessError,
     CalibrationError,
@@ -53,9 +52,6 @@ def refused(settings: ConvertSettings, error: type[WisparseError], **changes: An
     assert sorted(settings.output_dir.parent.rglob("*")) == before
     assert "\n" not in str(raised.value)
     return str(raised.value)
-
-
-# ---------------------------------------------------------------------- the plan
 
 
 def test_plan_of_a_folder(settings: ConvertSettings, tmp_path: Path) -> None:
@@ -106,14 +102,10 @@ def test_default_output(
 
 def test_length_of_the_sequences_fits_the_device_and_the_model(settings: ConvertSettings) -> None:
     # Also with the lowest and the highest sparsity there can be.
-    assert (
-        preflight(replace(settings, seq_len=None, sparsity=(0.0, 0.95))).settings.seq_len == 128
-    )  # the model's context
+    plan = preflight(replace(settings, seq_len=None, sparsity=(0.0, 0.95)))
+    assert plan.settings.seq_len == 128, "the model's context"
     assert auto_seq_len("cpu", 4096) == 512
     assert auto_seq_len("cuda", 131072) == 2048
-
-
-# ---------------------------------------------------------------------- settings
 
 
 @pytest.mark.parametrize(
@@ -121,10 +113,7 @@ def test_length_of_the_sequences_fits_the_device_and_the_model(settings: Convert
     [
         *(({"sparsity": (sparsity,)}, "0 to 0.95") for sparsity in (-0.1, 0.96, 1.0, 50.0, float("nan"), float("inf"))),
         ({"max_kl": -0.1}, "--max-kl: expected a number of nats per token, 0 or more, found -0.1"),
-        ({"max_kl": float("nan")}, "--max-kl: expected"),
-        ({"max_kl": float("inf")}, "--max-kl: expected"),
         ({"min_top1": 1.01}, "--min-top1: expected a share of tokens, from 0 to 1, found 1.01"),
-        ({"min_top1": float("nan")}, "--min-top1: expected"),
         ({"max_kl": 0.1, "sparsity": (0.4,)}, "leave --sparsity out"),
         ({"min_top1": 0.9, "default": 0.4}, "leave --default out"),
         ({"default": 0.35}, "--default: expected one of the sparsities 0.3, 0.4, 0.5, found 0.35"),
@@ -156,20 +145,6 @@ def test_settings_that_cannot_be(changes: dict[str, Any], words: str, settings: 
     assert words in refused(settings, UsageError, **changes)
 
 
-# ---------------------------------------------------------------------- the model
-
-
-def test_configs_that_cannot_be(settings: ConvertSettings, model: Path) -> None:
-    for changes, words in (
-        ({"model_type": "lama"}, "did you mean 'llama'"),
-        ({"model_type": "lama"}, ", ".join(ARCHITECTURES)),
-        ({"quantization_config": {"quant_method": "hqq"}}, "quantised"),
-        (None, "config.json"),
-    ):
-        (model / "config.json").write_text("{" if changes is None else json.dumps(tiny_config() | changes))
-        assert words in refused(settings, UnsupportedModelError)
-
-
 def test_a_bundle_is_refused_and_what_transformers_saves_of_it_is_dense_again(
     settings: ConvertSettings, tmp_path: Path
 ) -> None:
@@ -188,9 +163,6 @@ def test_tokenizer_of_another_model(settings: ConvertSettings, tmp_path: Path) -
     (tmp_path / "text.txt").write_text("words and words " * 50)
     message = refused(settings, UnsupportedModelError, calibration=(str(tmp_path / "text.txt"),))
     assert "do not belong together" in message
-
-
-# ---------------------------------------------------------------------- the output, the calibration, the machine
 
 
 def test_output_exists(settings: ConvertSettings) -> None:
@@ -219,9 +191,6 @@ def test_what_the_machine_or_the_hub_refuses(settings: ConvertSettings, monkeypa
             assert words in refused(settings, AccessError if changes else ResourceError, **changes)
 
 
-# ---------------------------------------------------------------------- the command
-
-
 def test_dry_run_prints_the_plan_and_stops(settings: ConvertSettings, caplog: pytest.LogCaptureFixture) -> None:
     arguments = [settings.model, "-o", str(settings.output_dir), "--dry-run", "--device", "cpu", "--seq-len", "16"]
     with caplog.at_level(logging.WARNING):
@@ -233,9 +202,6 @@ def test_dry_run_prints_the_plan_and_stops(settings: ConvertSettings, caplog: py
     assert json.loads(document.stdout)["model"] == "model"
     assert shown.stderr == document.stderr == ""
     assert not settings.output_dir.exists()
-
-
-# ---------------------------------------------------------------------- larger than the device
 
 
 @pytest.fixture(scope="module")
@@ -290,12 +256,10 @@ def test_the_plan_says_where_the_weights_go(larger: ConvertSettings, monkeypatch
 
 def test_the_version_that_can_spread_a_model_is_named(larger: ConvertSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     give_room(monkeypatch, 30 << 10)
+    install = r": pip install 'accelerate>=1\.15'"
     for version, sentence in (
-        (
-            {"side_effect": PackageNotFoundError},
-            r"but it needs the package accelerate: pip install 'accelerate>=1\.15'",
-        ),
-        ({"return_value": "1.14.0"}, r"but accelerate 1\.14\.0 is too old: pip install 'accelerate>=1\.15'"),
+        ({"side_effect": PackageNotFoundError}, rf"but it needs the package accelerate{install}"),
+        ({"return_value": "1.14.0"}, rf"but accelerate 1\.14\.0 is too old{install}"),
         ({"return_value": "0.34.2"}, r"but accelerate 0\.34\.2 is too old"),
         ({"return_value": "1.15.0"}, None),
         ({"return_value": "2.0.0.dev0"}, None),

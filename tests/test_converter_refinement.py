@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -55,19 +56,16 @@ def test_the_gradient_is_that_of_the_straight_through_mask() -> None:
     leaves = {name: u.clone().requires_grad_(True) for name, u in channels.split(logits).items()}
     kept = dict.fromkeys(leaves, 0)
 
-    def drop(name: str):
-        def hook(module, args):
-            (x,) = args
-            # As in the search: the mask's slope counts on the way to u, not on the way to x.
-            z = (x.detach().abs().log() + leaves[name]) / WIDTH
-            hard, soft = (z >= 0).float(), torch.sigmoid(z)
-            kept[name] += int(hard[tokens.keep].sum())
-            return (torch.where(tokens.keep[..., None], x * (hard + soft - soft.detach()), x),)
-
-        return hook
+    def drop(name: str, module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        (x,) = args
+        # As in the search: the mask's slope counts on the way to u, not on the way to x.
+        z = (x.detach().abs().log() + leaves[name]) / WIDTH
+        hard, soft = (z >= 0).float(), torch.sigmoid(z)
+        kept[name] += int(hard[tokens.keep].sum())
+        return (torch.where(tokens.keep[..., None], x * (hard + soft - soft.detach()), x),)
 
     dense = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
-    handles = [m.register_forward_pre_hook(drop(name)) for name, m in source.projections.items()]
+    handles = [m.register_forward_pre_hook(partial(drop, name)) for name, m in source.projections.items()]
     with torch.enable_grad():
         sparse = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
         kl = (dense.exp() * (dense - sparse)).sum(-1)[tokens.keep].sum()

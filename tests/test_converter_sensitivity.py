@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runtime_models import FAMILIES, HYBRIDS, make_checkpoint
-from tiny_bundle import byte_tokenizer
+from family_cases import make_source
+from runtime_models import FAMILIES, HYBRIDS
 from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter import sensitivity
@@ -114,9 +114,7 @@ def test_the_kl_is_that_of_the_whole_model(limit: int, monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SourceModel:
-    folder = make_checkpoint(request.param, tmp_path_factory.mktemp("source"))
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return load_source(folder, device="cpu")
+    return load_source(make_source(request.param, tmp_path_factory.mktemp("source")), device="cpu")
 
 
 @pytest.fixture(scope="module")

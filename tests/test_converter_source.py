@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from family_cases import make_source
 from hypothesis import example, given
 from hypothesis import strategies as st
 from runtime_models import WRAPPERS as TINY
-from runtime_models import make_wrapper
 from safetensors.torch import load_file, save_file
 from test_formats_architectures import JUNK
-from tiny_bundle import CLASSES, byte_tokenizer, tiny_config, write_tiny_model
+from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 from tokenizers import Tokenizer
 
 from wisparse.converter.source import choose_dtype, full_config, load_source, load_tokenizer
@@ -71,6 +71,7 @@ def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
         (math.nan, NOT_FINITE),
         (math.inf, NOT_FINITE),
         ("gpt2", r"gpt2.*known ones: llama, mistral, .*qwen3_vl"),
+        ("half a config", r"config\.json: expected JSON"),
         ("tokenizer", "tokenizer"),
     ):
         write_tiny_model(tmp_path, **(change if isinstance(change, dict) else {}))
@@ -80,6 +81,8 @@ def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
             _rewrite(tmp_path, {O_PROJ: weight})
         elif change == "gpt2":
             (tmp_path / "config.json").write_text(json.dumps(tiny_config() | {"model_type": "gpt2"}))
+        elif change == "half a config":
+            (tmp_path / "config.json").write_text("{")
         elif change == "tokenizer":
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 (tmp_path / name).unlink()
@@ -101,8 +104,6 @@ def test_tokenizer_json_is_taken_literally(model_type: str, example_model: Path,
     assert tokenizer.decode(expected) == text
     assert tokenizer.eos_token_id == 0
 
-
-# ---------------------------------------------------------------------- configurations
 
 # As published, without the vision tower's settings.
 MISTRAL_SMALL: dict[str, Any] = {
@@ -240,9 +241,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 
 @pytest.fixture(scope="module", params=TINY)
 def wrapper(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_wrapper(request.param, tmp_path_factory.mktemp("wrapper"))
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
+    return make_source(request.param, tmp_path_factory.mktemp(request.param) / "wrapper")
 
 
 def respelled(folder: Path, out: Path, spelling: Callable[[str], str]) -> tuple[Path, int]:

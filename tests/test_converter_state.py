@@ -24,8 +24,8 @@ from wisparse.formats.errors import ResourceError, UsageError
 FINGERPRINT = {"model": "abc", "sparsity": [0.5]}
 VALUE = {"scale": torch.arange(3.0), "rows": [[1, 2], [3]], "name": "x"}
 
-
-fail = Mock(side_effect=AssertionError("computed again"))
+# For what is not to be computed again. The class: an instance would keep its frames, and with them a lock.
+fail = Mock(side_effect=AssertionError)
 
 
 def saved(folder: Path, fingerprint: dict[str, Any] = FINGERPRINT, **stages: Any) -> Stages:
@@ -145,8 +145,6 @@ def test_a_read_only_file_system_is_one_sentence(tmp_path: Path, monkeypatch: py
         with pytest.raises(UsageError, match=r"--work-dir .*Read-only file system.*choose another"):
             Stages.open(tmp_path / "work", FINGERPRINT)
 
-
-# ---------------------------------------------------------------------- whole conversions
 
 HARNESS = Path(__file__).with_name("kill_conversion.py")
 SEARCHES: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from safetensors.torch import load_file
 from tiny_bundle import tiny_config, write_tiny_model
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.cli import main
 from wisparse.converter import gptq
 from wisparse.converter.gptq import fit_int4, quantise_weights, search_scales
 from wisparse.converter.processes import Progress
@@ -22,6 +22,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.weight_types import quantise_int4
 from wisparse.runtime.backends import make_decoder
 
+Run = Callable[..., tuple[int, str, str]]
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
@@ -100,13 +101,6 @@ def test_a_killed_run_goes_on_to_the_same_codes(kind: str, tmp_path: Path, monke
         assert torch.equal(source.projections[name].weight, again.projections[name].weight)  # type: ignore[attr-defined]
 
 
-def run(*arguments: object) -> int:
-    """Exit code of the program."""
-    with pytest.raises(SystemExit) as done:
-        main(list(map(str, arguments)))
-    return int(done.value.code or 0)
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(hidden_size=64, head_dim=16, intermediate_size=96, dtype="bfloat16")
@@ -115,14 +109,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("fp8", 8), ("int4", 4)])
 def test_what_is_written_loads_in_transformers_with_equal_logits(
-    kind: str, bits: int, plain: Path, tmp_path: Path
+    kind: str, bits: int, plain: Path, tmp_path: Path, run: Run
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "out"
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 60)
     options = f"--weights {kind} --search uniform -q --rotation none --num-samples 4 --seq-len 32".split()
-    assert run("convert", plain, "-o", out, "--calibration", tmp_path / "text.txt", *options) == 0
+    assert run("convert", plain, "-o", out, "--calibration", tmp_path / "text.txt", *options)[0] == 0
     document = json.loads((out / "config.json").read_text())["quantization_config"]
     assert document["config_groups"]["group_0"]["weights"]["num_bits"] == bits
     bundle = Bundle.open(out)
@@ -138,9 +132,7 @@ def test_what_is_written_loads_in_transformers_with_equal_logits(
     torch.testing.assert_close(decoder.prefill(0, tokens, len(tokens)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_cannot_be_is_said_before_any_work(
-    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_said_before_any_work(plain: Path, tmp_path: Path, run: Run) -> None:
     narrow = write_tiny_model(tmp_path / "narrow")
     packed = quantise_model(narrow, tmp_path / "packed", *PUBLISHED["gptq"]())
     other = quantise_model(narrow, tmp_path / "other", *PUBLISHED["gptq"]())
@@ -152,5 +144,5 @@ def test_what_cannot_be_is_said_before_any_work(
         (packed, "--rotation pca", 3, "rotated weights would have to be rounded anew"),
         (other, "", 3, "quantised by bitsandbytes"),
     ):
-        assert run("convert", model, "-o", tmp_path / "out", *options.split()) == code
-        assert words in capsys.readouterr().err
+        found, _, err = run("convert", model, "-o", tmp_path / "out", *options.split())
+        assert (found, words in err) == (code, True), err

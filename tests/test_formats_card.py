@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from huggingface_hub import ModelCard
 from test_formats_folder import _killed_at
 from tiny_bundle import files_of, write_tiny_bundle, write_tiny_model
 
-from wisparse.cli import main
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.card import (
     Finding,
@@ -30,6 +30,7 @@ from wisparse.formats.card import (
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
 
+Run = Callable[..., tuple[int, str, str]]
 _SPARSE = {"num_tokens": 24576, "kl": 0.0513, "dense_perplexity": 7.957, "perplexity": 8.37, "top1_agreement": 0.826}
 REPORT = {
     "verdict": "At 50% sparsity, KL 0.05 nats/token: close to dense.",
@@ -160,8 +161,6 @@ def test_only_valid_languages_are_inherited(tmp_path: Path, given: str, kept: tu
     assert read_inherited(tmp_path).languages == kept
 
 
-# Measured after the conversion
-
 SPEED = Finding("tok/s", "one request; numba on a|b <i>, 2 threads", 0.5, 200.0, 300.0)
 SCORE = Finding("sums, exact_match", "n = 50, prompts dense; torch on cpu", 0.3, 0.9, 0.88, 0.01, 0.012)
 CARD = b"---\nlicense: mit\n---\n\n# A card\n\n## Measured\n\nsomething\n\n## Use\n\nlike this\n"
@@ -271,12 +270,10 @@ def test_killed_at_every_step_a_whole_bundle_stands_there(bundle: Path) -> None:
     assert seen == {True, False}
 
 
-def test_bench_saves_what_it_measured(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_saves_what_it_measured(bundle: Path, run: Run) -> None:
     quick = ["--runs", "1", "--max-new-tokens", "2", "--device", "cpu", "--backend", "torch", "--json"]
-    with pytest.raises(SystemExit) as exit_:
-        main(["bench", str(bundle), *quick, "--save"])
-    out, err = capsys.readouterr()
-    assert not exit_.value.code, err
+    code, out, err = run("bench", bundle, *quick, "--save")
+    assert code == 0, err
     measured = json.loads(out)
     (found,) = read_findings(json.loads((bundle / "conversion_report.json").read_text()))
     assert (found.what, found.sparsity) == ("tok/s", measured["sparsity"])
@@ -294,8 +291,6 @@ def test_bench_saves_what_it_measured(bundle: Path, capsys: pytest.CaptureFixtur
         (["eval", "BUNDLE", "--save"], "--save keeps what --tasks found, and there are none"),
     ],
 )
-def test_misuse(arguments: list[str], said: str, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([str(bundle) if word == "BUNDLE" else word for word in arguments])
-    assert exit_.value.code == 2
-    assert said in capsys.readouterr().err
+def test_misuse(arguments: list[str], said: str, bundle: Path, run: Run) -> None:
+    code, _, err = run(*(bundle if word == "BUNDLE" else word for word in arguments))
+    assert (code, said in err) == (2, True)

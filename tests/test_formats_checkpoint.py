@@ -10,6 +10,7 @@ import struct
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,30 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
-from tiny_bundle import CLASSES, tiny_config, write_tiny_bundle, write_tiny_model
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import DTYPES, INDEX, Checkpoint, TensorFile, build_header, is_finite, parse_tensors
 from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError
 
 HEAD = "lm_head.weight"
-
-
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-@pytest.mark.parametrize("model_type", CLASSES)
-def test_transformers_writes_what_the_table_expects(model_type: str, tmp_path: Path) -> None:
-    import transformers
-
-    config = transformers.AutoConfig.for_model(**tiny_config(model_type, tie_word_embeddings=False))
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path, max_shard_size="10KB")
-    checkpoint = Checkpoint.open(tmp_path)
-    state = model.state_dict()
-    assert set(checkpoint.tensors) == set(state)
-    assert all(torch.equal(checkpoint.tensor(name), state[name]) for name in checkpoint.tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -53,7 +37,7 @@ def test_layouts(dtype: torch.dtype, shards: int, tied: bool, tmp_path: Path) ->
     assert checkpoint.config.tie_word_embeddings is tied
     assert (HEAD in checkpoint.tensors) is not tied
     assert len(checkpoint.files()) == shards
-    stored = _read(tmp_path)
+    stored = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert set(stored) == set(checkpoint.tensors)
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in stored.values())
     for name in checkpoint.tensors:
@@ -69,17 +53,6 @@ def test_tied_model_may_store_its_head_and_old_llama_its_frequencies(tmp_path: P
     assert checkpoint.config.tie_word_embeddings
     assert HEAD in checkpoint.tensors
     assert not any("inv_freq" in name for name in checkpoint.tensors)
-
-
-def test_snapshot_of_the_hub_cache(tmp_path: Path) -> None:
-    cache = tmp_path / "models--org--name"
-    blobs, snapshot = cache / "blobs", cache / "snapshots" / ("a" * 40)
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    for file in write_tiny_model(tmp_path / "model").iterdir():
-        (blobs / f"blob-{file.name}").write_bytes(file.read_bytes())
-        (snapshot / file.name).symlink_to(Path("../../blobs") / f"blob-{file.name}")
-    assert Checkpoint.open(snapshot).tensor("model.norm.weight").shape == (16,)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +102,6 @@ _LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_
     ("changes", "message"),
     [
         ({"quantization_config": {"quant_method": "hqq"}}, "quantised by HQQ: its scales"),
-        ({"model_type": "gpt2"}, "unsupported architecture"),
         ({"hidden_size": 32}, r"expected shape \(258, 32\), found \(258, 16\)"),
         ({"num_hidden_layers": 3}, "missing 9 tensors"),
         ({"num_hidden_layers": 1}, r"unexpected 9 tensors \('model\.layers\.1"),
@@ -257,11 +229,7 @@ def test_truncated_and_replaced_while_open(tmp_path: Path) -> None:
 
 def test_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(write_tiny_model(tmp_path))
-
-    def full(*args: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(np, "empty", full)
+    monkeypatch.setattr(np, "empty", Mock(side_effect=MemoryError))
     with pytest.raises(ResourceError, match="not enough memory for 64 bytes"):
         checkpoint.tensor("model.norm.weight")
 

@@ -39,6 +39,20 @@ def write(out: Path, text: str, *, overwrite: bool = True, fail: BaseException |
         (partial / "list.json").write_text(json.dumps(FILES))
 
 
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A thing whose files hold ``one``."""
+    write(tmp_path / "out", "one")
+    return tmp_path / "out"
+
+
+def refused(out: Path, words: str) -> None:
+    """Neither written to, nor found to be writable before the work."""
+    for attempt in (lambda: write(out, "x"), lambda: check_target(out, THING, True)):
+        with pytest.raises(UsageError, match=words):
+            attempt()
+
+
 def content(folder: Path) -> dict[str, str]:
     return {file.relative_to(folder).as_posix(): file.read_text() for file in folder.rglob("*") if file.is_file()}
 
@@ -60,44 +74,32 @@ def test_made_and_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fail", [KeyboardInterrupt(), ValueError(), MemoryError()])
-def test_a_failure_leaves_the_old_one(fail: BaseException, tmp_path: Path) -> None:
-    write(tmp_path / "out", "one")
+def test_a_failure_leaves_the_old_one(fail: BaseException, out: Path) -> None:
     with pytest.raises(type(fail)):
-        write(tmp_path / "out", "two", fail=fail)
-    assert content(tmp_path) == {f"out/{name}": text for name, text in whole("one").items()}
+        write(out, "two", fail=fail)
+    assert content(out.parent) == {f"out/{name}": text for name, text in whole("one").items()}
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".git/HEAD", "pictures/mine.png", "pictures/deep/x", "empty/"])
-def test_a_foreign_file_is_named_and_kept(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    write(out, "one")
+def test_a_foreign_file_is_named_and_kept(name: str, out: Path) -> None:
     (out / name).parent.mkdir(parents=True, exist_ok=True)
     (out / name).mkdir() if name.endswith("/") else (out / name).write_text("mine")
-    for attempt in (lambda: write(out, "two"), lambda: check_target(out, THING, True)):
-        with pytest.raises(UsageError, match=f"holds '{name}', which is not part of a thing"):
-            attempt()
+    refused(out, f"holds '{name}', which is not part of a thing")
     assert (out / name).exists()
     assert (out / "a.bin").read_text() == "one"
 
 
 @pytest.mark.parametrize("inside", ["", "pictures"])
 def test_one_that_may_not_be_deleted_is_seen_before_the_work(
-    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inside: str, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
-    write(out, "one")
     plain = os.access  # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != out / inside and plain(path, mode))
-    for attempt in (lambda: write(out, "two"), lambda: check_target(out, THING, True)):
-        with pytest.raises(UsageError, match=f"{out / inside} may not be written to: no permission; change that"):
-            attempt()
-    assert content(tmp_path) == {f"out/{name}": text for name, text in whole("one").items()}
+    refused(out, f"{out / inside} may not be written to: no permission; change that")
+    assert content(out.parent) == {f"out/{name}": text for name, text in whole("one").items()}
 
 
-def test_what_comes_in_while_the_new_one_is_made_is_kept(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    write(out, "one")
-
+def test_what_comes_in_while_the_new_one_is_made_is_kept(out: Path) -> None:
     def write_slowly() -> None:
         with replaced_folder(out, THING, FILES, overwrite=True) as partial:
             (partial / "list.json").write_text(json.dumps(FILES))
@@ -122,17 +124,12 @@ def test_nobody_elses_folder_is_touched(kind: str, suffix: str, tmp_path: Path) 
         (folder / UNFINISHED).write_text(json.dumps({"kind": OTHER.name, "files": ["thesis.tex"]}))
     if kind == "link":
         folder.symlink_to("elsewhere")
-    out = tmp_path / "out"
     before = content(tmp_path)
-    for attempt in (lambda: write(out, "x"), lambda: check_target(out, THING, True)):
-        with pytest.raises(UsageError, match=r"not a thing|a symlink to elsewhere"):
-            attempt()
+    refused(tmp_path / "out", r"not a thing|a symlink to elsewhere")
     assert content(tmp_path) == before
 
 
-def test_a_link_inside_is_removed_and_not_followed(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    write(out, "one")
+def test_a_link_inside_is_removed_and_not_followed(out: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (out / "a.bin").unlink()
     (out / "a.bin").symlink_to(tmp_path / "mine")
@@ -151,9 +148,7 @@ def test_a_living_process_is_not_disturbed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with replaced_folder(out, THING, FILES) as partial:
         (partial / "list.json").write_text(json.dumps(FILES))
-        for attempt in (lambda: write(out, "x"), lambda: check_target(out, THING, True)):
-            with pytest.raises(UsageError, match="another maker is writing there"):
-                attempt()
+        refused(out, "another maker is writing there")
     assert content(out) == {"list.json": json.dumps(FILES)}
 
 
@@ -211,11 +206,24 @@ def two_renames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
 
 
+def test_a_failed_swap_puts_the_old_one_back(two_renames: None, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = os.rename
+
+    def rename(source: Any, target: Any) -> None:
+        if str(source).endswith(".partial"):
+            raise KeyboardInterrupt
+        plain(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(KeyboardInterrupt):
+            write(out, "two")
+    assert content(out.parent) == {f"out/{name}": text for name, text in whole("one").items()}
+
+
 def test_an_interrupt_right_after_the_exchange_leaves_the_new_one(
-    one_step: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_step: None, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
-    write(out, "one")
     (out / "pictures/b.png").rename(out / "pictures/c.png")  # a name that the new one does not have
     (out / "list.json").write_text(json.dumps(["a.bin", "pictures/c.png", "list.json"]))
     plain = folder._exchange

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 from hub_standin import READ_TOKEN, TOKEN, Fault, HubStandIn, point_client_at
 from huggingface_hub import HfApi, constants
-from tiny_bundle import files_of
+from tiny_bundle import digests, files_of, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats import hub
 from wisparse.formats.errors import AccessError, BundleError, UploadError, UsageError
@@ -49,28 +49,12 @@ MODEL = {
 }
 WANTED = {name for name, content in MODEL.items() if content not in (b"not wanted", b"never")}
 WANTED.remove("consolidated.safetensors")
-BUNDLE = {
-    "config.json": b'{"model_type": "llama", "wisparse": {"format_version": 2}}',
-    "model-00001-of-00001.safetensors": b"weights" * 5000,
-    "model.safetensors.index.json": b"{}",
-    "wisparse.safetensors": b"sidecar",
-    "README.md": b"---\nlicense: mit\n---\n# card\n",
-    "figures/sparsity.png": b"a picture",
-}
-
-
-def manifest(files: Mapping[str, bytes]) -> bytes:
-    listed = {name: {"sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()}
-    return json.dumps({"format_version": 2, "files": listed}).encode()
 
 
 def sign(bundle: Path) -> None:
     """A manifest of what lies in the folder now."""
-    files = {name: content for name, content in files_of(bundle).items() if name != "wisparse.json"}
-    (bundle / "wisparse.json").write_bytes(manifest(files))
-
-
-BUNDLE["wisparse.json"] = manifest(BUNDLE)
+    files = {name: {"sha256": digest} for name, digest in digests(bundle).items() if name != "wisparse.json"}
+    (bundle / "wisparse.json").write_text(json.dumps({"format_version": 2, "files": files}))
 
 
 @pytest.fixture
@@ -82,14 +66,8 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStan
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    folder = tmp_path / "out bundle"
-    for name, content in BUNDLE.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
-
-
-# Pull
+    extra = {"README.md": b"---\nlicense: mit\n---\n# card\n", "figures/sparsity.png": b"a picture"}
+    return write_tiny_bundle(tmp_path / "out bundle", write_tiny_model(tmp_path / "model"), extra_files=extra)
 
 
 def test_a_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +165,6 @@ def test_what_is_neither_folder_nor_hub_id(text: str | Path) -> None:
         fetch_source(text)
 
 
-# Push
-
-
 def test_a_new_conversion_replaces_the_old_one_and_keeps_what_people_added(standin: HubStandIn, bundle: Path) -> None:
     push_bundle(bundle, "alice/model-50")
     repo = standin.repos["alice/model-50"]
@@ -204,11 +179,12 @@ def test_a_new_conversion_replaces_the_old_one_and_keeps_what_people_added(stand
     assert not {"model-00001-of-00001.safetensors", "figures/sparsity.png"} & names
 
 
-def test_a_push_that_broke_off_resumes(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [403, 500])
+def test_a_push_that_broke_off_resumes(status: int, standin: HubStandIn, bundle: Path) -> None:
     (bundle / "model-00002-of-00002.safetensors").write_bytes(b"more" * 10_000)
     sign(bundle)
-    standin.faults.append(Fault(r"POST .*/commit/", 500, times=99))
-    with pytest.raises(UploadError):
+    standin.faults.append(Fault(r"POST .*/commit/", status, times=99))
+    with pytest.raises(UploadError, match=r"repeat with: wisparse push .* alice/model-50"):
         push_bundle(bundle, "alice/model-50")
     stored = dict(standin.objects)
     assert len(stored) == 4  # two shards, the sidecar, the figure: everything large had arrived
@@ -231,6 +207,7 @@ def test_private_never_goes_to_a_public_repository(standin: HubStandIn, bundle: 
 
 
 def test_only_the_bundles_own_files_go(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
+    own = {*files_of(bundle)}
     (tmp_path / "outside_key").write_text("PRIVATE KEY")
     (bundle / "id_rsa").symlink_to("../outside_key")
     (bundle / "notes.txt").write_text("mine")
@@ -239,7 +216,7 @@ def test_only_the_bundles_own_files_go(standin: HubStandIn, bundle: Path, tmp_pa
     left_out = (".env", "figures/mine.png", "id_rsa", "notes.txt")
     assert plan_push(bundle, "alice/model-50").left_out == left_out
     push_bundle(bundle, "alice/model-50")
-    assert {*standin.repos["alice/model-50"].commits[-1][1]} == {".gitattributes", *BUNDLE}
+    assert {*standin.repos["alice/model-50"].commits[-1][1]} == {".gitattributes", *own}
 
 
 @pytest.mark.parametrize("name", ["README.md", "figures/sparsity.png", "config.json"])
@@ -256,7 +233,9 @@ def test_a_link_in_the_place_of_a_file_is_refused(name: str, standin: HubStandIn
 def test_what_is_there_already_is_known_beforehand(
     standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert plan_push(bundle, "alice/model-50").send == {name: len(content) for name, content in BUNDLE.items()}
+    assert plan_push(bundle, "alice/model-50").send == {
+        name: len(content) for name, content in files_of(bundle).items()
+    }
     push_bundle(bundle, "alice/model-50")
     with monkeypatch.context() as patched:  # what verifying has read is not read once more
         patched.setattr(hub, "file_digest", lambda path: pytest.fail(f"reads {path.name}"))
@@ -271,10 +250,7 @@ def test_what_is_there_already_is_known_beforehand(
 def test_an_interrupted_push_says_how_to_go_on(
     standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(HfApi, "upload_folder", interrupt)
+    monkeypatch.setattr(HfApi, "upload_folder", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt) as caught:
         push_bundle(bundle, "alice/model-50", private=True)
     assert str(caught.value).endswith(f"go on with: wisparse push '{bundle}' alice/model-50 --private")
@@ -309,5 +285,5 @@ def test_write_access(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> N
     assert "hf_wrong" not in str(caught.value)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", os.devnull)
-    with pytest.raises(AccessError, match="needs an account"):
+    with pytest.raises(AccessError, match=r"needs an account on the Hub: .*hf auth login"):
         check_write_access("alice/mine")

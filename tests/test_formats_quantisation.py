@@ -39,14 +39,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def published(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A new copy of a quantised model by its name in `PUBLISHED`."""
-    folder, made = tmp_path_factory.mktemp("published"), 0
-
-    def make(name: str) -> Path:
-        nonlocal made
-        made += 1
-        return quantise_model(plain, folder / f"{made}", *PUBLISHED[name]())
-
-    return make
+    return lambda name: quantise_model(plain, tmp_path_factory.mktemp("published") / "model", *PUBLISHED[name]())
 
 
 def by_the_package(folder: Path, name: str) -> torch.Tensor:

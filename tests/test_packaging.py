@@ -3,7 +3,6 @@ as written, and its links lead somewhere."""
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import re
@@ -17,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from test_structure import ROOMS, imports_of
 
 import wisparse
 
@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("[A-Z]*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 SITES = [entry for entry in sys.path if entry.endswith("site-packages")]
-ROOMS = ("converter", "formats", "kernels", "runtime", "wisparse")
 _CLEAN = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
@@ -90,15 +89,9 @@ def test_what_is_declared_is_what_is_imported() -> None:
     distributions = importlib.metadata.packages_distributions()
     imported = set()
     for file in (file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.Import):
-                modules = {name.name.split(".")[0] for name in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                modules = {node.module.split(".")[0]}
-            else:
-                continue
-            modules -= {"wisparse", *sys.stdlib_module_names}
-            imported |= {distributions.get(module, [module])[0].lower().replace("_", "-") for module in modules}
+        modules = {name[0] for name in imports_of(file, ("wisparse", *file.relative_to(ROOT).parts[:-1]))}
+        modules -= {"wisparse", *sys.stdlib_module_names}
+        imported |= {distributions.get(module, [module])[0].lower().replace("_", "-") for module in modules}
     extras = PROJECT["project"]["optional-dependencies"]
     needed = {line.partition(">=")[0] for line in PROJECT["project"]["dependencies"]}
     lines = [line for extra in ("datasets", "eval", "onnx", "serve", "vllm") for line in extras[extra]]
@@ -142,9 +135,7 @@ def test_every_module_imports(kind: str, place: str, installs: dict[str, Path], 
     assert _python(installs[kind], code, checkout if place == "root" else tmp_path) == "all"
 
 
-def test_transformers_imports_beside_a_distribution_named_kernels(
-    installs: dict[str, Path], checkout: Path, tmp_path: Path
-) -> None:
+def test_transformers_imports_beside_a_distribution_named_kernels(installs: dict[str, Path], checkout: Path) -> None:
     # The real one, from the test extra: transformers imports names from it as soon as it is installed.
     code = (
         "import importlib.metadata as m; m.version('kernels')\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("quantised")
     config = tiny_config(tie_word_embeddings=False)
     plain = write_tiny_model(folder / "plain", config)
-    found: dict[str, tuple[Path, Path]] = {}
 
     def make(name: str) -> tuple[Path, Path]:
-        if name not in found:
-            source = quantise_model(plain, folder / f"source-{len(found)}", *PUBLISHED[name]())
-            found[name] = source, write_tiny_bundle(folder / f"bundle-{len(found)}", source)
-        return found[name]
+        source = quantise_model(plain, folder / name / "source", *PUBLISHED[name]())
+        return source, write_tiny_bundle(folder / name / "bundle", source)
 
-    return make
+    return cache(make)
 
 
 def logits(bundle: Path, backend: str) -> torch.Tensor:
