@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Seque
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import Any, Unpack, overload
 
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import sparse_from
@@ -31,9 +32,6 @@ from .generation.request import (
     spelled_out,
 )
 from .tokenizer import Tokenizer, stop_ids
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
 
 
 class Model(AbstractContextManager["Model"]):

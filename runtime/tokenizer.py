@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.chat_template import ChatTemplate
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 from wisparse.formats.guard import parse_json, quoted, shown
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
 
 _FILE = "tokenizer.json"
 # For scale: Gemma's, with 262,144 tokens and 515,000 merges, has 33 MB.

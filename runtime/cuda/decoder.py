@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
+from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import UsageError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
@@ -25,11 +27,6 @@ from ..torch.block import finish_logits
 from .prefill import ShortPrompts, attention, chunk_size, head_products, lower_right, project, too_little_memory
 from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
 from .weights import BlockWeights, CudaWeights, dense_linears, load_weights, put_masks, with_dense
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
-    from wisparse.formats.checkpoint import StoredWeight
-
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import ContextLengthError, ResourceError, UsageError, first_line
 from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
@@ -22,10 +24,6 @@ from ..torch.block import BlockFacts, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
-    from wisparse.formats.checkpoint import StoredWeight
 
 _CACHE_SHARE = 0.25  # of the memory that the weights leave free
 _FEWEST_POSITIONS = 256

@@ -9,17 +9,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 
 from ..decoding.decoder import Decoder, memory_errors
 from ..tokenizer import StopStrings, Tokenizer
 from .request import Chunk, Request
 from .scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
 
 log = logging.getLogger(__name__)
 

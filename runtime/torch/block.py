@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats import model_config
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import DeltaNet, ModelConfig
 from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..decoding.cache import DeltaState, KVCache
 from ..decoding.rotary import rotate
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
 
 LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, by the input that they read, in the order of execution
 _CHUNK = 64  # positions of the delta rule that are solved together

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import Projection
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, check_capacity
 from .block import LINEARS, Block, MaskedLinear, Norm, finish_logits, read_facts
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
 
 
 class TorchDecoder(Decoder):
