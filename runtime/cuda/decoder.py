@@ -21,7 +21,7 @@ from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import Decoder, check_capacity
+from ..decoding.decoder import Decoder, OnLogits, check_capacity
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import finish_logits
 from .prefill import ShortPrompts, attention, chunk_size, head_products, lower_right, project, too_little_memory
@@ -85,9 +85,7 @@ class CudaDecoder(Decoder):
         self._short: ShortPrompts | None = None  # once somebody has asked for it
         # Counting: the prompts' kept weights, on the device; decoded rows that were counted; one of so many steps is, and
         # so many have been started.
-        self._observe: Callable[[FusedLinear, Tensor, int], None] | None = (
-            None  # see _apply; None if nothing is counted
-        )
+        self._observe: Callable[[FusedLinear, Tensor, int], None] | None = None  # see _apply; None: nothing is counted
         self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=device)
         self._decoded, self._every, self._started = 0, 1, 0
 
@@ -117,13 +115,7 @@ class CudaDecoder(Decoder):
         return max(1, self.prefill_chunk // 2)
 
     def _prefill(
-        self,
-        slot: int,
-        token_ids: Tensor,
-        sparse_from: int,
-        start: int,
-        stop: int,
-        on_logits: Callable[[Tensor], None] | None,
+        self, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits | None
     ) -> Tensor:
         self._forget_ahead()
         dense = stop <= sparse_from <= len(token_ids) and on_logits is None

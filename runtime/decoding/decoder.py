@@ -30,6 +30,8 @@ _FEWEST_POSITIONS = 256
 # torch's messages where the error has no type of its own.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
+OnLogits = Callable[[Tensor], None]
+
 
 class Decoder(ABC):
     """One model on one device, with ``max_batch`` slots of up to ``max_seq_len`` positions. Constructed by
@@ -140,7 +142,7 @@ class Decoder(ABC):
         *,
         start: int = 0,
         stop: int | None = None,
-        on_logits: Callable[[Tensor], None] | None = None,
+        on_logits: OnLogits | None = None,
     ) -> Tensor:
         """Read positions start..stop of a prompt (T,) int64 into a slot: the last one's logits (V,) float32. Positions
         from ``sparse_from`` on (policy ``dense``: T, ``half``: T - T // 2, ``all``: 0) run with the bundle's masks.
@@ -158,13 +160,7 @@ class Decoder(ABC):
         return logits[0]
 
     def _prefill(
-        self,
-        slot: int,
-        token_ids: Tensor,
-        sparse_from: int,
-        start: int,
-        stop: int,
-        on_logits: Callable[[Tensor], None] | None,
+        self, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits | None
     ) -> Tensor:
         """:meth:`prefill`, with its arguments checked: logits (1, V)."""
         for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):

@@ -273,7 +273,21 @@ def run_block(
     gates = None
     if gated:  # each head's query, then its gate
         q, gates = (half.reshape(-1, q_size) for half in q.view(len(q), heads, 2 * spec.head_dim).chunk(2, dim=-1))
-    q, k, v = _place(config, block, (q, k, v), at.tables, at.scales)
+    norm = config.architecture.qk_norm
+    if norm is not None and not norm.per_head:
+        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
+    q, k, v = (part.view(len(part), -1, spec.head_dim).transpose(0, 1) for part in (q, k, v))
+    if config.architecture.value_norm:
+        v = Norm(v.new_ones(()), config.rms_norm_eps, offset=False)(v)
+    if norm is not None and norm.per_head and not norm.after_rotary:
+        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
+    if spec.rotary is not None:
+        (cos, sin), rope = at.tables[spec.rotary], config.rotaries[spec.rotary]
+        q, k = (rotate(x, cos, sin, interleaved=rope.interleaved) for x in (q, k))
+    if norm is not None and norm.per_head and norm.after_rotary:
+        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
+    if at.scales is not None:
+        q = q * at.scales[:, None].to(q.dtype)
     keys, values = at.cache.write(index, at.slot, at.start, k, v)
     attended = attend(config, q, keys, values, at.start, spec.window).transpose(0, 1).reshape(len(x), -1)
     return finish_block(config, block, x, attended if gates is None else attended * gates.sigmoid(), apply)
@@ -308,33 +322,6 @@ def _split(outputs: Sequence[Tensor], sizes: tuple[int, ...]) -> Sequence[Tensor
 
 def _maybe(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def _place(
-    config: ModelConfig,
-    block: BlockFacts,
-    parts: Sequence[Tensor],
-    tables: Sequence[tuple[Tensor, Tensor]],
-    scales: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (T, heads * head_dim), normalised and rotated to their positions: (heads, T, head_dim) each."""
-    norm = config.architecture.qk_norm
-    q, k, v = parts
-    if norm is not None and not norm.per_head:
-        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
-    q, k, v = (part.view(len(part), -1, block.facts.head_dim).transpose(0, 1) for part in (q, k, v))
-    if config.architecture.value_norm:
-        v = Norm(v.new_ones(()), config.rms_norm_eps, offset=False)(v)
-    if norm is not None and norm.per_head and not norm.after_rotary:
-        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
-    if block.facts.rotary is not None:
-        (cos, sin), rope = tables[block.facts.rotary], config.rotaries[block.facts.rotary]
-        q, k = (rotate(x, cos, sin, interleaved=rope.interleaved) for x in (q, k))
-    if norm is not None and norm.per_head and norm.after_rotary:
-        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
-    if scales is not None:
-        q = q * scales[:, None].to(q.dtype)
-    return q, k, v
 
 
 def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
