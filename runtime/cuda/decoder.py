@@ -118,7 +118,7 @@ class CudaDecoder(Decoder):
         self, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits | None
     ) -> Tensor:
         self._forget_ahead()
-        dense = stop <= sparse_from <= len(token_ids) and on_logits is None
+        dense = stop <= sparse_from and on_logits is None
         short = self._short.logits(slot, token_ids, start, stop) if dense and self._short is not None else None
         if short is not None:
             logits = finish_logits(self.config, short)
@@ -269,14 +269,13 @@ class CudaDecoder(Decoder):
 
     def _replay(self, token_ids: Tensor, settings: Sequence[SamplingParams] = ()) -> dict[int, DecodeStep]:
         """Append the tokens, with settings at most ``MAX_ROWS``; gives the steps by the first of their slots."""
-        batch = len(token_ids)
-        if not 1 <= batch <= self.max_batch:
-            raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {batch}")
         tokens = token_ids.tolist()
+        if not 1 <= len(tokens) <= self.max_batch:
+            raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {len(tokens)}")
         check_capacity(tokens, self._cache.lengths, self.max_seq_len)
         self._forget_ahead()
         steps, counts = {}, self._counts_next()
-        for first in range(0, batch, MAX_ROWS):
+        for first in range(0, len(tokens), MAX_ROWS):
             group = [-1] * first + tokens[first : first + MAX_ROWS]
             if max(group) < 0:
                 continue

@@ -6,7 +6,7 @@ import resource
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,20 +15,18 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import StoredWeight
-from wisparse.formats.errors import ContextLengthError, ResourceError, UsageError, first_line
+from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
-from ..torch.block import BlockFacts, Positions, attention, embed, run_block
+from ..torch.block import BlockSpec, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
 _CACHE_SHARE = 0.25  # of the memory that the weights leave free
 _FEWEST_POSITIONS = 256
-# torch's messages where the error has no type of its own.
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 OnLogits = Callable[[Tensor], None]
 
@@ -45,7 +43,7 @@ class Decoder(ABC):
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
     prefix_block_size: int
     _embedding: Tensor  # (V, H)
-    _blocks: Sequence[BlockFacts]  # with projections
+    _blocks: Sequence[BlockSpec]  # with projections
     _cache: KVCache
     _sparse_positions = 0  # that ``_forward`` has read since ``measure_sparsity``
     _attention = staticmethod(attention)
@@ -103,8 +101,6 @@ class Decoder(ABC):
     ) -> Iterator[Tensor]:
         """Run positions start..stop of a prompt through the blocks, filling the cache: hidden states of each chunk."""
         total, ids = len(token_ids), token_ids.to(self.device)
-        if not 0 <= sparse_from <= total:
-            raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
         while start < stop:
             end = min(next_chunk(start, self.prefill_chunk), stop)
             first_sparse = min(max(sparse_from - start, 0), end - start)
@@ -199,9 +195,7 @@ class Decoder(ABC):
         if adjust is not None:
             logits = logits.clone()
             adjust(logits)
-        active = next((row for row, token in enumerate(token_ids.tolist()) if token >= 0), 0)  # the first one
-        chosen = sample(logits[active:], settings[active:], self.lengths[active : len(settings)])
-        return chosen if active == 0 else torch.cat((chosen.new_full((active,), -1), chosen))
+        return sample(logits, settings, self.lengths[: len(settings)])
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -280,21 +274,6 @@ def weight_bytes(
         else:
             total += WEIGHT_TYPES[kind].nbytes(shape, dtype)
     return total
-
-
-@contextmanager
-def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
-    """Raise ResourceError for what torch raises when a device has no memory left."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        words = str(error).lower()
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(one in words for one in _NO_MEMORY):
-            raise
-        raise ResourceError(
-            f"not enough memory on {device} {doing} ({first_line(error)}): end what else uses it, choose another "
-            "device, or load with a smaller max_seq_len or max_batch"
-        ) from error
 
 
 def peak_bytes(device: torch.device) -> int:

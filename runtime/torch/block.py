@@ -90,8 +90,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """The recurrent half of a hybrid model's block, a gated DeltaNet, without its large projections. Names are Hugging
-    Face's."""
+    """The recurrent half of a hybrid's block, a gated DeltaNet, without its large projections. Names are Hugging Face's."""
 
     config: DeltaNet
     a: Tensor  # (value_heads, H): decay
@@ -155,10 +154,10 @@ def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockFacts:
+class BlockSpec:
     """A block without its projections. A norm that the architecture lacks is None."""
 
-    facts: model_config.Block
+    spec: model_config.Block
     attention_input: Norm | None = None
     attention_output: Norm | None = None
     mlp_input: Norm | None = None
@@ -170,7 +169,7 @@ class BlockFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block(BlockFacts):
+class Block(BlockSpec):
     """A block with its projections; a recurrent one's ``qkv`` are in_proj_qkv and in_proj_z, its ``o`` is out_proj."""
 
     qkv: list[MaskedLinear]
@@ -184,7 +183,7 @@ class Block(BlockFacts):
 
 
 def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
-    """A block's tensors beside its projections: field of `BlockFacts`, or of `DeltaWeights`, -> name in the checkpoint."""
+    """A block's tensors beside its projections: field of `BlockSpec`, or of `DeltaWeights`, -> name in the checkpoint."""
     arch, block, prefix = config.architecture, config.blocks[index], f"model.layers.{index}."
     norms = asdict(arch.norms)
     if arch.qk_norm is not None and not block.recurrent:
@@ -195,8 +194,8 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
     return found if arch.block_scalar is None else found | {"scalar": prefix + arch.block_scalar}
 
 
-def read_facts(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
-    """The fields of a block's `BlockFacts`; ``read`` gives a tensor by its name in the checkpoint."""
+def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """The fields of a block's `BlockSpec`; ``read`` gives a tensor by its name in the checkpoint."""
     eps, delta = config.rms_norm_eps, None
     tensors = {field: read(name) for field, name in block_tensors(config, index).items()}
     if config.delta_net is not None and config.blocks[index].recurrent:
@@ -212,7 +211,7 @@ def read_facts(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -
         )
     scalar, offset = tensors.pop("scalar", None), config.architecture.norm_offset
     norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items()}
-    return {"facts": config.blocks[index], "delta": delta, "scalar": scalar, **norms}
+    return {"spec": config.blocks[index], "delta": delta, "scalar": scalar, **norms}
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, star
 def run_block(
     config: ModelConfig,
     index: int,
-    block: BlockFacts,
+    block: BlockSpec,
     x: Tensor,
     at: Positions,
     apply: Callable[[str, Tensor], Sequence[Tensor]],
@@ -265,7 +264,7 @@ def run_block(
         attended = block.delta(n, mixed, gate, at.cache.moving(index, at.slot, at.start, at.start + len(x)))
         return finish_block(config, block, x, attended, apply)
 
-    spec, heads, gated = block.facts, config.num_heads, config.architecture.attention_gate
+    spec, heads, gated = block.spec, config.num_heads, config.architecture.attention_gate
     q_size = heads * spec.head_dim
     sizes = (q_size * (2 if gated else 1), *[spec.kv_size] * (1 if spec.shared_values else 2))
     q, k, *own = _split(apply("qkv", n), sizes)
@@ -295,7 +294,7 @@ def run_block(
 
 def finish_block(
     config: ModelConfig,
-    block: BlockFacts,
+    block: BlockSpec,
     x: Tensor,
     attended: Tensor,
     apply: Callable[[str, Tensor], Sequence[Tensor]],

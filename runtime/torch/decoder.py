@@ -14,7 +14,7 @@ from wisparse.formats.model_config import Projection
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, check_capacity
-from .block import LINEARS, Block, MaskedLinear, Norm, finish_logits, read_facts
+from .block import LINEARS, Block, MaskedLinear, Norm, finish_logits, read_spec
 
 
 class TorchDecoder(Decoder):
@@ -37,7 +37,7 @@ class TorchDecoder(Decoder):
         for index in range(config.num_blocks):
             projections = ([read_projection(p) for p in shared] for shared in config.shared_inputs(index))
             linears: dict[str, Any] = dict(zip(LINEARS, projections, strict=True))
-            blocks.append(Block(**read_facts(config, index, read), **linears))
+            blocks.append(Block(**read_spec(config, index, read), **linears))
         self._norm = Norm(read("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
         self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype)
         self._projections = [projection for block in blocks for projection in block.projections]
