@@ -17,11 +17,14 @@ from wisparse.formats.machine import choose_device
 from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
-from .decoding.decoder import Decoder, default_max_seq_len, memory_errors, weight_bytes
+from .decoding.cache import memory_errors
+from .decoding.decoder import Decoder, default_max_seq_len, weight_bytes
 from .model import Model
 from .tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+_LARGEST_BATCH = 2**16  # far above what any device holds
 
 
 def make_decoder(
@@ -34,8 +37,7 @@ def make_decoder(
     weights: str = "native",
     max_batch: int = 1,
 ) -> Decoder:
-    """Build the decoder that ``backend`` names, or with ``auto`` the fastest that can run this bundle there; arguments as
-    for :func:`load`."""
+    """Build the decoder that ``backend`` names; ``auto``: the fastest that can run it. Arguments as for :func:`load`."""
     longest = bundle.config.max_position_embeddings
     if max_seq_len is not None and not 1 <= max_seq_len <= longest:
         raise UsageError(f"max_seq_len: expected 1 to the model's context of {longest}, found {max_seq_len}")
@@ -90,9 +92,6 @@ def _decoder_class(name: str) -> type[Any]:
     from .torch.decoder import TorchDecoder
 
     return TorchDecoder
-
-
-_LARGEST_BATCH = 2**16  # far above what any device holds
 
 
 def load(

@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Seque
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import Any, Unpack, overload
 
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import sparse_from
@@ -31,9 +32,6 @@ from .generation.request import (
     spelled_out,
 )
 from .tokenizer import Tokenizer, stop_ids
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
 
 
 class Model(AbstractContextManager["Model"]):
@@ -169,51 +167,23 @@ class Model(AbstractContextManager["Model"]):
     ) -> Generator[tuple[int, Generation], None, None]:
         """Answer many prompts, ``max_batch`` at a time: gives each one's index and answer as it ends. Arguments are
         checked at once, the model starts at the first ``next``; they are those of :meth:`generate`."""
-        requests = self._requests(prompts, settings)
-
-        def answers() -> Generator[tuple[int, Generation], None, None]:
-            ended: deque[tuple[int, Chunk | WisparseError]] = deque()
-            with self._submitted(requests, lambda index, item: ended.append((index, item)), final_only=True):
-                for _ in requests:
-                    self.engine.drive(ended.__len__)
-                    index, item = ended.popleft()
-                    generation = _checked(requests[index], item).generation
-                    assert generation is not None  # the last chunk has it
-                    yield index, generation
-
-        return answers()
+        ended = self._chunks(self._requests(prompts, settings), final_only=True)
+        return (
+            (index, chunk.generation) for together in ended for index, chunk in together if chunk.generation is not None
+        )
 
     def stream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generator[Chunk, None, None]:
         """Answer token by token; arguments as for :meth:`generate`, one prompt only. Arguments are checked at once, the
         model starts at the first ``next``. Leaving the loop early is fine."""
-        stream = self.stream_together(prompt, **settings)
-
-        def chunks() -> Generator[Chunk, None, None]:
-            with contextlib.closing(stream):
-                for together in stream:
-                    yield from together
-
-        return chunks()
+        return (chunk for together in self.stream_together(prompt, **settings) for chunk in together)
 
     def stream_together(
         self, prompt: Prompt, **settings: Unpack[GenerationArguments]
     ) -> Generator[list[Chunk], None, None]:
         """:meth:`stream`, with the chunks that are there at once in one list: printing a list costs as little as
         printing one chunk."""
-        (request,) = requests = self._requests(_one_prompt("stream", prompt), settings)
-
-        def lists() -> Generator[list[Chunk], None, None]:
-            came: deque[Chunk | WisparseError] = deque()
-            with self._submitted(requests, lambda _, item: came.append(item)):
-                together: list[Chunk] = []
-                while not together or together[-1].finish_reason is None:
-                    self.engine.drive(came.__len__)
-                    together = [_checked(request, came.popleft())]
-                    while came and isinstance(came[0], Chunk):
-                        together.append(came.popleft())  # type: ignore[arg-type]
-                    yield together
-
-        return lists()
+        chunks = self._chunks(self._requests(_one_prompt("stream", prompt), settings))
+        return ([chunk for _, chunk in together] for together in chunks)
 
     def astream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> AsyncGenerator[Chunk, None]:
         """:meth:`stream` for ``async for``: a thread runs the steps, the event loop stays free."""
@@ -278,6 +248,22 @@ class Model(AbstractContextManager["Model"]):
             )
             for prompt in prompts
         ]
+
+    def _chunks(
+        self, requests: Sequence[Request], final_only: bool = False
+    ) -> Generator[list[tuple[int, Chunk]], None, None]:
+        """The chunks that have come since the last time, each with the index of its request, until all have ended."""
+        came: deque[tuple[int, Chunk | WisparseError]] = deque()
+        left = len(requests)
+        with self._submitted(requests, lambda index, item: came.append((index, item)), final_only):
+            while left:
+                self.engine.drive(came.__len__)
+                index, item = came.popleft()
+                together = [(index, _checked(requests[index], item))]
+                while came and isinstance(came[0][1], Chunk):
+                    together.append(came.popleft())  # type: ignore[arg-type]
+                left -= sum(chunk.finish_reason is not None for _, chunk in together)
+                yield together
 
     @contextmanager
     def _submitted(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 from onnx import TensorProto, helper, numpy_helper
 
 from wisparse.formats.bundle import Bundle
@@ -326,22 +327,17 @@ class DecoderGraph:
 
 def _sparse_linear(opset: int) -> onnx.FunctionProto:
     """``kernels.reference.sparse_linear`` in plain operators: a NaN score is kept, for it is not less."""
-    node = helper.make_node
-    return helper.make_function(
-        DOMAIN,
-        "SparseLinear",
-        inputs=["x", "weight_t", "channel_scale", "threshold"],
-        outputs=["y"],
-        nodes=[
-            node("Cast", ["x"], ["x32"], to=TensorProto.FLOAT),
-            node("Abs", ["x32"], ["magnitude"]),
-            node("Mul", ["magnitude", "channel_scale"], ["score"]),
-            node("Less", ["score", "threshold"], ["drop"]),
-            node("Constant", [], ["zero32"], value=helper.make_tensor("zero32", TensorProto.FLOAT, [], [0.0])),
-            node("CastLike", ["zero32", "x"], ["zero"]),
-            node("Where", ["drop", "zero", "x"], ["masked"]),
-            node("MatMul", ["masked", "weight_t"], ["y"]),
-        ],
-        opset_imports=[helper.make_opsetid("", opset)],
-        doc_string=_FUNCTION_DOC,
-    )
+    found = onnx.parser.parse_function(f"""
+        <domain: "{DOMAIN}", opset_import: ["": {opset}]>
+        SparseLinear (x, weight_t, channel_scale, threshold) => (y) {{
+            x32 = Cast <to = {TensorProto.FLOAT}> (x)
+            magnitude = Abs (x32)
+            score = Mul (magnitude, channel_scale)
+            drop = Less (score, threshold)
+            zero32 = Constant <value = float {{0.0}}> ()
+            zero = CastLike (zero32, x)
+            masked = Where (drop, zero, x)
+            y = MatMul (masked, weight_t)
+        }}""")
+    found.doc_string = _FUNCTION_DOC
+    return found

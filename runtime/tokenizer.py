@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from wisparse.formats import guard
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.chat_template import ChatTemplate
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
-from wisparse.formats.guard import parse_json, quoted, shown
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
 
 _FILE = "tokenizer.json"
 # For scale: Gemma's, with 262,144 tokens and 515,000 merges, has 33 MB.
@@ -59,7 +57,17 @@ class Tokenizer:
         self.special_tokens = {
             key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)
         }
-        named = _templates_of(tokenizer_config) if template is None else {"default": template}
+        given = tokenizer_config.get("chat_template") if template is None else template
+        if not isinstance(given, list):  # a text is the default one, a list has names
+            given = [] if given is None else [{"name": "default", "template": given}]
+        named: dict[str, Any] = {
+            one["name"]: one.get("template")
+            for one in given
+            if isinstance(one, dict) and one.get("name") in ("default", "tool_use")
+        }
+        for found in named.values():
+            if not isinstance(found, str):
+                raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {found!r:.80}")
         source = named.get("default")
         self.template = None if source is None else ChatTemplate(source, self.special_tokens)
         # Some models have a template of its own for conversations with tools.
@@ -74,7 +82,7 @@ class Tokenizer:
         tokenizer_json = bundle.read_bytes(_FILE)
         if tokenizer_json is None:
             raise BundleError(
-                f"{shown(bundle.folder)}: no tokenizer.json; save the source's fast tokenizer into it and convert "
+                f"{guard.shown(bundle.folder)}: no tokenizer.json; save the source's fast tokenizer into it and convert "
                 "again, or give token ids instead of text"
             )
         jinja = bundle.read_bytes("chat_template.jinja")
@@ -90,28 +98,23 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised."""
-        try:
-            size = len(text) if most is None else _CHARACTERS_PER_TOKEN * (most + _UNSETTLED)
-            while size < len(text):
-                found = len(self._encode(text[:size], add_special_tokens))
-                if most is not None and found > most + _UNSETTLED:
-                    raise ContextLengthError(
-                        f"the prompt has {len(text):,} characters, the first {size:,} of them are {found:,} tokens "
-                        f"already, and the context holds {most:,}: shorten it, or load with a larger max_seq_len if "
-                        "the model allows one"
-                    )
-                size *= 4
-            ids = self._encode(text, add_special_tokens)
-        except (TypeError, UnicodeEncodeError) as error:
-            text = "the prompt is not valid text: expected a str without halves of surrogate pairs"
-            raise UsageError(text) from error
+        guard.text("prompt", text)  # the library takes a pair of texts too
+        size = len(text) if most is None else _CHARACTERS_PER_TOKEN * (most + _UNSETTLED)
+        while size < len(text):
+            found = len(self._encode(text[:size], add_special_tokens))
+            if most is not None and found > most + _UNSETTLED:
+                raise ContextLengthError(
+                    f"the prompt has {len(text):,} characters, the first {size:,} of them are {found:,} tokens "
+                    f"already, and the context holds {most:,}: shorten it, or load with a larger max_seq_len if "
+                    "the model allows one"
+                )
+            size *= 4
+        ids = self._encode(text, add_special_tokens)
         if ids and max(ids) >= self._vocab_size:
             raise BundleError(f"{_FILE} gives id {max(ids)}, but the model's vocabulary has {self._vocab_size}")
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if not isinstance(text, str):
-            raise TypeError("expected a str")  # the library takes a pair of texts too
         with _library_errors("the tokenizers library cannot run it"):
             # Without the offsets of the tokens in the text: that takes less than half as long.
             (found,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -126,7 +129,9 @@ class Tokenizer:
                 text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             wrong = [one for one in ids if not hasattr(one, "__index__") or not 0 <= one < 2**32]
-            raise UsageError(f"token ids: expected integers from 0 to {2**32 - 1:,}, found {quoted(wrong)}") from error
+            raise UsageError(
+                f"token ids: expected integers from 0 to {2**32 - 1:,}, found {guard.quoted(wrong)}"
+            ) from error
         return text
 
     def detokenizer(self, visible_special_tokens: frozenset[int] = frozenset()) -> Detokenizer:
@@ -272,16 +277,4 @@ def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:
 
 def read_json(bundle: Bundle, name: str) -> dict[str, Any]:
     data = bundle.read_bytes(name)
-    return {} if data is None else parse_json(data, name, BundleError)
-
-
-def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates inside tokenizer_config.json, by name: a text is the default one, a list has names."""
-    given, known = config.get("chat_template"), ("default", "tool_use")
-    entries = given if isinstance(given, list) else [] if given is None else [{"name": "default", "template": given}]
-    named = (one for one in entries if isinstance(one, dict) and one.get("name") in known)
-    found: dict[str, Any] = {one["name"]: one.get("template") for one in named}
-    for template in found.values():
-        if not isinstance(template, str):
-            raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
-    return found
+    return {} if data is None else guard.parse_json(data, name, BundleError)

@@ -45,9 +45,6 @@ class Channels(NamedTuple):
     counts: Any  # a projection's first tile counts for all of its tiles
 
 
-# --- columns and channels of a program
-
-
 @triton.jit
 def tile_columns(tile, split, problem: tl.constexpr, BLOCK_N: tl.constexpr):
     """The ``Columns`` of a tile of BLOCK_N of them; none spans two projections."""
@@ -118,9 +115,6 @@ def drops(given, x, channels, row):
     if given.row_mask is not None:
         limit = limit * tl.load(given.row_mask + row)
     return is_dropped(x, channels.scale, limit)
-
-
-# --- the input of a linear
 
 
 @triton.jit

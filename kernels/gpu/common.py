@@ -94,9 +94,6 @@ class LaunchConfig(NamedTuple):
     reduce_splits: int  # splits whose partial sums are read at a time
 
 
-# --- shared memory
-
-
 @triton.jit
 def smem_alloc(SOURCE: tl.constexpr, scalar):
     """The address of what ``LaunchConfig.smem`` declares; ``scalar`` is any int32. Once in a kernel."""
@@ -152,9 +149,6 @@ def smem_barrier(items, SHARED: tl.constexpr):
     return items
 
 
-# --- the order of launches and loads
-
-
 @triton.jit
 def issue_loads(scalar):
     """The loads before this are issued before what follows: left alone, the compiler moves each to where it is needed,
@@ -179,9 +173,6 @@ def gdc_launch(PDL: tl.constexpr):
     """Let the next kernel's programs start; they wait for this kernel's end before they read its results."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-# --- RMSNorm
 
 
 @triton.jit

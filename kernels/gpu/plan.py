@@ -270,9 +270,6 @@ def _plan_packed(shape: LinearShape, tile: GemvTile, tiles: int, rows: int) -> t
     return packed, _config(bare, tiles, segment, length, smem)
 
 
-# --- launches
-
-
 class Scratch:
     """Memory the programs of a launch share; one is enough for all launches of a stream, as they run in order."""
 
@@ -316,9 +313,6 @@ def launch_linear(
         given, weights, output, workspace, counting, eps, ssq_parts, plan.problem, plan.launch, *packed,
         num_warps=plan.tile.warps, launch_pdl=plan.problem.pdl and plan.tile.early,
     )  # fmt: skip
-
-
-# --- tiles
 
 
 def tile_key(gpu: Gpu, shape: LinearShape, kind: str) -> str:

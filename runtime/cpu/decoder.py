@@ -245,7 +245,7 @@ class Step:
     def _block_table(self, blocks: Sequence[Block], tables: Sequence[tuple[Tensor, ...]], cache: KVCache) -> np.ndarray:
         rows, first = [], 0
         for index, block in enumerate(blocks):
-            spec = block.facts
+            spec = block.spec
             row: dict[BlockField, Tensor | int | None] = {
                 BlockField.VALUE_NORM: torch.ones(spec.head_dim) if self._config.architecture.value_norm else None,
                 BlockField.WINDOW: spec.window,

@@ -126,8 +126,6 @@ class Matrix:
 
 
 class CpuProjection(MaskedLinear):
-    """One linear layer over a `Matrix`."""
-
     weight: Matrix
 
     def product(self, x: Tensor) -> Tensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
+from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import UsageError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
@@ -19,17 +21,12 @@ from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import Decoder, check_capacity
+from ..decoding.decoder import Decoder, OnLogits, check_capacity
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import finish_logits
 from .prefill import ShortPrompts, attention, chunk_size, head_products, lower_right, project, too_little_memory
 from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
 from .weights import BlockWeights, CudaWeights, dense_linears, load_weights, put_masks, with_dense
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
-    from wisparse.formats.checkpoint import StoredWeight
-
 
 log = logging.getLogger(__name__)
 
@@ -88,9 +85,7 @@ class CudaDecoder(Decoder):
         self._short: ShortPrompts | None = None  # once somebody has asked for it
         # Counting: the prompts' kept weights, on the device; decoded rows that were counted; one of so many steps is, and
         # so many have been started.
-        self._observe: Callable[[FusedLinear, Tensor, int], None] | None = (
-            None  # see _apply; None if nothing is counted
-        )
+        self._observe: Callable[[FusedLinear, Tensor, int], None] | None = None  # see _apply; None: nothing is counted
         self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=device)
         self._decoded, self._every, self._started = 0, 1, 0
 
@@ -120,16 +115,10 @@ class CudaDecoder(Decoder):
         return max(1, self.prefill_chunk // 2)
 
     def _prefill(
-        self,
-        slot: int,
-        token_ids: Tensor,
-        sparse_from: int,
-        start: int,
-        stop: int,
-        on_logits: Callable[[Tensor], None] | None,
+        self, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits | None
     ) -> Tensor:
         self._forget_ahead()
-        dense = stop <= sparse_from <= len(token_ids) and on_logits is None
+        dense = stop <= sparse_from and on_logits is None
         short = self._short.logits(slot, token_ids, start, stop) if dense and self._short is not None else None
         if short is not None:
             logits = finish_logits(self.config, short)
@@ -280,14 +269,13 @@ class CudaDecoder(Decoder):
 
     def _replay(self, token_ids: Tensor, settings: Sequence[SamplingParams] = ()) -> dict[int, DecodeStep]:
         """Append the tokens, with settings at most ``MAX_ROWS``; gives the steps by the first of their slots."""
-        batch = len(token_ids)
-        if not 1 <= batch <= self.max_batch:
-            raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {batch}")
         tokens = token_ids.tolist()
+        if not 1 <= len(tokens) <= self.max_batch:
+            raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {len(tokens)}")
         check_capacity(tokens, self._cache.lengths, self.max_seq_len)
         self._forget_ahead()
         steps, counts = {}, self._counts_next()
-        for first in range(0, batch, MAX_ROWS):
+        for first in range(0, len(tokens), MAX_ROWS):
             group = [-1] * first + tokens[first : first + MAX_ROWS]
             if max(group) < 0:
                 continue

@@ -50,8 +50,7 @@ def chunk_size(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor | None) -> tuple[Tensor, ...]:
-    """Each projection applied to x (T, K); rows from ``first_sparse`` on are masked. Quantized ones are dequantized into
-    ``scratch``."""
+    """Each projection of x (T, K), masked from row ``first_sparse`` on; quantized ones are dequantized into ``scratch``."""
     weight, widths = linear.weight, linear.widths
     dense = linear.dense or first_sparse >= len(x)
     if dense and weight.quant == "none":  # one product for all of them
@@ -87,8 +86,7 @@ def head_products(weights: CudaWeights, x: Tensor) -> Tensor:
 
 
 def lower_right() -> Callable[[int, int], Tensor]:
-    """Makes the mask of a prompt's later chunks. Imported when it is needed first: torch._dynamo comes with it, which
-    takes 2 to 3 seconds."""
+    """Makes the mask of a prompt's later chunks. Imported late: torch._dynamo comes with it and takes 2 to 3 seconds."""
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right
@@ -187,7 +185,7 @@ class ShortPrompts:
 
                 n = x if block.attention_input is None else block.attention_input(x)
                 keys, values = self._cache.attention[index]
-                rotary, out = self._tables[block.facts.rotary], torch.empty_like(queries)
+                rotary, out = self._tables[block.spec.rotary], torch.empty_like(queries)
                 launch_chunk_attention(
                     self._products(block.qkv, n), given, KVSlots(keys, values, keys.shape[2]), rotary, queries, out,
                     **attention_arguments(config, block, rotary),

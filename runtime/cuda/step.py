@@ -41,8 +41,7 @@ KV_SPLITS = {256: 4, 512: 8, 2**31: 16}
 
 
 def kv_splits_for(context: int, rows: int = 1) -> int:
-    """A power of two. Several rows make about as many programs as one does, in a short context twice as many: each waits
-    for less."""
+    """A power of two. Several rows make about as many programs as one does, in a short context twice as many."""
     splits = next(splits for longest, splits in KV_SPLITS.items() if context <= longest)
     if rows > 1:
         splits = max(1, min(2 * splits, max(KV_SPLITS.values())) // rows)
@@ -71,13 +70,12 @@ def position_tables(
 
 
 def attention_arguments(config: ModelConfig, block: BlockWeights, rotary: RotaryTables) -> dict[str, Any]:
-    """What a block's attention kernels are told about it."""
-    facts, norm = block.facts, config.architecture.qk_norm
+    spec, norm = block.spec, config.architecture.qk_norm
     norm_of = "whole" if norm and not norm.per_head else "rotated head" if norm and norm.after_rotary else "head"
     shape = AttentionShape(
-        config.num_heads, facts.num_kv_heads, facts.head_dim, rotary.cos.shape[1] * 2, facts.window or 0,
+        config.num_heads, spec.num_kv_heads, spec.head_dim, rotary.cos.shape[1] * 2, spec.window or 0,
         config.rotaries[0].interleaved, config.attention_softcap or 0.0, norm_of,
-        config.architecture.attention_gate, facts.shared_values, config.architecture.value_norm,
+        config.architecture.attention_gate, spec.shared_values, config.architecture.value_norm,
     )  # fmt: skip
     q_norm, k_norm = (None if norm is None else norm.factors for norm in (block.q_norm, block.k_norm))
     norms = QKNorms(q_norm, k_norm, config.rms_norm_eps)
@@ -182,7 +180,7 @@ class DecodeStep:
             )
             self._scratch.reserve(chosen[role])
 
-        splits = {} if block.delta is not None else {"kv_splits": kv_splits, "head_dim": block.facts.head_dim}
+        splits = {} if block.delta is not None else {"kv_splits": kv_splits, "head_dim": block.spec.head_dim}
         for role, reads in (("o", splits), ("down", {})):
             choose(role, "plain" if self._separate_add[role] else "residual", **reads)
         # The sums that the first norm reads are the last block's down's; the embedding leaves as many as block 0's.
@@ -247,7 +245,7 @@ class DecodeStep:
             )  # fmt: skip
             attended = Input(self._recalled)
         else:
-            rotary = self._tables[block.facts.rotary]
+            rotary = self._tables[block.spec.rotary]
             launches["attention"] = partial(
                 launch_attention, qkv, self._cache[index], rows, rotary, self._attended[index],
                 **attention_arguments(config, block, rotary), stages=self._attention_stages[index], pdl=pdl,
@@ -289,8 +287,7 @@ class DecodeStep:
         the other rows are greedy. ``count``: add the channels that the rows keep to ``counts``."""
         sampled = any(not setting.greedy for setting in settings)
         if sampled and list(settings) != self._settings:
-            if self._sampling is None:
-                raise ValueError(f"expected greedy settings for {self.weights.embedding.dtype}, found {settings}")
+            assert self._sampling is not None  # the dtype is one of SAMPLED_DTYPES
             self._settings = list(settings)
             padded = self._settings + [SamplingParams()] * (self.rows - len(settings))
             numbers = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in padded]
@@ -366,7 +363,6 @@ class _KeptCells:
         return Counting(self._ids[turn], before, after)
 
     def weights(self, *, but_last: bool) -> int:
-        """Weights whose channels were kept, of the linears that are not dense, over all counted rows and steps;
-        ``but_last``: without those of the last step, as it was only started ahead."""
+        """Weights whose channels were kept, over all counted steps; ``but_last``: without the last one, if it ran ahead."""
         which = 1 - self._newest if but_last and self._last_counted else self._newest
         return int((self.cells[which].cpu() * self._widths).sum())

@@ -8,22 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, round_weight
 from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
-from ..torch.block import LINEARS, BlockFacts, Norm, block_tensors, read_facts
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
-
+from ..torch.block import LINEARS, BlockSpec, Norm, block_tensors, read_spec
 
 _HEAD_ROWS = 4096  # rows of a quantized output layer that a prompt dequantizes at once, at least
 _MOST_THREADS = 12  # that read files
@@ -31,7 +28,7 @@ _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockWeights(BlockFacts):
+class BlockWeights(BlockSpec):
     """One transformer block. A recurrent block's ``qkv`` and ``o`` are the linears around its ``delta``."""
 
     qkv: FusedLinear
@@ -46,8 +43,6 @@ class BlockWeights(BlockFacts):
 
 @dataclass(frozen=True)
 class CudaWeights:
-    """Everything a decoder reads."""
-
     embedding: Tensor
     blocks: list[BlockWeights]
     norm: Norm
@@ -110,8 +105,7 @@ class _Source:
 
 
 def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str = "native") -> CudaWeights:
-    """Read a bundle's weights onto ``device``; copies may still be under way on the current stream. The bundle's masks are
-    in force. ``dtype``: of the activations, and of unquantized weights; ``weights``: one of ``WEIGHT_TYPES``."""
+    """Read a bundle's weights onto ``device``, with its masks; copies may still be under way on the current stream."""
     config, checkpoint = bundle.config, bundle.checkpoint
     if isinstance(checkpoint, Checkpoint) and not checkpoint.quantised:
         reads: Any = staged_reads(checkpoint, _names(config), device)
@@ -123,12 +117,12 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
         head = source.head(config, embedding, WEIGHT_TYPES[weights].head)
         blocks = []
         for index in range(config.num_blocks):
-            facts = read_facts(config, index, source.tensor)
+            spec = read_spec(config, index, source.tensor)
             linears: dict[str, Any] = {
                 role: _load_linear(projections, copies, source, weights)
                 for role, (projections, copies) in zip(LINEARS, _projections(config, index), strict=True)
             }
-            blocks.append(BlockWeights(**facts, **linears))
+            blocks.append(BlockWeights(**spec, **linears))
         norm = Norm(source.tensor(_NORM), config.rms_norm_eps, config.architecture.norm_offset)
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
         quantized = [linear for block in blocks for linear in block.linears if linear.weight.quant != "none"]
@@ -157,8 +151,7 @@ def _names(config: ModelConfig) -> Iterator[str]:
 
 
 def _projections(config: ModelConfig, index: int) -> Iterator[tuple[list[Projection], int]]:
-    """A block's fused linears: their projections, and how many each of these stands for: a fused gate_up_proj is two
-    that share one mask."""
+    """A block's fused linears, and how many each projection stands for: a fused gate_up_proj is two that share a mask."""
     fused = len(config.architecture.gate_up) == 1
     for role, projections in zip(LINEARS, config.shared_inputs(index), strict=True):
         yield projections, 2 if fused and role == "gate_up" else 1
@@ -214,8 +207,7 @@ def with_dense(weights: CudaWeights, dense: tuple[bool, ...]) -> CudaWeights:
 
 
 def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> None:
-    """Write masks where the kernels read them, in place: a captured step goes on with them. ``weights`` must be those
-    :func:`with_dense` gives for these masks."""
+    """Write masks where the kernels read them, in place, for weights from :func:`with_dense`; captured steps go on."""
     for index, block in enumerate(weights.blocks):
         for linear, (projections, copies) in zip(block.linears, _projections(config, index), strict=True):
             linear.scales.fill_(1.0)
@@ -237,8 +229,7 @@ def staged_reads(
     threads: int | None = None,
     part_bytes: int = 8 << 20,
 ) -> Iterator[Callable[[str], Tensor]]:
-    """Gives ``read(name)``, which returns a tensor on ``device`` in its stored dtype, checked; its copy is queued on the
-    current stream. ``names`` must be read in their order, each once."""
+    """Gives ``read(name)`` for ``names`` in their order: the tensor on ``device``, checked, its copy queued on the stream."""
     threads = threads or min(_MOST_THREADS, os.cpu_count() or 1)
     on_gpu = device.type == "cuda"
     parts = (

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from wisparse.formats.errors import ResourceError, UsageError
+from wisparse.formats.errors import ResourceError, UsageError, first_line
 from wisparse.formats.model_config import ModelConfig
+
+# torch's messages where the error has no type of its own.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one position of one slot takes over all blocks."""
     return 2 * sum(block.kv_size for block in config.blocks if not block.recurrent) * dtype.itemsize
+
+
+@contextmanager
+def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
+    """Raise ResourceError for what torch raises when a device has no memory left."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        words = str(error).lower()
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(one in words for one in _NO_MEMORY):
+            raise
+        raise ResourceError(
+            f"not enough memory on {device} {doing} ({first_line(error)}): end what else uses it, choose another "
+            "device, or load with a smaller max_seq_len or max_batch"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -51,7 +71,8 @@ class KVCache:
         self.lengths = [0] * max_batch  # positions filled in each slot
         delta, copies = config.delta_net, (sides, max_batch)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        try:
+        size = bytes_per_position(config, dtype) * max_batch * max_seq_len / 1e9
+        with memory_errors(device, f"for a cache of {size:.1f} GB, {max_batch} x {max_seq_len} positions"):
             for index, block in enumerate(config.blocks):
                 if block.recurrent and delta is not None:
                     heads = delta.value_heads, delta.key_dim, delta.value_dim
@@ -63,12 +84,6 @@ class KVCache:
                     shape = (2, max_batch, block.num_kv_heads, max_seq_len, block.head_dim)
                     keys, values = torch.empty(shape, dtype=dtype, device=device)
                     self.attention[index] = keys, values
-        except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises a plain RuntimeError
-            size = bytes_per_position(config, dtype) * max_batch * max_seq_len
-            raise ResourceError(
-                f"no memory for a cache of {size / 1e9:.1f} GB ({max_batch} x {max_seq_len} positions): "
-                "load with a smaller max_seq_len or max_batch"
-            ) from error
 
     def begin(self, slot: int, start: int) -> None:
         """Before a slot's positions from ``start`` on are read; ``lengths`` is 0 until the caller sets it."""
@@ -82,13 +97,11 @@ class KVCache:
         self.lengths[slot] = 0
 
     def forget(self) -> None:
-        """Empty every slot."""
         for slot in range(len(self.lengths)):
             self.begin(slot, 0)
 
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put keys and values (num_kv_heads, T, head_dim) at ``start``. Returns the slot's keys and values up to there,
-        (num_kv_heads, start + T, head_dim)."""
+        """Put keys and values (num_kv_heads, T, head_dim) at ``start``; returns the slot's own up to start + T."""
         stop = start + keys.shape[1]
         own_keys, own_values = (tensor[slot] for tensor in self.attention[block])
         own_keys[:, start:stop] = keys

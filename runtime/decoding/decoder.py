@@ -6,31 +6,29 @@ import resource
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from wisparse.formats.errors import ContextLengthError, ResourceError, UsageError, first_line
+from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.checkpoint import StoredWeight
+from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
-from ..torch.block import BlockFacts, Positions, attention, embed, run_block
+from ..torch.block import BlockSpec, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
-    from wisparse.formats.checkpoint import StoredWeight
-
 _CACHE_SHARE = 0.25  # of the memory that the weights leave free
 _FEWEST_POSITIONS = 256
-# torch's messages where the error has no type of its own.
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+OnLogits = Callable[[Tensor], None]
 
 
 class Decoder(ABC):
@@ -45,7 +43,7 @@ class Decoder(ABC):
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
     prefix_block_size: int
     _embedding: Tensor  # (V, H)
-    _blocks: Sequence[BlockFacts]  # with projections
+    _blocks: Sequence[BlockSpec]  # with projections
     _cache: KVCache
     _sparse_positions = 0  # that ``_forward`` has read since ``measure_sparsity``
     _attention = staticmethod(attention)
@@ -103,8 +101,6 @@ class Decoder(ABC):
     ) -> Iterator[Tensor]:
         """Run positions start..stop of a prompt through the blocks, filling the cache: hidden states of each chunk."""
         total, ids = len(token_ids), token_ids.to(self.device)
-        if not 0 <= sparse_from <= total:
-            raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
         while start < stop:
             end = min(next_chunk(start, self.prefill_chunk), stop)
             first_sparse = min(max(sparse_from - start, 0), end - start)
@@ -142,7 +138,7 @@ class Decoder(ABC):
         *,
         start: int = 0,
         stop: int | None = None,
-        on_logits: Callable[[Tensor], None] | None = None,
+        on_logits: OnLogits | None = None,
     ) -> Tensor:
         """Read positions start..stop of a prompt (T,) int64 into a slot: the last one's logits (V,) float32. Positions
         from ``sparse_from`` on (policy ``dense``: T, ``half``: T - T // 2, ``all``: 0) run with the bundle's masks.
@@ -160,13 +156,7 @@ class Decoder(ABC):
         return logits[0]
 
     def _prefill(
-        self,
-        slot: int,
-        token_ids: Tensor,
-        sparse_from: int,
-        start: int,
-        stop: int,
-        on_logits: Callable[[Tensor], None] | None,
+        self, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits | None
     ) -> Tensor:
         """:meth:`prefill`, with its arguments checked: logits (1, V)."""
         for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
@@ -205,9 +195,7 @@ class Decoder(ABC):
         if adjust is not None:
             logits = logits.clone()
             adjust(logits)
-        active = next((row for row, token in enumerate(token_ids.tolist()) if token >= 0), 0)  # the first one
-        chosen = sample(logits[active:], settings[active:], self.lengths[active : len(settings)])
-        return chosen if active == 0 else torch.cat((chosen.new_full((active,), -1), chosen))
+        return sample(logits, settings, self.lengths[: len(settings)])
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -286,21 +274,6 @@ def weight_bytes(
         else:
             total += WEIGHT_TYPES[kind].nbytes(shape, dtype)
     return total
-
-
-@contextmanager
-def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
-    """Raise ResourceError for what torch raises when a device has no memory left."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        words = str(error).lower()
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(one in words for one in _NO_MEMORY):
-            raise
-        raise ResourceError(
-            f"not enough memory on {device} {doing} ({first_line(error)}): end what else uses it, choose another "
-            "device, or load with a smaller max_seq_len or max_batch"
-        ) from error
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -50,7 +50,18 @@ class SamplingParams:
         for name, most in (("seed", 2**63 - 1), ("logprobs", MOST_LOGPROBS)):
             given = getattr(self, name)
             checked[name] = None if given is None else guard.integer(name, given, 0, most)
-        checked["logit_bias"] = _biases(self.logit_bias)
+        biases: Any = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(biases, Mapping) or len(biases) > _MOST_BIASES:
+            raise UsageError(
+                f"logit_bias: expected a mapping of up to {_MOST_BIASES:,} token ids to numbers, "
+                f"found {guard.quoted(biases)}"
+            )
+        checked["logit_bias"] = {
+            guard.integer("logit_bias", token, 0, 2**31 - 1): guard.number(
+                "logit_bias", bias, -100.0, 100.0, "numbers from -100 to 100"
+            )
+            for token, bias in biases.items()
+        } or None
         for name, value in checked.items():  # as Python's own numbers
             object.__setattr__(self, name, value)
 
@@ -63,22 +74,6 @@ class SamplingParams:
         """Whether logits change before filters apply."""
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
         return penalties or self.logit_bias is not None
-
-
-def _biases(given: Any) -> dict[int, float] | None:
-    if given is None:
-        return None
-    if not isinstance(given, Mapping) or len(given) > _MOST_BIASES:
-        raise UsageError(
-            f"logit_bias: expected a mapping of up to {_MOST_BIASES:,} token ids to numbers, "
-            f"found {guard.quoted(given)}"
-        )
-    return {
-        guard.integer("logit_bias", token, 0, 2**31 - 1): guard.number(
-            "logit_bias", bias, -100.0, 100.0, "numbers from -100 to 100"
-        )
-        for token, bias in given.items()
-    } or None
 
 
 def resolve_seed(settings: SamplingParams) -> SamplingParams:
@@ -118,8 +113,7 @@ def sample(logits: Tensor, settings: Sequence[SamplingParams], positions: Sequen
 
 def _draw(logits: Tensor, settings: SamplingParams, position: int) -> Tensor:
     """One random token from finite logits (V,), as () int64."""
-    if settings.seed is None:
-        raise ValueError("the seed must be resolved before sampling: see resolve_seed")
+    assert settings.seed is not None  # see resolve_seed
     # Less the maximum first: a tiny temperature must not overflow.
     scaled = (logits.double() - logits.max()) / settings.temperature
     if 0 < settings.top_k < scaled.shape[0]:

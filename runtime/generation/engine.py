@@ -9,17 +9,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 
-from ..decoding.decoder import Decoder, memory_errors
+from ..decoding.cache import memory_errors
+from ..decoding.decoder import Decoder
 from ..tokenizer import StopStrings, Tokenizer
 from .request import Chunk, Request
 from .scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class Engine:
         self._run_lock = threading.Lock()  # held by the thread that runs the steps
         self._inbox: deque[Callable[[], None]] = deque()  # what to do before the next step, in order
         self._open: set[Request] = set()  # submitted and not done
-        self._waiters: list[tuple[Callable[[], object], threading.Event]] = []  # threads that wait for another's steps
+        self._waiting: list[Callable[[], object]] = []  # what threads wait for while another one runs the steps
         self._thread: threading.Thread | None = None
         self._max_queue: int | None = None
         self._stopping = False
@@ -142,7 +141,7 @@ class Engine:
             thread, self._stopping = self._thread, True
             for request in () if drain else self._open:
                 self._put(partial(self._cancel, request))
-            self._changed.notify()
+            self._changed.notify_all()
         if thread is not None:
             thread.join()
         with self._changed:
@@ -180,19 +179,14 @@ class Engine:
                         self._step(until)
                 finally:
                     self._run_lock.release()
-                    self._wake(all_waiters=True)  # one of them takes over
+                    self._wake(take_over=True)
                 continue
-            waiter = until, threading.Event()
             with self._changed:
-                self._waiters.append(waiter)
-            try:
-                # Checked again: whatever changed before the waiter was listed has woken nobody.
-                if self._run_lock.locked() and not until():
-                    waiter[1].wait()
-            finally:
-                with self._changed:
-                    if waiter in self._waiters:
-                        self._waiters.remove(waiter)
+                self._waiting.append(until)
+                try:
+                    self._changed.wait_for(lambda: until() or not self._run_lock.locked())
+                finally:
+                    self._waiting.remove(until)
 
     def _step(self, until: Callable[[], object]) -> None:
         """Wait if there is nothing to do; handle what was asked for, prefill a chunk or decode, and deliver the tokens."""
@@ -222,15 +216,14 @@ class Engine:
 
     def _put(self, task: Callable[[], None]) -> None:
         self._inbox.append(task)
-        self._changed.notify()
+        self._changed.notify_all()
 
-    def _wake(self, all_waiters: bool = False) -> None:
-        """Wake the threads whose condition holds."""
-        if self._waiters:
+    def _wake(self, take_over: bool = False) -> None:
+        """Wake the threads that wait, if one has what it waits for, or has to run the steps."""
+        if self._waiting:
             with self._changed:
-                for until, event in self._waiters:
-                    if all_waiters or until():
-                        event.set()
+                if take_over or any(until() for until in self._waiting):
+                    self._changed.notify_all()
 
     def _add(self, request: Request) -> None:
         if request.done:

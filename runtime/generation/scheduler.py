@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.weight_types import sparse_from
 
@@ -21,9 +21,6 @@ from ..decoding.rotary import switch_length
 from ..decoding.sampling import SamplingParams, resolve_seed, sample
 from .logits import LogitsProcessor, score_tokens
 from .request import Request
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
 
 _IDLE = SamplingParams()
 # Tokens decoded within this time are delivered together: delivering one costs a tenth of a small model's step.

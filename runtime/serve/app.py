@@ -367,8 +367,7 @@ def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = 
 
 
 def serve(model: Model, settings: ServeSettings, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Answer requests until SIGTERM or Ctrl-C, then finish those under way. ``ready`` is called once everything is
-    prepared; requests that come before wait."""
+    """Answer requests until SIGTERM or Ctrl-C, then finish those under way; ``ready`` is called once all is prepared."""
     # The event loop may hold the interpreter's lock for milliseconds, in which the engine's thread would start no step.
     sys.setswitchinterval(_SWITCH_SECONDS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is an open file

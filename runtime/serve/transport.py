@@ -151,8 +151,11 @@ class Guard:
             await send(message)
 
         try:
-            if guarded:
-                self._check_key(Request(scope))
+            kind, _, shown = Request(scope).headers.get("authorization", "").partition(" ")
+            right = kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), (self._key or "").encode())
+            if guarded and self._key is not None and not right:
+                text, asked = "expected the server's key as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
+                raise ApiError(401, text, type="authentication_error", code="invalid_api_key", headers=asked)
             await self._app(scope, receive, counted)
         except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, counted)
@@ -160,13 +163,6 @@ class Guard:
             answer = error_response(error)
             if not started:
                 await answer(scope, receive, counted)
-
-    def _check_key(self, request: Request) -> None:
-        kind, _, shown = request.headers.get("authorization", "").partition(" ")
-        right = kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), (self._key or "").encode())
-        if self._key is not None and not right:
-            text, asked = "expected the server's key as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
-            raise ApiError(401, text, type="authentication_error", code="invalid_api_key", headers=asked)
 
 
 class JsonRequest(Request):

@@ -35,7 +35,6 @@ _KINDS = ("add", "subtract", "multiply", "compare", "join", "upper", "len", "sum
 
 
 def _expression(draw: Draw) -> tuple[str, str]:
-    """Kind and source."""
     kind = _KINDS[draw.below(len(_KINDS))]
     if kind in _SIGNS:
         left, right = draw.below(100), 1 + draw.below(9) if kind == "multiply" else draw.below(100)
@@ -67,8 +66,6 @@ def make_problems(count: int, seed: int, solved: int = 8) -> list[Problem]:
 
 
 class Chain(NamedTuple):
-    """A program and its trace."""
-
     session: str  # solved lines to begin with; ends with a line break
     sources: list[str]  # the program's lines, without ``>>>``
     answers: list[str]  # what the interpreter prints after each

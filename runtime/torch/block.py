@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats import model_config
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import DeltaNet, ModelConfig
 from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..decoding.cache import DeltaState, KVCache
 from ..decoding.rotary import rotate
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
 
 LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, by the input that they read, in the order of execution
 _CHUNK = 64  # positions of the delta rule that are solved together
@@ -92,8 +90,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """The recurrent half of a hybrid model's block, a gated DeltaNet, without its large projections. Names are Hugging
-    Face's."""
+    """The recurrent half of a hybrid's block, a gated DeltaNet, without its large projections. Names are Hugging Face's."""
 
     config: DeltaNet
     a: Tensor  # (value_heads, H): decay
@@ -157,10 +154,10 @@ def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockFacts:
+class BlockSpec:
     """A block without its projections. A norm that the architecture lacks is None."""
 
-    facts: model_config.Block
+    spec: model_config.Block
     attention_input: Norm | None = None
     attention_output: Norm | None = None
     mlp_input: Norm | None = None
@@ -172,7 +169,7 @@ class BlockFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block(BlockFacts):
+class Block(BlockSpec):
     """A block with its projections; a recurrent one's ``qkv`` are in_proj_qkv and in_proj_z, its ``o`` is out_proj."""
 
     qkv: list[MaskedLinear]
@@ -186,7 +183,7 @@ class Block(BlockFacts):
 
 
 def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
-    """A block's tensors beside its projections: field of `BlockFacts`, or of `DeltaWeights`, -> name in the checkpoint."""
+    """A block's tensors beside its projections: field of `BlockSpec`, or of `DeltaWeights`, -> name in the checkpoint."""
     arch, block, prefix = config.architecture, config.blocks[index], f"model.layers.{index}."
     norms = asdict(arch.norms)
     if arch.qk_norm is not None and not block.recurrent:
@@ -197,8 +194,8 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
     return found if arch.block_scalar is None else found | {"scalar": prefix + arch.block_scalar}
 
 
-def read_facts(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
-    """The fields of a block's `BlockFacts`; ``read`` gives a tensor by its name in the checkpoint."""
+def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """The fields of a block's `BlockSpec`; ``read`` gives a tensor by its name in the checkpoint."""
     eps, delta = config.rms_norm_eps, None
     tensors = {field: read(name) for field, name in block_tensors(config, index).items()}
     if config.delta_net is not None and config.blocks[index].recurrent:
@@ -214,7 +211,7 @@ def read_facts(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -
         )
     scalar, offset = tensors.pop("scalar", None), config.architecture.norm_offset
     norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items()}
-    return {"facts": config.blocks[index], "delta": delta, "scalar": scalar, **norms}
+    return {"spec": config.blocks[index], "delta": delta, "scalar": scalar, **norms}
 
 
 @dataclass(frozen=True)
@@ -253,7 +250,7 @@ def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, star
 def run_block(
     config: ModelConfig,
     index: int,
-    block: BlockFacts,
+    block: BlockSpec,
     x: Tensor,
     at: Positions,
     apply: Callable[[str, Tensor], Sequence[Tensor]],
@@ -267,7 +264,7 @@ def run_block(
         attended = block.delta(n, mixed, gate, at.cache.moving(index, at.slot, at.start, at.start + len(x)))
         return finish_block(config, block, x, attended, apply)
 
-    spec, heads, gated = block.facts, config.num_heads, config.architecture.attention_gate
+    spec, heads, gated = block.spec, config.num_heads, config.architecture.attention_gate
     q_size = heads * spec.head_dim
     sizes = (q_size * (2 if gated else 1), *[spec.kv_size] * (1 if spec.shared_values else 2))
     q, k, *own = _split(apply("qkv", n), sizes)
@@ -275,7 +272,21 @@ def run_block(
     gates = None
     if gated:  # each head's query, then its gate
         q, gates = (half.reshape(-1, q_size) for half in q.view(len(q), heads, 2 * spec.head_dim).chunk(2, dim=-1))
-    q, k, v = _place(config, block, (q, k, v), at.tables, at.scales)
+    norm = config.architecture.qk_norm
+    if norm is not None and not norm.per_head:
+        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
+    q, k, v = (part.view(len(part), -1, spec.head_dim).transpose(0, 1) for part in (q, k, v))
+    if config.architecture.value_norm:
+        v = Norm(v.new_ones(()), config.rms_norm_eps, offset=False)(v)
+    if norm is not None and norm.per_head and not norm.after_rotary:
+        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
+    if spec.rotary is not None:
+        (cos, sin), rope = at.tables[spec.rotary], config.rotaries[spec.rotary]
+        q, k = (rotate(x, cos, sin, interleaved=rope.interleaved) for x in (q, k))
+    if norm is not None and norm.per_head and norm.after_rotary:
+        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
+    if at.scales is not None:
+        q = q * at.scales[:, None].to(q.dtype)
     keys, values = at.cache.write(index, at.slot, at.start, k, v)
     attended = attend(config, q, keys, values, at.start, spec.window).transpose(0, 1).reshape(len(x), -1)
     return finish_block(config, block, x, attended if gates is None else attended * gates.sigmoid(), apply)
@@ -283,7 +294,7 @@ def run_block(
 
 def finish_block(
     config: ModelConfig,
-    block: BlockFacts,
+    block: BlockSpec,
     x: Tensor,
     attended: Tensor,
     apply: Callable[[str, Tensor], Sequence[Tensor]],
@@ -310,33 +321,6 @@ def _split(outputs: Sequence[Tensor], sizes: tuple[int, ...]) -> Sequence[Tensor
 
 def _maybe(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def _place(
-    config: ModelConfig,
-    block: BlockFacts,
-    parts: Sequence[Tensor],
-    tables: Sequence[tuple[Tensor, Tensor]],
-    scales: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (T, heads * head_dim), normalised and rotated to their positions: (heads, T, head_dim) each."""
-    norm = config.architecture.qk_norm
-    q, k, v = parts
-    if norm is not None and not norm.per_head:
-        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
-    q, k, v = (part.view(len(part), -1, block.facts.head_dim).transpose(0, 1) for part in (q, k, v))
-    if config.architecture.value_norm:
-        v = Norm(v.new_ones(()), config.rms_norm_eps, offset=False)(v)
-    if norm is not None and norm.per_head and not norm.after_rotary:
-        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
-    if block.facts.rotary is not None:
-        (cos, sin), rope = tables[block.facts.rotary], config.rotaries[block.facts.rotary]
-        q, k = (rotate(x, cos, sin, interleaved=rope.interleaved) for x in (q, k))
-    if norm is not None and norm.per_head and norm.after_rotary:
-        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
-    if scales is not None:
-        q = q * scales[:, None].to(q.dtype)
-    return q, k, v
 
 
 def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:

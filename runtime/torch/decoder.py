@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import Projection
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, check_capacity
-from .block import LINEARS, Block, MaskedLinear, Norm, finish_logits, read_facts
-
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
+from .block import LINEARS, Block, MaskedLinear, Norm, finish_logits, read_spec
 
 
 class TorchDecoder(Decoder):
@@ -39,7 +37,7 @@ class TorchDecoder(Decoder):
         for index in range(config.num_blocks):
             projections = ([read_projection(p) for p in shared] for shared in config.shared_inputs(index))
             linears: dict[str, Any] = dict(zip(LINEARS, projections, strict=True))
-            blocks.append(Block(**read_facts(config, index, read), **linears))
+            blocks.append(Block(**read_spec(config, index, read), **linears))
         self._norm = Norm(read("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
         self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype)
         self._projections = [projection for block in blocks for projection in block.projections]

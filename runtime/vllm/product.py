@@ -56,7 +56,6 @@ class Layer:
     widths: Sequence[int]
 
     def linear(self) -> Any:
-        """For our GPU kernels."""
         from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 
         # Never "dense", so that a compiled graph holds for any bundle: a threshold of 0 drops nothing.
@@ -108,16 +107,14 @@ def masked_linear(
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _shape(x: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 # Not by torch.library.custom_op, whose wrapper takes as long as a product's launch where no graph is replayed.
 _LIBRARY = torch.library.Library("wisparse", "FRAGMENT")
 _LIBRARY.define("masked_linear" + torch.library.infer_schema(masked_linear, mutates_args=()))
 for _place in ("CUDA", "CPU"):
     _LIBRARY.impl("masked_linear", masked_linear, _place)
-torch.library.register_fake("wisparse::masked_linear", _shape, lib=_LIBRARY)
+torch.library.register_fake(
+    "wisparse::masked_linear", lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])), lib=_LIBRARY
+)
 
 
 def mask_ahead(x: Tensor, scale: Tensor, threshold: Tensor, masked: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from wisparse.formats.errors import UnsupportedModelError, UsageError, first_lin
 from wisparse.formats.machine import choose_device
 from wisparse.runtime.backends import load
 from wisparse.runtime.benchmark import Comparison, Workload, compare_weights, prompts, wait
-from wisparse.runtime.decoding.decoder import memory_errors
+from wisparse.runtime.decoding.cache import memory_errors
 
 from ..console import FOLDER_OR_ID, print_table
 from ..options import device_options, folders_to_save, option_table, save_option, save_to, set_up_logging
