@@ -11,7 +11,7 @@ from functools import partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 
@@ -37,7 +37,7 @@ from .report import Report
 from .rotation import rotate
 from .search.allocation import mean_sparsity
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
-from .settings import MAX_SPARSITY, ConvertSettings
+from .settings import MAX_SPARSITY, ConvertOptions, ConvertSettings
 from .source import SourceModel, full_config, load_source, small_digests, weight_digests
 from .state import Stages, placed_bundle, remove_state
 
@@ -66,7 +66,7 @@ def convert(
     output_dir: str | os.PathLike[str] | None = None,
     *,
     progress: bool | None = None,
-    **settings: Any,
+    **settings: Unpack[ConvertOptions],
 ) -> Path:
     """Convert a Hugging Face causal LM into a sparse bundle.
 
@@ -85,7 +85,7 @@ def convert(
     """
     if progress is not None:
         guard.switch("progress", progress)
-    given = ConvertSettings(cast(str, model), cast(Path, output_dir), **settings)
+    given = ConvertSettings(cast(str, model), cast(Path, output_dir), **cast(dict[str, Any], settings))
     run(given, Progress(progress))
     return given.output_dir
 

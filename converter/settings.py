@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
@@ -30,6 +31,35 @@ _FRACTION = f"a number from 0 to {MAX_SPARSITY}"
 
 def _option(kind: str, default: Any, group: str, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"kind": kind, "group": group, "help": help, **more})
+
+
+class ConvertOptions(TypedDict, total=False):
+    """Keyword arguments of `wisparse.convert`, for type checkers: the fields of `ConvertSettings` as users write them."""
+
+    sparsity: float | Sequence[float]
+    default: float | None
+    max_kl: float | None
+    min_top1: float | None
+    method: str
+    search: str
+    num_generations: int | None
+    num_offspring: int | None
+    calibration: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    num_samples: int
+    seq_len: int | None
+    seed: int
+    rotation: str
+    weights: str
+    dtype: str
+    device: str
+    revision: str | None
+    max_shard_size: str | int
+    work_dir: str | os.PathLike[str] | None
+    resume: bool
+    overwrite: bool
+    report: str
+    upload_repo: str | None
+    private: bool
 
 
 @dataclass(frozen=True)

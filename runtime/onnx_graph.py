@@ -76,11 +76,11 @@ class DecoderGraph:
         self.weights[name] = (tensor, transposed)
         return name
 
-    def wide(self, x: str) -> str:
+    def to_float32(self, x: str) -> str:
         """x as float32."""
         return x if self.dtype == TensorProto.FLOAT else self.op("Cast", x, to=TensorProto.FLOAT)
 
-    def narrow(self, x: str) -> str:
+    def to_dtype(self, x: str) -> str:
         """A float32 x in the type of the weights."""
         return x if self.dtype == TensorProto.FLOAT else self.op("Cast", x, to=self.dtype)
 
@@ -96,20 +96,20 @@ class DecoderGraph:
         number = self.constant(np.float32(cap))
         return self.op("Mul", number, self.op("Tanh", self.op("Div", x, number)))
 
-    def norm(self, x: str, name: str | None, *, wide: bool = False) -> str:
-        """The RMSNorm of that name over x's last axis, None for one without a weight; float32 if ``wide``."""
+    def norm(self, x: str, name: str | None, *, in_float32: bool = False) -> str:
+        """The RMSNorm of that name over x's last axis, None for one without a weight; float32 if asked for."""
         op, offset = self.op, self.config.architecture.norm_offset
         outer, self.scope = self.scope, name or self.scope
         x = op("Cast", x, to=TensorProto.FLOAT)
         mean = op("ReduceMean", op("Mul", x, x), self.ints(-1))
         y = op("Div", x, op("Sqrt", op("Add", mean, self.constant(np.float32(self.config.rms_norm_eps)))))
         weight = self.weight(f"{name}.weight") if name else None
-        if weight and (offset or wide):
-            scale = self.wide(weight)
+        if weight and (offset or in_float32):
+            scale = self.to_float32(weight)
             y = op("Mul", y, op("Add", scale, self.constant(np.float32(1))) if offset else scale)
             weight = None
-        if not wide:
-            y = self.narrow(y)
+        if not in_float32:
+            y = self.to_dtype(y)
         if weight:
             y = op("Mul", y, weight)
         self.scope = outer
@@ -126,10 +126,10 @@ class DecoderGraph:
         half, one, cubic, slope = (
             self.constant(np.float32(value)) for value in (0.5, 1.0, 0.044715, math.sqrt(2 / math.pi))
         )
-        wide = self.wide(x)
-        cube = op("Mul", op("Mul", wide, wide), wide)
-        bent = op("Tanh", op("Mul", slope, op("Add", wide, op("Mul", cubic, cube))))
-        return self.narrow(op("Mul", op("Mul", half, wide), op("Add", one, bent)))
+        x = self.to_float32(x)
+        cube = op("Mul", op("Mul", x, x), x)
+        bent = op("Tanh", op("Mul", slope, op("Add", x, op("Mul", cubic, cube))))
+        return self.to_dtype(op("Mul", op("Mul", half, x), op("Add", one, bent)))
 
     def project(self, name: str, x: str, bias: bool) -> str:
         mask, weight = self.masks[name], self.weight(f"{name}.weight", transposed=True)
@@ -178,7 +178,7 @@ class DecoderGraph:
                 frequencies = op("Where", long, other, frequencies)
             angles = op("Mul", positions, frequencies)
             scaling = constant(np.float32(attention_scaling(rope)))
-            cos, sin = (self.narrow(op("Mul", op(kind, angles), scaling)) for kind in ("Cos", "Sin"))
+            cos, sin = (self.to_dtype(op("Mul", op(kind, angles), scaling)) for kind in ("Cos", "Sin"))
             if rope.interleaved:
                 # A pair is an axis of its own then, and every pair has one angle.
                 cos, sin = (op("Unsqueeze", table, self.ints(-1)) for table in (cos, sin))
@@ -188,7 +188,7 @@ class DecoderGraph:
             beta, length = (constant(np.float32(value)) for value in config.query_scaling)
             unit = constant(np.float32(1))
             grown = op("Log", op("Add", unit, op("Floor", op("Div", positions, length))))
-            self.query_scales = self.narrow(op("Add", unit, op("Mul", beta, grown)))
+            self.query_scales = self.to_dtype(op("Add", unit, op("Mul", beta, grown)))
 
     def rotate(self, x: str, index: int, head_dim: int) -> str:
         """Rotary embedding of x (B, heads, S, head_dim): pairs (i, i + rotary_dim / 2), or (2i, 2i + 1)."""
@@ -244,9 +244,9 @@ class DecoderGraph:
         shape = self.ints(0, block.num_kv_heads, config.num_heads // block.num_kv_heads, -1, block.head_dim)
         grouped = op("Reshape", self.times(q, config.attention_scale, self.dtype), shape)
         keys = op("Unsqueeze", op("Transpose", k, perm=[0, 1, 3, 2]), self.ints(2))
-        found = self.soft_cap(self.wide(op("MatMul", grouped, keys)), config.attention_softcap)
+        found = self.soft_cap(self.to_float32(op("MatMul", grouped, keys)), config.attention_softcap)
         shares = op("Softmax", op("Add", found, self.biases[block.window]), axis=-1)
-        mixed = op("MatMul", self.narrow(shares), op("Unsqueeze", v, self.ints(2)))
+        mixed = op("MatMul", self.to_dtype(shares), op("Unsqueeze", v, self.ints(2)))
         heads = op("Reshape", mixed, self.ints(0, config.num_heads, -1, block.head_dim))
         whole = self.ints(0, 0, config.num_heads * block.head_dim)
         return op("Reshape", op("Transpose", heads, perm=[0, 2, 1, 3]), whole)
@@ -255,11 +255,11 @@ class DecoderGraph:
         config, arch, name = self.config, self.config.architecture, f"model.layers.{index}"
 
         def enter(hidden: str, norm: str | None) -> str:
-            return self.narrow(hidden) if norm is None else self.norm(hidden, f"{name}.{norm}")
+            return self.to_dtype(hidden) if norm is None else self.norm(hidden, f"{name}.{norm}")
 
         def leave(hidden: str, output: str, norm: str | None) -> str:
             """The hidden states with the output of attention or of the MLP added."""
-            output = self.wide(output) if norm is None else self.norm(output, f"{name}.{norm}", wide=True)
+            output = self.to_float32(output) if norm is None else self.norm(output, f"{name}.{norm}", in_float32=True)
             return self.op("Add", hidden, self.times(output, config.residual_multiplier))
 
         x = enter(hidden, arch.norms.attention_input)
@@ -275,7 +275,7 @@ class DecoderGraph:
         hidden = leave(hidden, down, arch.norms.mlp_output)
         if arch.block_scalar is None:
             return hidden
-        return self.op("Mul", hidden, self.wide(self.weight(f"{name}.{arch.block_scalar}")))
+        return self.op("Mul", hidden, self.to_float32(self.weight(f"{name}.{arch.block_scalar}")))
 
     def build(self) -> onnx.ModelProto:
         """The model without the initializers of ``weights``, which the caller adds."""
@@ -283,7 +283,7 @@ class DecoderGraph:
         self.begin()
         embedding = self.weight("model.embed_tokens.weight")
         hidden = op("Gather", embedding, "input_ids", name="model.embed_tokens")
-        hidden = self.wide(self.times(hidden, config.embedding_multiplier, self.dtype))
+        hidden = self.to_float32(self.times(hidden, config.embedding_multiplier, self.dtype))
         for index in range(config.num_blocks):
             hidden = self.block(index, hidden)
         hidden = self.norm(hidden, "model.norm")

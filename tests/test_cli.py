@@ -26,7 +26,7 @@ from tiny_bundle import write_tiny_bundle, write_tiny_model
 from wisparse import cli
 from wisparse.commands import convert
 from wisparse.commands.eval import _print_task_table
-from wisparse.converter.settings import ConvertSettings
+from wisparse.converter.settings import ConvertOptions, ConvertSettings
 from wisparse.formats import errors
 
 ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type)]
@@ -128,6 +128,7 @@ def test_help_and_usage_errors_need_no_torch() -> None:
 
 
 def test_the_table_of_settings_is_the_command_lines() -> None:
+    assert ConvertOptions.__annotations__.keys() | {"model", "output_dir"} == ConvertSettings.__annotations__.keys()
     settings = {field.name: field for field in dataclasses.fields(ConvertSettings)}
     parameters = {parameter.name: parameter for parameter in convert.command.params}
     own = {"dry_run", "verbose", "quiet", "as_json"}

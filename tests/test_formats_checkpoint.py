@@ -213,6 +213,14 @@ def test_not_a_regular_file(name: str, kind: str, tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
+def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file may claim a terabyte, which an address space under a limit does not hold."""
+    write_tiny_model(tmp_path, tiny_config())
+    monkeypatch.setattr("wisparse.formats.checkpoint.safe_open", Mock(side_effect=MemoryError("os error 12")))
+    with pytest.raises(ResourceError, match=r"model\.safetensors: its [\d,]+ bytes cannot be mapped into memory"):
+        Checkpoint.open(tmp_path)
+
+
 def test_truncated_and_replaced_while_open(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_tiny_model(tmp_path))
     file = tmp_path / "model.safetensors"

@@ -14,7 +14,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Run from the root of a checkout, Python finds this folder before an installed copy, and the rooms beside it are its
+# Run from the root of a checkout, Python finds this folder before an installed copy, and the folders beside it are its
 # sub-packages there. An installed copy has no such neighbours and is left alone.
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "converter").is_dir() and str(_ROOT) not in __path__:

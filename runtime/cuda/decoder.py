@@ -69,7 +69,7 @@ class CudaDecoder(Decoder):
         self.weights = load_weights(bundle, device, dtype, weights)
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
-        self._cache = KVCache(config, max_batch, self.max_seq_len, device, dtype, sides=2)
+        self._cache = KVCache(config, max_batch, self.max_seq_len, device, dtype, buffers=2)
         # Graphs are padded to 1, 2, 4, 8 or 16 rows.
         self._positions = torch.zeros(-(-max_batch // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
         self.prefill_chunk = chunk_size(config, dtype)

@@ -59,18 +59,18 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        sides: int = 1,
+        buffers: int = 1,
     ) -> None:
-        """``sides``: 1, or 2: the state after p positions then lies in side p % 2, and a step leaves that of the
+        """``buffers``: 1, or 2: the state after p positions then lies in buffer p % 2, and a step leaves that of the
         position before it where it is."""
-        self._sides = sides
+        self._buffers = buffers
         # Block -> keys and values, each (max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond lengths.
         self.attention: dict[int, tuple[Tensor, Tensor]] = {}
-        # Recurrent block -> its states, each tensor of a DeltaState with (sides, max_batch) in front.
+        # Recurrent block -> its states, each tensor of a DeltaState with (buffers, max_batch) in front.
         self.recurrent: dict[int, DeltaState] = {}
         self.lengths = [0] * max_batch  # positions filled in each slot
-        delta, copies = config.delta_net, (sides, max_batch)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        delta, copies = config.delta_net, (buffers, max_batch)
+        accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         size = bytes_per_position(config, dtype) * max_batch * max_seq_len / 1e9
         with memory_errors(device, f"for a cache of {size:.1f} GB, {max_batch} x {max_seq_len} positions"):
             for index, block in enumerate(config.blocks):
@@ -78,7 +78,7 @@ class KVCache:
                     heads = delta.value_heads, delta.key_dim, delta.value_dim
                     self.recurrent[index] = DeltaState(
                         torch.zeros(*copies, delta.taps - 1, delta.mixed_size, dtype=dtype, device=device),
-                        torch.zeros(*copies, *heads, dtype=wide, device=device),
+                        torch.zeros(*copies, *heads, dtype=accumulator, device=device),
                     )
                 else:
                     shape = (2, max_batch, block.num_kv_heads, max_seq_len, block.head_dim)
@@ -110,13 +110,13 @@ class KVCache:
 
     def state(self, block: int, slot: int, position: int) -> DeltaState:
         """Where a recurrent block's state after that many positions of a slot lies."""
-        states, side = self.recurrent[block], position % self._sides
-        return DeltaState(states.inputs[side, slot], states.state[side, slot])
+        states, buffer = self.recurrent[block], position % self._buffers
+        return DeltaState(states.inputs[buffer, slot], states.state[buffer, slot])
 
     def moving(self, block: int, slot: int, start: int, stop: int) -> DeltaState:
         """The state after ``start`` positions, in the place of the one after ``stop``, for the caller to update."""
         target = self.state(block, slot, stop)
-        if (stop - start) % self._sides:
+        if (stop - start) % self._buffers:
             target.take(self.state(block, slot, start))
         return target
 

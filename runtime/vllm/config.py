@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ log = logging.getLogger("vllm.wisparse")
 
 
 class WisparseConfig(QuantizationConfig):
-    """A bundle's masks. vLLM copies and pickles it, so it holds no GPU memory but in the process that runs layers."""
+    """A bundle's masks. vLLM copies and pickles it, so it holds an open file or GPU memory only in the process that runs
+    layers."""
 
     def __init__(self, stored: str | None = None) -> None:
         """``stored``: how ``config.json`` says that the weights are quantised."""
         super().__init__()
         self._stored = stored
-        self._bundle: Bundle | None = None
+        self._folder: Path | None = None  # of the bundle, once it was checked
         self._masks: Mapping[str, ProjectionMask] = {}
         self.rows: MaskedRows | None = None  # None until a process builds layers
 
@@ -100,7 +102,7 @@ class WisparseConfig(QuantizationConfig):
                 f"{bundle.config.model_type}: {unsupported}, which the plug-in cannot mask yet; run the bundle dense: "
                 "VLLM_PLUGINS=''"
             )
-        self._bundle = bundle
+        self._folder = bundle.folder
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Ours for the linear layers inside blocks, vLLM's own for all else."""
@@ -121,8 +123,9 @@ class WisparseConfig(QuantizationConfig):
 
     def _prepare(self) -> MaskedRows:
         """Once in each process that builds layers."""
-        if self._bundle is None:
+        if self._folder is None:
             raise UsageError("--quantization wisparse: expected a bundle, found a model that was not opened as one")
+        bundle = Bundle.open(self._folder)
         current = get_current_vllm_config()
         parallel = current.parallel_config
         reasons = {
@@ -138,12 +141,12 @@ class WisparseConfig(QuantizationConfig):
                 "VLLM_PLUGINS=''"
             )
         require_cards(parallel.tensor_parallel_size, current.model_config.hf_text_config)
-        settings = Settings.read(current.additional_config, os.environ, self._bundle.sparsity)
-        chosen = self._bundle.at(settings.sparsity)
+        settings = Settings.read(current.additional_config, os.environ, bundle.sparsity)
+        chosen = bundle.at(settings.sparsity)
         self._masks = chosen.masks
         if settings.prefill == "dense":
             watch_runners()
-        levels = ", ".join(f"{level:g}" for level in self._bundle.levels if level)
+        levels = ", ".join(f"{level:g}" for level in bundle.levels if level)
         on, prefill = "on" if chosen.sparsity else "off", settings.prefill
         log.info("masks %s: sparsity %g (the bundle has %s, and 0), prefill %s", on, chosen.sparsity, levels, prefill)
         graphs = current.compilation_config.cudagraph_capture_sizes or [0]
