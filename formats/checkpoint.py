@@ -85,10 +85,9 @@ class TensorFile:
         except UnicodeEncodeError:
             raise error(f"{str(path)!r:.200}: the path is not UTF-8, which safetensors requires; rename it") from None
         except MemoryError:
-            raise ResourceError(
-                f"{name}: its {path.stat().st_size:,} bytes cannot be mapped into memory; the file is damaged, or the "
-                "address space is limited (ulimit -v)"
-            ) from None
+            size = path.stat().st_size
+            why = "the file is damaged, or the address space is limited (ulimit -v)"
+            raise error(f"{name}: its {size:,} bytes cannot be mapped into memory; {why}") from None
         except (SafetensorError, OSError) as reason:
             raise error(f"{name}: no valid safetensors file, truncated or damaged: {reason!s:.300}") from None
         self.entries = {name: Entry(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

@@ -215,10 +215,10 @@ def test_not_a_regular_file(name: str, kind: str, tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse file may claim a terabyte, which an address space under a limit does not hold."""
-    write_tiny_model(tmp_path, tiny_config())
+    (tmp_path / "x").write_bytes(_content(GOOD, bytes(8)))
     monkeypatch.setattr("wisparse.formats.checkpoint.safe_open", Mock(side_effect=MemoryError("os error 12")))
-    with pytest.raises(ResourceError, match=r"model\.safetensors: its [\d,]+ bytes cannot be mapped into memory"):
-        Checkpoint.open(tmp_path)
+    with pytest.raises(BundleError, match=r"x: its [\d,]+ bytes cannot be mapped into memory"):
+        TensorFile(tmp_path, "x", BundleError)
 
 
 def test_truncated_and_replaced_while_open(tmp_path: Path) -> None:
