@@ -192,6 +192,29 @@ def test_chunks_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkey
     assert read == [(0, 8), (8, 16), (16, 18), (0, 4), (4, 8), (8, 16), (16, 21)]
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_others_go_on_while_a_prompt_is_scored(
+    bundles: dict[str, Bundle], scored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token after each chunk, and never more positions between two tokens than beside a prompt that is only read."""
+    decoder = small_chunks(bundles["llama"], max_batch=2)
+    monkeypatch.setattr("wisparse.runtime.generation.scheduler._SCORE_CHUNK", 6)
+    monkeypatch.setattr(type(decoder), "prefill_chunk_under_load", CHUNK)
+    read, between = watch_prefill(decoder, monkeypatch), []
+    scheduler = Scheduler(decoder)
+    stream = scheduler.add(Request(tokens_of(3, 3), 40))
+    scheduler.step()
+    sampling = SamplingParams(logprobs=2)
+    prompt = scheduler.add(Request(tokens_of(45), 1, sampling, score_prompt=scored))
+    del read[:]
+    while not prompt.output_token_ids:
+        if scheduler.step() == [stream]:
+            between.append(sum(stop - start for start, stop in read))
+            del read[:]
+    assert max(between) == (6 if scored else CHUNK)
+    assert len(prompt.prompt_scores or ()) == (44 if scored else 0)
+
+
 LEVELS = st.sampled_from([None, None, 0, 0.3, 0.6])
 ACTIONS = st.lists(
     st.one_of(

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -297,6 +298,32 @@ def test_what_lm_eval_asks(server: Running, model: Model) -> None:
     chunks = list(server.complete(texts[0], max_tokens=2, logprobs=1, echo=True, stream=True))
     assert chunks[0].choices[0].text.startswith(texts[0])
     assert sum(len(chunk.choices[0].logprobs.tokens) for chunk in chunks) == len(prompts[0]) + 2  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize(("stream", "name"), [(False, "complete"), (True, "events")])
+def test_a_long_answer_is_formatted_beside_the_others(
+    server: Running, stream: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities of thousands of tokens take a while to write out: nobody else waits."""
+    begun, go_on, method = threading.Event(), threading.Event(), getattr(CompletionFormatter, name)
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return method(*given)
+
+    monkeypatch.setattr(CompletionFormatter, name, slow)
+    with ThreadPoolExecutor(1) as client:
+        asked = {"prompt": "def f", "max_tokens": 1, "logprobs": 2, "echo": True, "stream": stream}
+        answer = client.submit(server.request, "POST", "/v1/completions", json.dumps(asked).encode(),
+                               headers={"content-type": "application/json"})  # fmt: skip
+        try:
+            assert begun.wait(30)
+            assert server.request("GET", "/health").status == 200
+        finally:
+            go_on.set()
+        assert answer.result(30).status == 200
+        assert b"error" not in answer.result(30).read()
 
 
 def test_a_conversation(server: Running, model: Model) -> None:
