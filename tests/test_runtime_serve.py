@@ -414,7 +414,7 @@ MESSAGES: dict[str, list[dict[str, Any]]] = {
 # before a dot or bracket has the value.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     "completions": ({"prompt": "a"}, {
-        "prompt": [5, [], [1, "a"], [True], None, "", ["a", ""], [-1], [2**32], [2**64], [[5], [-(2**40)]]],
+        "prompt": [5, [], [1, "a"], [True], None, "", ["a", ""], [-1], [2**32], [2**64], [[5], [-(2**40)]], [5, 2**33]],
         "max_tokens": [-1, 2.5, True], "temperature": [-1, "hot"], "top_p": [1.5], "seed": ["x"], "n": [4],
         "stop[0]": [[1], ""], "stop": [["a"] * 99],
         "stream": [1], "stream_options": [3], "stream_options.include_usage": [{"include_usage": "yes"}],
@@ -447,6 +447,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         "tools[0].function.strict": [[function(strict="yes")]],
         "tool_choice": ["clock", "required", {"type": "function", "function": {"name": "f"}}, 5],
         "parallel_tool_calls": [1],
+        "chat_template_kwargs": [{"self": 1}, {"messages": []}, {"add_generation_prompt": False}, [1], 5],
         **{f"messages[1].{field}": [[*_HI, message] for message in messages] for field, messages in MESSAGES.items()},
     }),
     "responses": ({"input": "a"}, {
@@ -651,7 +652,9 @@ def test_connections_without_a_request_are_closed(
     asking.close()
 
 
-def test_a_failure_in_the_middle_is_said_in_the_stream(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_middle_is_said_in_the_stream(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     calls: list[int] = []
     decode = TorchDecoder.decode
 
@@ -664,6 +667,9 @@ def test_a_failure_in_the_middle_is_said_in_the_stream(server: Running, monkeypa
     monkeypatch.setattr(TorchDecoder, "decode", broken)
     with pytest.raises(openai.APIError, match="the device is lost"):
         list(server.complete("def", max_tokens=50, stream=True))
+    (record,) = (record for record in caplog.records if record.levelname in ("WARNING", "ERROR"))
+    assert record.exc_info is not None
+    assert "in broken" in caplog.text  # the traceback
     assert server.complete("import", max_tokens=3).choices
     calls.clear()
     *_, error, failed = server.respond("def", max_output_tokens=50, stream=True)

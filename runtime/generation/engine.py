@@ -270,8 +270,8 @@ class Engine:
         request.error = error
         self._forget(request)
         if not isinstance(error, WisparseError):
-            log.debug("a request failed", exc_info=error)
-            error = WisparseError(f"generation failed: {error}")
+            unforeseen, error = error, WisparseError(f"generation failed: {error}")
+            error.__cause__ = unforeseen
         try:
             request.deliver(error)
         except Exception:
