@@ -56,6 +56,7 @@ class ServeSettings:
     max_queue: int = 64  # requests that may wait beside those in the batch
     # what clients have to send, as ``Authorization: Bearer KEY``; None: nothing
     api_key: str | None = field(default=None, repr=False)
+    hosts: Sequence[str] = ()  # names that clients may use for it, in lower case, without port; empty: any
     cors: Sequence[str] = ()  # origins whose pages may send requests, ``*`` for all
 
 
@@ -356,7 +357,7 @@ def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = 
     """The ASGI application; the engine runs between its start, after which ``ready`` is called, and its end."""
     server = Server(model, settings, ready)
     app = FastAPI(title="WiSparse", redoc_url=None, lifespan=server.lifespan)
-    set_up(app, settings.api_key, settings.cors, server.metrics)
+    set_up(app, settings.api_key, settings.hosts, settings.cors, server.metrics)
     app.get("/health")(server.health)
     app.get("/metrics")(server.metrics_page)
     app.get("/v1/models")(server.models)
