@@ -92,7 +92,9 @@ def command(
             serve(model, settings, listener, lambda: click.echo(serving, err=True))
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the interpreter ends, and would print where it was interrupted
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # the interpreter ends, and would print where it was interrupted
 
 
 def _api_key(file: str | None) -> str | None:
