@@ -149,6 +149,28 @@ def test_a_cancelled_request_frees_its_place(model: Model, engine: Engine) -> No
     assert not engine.scheduler.waiting
 
 
+def test_submitting_and_cancelling_at_once_leaves_nothing_behind(model: Model, engine: Engine) -> None:
+    """From several threads; a request is taken back before it was queued, while it waits, or while it runs."""
+    ids = model.tokenizer.encode("import")
+
+    def client(number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(40):
+            request = engine.submit(model.request(ids, max_new_tokens=rng.randint(1, 90)), lambda item: None)
+            if rng.random() < 0.3:
+                time.sleep(0.002 * rng.random())
+            for _ in range(rng.randint(1, 2)):
+                engine.cancel(request)
+
+    in_threads(client, 4)
+    engine.call(lambda: None)
+    assert engine.state == IDLE
+    assert engine.scheduler.slots == [None] * 3
+    assert (engine._open, list(engine._inbox), engine._waiting) == (set(), [], [])
+    assert (list(engine.scheduler.waiting), engine.scheduler.prefilling) == ([], None)
+    assert len(answer_of(model, "import", 3)) == 3
+
+
 def test_the_queue_has_a_bound(model: Model) -> None:
     engine = model.engine
     engine.start(max_queue=2)
@@ -294,7 +316,7 @@ def test_what_fails_twice_ends_one_request_and_not_the_engine(
 def test_a_failure_of_one_request_spares_its_neighbours(
     model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A receiver that fails, a future that nobody waits for any more, and a tokenizer that fails in any way."""
+    """A receiver that fails, a future that fails or that nobody waits for any more, and a tokenizer that fails."""
     expected = answer_of(model, "def f(x):", 60)
     good, _ = ask(model, "def f(x):", 60)
     good.next()
@@ -307,6 +329,9 @@ def test_a_failure_of_one_request_spares_its_neighbours(
     engine.submit(model.request(model.tokenizer.encode("import"), max_new_tokens=5), refuse)
     bad.next()
     engine.ask(lambda: time.sleep(0.01)).cancel()
+    asked = engine.ask(lambda: 1 // 0)
+    asked.add_done_callback(lambda future: 1 // 0)
+    assert isinstance(asked.exception(60), ZeroDivisionError)
     add = Detokenizer.add
 
     def failing(self: Detokenizer, token: int) -> str:

@@ -19,6 +19,7 @@ from wisparse.cli import cli
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.runtime.decoding.decoder import Decoder
+from wisparse.runtime.generation import scheduler as scheduling
 from wisparse.runtime.generation.engine import Engine, EngineState
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
@@ -61,7 +62,6 @@ def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str, wei
     expected = {level: logits_of(make(opened.at(level), backend, weights=weights)) for level in (0.0, *LEVELS)}
     for sparsity in (0.7, 0.3, 0.0, 0.5, 0.3, 0.7, 0.0):
         decoder.set_masks(opened.at(sparsity).masks)
-        assert decoder.lengths == [0, 0]
         assert torch.equal(logits_of(decoder), expected[sparsity]), sparsity
     assert not torch.equal(expected[0.3], expected[0.5])
 
@@ -176,10 +176,114 @@ def test_a_switch_that_fails_is_that_requests_failure(bundle: Path, monkeypatch:
     monkeypatch.setattr(engine.decoder, "set_masks", scarce)
     requests = [engine.submit(wish(level, 4), lambda item: None) for level in (0.7, 0.3, 0.3, 0.7)]
     engine.drive(lambda: engine.state == EngineState(0, 0))
-    assert isinstance(requests.pop(1).error, ResourceError)
+    failed = requests.pop(1)
+    assert isinstance(failed.error, ResourceError)
+    assert failed.output_token_ids == []
     for request in requests:
         assert request.output_token_ids == alone(opened, request)
-    assert engine.scheduler.stats.tokens == 3 * 3  # nothing was decoded for the one that failed
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With recurrent blocks, whose state no step of other rows may touch."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    return make_bundle(make_checkpoint("qwen3.5", folder / "source"), folder / "bundle", *LEVELS)
+
+
+@pytest.mark.parametrize("turn", [0.0, 0.25])
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("kind", ["example", "hybrid"])
+def test_levels_share_the_slots(
+    example: Path, hybrid: Path, kind: str, backend: str, turn: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request has the tokens that it gets alone, whether levels take turns at every step or hardly ever."""
+    monkeypatch.setattr(scheduling, "TURN_SECONDS", turn)
+    opened = Bundle.open(hybrid if kind == "hybrid" else example)
+    prompts = [[*range(3, 3 + length)] for length in (12, 5, 20, 3, 9, 17)]
+    asked = [
+        Request(prompt, count, prefill=prefill, sparsity=level)
+        for prompt, count, prefill, level in zip(
+            prompts, (30, 12, 25, 9, 16, 4), ("half", "dense", "all") * 2, (0.7, 0.0, 0.3, 0.7, 0.0, 0.3), strict=True
+        )
+    ]
+    expected = []
+    for one in asked:
+        alone = Scheduler(cpu_decoder(opened.at(one.sparsity or 0), backend, max_seq_len=64))
+        expected.append(run(alone, replace(one, sparsity=None)).output_token_ids)
+    scheduler = Scheduler(cpu_decoder(opened, backend, max_seq_len=64, max_batch=4), opened)
+    requests = [scheduler.add(one) for one in asked[:3]]
+    together = set()
+    while scheduler.busy:
+        advanced = scheduler.step()
+        assert len({one.sparsity for one in advanced}) <= 1 or scheduler.prefilling is not None
+        together.add(frozenset(one.sparsity for one in scheduler.running))
+        if len(requests) < len(asked) and len(requests[0].output_token_ids) > 2 * len(requests):
+            requests.append(scheduler.add(asked[len(requests)]))
+    assert frozenset((0.0, 0.3, 0.7)) in together
+    assert [one.output_token_ids for one in requests] == expected
+
+
+def test_levels_take_turns(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a bounded time; a turn ends when its rows do, and with one level there are none."""
+    opened, clock, steps, switches = Bundle.open(bundle), [100.0], [], []
+    decoder = make(opened, "torch")
+    step, set_masks = decoder.step, decoder.set_masks
+
+    def slow(tokens: torch.Tensor, *more: Any) -> torch.Tensor:
+        clock[0] += 0.1
+        steps.append((tokens >= 0).nonzero()[:, 0].tolist())
+        return step(tokens, *more)
+
+    monkeypatch.setattr(decoder, "step", slow)
+    monkeypatch.setattr(decoder, "set_masks", lambda masks: switches.append(len(steps)) or set_masks(masks))
+    monkeypatch.setattr(scheduling.time, "perf_counter", lambda: clock[0])
+    scheduler = Scheduler(decoder, opened)
+    scheduler.add(wish(0.7, 13))
+    while len(steps) < 5:
+        scheduler.step()
+    late = scheduler.add(wish(0.3, 6))
+    scheduler.step()
+    assert late.running
+    assert len(late.output_token_ids) == 1  # read at once
+    run(scheduler)
+    # 0.25 s are three steps of 0.1 s; row 1 has five to decode, row 0 seven more.
+    assert steps[5:] == [[1]] * 3 + [[0]] * 3 + [[1]] * 2 + [[0]] * 4
+    assert switches == [5, 8, 11, 13]
+
+
+def test_a_failed_step_spares_the_other_levels(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "TURN_SECONDS", 0.0)
+    opened = Bundle.open(bundle)
+    engine = Engine(make(opened, "torch"), None, opened)
+    step = engine.decoder.step
+
+    def broken(tokens: torch.Tensor, *more: Any) -> torch.Tensor:
+        if engine.scheduler.sparsity == 0.3:
+            raise RuntimeError("the device is lost")
+        return step(tokens, *more)
+
+    monkeypatch.setattr(engine.decoder, "step", broken)
+    good, bad = (engine.submit(wish(level, 8), lambda item: None) for level in (0.7, 0.3))
+    engine.drive(lambda: engine.state == EngineState(0, 0))
+    assert "the device is lost" in str(bad.error)
+    assert (good.error, good.output_token_ids) == (None, alone(opened, good))
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_what_is_left_unread_is_counted_over_all_levels(bundle: Path, backend: str) -> None:
+    opened, levels = Bundle.open(bundle), (0.7, 0.0, 0.3)
+    shares = []
+    decoder = make(opened, backend)
+    for together in (False, True):
+        for level in levels:
+            decoder.set_masks(opened.at(level).masks)
+            if not together or level == levels[0]:
+                decoder.measure_sparsity(True)
+            decoder.prefill(0, PROMPT, 8)
+            decoder.decode(torch.tensor([5]))
+            shares.append(decoder.realised_sparsity())
+    assert shares[-1] == pytest.approx(sum(shares[:3]) / 3)
+    assert shares[2] < shares[-1] < shares[0]
 
 
 @pytest.mark.parametrize(("prefill", "kept"), [("dense", 16), ("half", 8), ("all", 0)])

@@ -285,11 +285,12 @@ def test_what_a_model_says_is_text_and_a_refusal_is_told(tab: Tab, monkeypatch: 
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, chat_bundle: Path, model: Model) -> None:
     with Running(chat_bundle, api_key="sesame") as server:
         tab = Tab(browser, address(server))
-        for key in ("wrong", "sesame"):
+        # The first one fits in no header.
+        for key, told in (("ключ", "ASCII"), ("wrong", "not know"), ("sesame", "")):
             tab.until("by('door').open")
             tab.type(key)
             tab.press("Enter", 13, "\r")
-            tab.until("by('door-why').textContent || !by('door').open")
+            tab.until(f"by('door-why').textContent.includes({told!r}) && by('door').open === {json.dumps(bool(told))}")
         tab.until(f"document.title.startsWith({NAME!r})")
         fill(tab, temperature=0, max_tokens=3)
         ask(tab, "a")
@@ -308,7 +309,7 @@ def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Run
     tab.until("by('status').textContent.startsWith('Answered')")
     assert tab.value("document.documentElement.scrollWidth") <= 320
     # Words of several lines run over nothing below them.
-    over = "(one) => one.id !== 'talk' && one.scrollHeight > one.clientHeight + 1"
+    over = "(one) => !['talk', 'settings'].includes(one.id) && one.scrollHeight > one.clientHeight + 1"
     assert tab.value(f"[...document.body.children].filter({over}).map((one) => one.id)") == []
     controls = [
         node
@@ -323,6 +324,24 @@ def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Run
         grounds.append(tab.value("getComputedStyle(document.body).backgroundColor"))
     assert grounds == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
     assert tab.complaints() == []
+    tab.close()
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 640), (320, 568), (640, 360)])
+def test_an_open_form_of_settings_leaves_the_button_to_send_on_the_screen(
+    browser: Browser, server: Running, width: int, height: int
+) -> None:
+    tab = opened(browser, server, width=width, height=height)
+    ask(tab, "x" * 300)
+    tab.until("by('status').textContent.startsWith('Answered')")
+    tab.value("by('settings').open = true")
+    for name in ("send", "message"):
+        top, bottom = tab.value(f"(({{top, bottom}}) => [top, bottom])(by({name!r}).getBoundingClientRect())")
+        assert 0 <= top < bottom <= height, name
+    # The last of the settings can be scrolled to.
+    tab.value("by('max_tokens').scrollIntoView()")
+    assert tab.value("by('max_tokens').getBoundingClientRect().top") >= 0
+    assert tab.value("by('talk').clientHeight") >= 40
     tab.close()
 
 

@@ -136,16 +136,18 @@ def test_positions_serve_only_whom_they_were_read_for(
     held: list[int], held_from: int, tokens: list[int], sparse_from: int, block_size: int, expected: int
 ) -> None:
     prefixes = PrefixCache(1, block_size, 30)
-    prefixes.note(0, held, len(held), held_from)
-    assert prefixes.choose(tokens, sparse_from, [0])[2] == expected
+    prefixes.note(0, held, len(held), held_from, 0.5)
+    assert prefixes.choose(tokens, sparse_from, 0.5, [0])[2] == expected
+    # At another level only where they were read dense, and are to be.
+    assert prefixes.choose(tokens, sparse_from, 0.3, [0])[2] == min(expected, held_from, sparse_from)
 
 
 def test_the_least_recently_used_goes_first() -> None:
     prefixes = PrefixCache(3, 1, None)
 
     def take(tokens: list[int], idle: tuple[int, ...] = (0, 1, 2)) -> tuple[int, int, int]:
-        chosen = prefixes.choose(tokens, len(tokens), idle)
-        prefixes.note(chosen[0], tokens, len(tokens), len(tokens))
+        chosen = prefixes.choose(tokens, len(tokens), None, idle)
+        prefixes.note(chosen[0], tokens, len(tokens), len(tokens), None)
         return chosen
 
     system = list(range(100, 110))
@@ -190,6 +192,29 @@ def test_chunks_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkey
     assert read == [(0, 8), (8, 16), (16, 18), (0, 4), (4, 8), (8, 16), (16, 21)]
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_others_go_on_while_a_prompt_is_scored(
+    bundles: dict[str, Bundle], scored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token after each chunk, and never more positions between two tokens than beside a prompt that is only read."""
+    decoder = small_chunks(bundles["llama"], max_batch=2)
+    monkeypatch.setattr("wisparse.runtime.generation.scheduler._SCORE_CHUNK", 6)
+    monkeypatch.setattr(type(decoder), "prefill_chunk_under_load", CHUNK)
+    read, between = watch_prefill(decoder, monkeypatch), []
+    scheduler = Scheduler(decoder)
+    stream = scheduler.add(Request(tokens_of(3, 3), 40))
+    scheduler.step()
+    sampling = SamplingParams(logprobs=2)
+    prompt = scheduler.add(Request(tokens_of(45), 1, sampling, score_prompt=scored))
+    del read[:]
+    while not prompt.output_token_ids:
+        if scheduler.step() == [stream]:
+            between.append(sum(stop - start for start, stop in read))
+            del read[:]
+    assert max(between) == (6 if scored else CHUNK)
+    assert len(prompt.prompt_scores or ()) == (44 if scored else 0)
+
+
 LEVELS = st.sampled_from([None, None, 0, 0.3, 0.6])
 ACTIONS = st.lists(
     st.one_of(
@@ -208,6 +233,7 @@ ACTIONS = st.lists(
     variant=st.sampled_from(["llama", "phi3-long", "gemma3"]),
     policy=st.sampled_from(["dense", "half", "all"]),
     max_batch=st.integers(1, 3),
+    turn=st.sampled_from([0.0, 0.25]),
 )
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
@@ -217,8 +243,11 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     variant: str,
     policy: str,
     max_batch: int,
+    turn: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever sparsity levels the others name, and the first tokens come in the order of the requests."""
+    monkeypatch.setattr("wisparse.runtime.generation.scheduler.TURN_SECONDS", turn)
     bundle = bundles[variant]
     if (variant, max_batch) not in decoders:
         decoders[variant, max_batch] = small_chunks(bundle, max_batch=max_batch)

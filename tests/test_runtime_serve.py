@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 import os
@@ -11,10 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -299,6 +302,32 @@ def test_what_lm_eval_asks(server: Running, model: Model) -> None:
     assert sum(len(chunk.choices[0].logprobs.tokens) for chunk in chunks) == len(prompts[0]) + 2  # type: ignore[union-attr, arg-type]
 
 
+@pytest.mark.parametrize(("stream", "name"), [(False, "complete"), (True, "events")])
+def test_a_long_answer_is_formatted_beside_the_others(
+    server: Running, stream: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities of thousands of tokens take a while to write out: nobody else waits."""
+    begun, go_on, method = threading.Event(), threading.Event(), getattr(CompletionFormatter, name)
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return method(*given)
+
+    monkeypatch.setattr(CompletionFormatter, name, slow)
+    with ThreadPoolExecutor(1) as client:
+        asked = {"prompt": "def f", "max_tokens": 1, "logprobs": 2, "echo": True, "stream": stream}
+        answer = client.submit(server.request, "POST", "/v1/completions", json.dumps(asked).encode(),
+                               headers={"content-type": "application/json"})  # fmt: skip
+        try:
+            assert begun.wait(30)
+            assert server.request("GET", "/health").status == 200
+        finally:
+            go_on.set()
+        assert answer.result(30).status == 200
+        assert b"error" not in answer.result(30).read()
+
+
 def test_a_conversation(server: Running, model: Model) -> None:
     expected = model.generate("system: be brief\nuser: what?\nassistant:", max_new_tokens=10)
     messages: Any = [
@@ -387,7 +416,7 @@ MESSAGES: dict[str, list[dict[str, Any]]] = {
 # before a dot or bracket has the value.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     "completions": ({"prompt": "a"}, {
-        "prompt": [5, [], [1, "a"], [True], None, "", ["a", ""], [-1], [2**32], [2**64], [[5], [-(2**40)]]],
+        "prompt": [5, [], [1, "a"], [True], None, "", ["a", ""], [-1], [2**32], [2**64], [[5], [-(2**40)]], [5, 2**33]],
         "max_tokens": [-1, 2.5, True], "temperature": [-1, "hot"], "top_p": [1.5], "seed": ["x"], "n": [4],
         "stop[0]": [[1], ""], "stop": [["a"] * 99],
         "stream": [1], "stream_options": [3], "stream_options.include_usage": [{"include_usage": "yes"}],
@@ -420,6 +449,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         "tools[0].function.strict": [[function(strict="yes")]],
         "tool_choice": ["clock", "required", {"type": "function", "function": {"name": "f"}}, 5],
         "parallel_tool_calls": [1],
+        "chat_template_kwargs": [{"self": 1}, {"messages": []}, {"add_generation_prompt": False}, [1], 5],
         **{f"messages[1].{field}": [[*_HI, message] for message in messages] for field, messages in MESSAGES.items()},
     }),
     "responses": ({"input": "a"}, {
@@ -531,6 +561,51 @@ def test_a_key(bundle: Path) -> None:
         assert answer.headers["access-control-allow-origin"] == "http://page.example"
 
 
+def test_only_allowed_host_names_are_answered(bundle: Path) -> None:
+    """Without this, a page of evil.example could have its name resolve to 127.0.0.1, and read what the server says."""
+
+    def status(host: str, path: str = "/v1/models") -> int:
+        answer = server.request("GET", path, headers={"host": host, "origin": f"http://{host}"})
+        found.append(answer.read().decode())
+        return answer.status
+
+    found: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as local:
+        hosts = transport.allowed_hosts(local, ["Chat.example"])
+    with Running(bundle, hosts=hosts) as server:
+        good = ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]", "[::1]:8000", "chat.example", "chat.example:1")
+        assert [status(host) for host in good] == [200] * len(good)
+        bad = (
+            "evil.example",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example:80",
+            "::1",
+            "",
+            "localhost:80:80",
+            "[::2]",
+        )
+        for path in ("/", "/v1/models", "/metrics", "/health", "/docs", "/nothing"):
+            assert [status(host, path) for host in bad] == [400] * len(bad), path
+            error = json.loads(found[-1])["error"]
+            assert (error["code"], "--allowed-host" in error["message"]) == ("host_not_allowed", True)
+
+
+@pytest.mark.parametrize(
+    ("address", "given", "expected"),
+    [
+        ("127.0.0.1", [], ["localhost", "127.0.0.1", "[::1]"]),
+        ("127.0.0.2", ["a.example"], ["localhost", "127.0.0.1", "[::1]", "127.0.0.2", "a.example"]),
+        ("::1", [], ["localhost", "127.0.0.1", "[::1]"]),
+        ("127.0.0.1", ["*"], []),
+        ("0.0.0.0", [], []),
+        ("192.0.2.7", ["a.example"], ["localhost", "127.0.0.1", "[::1]", "192.0.2.7", "a.example"]),
+    ],
+)
+def test_names_by_the_address_of_the_server(address: str, given: list[str], expected: list[str]) -> None:
+    listener = Mock(getsockname=lambda: (address, 8000))
+    assert transport.allowed_hosts(listener, given) == expected
+
+
 def test_more_than_may_wait_are_told_to_come_again(bundle: Path) -> None:
     with Running(bundle, max_queue=1) as server, ThreadPoolExecutor(1) as waiting:
         streams = [server.complete("def", max_tokens=200, stream=True) for _ in range(3)]
@@ -624,7 +699,9 @@ def test_connections_without_a_request_are_closed(
     asking.close()
 
 
-def test_a_failure_in_the_middle_is_said_in_the_stream(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_middle_is_said_in_the_stream(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     calls: list[int] = []
     decode = TorchDecoder.decode
 
@@ -637,6 +714,9 @@ def test_a_failure_in_the_middle_is_said_in_the_stream(server: Running, monkeypa
     monkeypatch.setattr(TorchDecoder, "decode", broken)
     with pytest.raises(openai.APIError, match="the device is lost"):
         list(server.complete("def", max_tokens=50, stream=True))
+    (record,) = (record for record in caplog.records if record.levelname in ("WARNING", "ERROR"))
+    assert record.exc_info is not None
+    assert "in broken" in caplog.text  # the traceback
     assert server.complete("import", max_tokens=3).choices
     calls.clear()
     *_, error, failed = server.respond("def", max_output_tokens=50, stream=True)
@@ -704,6 +784,8 @@ def test_the_verb_serves_and_ends_well(bundle: Path, tmp_path: Path) -> None:
         )
         with pytest.raises(openai.AuthenticationError):
             none.models.list()
+        with pytest.raises(openai.BadRequestError, match="--allowed-host"):
+            none.models.list(extra_headers={"host": "evil.example"})
         stream = client.completions.create(model="other", prompt="def", max_tokens=100, stream=True, temperature=0)
         first = next(iter(stream))
         server.send_signal(signal.SIGTERM)  # what is under way is finished
@@ -717,6 +799,28 @@ def test_the_verb_serves_and_ends_well(bundle: Path, tmp_path: Path) -> None:
         server.stderr.close()
 
 
+def test_a_second_interrupt_ends_the_server_without_a_traceback(bundle: Path) -> None:
+    command = [sys.executable, "-m", "wisparse", "serve", str(bundle), "--port", "0", "--backend", "torch"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stderr is not None
+            port = int(server.stderr.readline().split("/v1")[0].rpartition(":")[2])
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            asked = json.dumps({"prompt": "def", "max_tokens": 1500, "stream": True})
+            connection.request("POST", "/v1/completions", asked, {"content-type": "application/json"})
+            assert connection.getresponse().readline()
+            server.send_signal(signal.SIGTERM)
+            with contextlib.suppress(ConnectionRefusedError):  # it listens no more
+                while True:
+                    socket.create_connection(("127.0.0.1", port), timeout=60).close()
+            server.send_signal(signal.SIGINT)
+            assert server.wait(30) == 0
+            assert server.stderr.read() == ""
+        finally:
+            server.kill()
+
+
 def test_keys_and_origins_that_serve_takes(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(option: str, value: str) -> str:
         done = CliRunner().invoke(cli, ["serve", str(bundle), option, value])
@@ -725,6 +829,8 @@ def test_keys_and_origins_that_serve_takes(bundle: Path, tmp_path: Path, monkeyp
 
     for origin in ("", "localhost:3000", "http://a.example/", "http://a.example/page", "http://"):
         assert "--cors: expected * or an origin" in refused("--cors", origin)
+    for host in ("", "http://a.example", "a.example:80", "a b", "::1"):
+        assert "--allowed-host: expected * or a host name" in refused("--allowed-host", host)
     monkeypatch.delenv("WISPARSE_API_KEY", raising=False)
     assert serve_verb._api_key(None) is None
     monkeypatch.setenv("WISPARSE_API_KEY", "sesame\n")

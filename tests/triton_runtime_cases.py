@@ -113,14 +113,37 @@ def test_other_masks_are_what_loading_them_gives():
     assert torch.equal(logits(CudaDecoder(level, dtype=torch.float32, **settings)), seen[key])
     assert len({str(found.tolist()) for found in seen.values()}) == 4
     assert [len(steps) for _, steps in fast._by_dense.values()] == [1, 1]  # sparse and dense
-    # What was read dense stands there still, under masks of another kind too; what was decoded behind it does not.
-    fast.prefill(0, PROMPT, len(PROMPT))
-    fast.decode(torch.tensor([5]))
-    fast.set_masks(changed(0.0).masks)
-    fast.prefill(0, PROMPT, len(PROMPT), start=len(PROMPT) - 1)
-    slow = TorchDecoder(changed(0.0), dtype=torch.float64, **settings)
-    slow.prefill(0, PROMPT, len(PROMPT))
+    # The slots stay as they are under masks of another kind, also behind a step that ran ahead.
+    slow = TorchDecoder(level, dtype=torch.float64, **settings)
+    for decoder in (fast, slow):
+        decoder.prefill(0, PROMPT, 3)
+        decoder.measure_sparsity(True)
+        for token, factor in ((5, 0.0), (7, 0.75), (9, 0.0), (2, 0.5)):
+            decoder.step(torch.tensor([token]), [GREEDY])
+            decoder.set_masks(changed(factor).masks)
+    assert fast.lengths == slow.lengths == [len(PROMPT) + 4]
+    assert fast.realised_sparsity() == pytest.approx(slow.realised_sparsity(), abs=1e-9)
     torch.testing.assert_close(fast.decode(torch.tensor([7])), slow.decode(torch.tensor([7])), rtol=1e-5, atol=1e-5)
+    assert [len(steps) for _, steps in fast._by_dense.values()] == [1, 1]  # nothing was captured anew
+
+
+def test_rows_of_two_levels_take_turns():
+    """A step leaves the slots of other masks as they are."""
+    bundle = make_bundle("llama", 0.5, num_hidden_layers=1)
+    dense = {key: replace(mask, threshold=0.0, sparsity=0.0) for key, mask in bundle.masks.items()}
+
+    def story(decoder: Decoder) -> Iterator[list[int]]:
+        tokens = [int(start(decoder, slot, PROMPT[: 3 - slot])) for slot in range(2)]
+        for _ in range(2):
+            for slot, masks in enumerate((bundle.masks, dense)):
+                decoder.set_masks(masks)
+                row = [tokens[0]] if slot == 0 else [-1, tokens[1]]
+                tokens[slot] = int(decoder.step(torch.tensor(row), [GREEDY] * len(row))[slot])
+            yield list(tokens)
+        assert decoder.lengths == [5, 4]
+
+    fast, _ = told(story, bundle=bundle, max_batch=2)
+    assert [len(steps) for _, steps in fast._by_dense.values()] == [1, 1]
 
 
 @pytest.mark.filterwarnings("error")

@@ -83,11 +83,12 @@ class CudaDecoder(Decoder):
         self._ahead: tuple[list[int], list[SamplingParams], DecodeStep, bool] | None = None
         self._readback = TokenReadback(MAX_ROWS, device)
         self._short: ShortPrompts | None = None  # once somebody has asked for it
-        # Counting: the prompts' kept weights, on the device; decoded rows that were counted; one of so many steps is, and
-        # so many have been started.
+        # Counting: the prompts' kept weights, on the device; decoded rows that were counted, and the weights of dense
+        # linears that they read; one of so many steps is counted, and so many have been started.
         self._observe: Callable[[FusedLinear, Tensor, int], None] | None = None  # see _apply; None: nothing is counted
         self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=device)
-        self._decoded, self._every, self._started = 0, 1, 0
+        self._decoded, self._kept_dense, self._every, self._started = 0, 0, 1, 0
+        self._dense_weights = self._count_dense()
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
@@ -222,23 +223,22 @@ class CudaDecoder(Decoder):
 
     @torch.inference_mode()
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
-        self.measure_sparsity(False)
-        self._cache.forget()
+        self._forget_ahead()
         dense = dense_linears(self.config, masks)
         if dense not in self._by_dense:
             self._by_dense[dense] = with_dense(self.weights, dense), {}
         # Steps captured for such masks go on with these, which lie where those lay.
         self.weights, self._steps = self._by_dense[dense]
-        self._blocks = self.weights.blocks
+        self._blocks, self._dense_weights = self.weights.blocks, self._count_dense()
         put_masks(self.weights, self.config, masks)
 
     @torch.inference_mode()
     def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
         self._forget_ahead()
-        self._decoded, self._every, self._started, self._sparse_positions = 0, every, 0, 0
+        self._decoded, self._kept_dense, self._every, self._started, self._sparse_positions = 0, 0, every, 0, 0
         self._observe = self._count_prompt if enabled else None
         self._kept_in_prompts.zero_()
-        for step in self._steps.values():
+        for step in self._all_steps():
             step.counts.cells.zero_()
 
     def realised_sparsity(self) -> float | None:
@@ -246,9 +246,8 @@ class CudaDecoder(Decoder):
         positions = self._sparse_positions + self._decoded
         if self._observe is None or not positions:
             return None
-        linears = [linear for block in self.weights.blocks for linear in block.linears]
-        kept = self._decoded * sum(linear.in_features * linear.out_features for linear in linears if linear.dense)
-        for step in self._steps.values():
+        kept = self._kept_dense
+        for step in self._all_steps():
             kept += step.counts.weights(but_last=self._ahead is not None and self._ahead[2] is step)
         return 1.0 - (kept + float(self._kept_in_prompts)) / (positions * per_position)
 
@@ -312,6 +311,7 @@ class CudaDecoder(Decoder):
             if token >= 0:
                 self._cache.lengths[slot] += 1
                 self._decoded += counted
+                self._kept_dense += counted * self._dense_weights
 
     def _forget_ahead(self) -> None:
         """Undo a step that ran ahead: what it wrote lies beyond every slot's length, or in the states' other side; the
@@ -320,6 +320,14 @@ class CudaDecoder(Decoder):
             self._ahead[2].counts.forget_last()
             self._ahead = None
             self._positions[: self.max_batch].copy_(torch.tensor(self._cache.lengths, dtype=torch.int32))
+
+    def _all_steps(self) -> list[DecodeStep]:
+        return [step for _, steps in self._by_dense.values() for step in steps.values()]
+
+    def _count_dense(self) -> int:
+        """Weights of the linears that the masks in force leave dense."""
+        linears = (linear for block in self.weights.blocks for linear in block.linears if linear.dense)
+        return sum(linear.in_features * linear.out_features for linear in linears)
 
     def _apply(self, block: BlockWeights, first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
         """``_observe`` is called with each linear, its input (T, K) and the first masked row, before the product."""

@@ -208,16 +208,23 @@ def with_dense(weights: CudaWeights, dense: tuple[bool, ...]) -> CudaWeights:
 
 def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> None:
     """Write masks where the kernels read them, in place, for weights from :func:`with_dense`; captured steps go on."""
-    for index, block in enumerate(weights.blocks):
-        for linear, (projections, copies) in zip(block.linears, _projections(config, index), strict=True):
-            linear.scales.fill_(1.0)
-            thresholds = [0.0] * len(linear.widths)
-            for i, projection in enumerate(projections):
+    linears = [linear for block in weights.blocks for linear in block.linears]
+    scales: list[Tensor] = []
+    thresholds: list[float] = []
+    for index in range(config.num_blocks):
+        for projections, copies in _projections(config, index):
+            for projection in projections:
                 mask = masks.get(projection.name)
-                if mask is not None and mask.sparsity > 0:
-                    linear.scales[i * copies : (i + 1) * copies] = mask.channel_scale.to(linear.scales.device)
-                    thresholds[i * copies : (i + 1) * copies] = [float(mask.threshold)] * copies
-            linear.thresholds.copy_(torch.tensor(thresholds, dtype=torch.float32))
+                masked = mask is not None and mask.sparsity > 0
+                scales += [mask.channel_scale if masked else torch.ones(projection.in_features)] * copies
+                thresholds += [mask.threshold if masked else 0.0] * copies
+    # One transfer each: a transfer for every projection waits for the device as often.
+    device = linears[0].scales.device
+    flat, bounds = torch.cat(scales).to(device), torch.tensor(thresholds, dtype=torch.float32).to(device)
+    for linear, scale in zip(linears, flat.split([linear.scales.numel() for linear in linears]), strict=True):
+        linear.scales.copy_(scale.view_as(linear.scales))
+    for linear, threshold in zip(linears, bounds.split([len(linear.widths) for linear in linears]), strict=True):
+        linear.thresholds.copy_(threshold)
 
 
 @contextmanager

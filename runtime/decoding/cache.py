@@ -96,10 +96,6 @@ class KVCache:
             self._check_states(slot, start)
         self.lengths[slot] = 0
 
-    def forget(self) -> None:
-        for slot in range(len(self.lengths)):
-            self.begin(slot, 0)
-
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put keys and values (num_kv_heads, T, head_dim) at ``start``; returns the slot's own up to start + T."""
         stop = start + keys.shape[1]

@@ -216,9 +216,8 @@ class Decoder(ABC):
 
     @abstractmethod
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
-        """Use other masks, one for every projection by name: another sparsity level. Takes milliseconds. ``lengths``
-        are 0 afterwards and nothing is counted. Positions that were read dense are still valid: ``prefill`` may go on
-        behind them, and ``copy`` take them."""
+        """Use other masks, one for every projection by name: another sparsity level. Takes milliseconds. The slots stay
+        as they are, and so do the counts of ``measure_sparsity``, which are of all levels together."""
 
     @abstractmethod
     def measure_sparsity(self, enabled: bool, every: int = 1) -> None:

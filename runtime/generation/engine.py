@@ -30,7 +30,7 @@ class QueueFullError(ResourceError):
 
 
 class EngineState(NamedTuple):
-    """Requests that have a slot of the decoder, and requests that wait for one or for their sparsity level."""
+    """Requests that have a slot of the decoder, and requests that wait for one."""
 
     running: int
     waiting: int
@@ -151,9 +151,8 @@ class Engine:
 
     def restore_sparsity(self) -> None:
         """Put the default sparsity level in force if nothing is under way; within :meth:`call`."""
-        scheduler = self.scheduler
-        if not scheduler.busy and scheduler.sparsity != scheduler.default_sparsity:
-            scheduler.set_sparsity(scheduler.default_sparsity)
+        if not self.scheduler.busy:
+            self.scheduler.set_sparsity(self.scheduler.default_sparsity)
 
     def close(self) -> None:
         """Give the decoder's memory back. What is under way ends with an error; closing twice is fine."""
@@ -271,8 +270,8 @@ class Engine:
         request.error = error
         self._forget(request)
         if not isinstance(error, WisparseError):
-            log.debug("a request failed", exc_info=error)
-            error = WisparseError(f"generation failed: {error}")
+            unforeseen, error = error, WisparseError(f"generation failed: {error}")
+            error.__cause__ = unforeseen
         try:
             request.deliver(error)
         except Exception:

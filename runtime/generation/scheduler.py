@@ -27,6 +27,8 @@ _IDLE = SamplingParams()
 _TOGETHER_SECONDS = 0.001
 # Logits of this many prompt positions are held at a time to score them.
 _SCORE_CHUNK = 256
+# A sparsity level is decoded for at most this long while rows of another level wait.
+TURN_SECONDS = 0.25
 
 
 @dataclass
@@ -47,6 +49,7 @@ class _CachedPrefix:
 
     tokens: Sequence[int] = ()
     sparse_from: int = 0
+    sparsity: float | None = None  # the level of the positions from ``sparse_from`` on
     long_factors: bool = False
     used: int = -1
 
@@ -59,14 +62,16 @@ class PrefixCache:
         self._block_size, self._switch = block_size, switch
         self._clock = 0
 
-    def choose(self, tokens: Sequence[int], sparse_from: int, idle: Collection[int]) -> tuple[int, int, int]:
+    def choose(
+        self, tokens: Sequence[int], sparse_from: int, sparsity: float | None, idle: Collection[int]
+    ) -> tuple[int, int, int]:
         """Where to compute a sequence: a slot of ``idle``, the slot to reuse positions of, and how many (not the last)."""
         source, length = -1, 0
         for slot, held in enumerate(self._held):
             if held.long_factors != self._long(len(tokens)):
                 continue
             most = min(len(held.tokens), len(tokens) - 1)
-            if held.sparse_from != sparse_from:
+            if (held.sparse_from, held.sparsity) != (sparse_from, sparsity):
                 most = min(most, held.sparse_from, sparse_from)
             # The first position that differs, by halving: slices are compared in C.
             common = bisect_left(range(most), True, key=lambda at: held.tokens[: at + 1] != tokens[: at + 1])
@@ -80,19 +85,14 @@ class PrefixCache:
             return source, source, length
         return oldest, source, length
 
-    def note(self, slot: int, tokens: Sequence[int], total: int, sparse_from: int) -> None:
+    def note(self, slot: int, tokens: Sequence[int], total: int, sparse_from: int, sparsity: float | None) -> None:
         """The slot now holds these tokens, computed as the beginning of a sequence of ``total``."""
         self._clock += 1
-        self._held[slot] = _CachedPrefix(tokens, sparse_from, self._long(total), self._clock)
+        self._held[slot] = _CachedPrefix(tokens, sparse_from, sparsity, self._long(total), self._clock)
 
     def touch(self, slot: int) -> None:
         self._clock += 1
         self._held[slot].used = self._clock
-
-    def keep_dense(self) -> None:
-        """The masks change: only dense positions stay valid."""
-        for held in self._held:
-            held.tokens = held.tokens[: held.sparse_from]
 
     def clear(self) -> None:
         self._held = [_CachedPrefix() for _ in self._held]
@@ -106,18 +106,24 @@ class PrefixCache:
 
 class Scheduler:
     """Runs requests on one decoder, which nobody else may use between two steps but through ``start_over``. Not
-    thread-safe, but for ``validate``."""
+    thread-safe, but for ``validate``.
+
+    The decoder applies one sparsity level to all rows of a step. Requests of any level share the slots: a step decodes
+    the rows of one level, the others are idle rows in it, and the levels take turns.
+    """
 
     def __init__(self, decoder: Decoder, bundle: Bundle | None = None) -> None:
         self.decoder, self.bundle = decoder, bundle
-        # The level of requests that name none, and the level in force: None after a switch that failed.
+        # The level of requests that name none, and the level of the decoder's masks: None after a switch that failed.
         self.default_sparsity = self.sparsity = None if bundle is None else bundle.sparsity
         self.stats = Stats()  # of the decode steps so far
         self.waiting: deque[Request] = deque()
         self.slots: list[Request | None] = [None] * decoder.max_batch
         self.prefilling: Request | None = None
         self._sequence = torch.empty(0, dtype=torch.int64)  # tokens of the request that is being prefilled
-        self._culprit: Request | None = None  # the one request that an error concerns; None: the whole batch
+        self._culprits: list[Request] = []  # the requests that an error concerns; none: the whole batch
+        self._turn: float | None = None  # the level that is decoded
+        self._turn_began: dict[float | None, float] = {}  # when each level's last turn began
         self._prefilled = 0  # positions since the others' last token
         self._step_ended = 0.0
         self._measuring: list[int] = []  # each wants one step of so many counted
@@ -174,8 +180,8 @@ class Scheduler:
 
     def fail(self) -> list[Request]:
         """After :meth:`step` has raised: finish and return the requests it failed for, and queue the others again. An
-        error in prefill or in a grammar concerns one request, any other one the whole batch."""
-        failed = self.running if self._culprit is None else [self._culprit]
+        error in prefill or in a grammar concerns one request, one in decoding the rows of that step."""
+        failed = self._culprits or self.running
         for request in failed:
             self.finish(request, "error")
         self.start_over()
@@ -188,20 +194,17 @@ class Scheduler:
             request.running = False
             self.waiting.appendleft(request)
         self.slots = [None] * len(self.slots)
-        self.prefilling = self._culprit = None
+        self.prefilling, self._culprits = None, []
         self.prefixes.clear()
 
     def set_sparsity(self, sparsity: float | None) -> None:
-        """Put another level in force while no slot is in use. Dropped channels are counted from zero again."""
-        assert self.bundle is not None
-        assert sparsity is not None
-        assert not any(self.slots)
-        self.sparsity = None
-        self.decoder.set_masks(self.bundle.at(sparsity).masks)
-        if self._measuring:
-            self.decoder.measure_sparsity(True, min(self._measuring))
-        self.sparsity = sparsity
-        self.prefixes.keep_dense()
+        """Put a level's masks in force, unless they are. The slots stay as they are."""
+        if sparsity != self.sparsity:
+            assert self.bundle is not None
+            assert sparsity is not None
+            self.sparsity = None
+            self.decoder.set_masks(self.bundle.at(sparsity).masks)
+            self.sparsity = sparsity
 
     def start_measuring(self, every: int) -> None:
         """Count dropped channels in one step of so many, from zero unless that is done already."""
@@ -222,71 +225,83 @@ class Scheduler:
         if self.prefilling is not None:
             alone = len(self.running) == 1
             size = self.decoder.prefill_chunk if alone else self.decoder.prefill_chunk_under_load
+            if self.prefilling.needs_prompt_scores:
+                size = min(size, _SCORE_CHUNK)
             if alone or self._prefilled < size:
                 advanced = self._prefill_chunk(self.prefilling, size)
                 self._step_ended = time.perf_counter()
                 return advanced
         self._prefilled = 0
-        advanced = self._decode(interrupted)
+        advanced = [request for level in self._levels() for request in self._decode(level, interrupted)]
         before, self._step_ended = self._step_ended, time.perf_counter()
         self.stats.seconds += self._step_ended - before
         return advanced
 
+    def _levels(self) -> list[float | None]:
+        """The levels to decode in this step: the one whose turn it is; beside a prefill all, a token each."""
+        levels = {request.sparsity for request in self.running if request is not self.prefilling}
+        if self.prefilling is not None or not levels:
+            return sorted(levels, key=lambda level: level != self.sparsity)  # the level in force first
+        now = time.perf_counter()
+        over = len(levels) > 1 and now - self._turn_began.get(self._turn, 0.0) >= TURN_SECONDS
+        if self._turn not in levels or over:
+            self._turn = min(levels, key=lambda level: self._turn_began.get(level, 0.0))
+            self._turn_began[self._turn] = now
+        return [self._turn]
+
     def _admit(self) -> None:
-        """Give the first waiting request a slot, if its sparsity level is in force or can be."""
-        request = self.waiting[0]
-        if request.sparsity != self.sparsity and self.running:
-            return
-        self._culprit = request
-        if request.sparsity != self.sparsity:
-            self.set_sparsity(request.sparsity)
-        self.waiting.popleft()
+        """Give the first waiting request a slot."""
+        request = self.waiting.popleft()
+        self._culprits = [request]
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
         idle = [slot for slot, other in enumerate(self.slots) if other is None]
-        slot, source, length = self.prefixes.choose(tokens, sparse, idle)
+        slot, source, length = self.prefixes.choose(tokens, sparse, request.sparsity, idle)
         if request.needs_prompt_scores:
             request.prompt_scores, source, length = [], slot, 0
         self.slots[slot], request.running = request, True
         # Compile and capture what the batch needs once the requests that came together have been admitted.
         if len(idle) == 1 or not self.waiting or self.waiting[0].sparsity != request.sparsity:
             limit = self.decoder.max_seq_len
-            lengths = [one.num_tokens for one in self.running]
+            batch = {i: one for i, one in enumerate(self.slots) if one is not None and one.sparsity == request.sparsity}
+            lengths = [one.num_tokens for one in batch.values()]
             lasts = [  # positions that are read of each: all but its last token's
                 limit if one.max_new_tokens is None else min(len(one.prompt_token_ids) + one.max_new_tokens - 1, limit)
-                for one in self.running
+                for one in batch.values()
             ]
             if max(lasts) > min(lengths):
-                sampled = any(not one.sampling.greedy for one in self.running)
-                slots = [slot for slot, one in enumerate(self.slots) if one is not None]
-                self.decoder.prepare(slots, min(lengths) + 1, max(lasts), sampled=sampled)
+                sampled = any(not one.sampling.greedy for one in batch.values())
+                self.set_sparsity(request.sparsity)
+                self.decoder.prepare(list(batch), min(lengths) + 1, max(lasts), sampled=sampled)
         began = time.perf_counter()
         if source != slot:
             self.decoder.copy(source, slot, length)
-        self.prefixes.note(slot, tokens[:length], len(tokens), sparse)
+        self.prefixes.note(slot, tokens[:length], len(tokens), sparse, request.sparsity)
         if not request.output_token_ids:
             request.cached_tokens, request.prefill_started = length, began
         request.num_computed_tokens = length
         self._sequence = torch.tensor(tokens, dtype=torch.int64)
-        self.prefilling, self._culprit = request, None
+        self.prefilling, self._culprits = request, []
 
     def _prefill_chunk(self, request: Request, size: int) -> list[Request]:
         """Compute positions up to the next multiple of ``size``; after the last of them sample a token."""
-        self._culprit = request
+        self._culprits = [request]
         slot, start, total = self.slots.index(request), request.num_computed_tokens, len(self._sequence)
         sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
         score = partial(self._score_prompt, request) if request.needs_prompt_scores else None
-        stop = min(next_chunk(start, size if score is None else min(size, _SCORE_CHUNK)), total)
+        stop = min(next_chunk(start, size), total)
+        if stop > sparse:  # positions before it do not depend on the masks
+            self.set_sparsity(request.sparsity)
         logits = self.decoder.prefill(slot, self._sequence, sparse, start=start, stop=stop, on_logits=score)
         # Generated tokens were computed with masks: they are no prefix of a next prompt.
-        self.prefixes.note(slot, list(request.prompt_token_ids[:stop]), total, sparse)
+        self.prefixes.note(slot, list(request.prompt_token_ids[:stop]), total, sparse, request.sparsity)
         self._prefilled += stop - start
         request.num_computed_tokens = stop
         if stop == total:
             chosen = self._sample(logits[None], [request], [total])[0]
             self.prefilling = None
             self._append(request, chosen, time.perf_counter())
-        self._culprit = None
+        self._culprits = []
         return [request] if stop == total else []
 
     def _score_prompt(self, request: Request, logits: Tensor) -> None:
@@ -297,9 +312,12 @@ class Scheduler:
         following = request.prompt_token_ids[first : first + len(logits)]
         request.prompt_scores += score_tokens(logits[: len(following)], following, request.sampling.logprobs)
 
-    def _decode(self, interrupted: Callable[[], object] | None) -> list[Request]:
-        """One token, or several, for every request that is not being prefilled."""
-        rows = [None if request is self.prefilling else request for request in self.slots]
+    def _decode(self, level: float | None, interrupted: Callable[[], object] | None) -> list[Request]:
+        """One token, or several, for every request of a level that is not being prefilled."""
+        rows = [
+            None if request is None or request is self.prefilling or request.sparsity != level else request
+            for request in self.slots
+        ]
         if self._switch is not None:
             # LongRoPE: keys cached with the short factors do not fit a longer sequence; prefill it anew.
             for slot, request in enumerate(rows):
@@ -312,6 +330,8 @@ class Scheduler:
         running = [request for request in rows if request is not None]
         if not running:
             return []
+        self._culprits = running
+        self.set_sparsity(level)
         tokens = _last_tokens(rows)
         scored = any(request.sampling.logprobs is not None for request in running)
         settings = [request.sampling if request else _IDLE for request in rows]
@@ -332,6 +352,7 @@ class Scheduler:
                     self.stats.tokens += 1
             finished = any(request.finish_reason is not None for request in running)
             if one_token or finished or now >= until or (interrupted is not None and interrupted()):
+                self._culprits = []
                 return running
             # Tokens of idle rows are undefined.
             tokens = device_tokens if len(running) == len(rows) else _last_tokens(rows)
@@ -351,15 +372,16 @@ class Scheduler:
 
     def _process(self, logits: Tensor, rows: Sequence[Request | None]) -> None:
         """Apply penalties, bias and grammars to the logits (B, V), in place."""
-        before = self._culprit
+        before = self._culprits
         for row, request in zip(logits, rows, strict=True):
             if request is not None and request.processor.active:
-                self._culprit = request
+                self._culprits = [request]
                 request.processor.process(row)
-        self._culprit = before
+        self._culprits = before
 
     def _append(self, request: Request, token: int, now: float) -> None:
         if token < 0:
+            self._culprits = [request]
             raise WisparseError(
                 "the model's output is not a number: its activations overflow in this dtype; load with dtype float32 "
                 "or bfloat16"

@@ -77,7 +77,10 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
             field = str(error).partition(":")[0]
             return ApiError(400, str(error), param=field if field.isidentifier() else None, code="invalid_value")
         case WisparseError():
-            log.warning("a request failed: %s", error)
+            # The engine wraps what was not foreseen.
+            log.warning(
+                "a request failed: %s", error, exc_info=error.__cause__ if type(error) is WisparseError else None
+            )
             return ApiError(500, str(error), type="server_error")
     log.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed: its log has more", type="server_error")
@@ -362,7 +365,7 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise invalid("logprobs", "true, as top_logprobs asks for some", False)
         variables = self.chat_template_kwargs
-        if {"messages", "add_generation_prompt"} & set(variables):
+        if {"self", "messages", "add_generation_prompt"} & set(variables):
             raise invalid("chat_template_kwargs", "further template variables", variables)
         if self.tools and "tools" in variables:
             raise invalid("chat_template_kwargs", "no tools beside those of the request", variables)

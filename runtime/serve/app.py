@@ -56,6 +56,7 @@ class ServeSettings:
     max_queue: int = 64  # requests that may wait beside those in the batch
     # what clients have to send, as ``Authorization: Bearer KEY``; None: nothing
     api_key: str | None = field(default=None, repr=False)
+    hosts: Sequence[str] = ()  # names that clients may use for it, in lower case, without port; empty: any
     cors: Sequence[str] = ()  # origins whose pages may send requests, ``*`` for all
 
 
@@ -303,7 +304,9 @@ class Server:
         finally:
             answers.cancel()
         self.metrics.cached_tokens.inc(cached_tokens(answers.answers, body.n))
-        return Response(to_json(formatter.complete(first, answers.answers)), media_type="application/json")
+        # Beside the event loop: the log-probabilities of a long prompt take a tenth of a second, and other streams go on.
+        complete = functools.partial(formatter.complete, first, answers.answers)
+        return Response(await run(self._texts, lambda: to_json(complete())), media_type="application/json")
 
     def _check_name(self, found: str | None) -> None:
         name = self._settings.name
@@ -314,7 +317,8 @@ class Server:
         self, answers: AnswerQueue, items: list[tuple[int, Chunk]], formatter: Formatter, copies: int
     ) -> AsyncIterator[bytes]:
         try:
-            yield formatter.start() + formatter.events(items)
+            run = asyncio.get_running_loop().run_in_executor
+            yield formatter.start() + await run(self._texts, formatter.events, items)
             while not answers.done:
                 yield formatter.events(await answers.next())
             self.metrics.cached_tokens.inc(cached_tokens(answers.answers, copies))
@@ -353,7 +357,7 @@ def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = 
     """The ASGI application; the engine runs between its start, after which ``ready`` is called, and its end."""
     server = Server(model, settings, ready)
     app = FastAPI(title="WiSparse", redoc_url=None, lifespan=server.lifespan)
-    set_up(app, settings.api_key, settings.cors, server.metrics)
+    set_up(app, settings.api_key, settings.hosts, settings.cors, server.metrics)
     app.get("/health")(server.health)
     app.get("/metrics")(server.metrics_page)
     app.get("/v1/models")(server.models)

@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import ipaddress
+import logging
+import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -30,6 +33,7 @@ from wisparse.formats.guard import parse_json
 from ..generation.engine import EngineState
 from ..protocol.requests import ApiError, as_api_error, from_validation
 
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 # A client has so long to send a request, and to take each part of the answer.
 CLIENT_SECONDS = 30.0
 CLIENT_GONE = 499
@@ -128,10 +132,11 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Middleware that asks for the key, counts answers, and answers every exception by OpenAI's error object."""
+    """Middleware that checks the Host header and the key, counts answers, and answers every exception by OpenAI's error
+    object."""
 
-    def __init__(self, app: ASGIApp, key: str | None, metrics: Metrics) -> None:
-        self._app, self._key, self._metrics = app, key, metrics
+    def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str], metrics: Metrics) -> None:
+        self._app, self._key, self._hosts, self._metrics = app, key, hosts, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -151,7 +156,13 @@ class Guard:
             await send(message)
 
         try:
-            kind, _, shown = Request(scope).headers.get("authorization", "").partition(" ")
+            headers = Request(scope).headers
+            host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+            if self._hosts and host not in self._hosts:
+                expected = f"expected one of {', '.join(self._hosts)} in the Host header, found {host!r:.80}"
+                text = f"{expected}; wisparse serve --allowed-host NAME allows another name"
+                raise ApiError(400, text, code="host_not_allowed")
+            kind, _, shown = headers.get("authorization", "").partition(" ")
             right = kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), (self._key or "").encode())
             if guarded and self._key is not None and not right:
                 text, asked = "expected the server's key as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
@@ -257,9 +268,9 @@ class EventStream(StreamingResponse):
             self._cancel()
 
 
-def set_up(app: FastAPI, key: str | None, cors: Sequence[str], metrics: Metrics) -> None:
-    """Bounded bodies, errors as OpenAI has them, the key, the origins that may ask, and the chat page's files. Those
-    hold no secret, so no key is asked for them."""
+def set_up(app: FastAPI, key: str | None, hosts: Collection[str], cors: Sequence[str], metrics: Metrics) -> None:
+    """Bounded bodies, errors as OpenAI has them, the key, the host names and origins that may ask, and the chat page's
+    files. Those hold no secret, so no key is asked for them."""
     app.router.route_class = JsonRoute
     folder = files(__package__).joinpath("web")
     for path, (name, media_type) in _PAGE.items():
@@ -267,7 +278,7 @@ def set_up(app: FastAPI, key: str | None, cors: Sequence[str], metrics: Metrics)
         app.router.routes.append(Route(path, page))
     for error in (HTTPException, RequestValidationError):
         app.add_exception_handler(error, handle_http_error)
-    app.add_middleware(Guard, key=key, metrics=metrics)
+    app.add_middleware(Guard, key=key, hosts=hosts, metrics=metrics)
     if cors:
         app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
 
@@ -284,17 +295,33 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise UsageError(f"cannot listen at {place}: {error}; choose another --host or --port") from error
 
 
+def allowed_hosts(listener: socket.socket, given: Sequence[str]) -> list[str]:
+    """The host names that clients may use, ``given`` ones and loopback names; none: any name. A server on a loopback
+    address allows no others: a web page whose name an attacker has resolve to that address could read its answers."""
+    address = listener.getsockname()[0]
+    if "*" in given or not (given or ipaddress.ip_address(address).is_loopback):
+        return []
+    own = f"[{address}]" if ":" in address else address
+    return list(dict.fromkeys((*LOOPBACK_HOSTS, own, *(name.lower() for name in given))))
+
+
+def _is_foreseen(record: logging.LogRecord) -> bool:
+    """A second Ctrl-C, or the end of the time to finish, cancels what is under way: its traceback tells nothing."""
+    cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not (cancelled or "CancelledError" in record.getMessage())
+
+
 def http_server(app: ASGIApp) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=TimedConnection,
-            ws="none",
-            h11_max_incomplete_event_size=32 * 1024,  # a request's headers
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=60,
-            server_header=False,
-            backlog=_BACKLOG,
-        )
+    config = uvicorn.Config(
+        app,
+        http=TimedConnection,
+        ws="none",
+        h11_max_incomplete_event_size=32 * 1024,  # a request's headers
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=60,
+        server_header=False,
+        backlog=_BACKLOG,
     )
+    logging.getLogger("uvicorn.error").addFilter(_is_foreseen)
+    return uvicorn.Server(config)

@@ -61,7 +61,11 @@ class MaskedLinear:
 
     def __call__(self, x: Tensor, first_sparse: int) -> Tensor:
         """x (T, K) to (T, N); rows from ``first_sparse`` on are masked."""
-        if self.channel_scale is None or first_sparse >= len(x):
+        if first_sparse >= len(x):
+            return self.product(x)
+        if self.channel_scale is None:
+            if self.kept is not None:
+                self.kept += x[first_sparse:].numel()
             return self.product(x)
         keep = keep_mask(x[first_sparse:], self.channel_scale, self.threshold)
         if self.kept is not None:

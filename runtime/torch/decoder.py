@@ -74,8 +74,6 @@ class TorchDecoder(Decoder):
         return finish_logits(self.config, functional.linear(self._norm(hidden), self._head).float())
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
-        self.measure_sparsity(False)
-        self._cache.forget()
         for projection in self._projections:
             projection.set_mask(masks[projection.name])
 
@@ -92,8 +90,7 @@ class TorchDecoder(Decoder):
                 return None
             channels, outputs = projection.in_features * positions, projection.out_features
             total += outputs * channels
-            if projection.channel_scale is not None:
-                dropped += outputs * (channels - kept)
+            dropped += outputs * (channels - kept)
         return dropped / total
 
     def _kept_channels(self) -> list[int]:

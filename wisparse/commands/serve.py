@@ -22,6 +22,7 @@ from .generate import read_text
 _KEY = "WISPARSE_API_KEY"
 # As browsers send it: a scheme, a host and perhaps a port, no path.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+")
+_HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]|\*")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
@@ -36,11 +37,16 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
     ("--api-key-file", click.Path(exists=True, dir_okay=False), None,
      f"File with the key that clients have to show.  [default: the variable {_KEY}, else none]"),
 )  # fmt: skip
+@click.option(
+    "--allowed-host", "hosts", multiple=True,
+    help="Host name that clients may use, beside localhost, 127.0.0.1 and [::1]; * for any; may be given several times.  "
+    "[default: none on a loopback address, else any]",
+)  # fmt: skip
 @click.option("--cors", multiple=True, help="Origin whose pages may ask, * for all; may be given several times.")
 @loading_options
 def command(
     bundle: str, host: str, port: int, alias: str | None, max_batch: int, max_queue: int, api_key_file: str | None,
-    cors: tuple[str, ...], verbose: bool, **loading: Any,
+    hosts: tuple[str, ...], cors: tuple[str, ...], verbose: bool, **loading: Any,
 ) -> None:  # fmt: skip
     """Serve BUNDLE, a folder or a Hub id, to OpenAI's clients.
 
@@ -55,7 +61,7 @@ def command(
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         raise UsageError('the server needs more packages: pip install "wisparse[serve]"')
     from wisparse.runtime.serve.app import ServeSettings, serve
-    from wisparse.runtime.serve.transport import open_socket
+    from wisparse.runtime.serve.transport import allowed_hosts, open_socket
 
     key = _api_key(api_key_file)
     name = alias if alias is not None else Path(bundle).resolve().name if os.path.isdir(bundle) else bundle
@@ -64,8 +70,11 @@ def command(
     for origin in cors:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise UsageError(f"--cors: expected * or an origin as http://localhost:3000, found {origin!r:.80}")
-    settings = ServeSettings(name, max_queue, key, cors)
+    for allowed in hosts:
+        if not _HOST.fullmatch(allowed):
+            raise UsageError(f"--allowed-host: expected * or a host name without a port, found {allowed!r:.80}")
     with open_socket(host, port) as listener:
+        settings = ServeSettings(name, max_queue, key, allowed_hosts(listener, hosts), cors)
         model = load(bundle, max_batch=max_batch, **loading)
         address = f"[{host}]" if ":" in host else host
         serving = (
@@ -77,12 +86,15 @@ def command(
             # On the CPU there is nothing to prepare but what loading did.
             click.echo("preparing what any batch takes; the first time on a machine this may take a minute", err=True)
         # The server's library raises the signal that ended it once more; by then everything is done.
-        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
         try:
             serve(model, settings, listener, lambda: click.echo(serving, err=True))
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # the interpreter ends, and would print where it was interrupted
 
 
 def _api_key(file: str | None) -> str | None:

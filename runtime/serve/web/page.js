@@ -27,10 +27,17 @@ function askForKey(why) {
   by("key").value = "";
   by("door").showModal();
   return new Promise((resolve) => {
-    by("door-form").addEventListener("submit", () => {
-      sessionStorage.setItem(KEY, by("key").value.trim());
-      resolve();
-    }, { once: true });
+    by("door-form").onsubmit = (event) => {
+      const key = by("key").value.trim();
+      if (/^[ -~]+$/.test(key)) {
+        sessionStorage.setItem(KEY, key);
+        resolve();
+      } else {  // no header can hold it
+        event.preventDefault();
+        by("key").value = "";
+        by("door-why").textContent = "A key consists of printable ASCII characters.";
+      }
+    };
   });
 }
 
