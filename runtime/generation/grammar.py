@@ -27,16 +27,26 @@ from wisparse.formats.errors import BundleError, UsageError, WisparseError
 from wisparse.formats.guard import parse_json
 
 from . import grammar_worker
-from .grammar_worker import build, one_line
+from .grammar_worker import MAX_DEPTH, MAX_PARTS, STACK_BYTES, build, one_line
 
 log = logging.getLogger(__name__)
 
 _MAX_CHARACTERS = 1 << 17
 MAX_SECONDS = 2  # of processor time
 MAX_BYTES = 512 << 20  # beyond what the process has at rest
-_WAIT_SECONDS = 60.0
+_WAIT_SECONDS = 120.0  # of a busy machine
 # Compiled grammars that are kept, and refusals.
 _KEPT, _KEPT_BYTES, _KEPT_REFUSALS = 32, 256 << 20, 1024
+# What to answer for a limit that was exceeded.
+_EXCEEDED = {
+    "depth": f"expected at most {MAX_DEPTH} rules or references within one another, found {{found:,}}; flatten it",
+    "parts": f"expected at most {MAX_PARTS:,} names of rules and optional parts, found {{found:,}}; shorten it",
+    "stack": f"expected at most {STACK_BYTES >> 20} MiB of stack to compile it, found more: rules, references or "
+    "optional properties stand too deep within one another; flatten it, or split it",
+    "time": "expected at most {seconds} seconds of processor time to compile it, found more; simplify it",
+    "memory": "expected at most {mebibytes} MiB of memory to compile it, found more; simplify it",
+    "unknown": "expected a grammar that compiles, found one that ended llguidance by {found}; simplify it",
+}
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -112,14 +122,16 @@ class GrammarProcess:
     def compile(self, grammar: Grammar) -> tuple[str, int]:
         """The converted grammar, and bytes of memory that compiling it took; GrammarError if it is refused."""
         task = {"source": grammar.source, "schema": grammar.schema, "seconds": MAX_SECONDS, "bytes": MAX_BYTES}
-        reply = self._ask(json.dumps(task).encode()) or self._ask(json.dumps(task).encode())  # it may just have died
+        reply = self._ask(task) or self._ask(task)  # it may just have died
         if reply is None:
             raise WisparseError("the process that compiles grammars ended without an answer, twice; try again")
         if "converted" in reply:
             return reply["converted"], reply["bytes"]
-        raise GrammarError(_refusal(reply))
+        if "error" in reply:
+            raise GrammarError(f"it does not compile: {reply['error']}")
+        raise GrammarError(_EXCEEDED[reply["exceeded"]].format(**reply, seconds=MAX_SECONDS, mebibytes=MAX_BYTES >> 20))
 
-    def _ask(self, task: bytes) -> dict[str, Any] | None:
+    def _ask(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
         """The worker's reply; None if it died before."""
         ours, theirs = socket.socketpair()
         with ours:
@@ -134,14 +146,13 @@ class GrammarProcess:
                     self._stop()
                     return None
             try:
-                ours.sendall(task)
+                ours.sendall(json.dumps(task).encode())
                 ours.shutdown(socket.SHUT_WR)
                 reply = b"".join(iter(lambda: ours.recv(1 << 16), b""))
                 return json.loads(reply) if reply else None
             except TimeoutError as error:
-                found = f"no answer of the process that compiles grammars in {_WAIT_SECONDS:g} seconds; try again"
-                raise WisparseError(found) from error
-            except OSError:
+                raise WisparseError(f"a grammar was not compiled in {_WAIT_SECONDS:g} seconds; try again") from error
+            except (OSError, ValueError):  # or it died while it answered
                 return None
 
     def _start(self) -> None:
@@ -174,24 +185,6 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 class GrammarError(ValueError):
     """Why a grammar is refused, without the field that it came with."""
-
-
-def _refusal(reply: Mapping[str, Any]) -> str:
-    match reply.get("exceeded"):
-        case "depth":
-            most = f"{grammar_worker.MAX_DEPTH} rules or references within one another"
-            return f"expected at most {most}, found {reply['found']:,}; flatten it"
-        case "stack":
-            most = f"{grammar_worker.STACK_BYTES >> 20} MiB of stack to compile it"
-            why = "rules, references or optional properties stand too deep within one another; flatten it, or split it"
-            return f"expected at most {most}, found more: {why}"
-        case "time":
-            return f"expected at most {MAX_SECONDS} seconds of processor time to compile it, found more; simplify it"
-        case "memory":
-            return f"expected at most {MAX_BYTES >> 20} MiB of memory to compile it, found more; simplify it"
-        case "unknown":
-            return f"expected a grammar that compiles, found one that ended llguidance by signal {reply['found']}"
-    return f"it does not compile: {reply['error']}"
 
 
 class Grammars:
@@ -241,7 +234,6 @@ class Grammars:
         return Constraint(matcher.deep_copy(), grammar.field)
 
     def close(self) -> None:
-        """End the process that compiles; another grammar starts it again."""
         if self._process is not None:
             self._process.close()
 

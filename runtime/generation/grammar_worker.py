@@ -12,11 +12,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
 MAX_DEPTH = 200
+# Each may be a state of the parser at one token, whose time grows with the square: 30 ms for so many, 0.6 s for 60,000.
+MAX_PARTS = 10_000
 # llguidance recurses once for each rule, reference or optional property. The server's threads have 2 MiB of stack at
 # least, 8 MiB usually.
 STACK_BYTES = 1 << 20
@@ -25,7 +26,10 @@ _FUEL = 300_000  # the library's measure of work on regular expressions, about a
 _STEP_ITEMS = 10_000
 # JSON on one line, as Python writes it: any amount of white space would let a small model write nothing else.
 JSON_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Of a signal that ended a fork; the library aborts where it gets no memory.
+_CAUSES = {"SIGXCPU": "time", "SIGABRT": "memory", "SIGKILL": "memory", "SIGSEGV": "stack", "SIGBUS": "stack"}
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|\[(?:\\.|[^\]\\\n])*\]')
+_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 _RULE = re.compile(r"^[ \t]*[?!]?([\w-]+)[^\n:]*:(?::=)?", re.MULTILINE)
 _NAME = re.compile(r"[\w-]+")
 
@@ -57,10 +61,15 @@ def one_line(error: object) -> str:
 
 
 def depth(source: str, schema: bool) -> int:
-    """How many rules, or references of a JSON schema, stand within one another; a cycle is followed once."""
+    """How many rules, or definitions of a JSON schema, stand within one another; a cycle is followed once."""
     try:
         uses = _references(json.loads(source)) if schema else _rules(source)
-    except (ValueError, RecursionError):  # what is wrong with the JSON is the library's to say
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):  # what is wrong with a schema is the library's to say
         return 0
     depths: dict[str, int] = {}
     # The last is taken first: cycles are cut where they are entered from the start.
@@ -75,6 +84,12 @@ def depth(source: str, schema: bool) -> int:
     return max(depths.values(), default=0)
 
 
+def count_parts(source: str) -> int:
+    """How often a Lark or GBNF grammar names a rule, or says that something may be absent."""
+    bare = _LITERAL.sub(" ", source)
+    return bare.count("?") + bare.count("*") + sum(map(len, _rules(source).values()))
+
+
 def _rules(source: str) -> dict[str, list[str]]:
     """The rules that each rule of a Lark or GBNF grammar names."""
     parts = _RULE.split(_LITERAL.sub(" ", source))[1:]
@@ -85,37 +100,12 @@ def _rules(source: str) -> dict[str, list[str]]:
 
 
 def _references(schema: Any) -> dict[str, list[str]]:
-    """The references in the whole schema, and in what each of them points to; definitions count where they are used."""
-    uses: dict[str, list[str]] = {}
-    todo = ["#"]
-    while todo:
-        pointer = todo.pop()
-        if pointer not in uses:
-            uses[pointer] = list(_references_within(_at(schema, pointer)))
-            todo += uses[pointer]
-    return uses
-
-
-def _references_within(schema: Any) -> Iterable[str]:
-    todo = [schema]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, dict):
-            if isinstance(reference := one.get("$ref"), str):
-                yield reference
-            todo += [inner for key, inner in one.items() if key not in ("$defs", "definitions")]
-        elif isinstance(one, list):
-            todo += one
-
-
-def _at(schema: Any, pointer: str) -> Any:
-    """What a JSON pointer points to; None if there is nothing."""
-    for name in unquote(pointer).split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, list):
-            schema = dict(zip(map(str, range(len(schema))), schema, strict=True))
-        schema = schema.get(name) if isinstance(schema, dict) else None
-    return schema
+    """The definitions that the schema itself, and each of its definitions, refers to."""
+    places = {"#": {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}}
+    for key in ("$defs", "definitions"):
+        places |= {f"#/{key}/{name}": one for name, one in schema.get(key, {}).items()}
+    found = {place: _REFERENCE.findall(json.dumps(one)) for place, one in places.items()}
+    return {place: [used for used in uses if used in found] for place, uses in found.items()}
 
 
 def _compile(tokenizer: Any, source: str, schema: bool) -> dict[str, Any]:
@@ -123,6 +113,8 @@ def _compile(tokenizer: Any, source: str, schema: bool) -> dict[str, Any]:
     try:
         if (found := depth(source, schema)) > MAX_DEPTH:
             return {"exceeded": "depth", "found": found}
+        if not schema and (found := count_parts(source)) > MAX_PARTS:
+            return {"exceeded": "parts", "found": found}
         converted = convert(source, schema)
         matcher = build(tokenizer, converted)
         if matcher.is_error():
@@ -164,17 +156,13 @@ def _attend(tokenizer: Any, job: socket.socket) -> None:
     """Have one grammar compiled by a fork, and answer in its place if a limit ended it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     task = json.loads(b"".join(iter(lambda: job.recv(1 << 16), b"")))
-    process = os.fork()
-    if not process:
+    if not (process := os.fork()):
         _answer(tokenizer, job, task)
         return
     _, status = os.waitpid(process, 0)
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        # The library aborts where it gets no memory.
-        causes = {signal.SIGXCPU: "time", signal.SIGABRT: "memory", signal.SIGKILL: "memory"}
-        causes |= {signal.SIGSEGV: "stack", signal.SIGBUS: "stack"}
-        job.sendall(json.dumps({"exceeded": causes.get(number, "unknown"), "found": number}).encode())
+        name = signal.Signals(os.WTERMSIG(status)).name
+        job.sendall(json.dumps({"exceeded": _CAUSES.get(name, "unknown"), "found": name}).encode())
 
 
 def main(control: socket.socket, stop_ids: list[int]) -> None:

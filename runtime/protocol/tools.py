@@ -84,18 +84,19 @@ def call_grammar(
 ) -> Grammar:
     """A grammar (llguidance's Lark) for one call of one of ``functions``, or ``several``, and nothing else;
     ``special``: ids of those markers that are special tokens."""
-    schemas = []
-    for index, function in enumerate(functions):
-        place = f"#/anyOf/{index}" if len(functions) > 1 else "#"
-        parameters = _moved(function["parameters"], f"{place}/properties/{syntax.key}")
-        schemas.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function["name"]}, syntax.key: parameters},
-                "required": ["name", syntax.key],
-                "additionalProperties": False,
-            }
-        )
+    places = ["#"] if len(functions) == 1 else [f"#/anyOf/{index}" for index in range(len(functions))]
+    schemas = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                syntax.key: _moved(function["parameters"], f"{place}/properties/{syntax.key}"),
+            },
+            "required": ["name", syntax.key],
+            "additionalProperties": False,
+        }
+        for place, function in zip(places, functions, strict=True)
+    ]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     text = json.dumps({**schema, "x-guidance": JSON_SPACE}).replace("::=", ":\\u003a=")  # else taken for GBNF
     opens = f"<[{special[syntax.opens]}]>" if syntax.opens in special else json.dumps(syntax.opens)

@@ -82,19 +82,15 @@ class Encoder:
         self._thinks = text is not None and text.token_id(THINK) is not None and not text.is_special(THINK)
 
     def encode(self, body: ChatRequest | CompletionRequest) -> tuple[list[Request], Context, Grammar | None]:
-        """A validated engine request for each answer, what formatting the answers takes, and the grammar of all answers
-        if it has to be compiled first, by ``constrain``."""
+        """A validated engine request for each answer, what formatting takes, and a grammar that ``constrain`` compiles."""
         requests, context = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
         grammar = body.constraint()
         if isinstance(body, ChatRequest) and body.forced and self._syntax is not None:
             grammar = call_grammar(body.forced, self._syntax, self._special, body.several_calls)
-        if grammar is not None:
-            constraints = [self._model.grammars.known(grammar) for _ in requests]
-            if None in constraints:
-                return requests, context, grammar
-            for request, constraint in zip(requests, constraints, strict=True):
-                request.constraint = constraint
-        return requests, context, None
+        if grammar is not None and self._model.grammars.known(grammar) is not None:
+            self.constrain(requests, grammar)
+            grammar = None
+        return requests, context, grammar
 
     def constrain(self, requests: Sequence[Request], grammar: Grammar) -> None:
         """Give each request the grammar, at its beginning; compiling it may take long."""
@@ -285,8 +281,7 @@ class Server:
                 http.receive, run(self._texts, self._encoder.encode, body)
             )
             if grammar is not None:
-                compiling = run(self._grammars, self._encoder.constrain, requests, grammar)
-                await unless_disconnected(http.receive, compiling)
+                await unless_disconnected(http.receive, run(self._grammars, self._encoder.constrain, requests, grammar))
             formatter = make(context)
             answers.submit(requests, score_only=body.max_tokens == 0)
             # Whatever is wrong with a request is known by its first token, before a status is sent.
