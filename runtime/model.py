@@ -19,7 +19,7 @@ from wisparse.formats.weight_types import sparse_from
 
 from .decoding.decoder import Decoder
 from .generation.engine import Engine
-from .generation.logits import Grammars
+from .generation.grammar import Grammars
 from .generation.request import (
     Chunk,
     Generation,
@@ -211,6 +211,7 @@ class Model(AbstractContextManager["Model"]):
     def close(self) -> None:
         """Give the memory back; the model cannot be used any more. What other threads wait for ends with an error."""
         self.engine.close()
+        self.grammars.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -18,7 +18,8 @@ import wisparse
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.decoding.sampling import SamplingParams
-from wisparse.runtime.generation.logits import Grammar, Grammars, LogitsProcessor, score_tokens
+from wisparse.runtime.generation.grammar import Grammar, Grammars
+from wisparse.runtime.generation.logits import LogitsProcessor, score_tokens
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model

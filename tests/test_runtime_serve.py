@@ -252,6 +252,7 @@ SCHEMA |= {"required": ["name", "tags"], "additionalProperties": False}
 def test_answers_that_a_schema_describes_beside_one_that_may_be_anything(server: Running, model: Model) -> None:
     plain = model.generate("import os", max_new_tokens=40).text
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    without_schema = {"type": "json_schema", "json_schema": {"name": "x"}}
     closing = str(server.text.encode("}", add_special_tokens=False)[0])
     any_object: Any = {"response_format": {"type": "json_object"}, "logit_bias": {closing: 100}}
     wishes: list[dict[str, Any]] = [
@@ -259,6 +260,7 @@ def test_answers_that_a_schema_describes_beside_one_that_may_be_anything(server:
         {"extra_body": {"grammar": 'root ::= "yes" | "no"'}, "temperature": 1.0, "seed": 4},
         {"max_tokens": 40},
         {"max_tokens": 40, "extra_body": any_object},
+        {"max_tokens": 40, "extra_body": {**any_object, "response_format": without_schema}},
     ]
     with ThreadPoolExecutor(3) as clients:
         done = list(clients.map(lambda wish: server.complete("import os", **wish).choices[0], wishes))
@@ -267,7 +269,7 @@ def test_answers_that_a_schema_describes_beside_one_that_may_be_anything(server:
     tags = json.loads(done[0].text)
     assert set(tags) == {"name", "tags"}
     assert set(tags["tags"]) <= {"a", "b"}
-    assert json.loads(done[3].text) == {}
+    assert json.loads(done[3].text) == json.loads(done[4].text) == {}
     assert [done[index].finish_reason for index in (0, 1, 3)] == ["stop", "stop", "stop"]
     wanted: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
     found = server.respond("tags", max_output_tokens=120, text=wanted)
@@ -392,7 +394,7 @@ def test_models_health_and_what_is_not_here(server: Running) -> None:
 
 
 _HI = [{"role": "user", "content": "a"}]
-_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a"}}
+_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}
 _OBJEKT = {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}
 _IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}
 
@@ -423,11 +425,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         "logprobs": [21, True], "echo": [1], "logit_bias": [{"a": 1}, {"999999": 1}], "logit_bias.5": [{"5": 101}],
         "presence_penalty": [2.5], "frequency_penalty": ["1"], "repetition_penalty": [0],
         "response_format.type": [{"type": "json"}], "response_format": ["json", _OBJEKT],
-        "response_format.json_schema.schema": [_SCHEMA], "grammar": ["root := (", 5],
+        "response_format.json_schema.schema": [_SCHEMA],
+        "response_format.json_schema": [{"type": "json_schema"}], "grammar": ["root := (", 5],
         "sparsity": [0.3, "0.4", True, 10**400],
         # What other servers have beside: not here, and not without a word either.
         "best_of": [2], "repeat_penalty": [1.3], "min_tokens": [2], "ignore_eos": [True], "stop_token_ids": [[5]],
-        "structured_outputs": [{"json": {}}], "tools": [[_F]],
+        "structured_outputs": [{"json": {}}], "tools": [[_F]], "verbosity": ["low"],
     }),
     "chat/completions": ({"messages": _HI, "max_tokens": 1}, {
         "messages": ["hi", []], "messages[0]": [["hi"]], "messages[0].role": [[{"role": "robot", "content": "a"}]],
@@ -462,7 +465,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         "input[0]": [[{"type": "item_reference", "id": "1"}], ["a", {"role": "user", "content": 5}]],
         "input[0].content[0]": [[{"type": "reasoning", "content": [5]}]],
         "input[1].content": [[{"type": "reasoning"}, {"role": "user", "content": 5}]],
-        "max_output_tokens": [0], "text.format.type": [{"format": {"type": "yaml"}}], "instructions": [5],
+        "max_output_tokens": [0], "text.format.type": [{"format": {"type": "yaml"}}], "text.verbosity": [{"verbosity": "high"}],
+        "instructions": [5],
         "previous_response_id": ["resp_1"], "tools[0].type": [[{"type": "web_search"}]],
         "tools[0].name": [[{"type": "function", "name": "a b"}]], "tool_choice": [{"type": "function", "name": "f"}],
         "temperature": ["hot"], "reasoning": [{"effort": "low"}], "include": [["message.output_text.logprobs"]],
@@ -544,7 +548,8 @@ def test_fields_that_change_nothing_pass(server: Running) -> None:
     neutral = {name: value for name, values in ResponsesRequest.unsupported.items() for value in values[-1:]}
     asked = {"messages": _HI, "max_tokens": 1, **neutral, "user": "b", "metadata": {"c": "d"}}
     assert server.post("/v1/chat/completions", {**asked, "chat_template": None})[0] == 200
-    asked = {"input": "a", "max_output_tokens": 1, "include": ["reasoning.encrypted_content"], "store": False}
+    asked = {"input": "a", "max_output_tokens": 1, "store": False}
+    asked |= {"include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"}}
     assert server.post("/v1/responses", {**asked, "reasoning": {"effort": None, "summary": "auto"}})[0] == 200
 
 

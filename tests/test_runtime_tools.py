@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bundle_maker import make_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import NAME, TEMPLATE, Running, function
+from tokenizers import Tokenizer
 from tool_templates import PUBLISHED
 
 from wisparse.formats.chat_template import ChatTemplate
+from wisparse.runtime.generation.grammar import Grammars
 from wisparse.runtime.protocol.requests import ChatRequest, validated
 from wisparse.runtime.protocol.tools import (
     HERMES,
@@ -258,6 +261,51 @@ def test_what_is_offered() -> None:
     assert "::=" not in call_grammar([looks_like_gbnf], HERMES, {}, several=True).source
 
 
+# As pydantic writes nested models.
+_NODE: dict[str, Any] = {"properties": {"value": {"enum": [1, 2]}, "next": {"$ref": "#/$defs/Node"}}, **OBJECT}
+_NODE["required"] = ["value"]
+LISTED = {"$defs": {"Node": _NODE}, "properties": {"first": {"$ref": "#/$defs/Node"}}, "required": ["first"], **OBJECT}
+
+
+@EACH_SYNTAX
+@pytest.mark.parametrize("others", [0, 2])
+def test_parameters_with_definitions(syntax: ToolSyntax, others: int, example_model: Path) -> None:
+    """References lead to the function's own definitions, recursive ones too."""
+    data = (example_model / "tokenizer.json").read_bytes()
+    tokenizer, grammars = Tokenizer.from_str(data.decode()), Grammars(lambda: data, frozenset({0}))
+    # Another function's definition of the same name.
+    same: dict[str, Any] = {**LISTED, "$defs": {"Node": {"type": "null"}}}
+    functions = [{"name": f"other{number}", "parameters": same} for number in range(others)]
+    grammar = call_grammar([*functions, {"name": "weather", "parameters": LISTED}], syntax, {}, several=False)
+
+    def follows(arguments: str) -> bool:
+        constraint = grammars.begin(grammar)
+        text = _written(syntax, [("weather", arguments)])
+        for token in tokenizer.encode(text, add_special_tokens=False).ids:
+            logits = torch.zeros(8192)
+            constraint.mask(logits)
+            if logits[token]:
+                return False
+            constraint.take(token)
+        return True
+
+    assert follows('{"first": {"value": 1, "next": {"value": 2}}}')
+    assert not follows('{"first": {"value": 3}}')
+    assert not follows('{"first": null}')
+    grammars.close()
+
+
+def test_only_references_are_moved() -> None:
+    names = {"$ref": {"$ref": "#"}, "default": {"$ref": "#/$defs/a"}, "const": {"const": {"$ref": "#/a"}}}
+    other = {"$id": "http://example.com/a", "items": {"$ref": "#/$defs/b"}}
+    schema = {"properties": names, "anyOf": [{"$ref": "#name"}, other], "enum": [{"$ref": "#/a"}], "$ref": "b#/c"}
+    source = call_grammar([{"name": "f", "parameters": schema}], HERMES, {}, several=True).source
+    moved = json.loads(source.partition("%json ")[2])["properties"]["arguments"]
+    place = "#/properties/arguments"
+    names["$ref"], names["default"] = {"$ref": place}, {"$ref": f"{place}/$defs/a"}
+    assert moved == {**schema, "properties": names}
+
+
 @pytest.fixture(scope="module", params=list(SYNTAXES))
 def syntax(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -370,6 +418,13 @@ def test_calls_that_have_to_be(server: Running, syntax: str) -> None:
     said, calls, _ = _ask(server, "", syntax, False, tools=either, **more)
     assert (said, [call.function.name in ("weather", "f") for call in calls]) == ("", [True])
     assert _ask(server, "", syntax, False, 40, tools=[WEATHER], tool_choice="required", temperature=0)[1]
+
+
+def test_calls_that_have_to_be_of_a_function_with_definitions(server: Running, syntax: str) -> None:
+    nested = function(name="nested", parameters=LISTED)
+    for tools in ([nested], [WEATHER, nested]):
+        body = {"messages": ASK, "tools": tools, "tool_choice": "required", "max_tokens": 2}
+        assert server.post("/v1/chat/completions", body)[0] == 200
 
 
 def test_a_thought_before_a_call(server: Running, syntax: str) -> None:

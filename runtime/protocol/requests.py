@@ -15,7 +15,7 @@ from wisparse.formats.errors import ContextLengthError, UsageError, WisparseErro
 from wisparse.formats.guard import parse_json
 
 from ..generation.engine import QueueFullError
-from ..generation.logits import ANY_OBJECT, Grammar
+from ..generation.grammar import ANY_OBJECT, Grammar
 
 T = TypeVar("T", bound=BaseModel)
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ _UNSUPPORTED: Sequence[tuple[str, Sequence[Any]]] = (
     ("bad_words", ([], "")),
     ("function_call", ("none", "auto")),
     ("modalities", (["text"],)),
+    ("verbosity", ("medium",)),
     ("n_predict", (-1,)),
     ("reasoning", ({}, {"summary": "auto"})),
     ("top_n_sigma", (-1, 0)),
@@ -152,7 +153,7 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, Any] = Field({"type": "object"}, alias="schema")
 
 
 class ResponseFormat(Strict):
@@ -162,7 +163,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
-            raise invalid("json_schema", "an object with a schema", None)
+            raise invalid("json_schema", "an object", None)
         return self
 
 

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from ..generation.request import Chunk, Generation
 from .formatter import AnswerParser, Context, Formatter, to_json
-from .requests import UNSUPPORTED, ApiError, ChatRequest, GenerationRequest, Message, Strict, validated
+from .requests import UNSUPPORTED, ApiError, ChatRequest, FieldError, GenerationRequest, Message, Strict, validated
 from .tools import Delta
 
 # A chat's names of what is called otherwise here.
@@ -74,6 +74,13 @@ class ResponsesRequest(GenerationRequest):
     @classmethod
     def _one_message(cls, given: Any) -> Any:
         return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+    @field_validator("text")
+    @classmethod
+    def _without_verbosity(cls, text: dict[str, Any]) -> dict[str, Any]:
+        if text.get("verbosity") not in (None, "medium"):
+            raise FieldError("verbosity", "this server does not have it; leave it out")
+        return text
 
     def as_chat(self) -> ChatRequest:
         """The chat that asks for the same; raises ApiError, with a chat's names."""

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
-from ..generation.logits import JSON_SPACE, Grammar
+from ..generation.grammar import Grammar
+from ..generation.grammar_worker import JSON_SPACE
 from ..tokenizer import partial_marker
 
 _MAX_DEPTH = 32
@@ -22,6 +23,9 @@ _MAX_HEAD = 1024
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _OUTSIDE = re.compile(r"[ \t\r\n0-9A-Za-z+\-.:,]*")
 _KEYS = ("name", "arguments", "parameters", "type", "id")
+# Keywords of JSON schemas whose values are data, and those whose values map names to schemas.
+_DATA = ("const", "enum", "default", "examples")
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _WHITE = r"[ \t\r\n]*"
 _BEGINNING = re.compile(rf'\{{{_WHITE}(?:"([a-z]*)("?))?')
 # A call's object up to its arguments; the name is group 1.
@@ -80,14 +84,18 @@ def call_grammar(
 ) -> Grammar:
     """A grammar (llguidance's Lark) for one call of one of ``functions``, or ``several``, and nothing else;
     ``special``: ids of those markers that are special tokens."""
+    places = ["#"] if len(functions) == 1 else [f"#/anyOf/{index}" for index in range(len(functions))]
     schemas = [
         {
             "type": "object",
-            "properties": {"name": {"const": function["name"]}, syntax.key: function["parameters"]},
+            "properties": {
+                "name": {"const": function["name"]},
+                syntax.key: _moved(function["parameters"], f"{place}/properties/{syntax.key}"),
+            },
             "required": ["name", syntax.key],
             "additionalProperties": False,
         }
-        for function in functions
+        for place, function in zip(places, functions, strict=True)
     ]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     text = json.dumps({**schema, "x-guidance": JSON_SPACE}).replace("::=", ":\\u003a=")  # else taken for GBNF
@@ -101,6 +109,23 @@ def call_grammar(
         start, call, between = "calls", f'{opens} "\\n" object "\\n" {closes}', '"\\n"'
     calls = f"{call} ({between} {call})*" if several else call
     return Grammar("tool_choice", f"start: {start}\ncalls: {calls}\nobject: %json {text}\n")
+
+
+def _moved(schema: Any, place: str, named: bool = False) -> Any:
+    """A JSON schema that stands at the pointer ``place`` of a larger one: its references begin there. ``named``: a mapping
+    from names, which may be a keyword's, to schemas."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict) or (not named and "$id" in schema):  # below $id, references are relative to it
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if not named and key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            value = place + value[1:]
+        elif named or key not in _DATA:
+            value = _moved(value, place, not named and key in _NAMED)
+        moved[key] = value
+    return moved
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from wisparse.formats.errors import UsageError, WisparseError
 
 from ..decoding.sampling import SamplingParams
-from ..generation.logits import Constraint
+from ..generation.grammar import Grammar
 from ..generation.request import Chunk, Generation, Request
 from ..model import Model
 from ..protocol.formatter import THINK, ChatFormatter, CompletionFormatter, Context, Formatter, cached_tokens, to_json
@@ -39,6 +39,7 @@ _MEASURED_STEPS = 16  # one step of so many has its dropped channels counted, fo
 _MAX_FILES = 1 << 16
 # Python's own 5 ms, for which a thread waits for the interpreter, are longer than a step of a GPU.
 _SWITCH_SECONDS = 0.0005
+_GRAMMAR_THREADS = 4  # grammars that are compiled at a time
 _SPELLED_TOKENS = 1 << 16  # whose text is kept for the next request that asks for log-probabilities
 # Field, OpenAI's default, and the range in which a generation config may name another.
 _SAMPLING = (
@@ -81,9 +82,21 @@ class Encoder:
         # A special token would not be part of an answer's text.
         self._thinks = text is not None and text.token_id(THINK) is not None and not text.is_special(THINK)
 
-    def encode(self, body: ChatRequest | CompletionRequest) -> tuple[list[Request], Context]:
-        """A validated engine request for each answer, and what formatting the answers takes."""
-        return self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
+    def encode(self, body: ChatRequest | CompletionRequest) -> tuple[list[Request], Context, Grammar | None]:
+        """A validated engine request for each answer, what formatting takes, and a grammar that ``constrain`` compiles."""
+        requests, context = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
+        grammar = body.constraint()
+        if isinstance(body, ChatRequest) and body.forced and self._syntax is not None:
+            grammar = call_grammar(body.forced, self._syntax, self._special, body.several_calls)
+        if grammar is not None and self._model.grammars.known(grammar) is not None:
+            self.constrain(requests, grammar)
+            grammar = None
+        return requests, context, grammar
+
+    def constrain(self, requests: Sequence[Request], grammar: Grammar) -> None:
+        """Give each request the grammar, at its beginning; compiling it may take long."""
+        for request in requests:
+            request.constraint = self._model.grammars.begin(grammar)
 
     def _completion(self, body: CompletionRequest) -> tuple[list[Request], Context]:
         requests: list[Request] = []
@@ -124,13 +137,6 @@ class Encoder:
             visible = frozenset(self._special.values())
         requests = self._requests(body, ids, max_new_tokens=most, visible_special_tokens=visible)
         return requests, self._context(body.n, len(ids), thinks=thinks, call_parser=parser)
-
-    def constraints(self, body: ChatRequest | CompletionRequest, count: int) -> list[Constraint | None]:
-        """The grammar of each answer, at its beginning; compiling it may take long."""
-        grammar = body.constraint()
-        if isinstance(body, ChatRequest) and body.forced and self._syntax is not None:
-            grammar = call_grammar(body.forced, self._syntax, self._special, body.several_calls)
-        return [None if grammar is None else self._model.grammars.begin(grammar) for _ in range(count)]
 
     def _encode(self, text: str, **how: bool) -> list[int]:
         return self._model.tokenizer.encode(text, most=self._model.max_seq_len, **how)
@@ -229,7 +235,7 @@ class Server:
         self._encoder = Encoder(model, settings.name)
         self._created = int(time.time())
         self._texts = ThreadPoolExecutor(1, "wisparse-text")
-        self._grammars = ThreadPoolExecutor(1, "wisparse-grammar")
+        self._grammars = ThreadPoolExecutor(_GRAMMAR_THREADS, "wisparse-grammar")
         self.metrics = Metrics(lambda: self._engine.state)
 
     @contextlib.asynccontextmanager
@@ -272,15 +278,11 @@ class Server:
             if prompts * body.n > (most := batch + self._settings.max_queue):
                 found = f"{prompts} prompts with n = {body.n}"
                 raise UsageError(f"prompt: expected at most {most} answers in one request, found {found}")
-            (requests, context), constraints = await unless_disconnected(
-                http.receive,
-                asyncio.gather(
-                    run(self._texts, self._encoder.encode, body),
-                    run(self._grammars, self._encoder.constraints, body, prompts * body.n),
-                ),
+            requests, context, grammar = await unless_disconnected(
+                http.receive, run(self._texts, self._encoder.encode, body)
             )
-            for request, constraint in zip(requests, constraints, strict=True):
-                request.constraint = constraint
+            if grammar is not None:
+                await unless_disconnected(http.receive, run(self._grammars, self._encoder.constrain, requests, grammar))
             formatter = make(context)
             answers.submit(requests, score_only=body.max_tokens == 0)
             # Whatever is wrong with a request is known by its first token, before a status is sent.

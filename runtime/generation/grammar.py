@@ -1,0 +1,260 @@
+"""Grammars (llguidance's) that restrict an answer. Each is compiled first in a process of its own, under limits: what
+ends that process, or takes long in it, is refused, and the server builds only what was accepted there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wisparse.formats import guard
+from wisparse.formats.errors import BundleError, UsageError, WisparseError
+from wisparse.formats.guard import parse_json
+
+from . import grammar_worker
+from .grammar_worker import MAX_DEPTH, MAX_PARTS, STACK_BYTES, build, one_line
+
+log = logging.getLogger(__name__)
+
+_MAX_CHARACTERS = 1 << 17
+MAX_SECONDS = 2  # of processor time
+MAX_BYTES = 512 << 20  # beyond what the process has at rest
+_WAIT_SECONDS = 120.0  # of a busy machine
+# Compiled grammars that are kept, and refusals.
+_KEPT, _KEPT_BYTES, _KEPT_REFUSALS = 32, 256 << 20, 1024
+# What to answer for a limit that was exceeded.
+_EXCEEDED = {
+    "depth": f"expected at most {MAX_DEPTH} rules or references within one another, found {{found:,}}; flatten it",
+    "parts": f"expected at most {MAX_PARTS:,} names of rules and optional parts, found {{found:,}}; shorten it",
+    "stack": f"expected at most {STACK_BYTES >> 20} MiB of stack to compile it, found more: rules, references or "
+    "optional properties stand too deep within one another; flatten it, or split it",
+    "time": "expected at most {seconds} seconds of processor time to compile it, found more; simplify it",
+    "memory": "expected at most {mebibytes} MiB of memory to compile it, found more; simplify it",
+    "unknown": "expected a grammar that compiles, found one that ended llguidance by {found}; simplify it",
+}
+ANY_OBJECT = '{"type": "object"}'
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer has to be."""
+
+    field: str  # the argument or field that it came with, for error messages
+    source: str  # a JSON schema, or a grammar as llguidance's Lark or llama.cpp's GBNF writes it
+    schema: bool = False  # whether it is a JSON schema
+
+    @classmethod
+    def of_schema(cls, field: str, schema: Any) -> Grammar:
+        """A JSON schema: a mapping, or its text."""
+        if isinstance(schema, Mapping):
+            try:
+                schema = json.dumps(schema)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
+        elif not isinstance(schema, str):
+            raise UsageError(f"{field}: expected a JSON schema, found {guard.quoted(schema)}")
+        return cls(field, schema, True)
+
+    def __post_init__(self) -> None:
+        guard.text(self.field, self.source, empty=self.schema)
+        if (found := len(self.source)) > _MAX_CHARACTERS:
+            raise UsageError(f"{self.field}: expected at most {_MAX_CHARACTERS:,} characters, found {found:,}")
+
+    @property
+    def digest(self) -> bytes:
+        """Of what is compiled."""
+        return hashlib.sha256(f"{self.schema} {self.source}".encode(errors="surrogatepass")).digest()
+
+
+class Constraint:
+    """What one answer may be: a grammar, at the place that the answer has reached."""
+
+    def __init__(self, matcher: Any, field: str) -> None:
+        self._matcher, self._field = matcher, field
+
+    def mask(self, logits: Tensor) -> None:
+        """Set the logits (V,) float32 of what may not come next to minus infinity, in place."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise UsageError(f"{self._field}: it cannot be followed further: {one_line(self._matcher.get_error())}")
+        mask_bits(logits, bits)
+
+    def take(self, token: int) -> None:
+        """Advance by an allowed token."""
+        self._matcher.consume_token(token)  # an error shows at the next mask
+
+
+def mask_bits(logits: Tensor, bits: np.ndarray) -> None:
+    """Set logits (V,) whose bit in (n,) uint8, lowest first, is 0 to minus infinity; also those that have no bit, as the
+    vocabulary may be padded beyond what the tokenizer knows. Only the bits are copied to the logits' device."""
+    on_device = torch.from_numpy(bits.copy()).to(logits.device, non_blocking=True)
+    place = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    banned = ((on_device[:, None] >> place) & 1 == 0).view(-1)[: len(logits)]
+    logits[: len(banned)].masked_fill_(banned, -torch.inf)
+    logits[len(banned) :] = -torch.inf
+
+
+class GrammarProcess:
+    """``grammar_worker.py`` in a process: started by the first grammar, and again when it has died; from any thread."""
+
+    def __init__(self, tokenizer_json: bytes, stop_ids: frozenset[int]) -> None:
+        self._tokenizer_json, self._stop_ids = tokenizer_json, sorted(stop_ids)
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stop: Callable[[], object] = lambda: None
+
+    def compile(self, grammar: Grammar) -> tuple[str, int]:
+        """The converted grammar, and bytes of memory that compiling it took; GrammarError if it is refused."""
+        task = {"source": grammar.source, "schema": grammar.schema, "seconds": MAX_SECONDS, "bytes": MAX_BYTES}
+        reply = self._ask(task) or self._ask(task)  # it may just have died
+        if reply is None:
+            raise WisparseError("the process that compiles grammars ended without an answer, twice; try again")
+        if "converted" in reply:
+            return reply["converted"], reply["bytes"]
+        if "error" in reply:
+            raise GrammarError(f"it does not compile: {reply['error']}")
+        raise GrammarError(_EXCEEDED[reply["exceeded"]].format(**reply, seconds=MAX_SECONDS, mebibytes=MAX_BYTES >> 20))
+
+    def _ask(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The worker's reply; None if it died before."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.settimeout(_WAIT_SECONDS)
+            with theirs, self._lock:
+                if self._process is None or self._process.poll() is not None:
+                    self._start()
+                try:
+                    assert self._control is not None
+                    socket.send_fds(self._control, [b"0"], [theirs.fileno()])
+                except OSError:  # dying
+                    self._stop()
+                    return None
+            try:
+                ours.sendall(json.dumps(task).encode())
+                ours.shutdown(socket.SHUT_WR)
+                reply = b"".join(iter(lambda: ours.recv(1 << 16), b""))
+                return json.loads(reply) if reply else None
+            except TimeoutError as error:
+                raise WisparseError(f"a grammar was not compiled in {_WAIT_SECONDS:g} seconds; try again") from error
+            except (OSError, ValueError):  # or it died while it answered
+                return None
+
+    def _start(self) -> None:
+        if self._process is not None:
+            log.warning("the process that compiles grammars had ended (%s); starting it again", self._process.poll())
+            self._stop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: the folder of the script is no place to import from.
+            command = [sys.executable, "-P", grammar_worker.__file__, str(theirs.fileno()), json.dumps(self._stop_ids)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+        assert process.stdin is not None
+        with contextlib.suppress(OSError), process.stdin:
+            process.stdin.write(self._tokenizer_json)
+        self._process, self._control = process, ours
+        self._stop = weakref.finalize(self, _end, process, ours)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                self._stop()
+                self._process = None
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    process.kill()
+    process.wait()
+
+
+class GrammarError(ValueError):
+    """Why a grammar is refused, without the field that it came with."""
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps the newest, and why others were refused; from any thread."""
+
+    def __init__(self, tokenizer_json: Callable[[], bytes | None], stop_ids: frozenset[int]) -> None:
+        """``tokenizer_json`` reads the file; called for the first grammar."""
+        self._tokenizer_json, self._stop_ids = tokenizer_json, stop_ids
+        self._tokenizer: Any = None
+        self._process: GrammarProcess | None = None
+        self._compiled: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()  # matchers, with the memory that they take
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+
+    def known(self, grammar: Grammar) -> Constraint | None:
+        """As ``begin``, but None, without waiting, for a grammar that has to be compiled first."""
+        digest = grammar.digest
+        with self._lock:
+            if digest in self._refused:
+                self._refused.move_to_end(digest)
+                raise UsageError(f"{grammar.field}: {self._refused[digest]}")
+            if digest not in self._compiled:
+                return None
+            self._compiled.move_to_end(digest)
+            return Constraint(self._compiled[digest][0].deep_copy(), grammar.field)
+
+    def begin(self, grammar: Grammar) -> Constraint:
+        """An answer at its beginning. UsageError: it does not compile, is too costly, or cannot be used here."""
+        if (constraint := self.known(grammar)) is not None:
+            return constraint
+        tokenizer, process = self._read(grammar.field)
+        try:
+            converted, size = process.compile(grammar)
+            matcher = build(tokenizer, converted)
+            if matcher.is_error():
+                raise GrammarError(f"it does not compile: {one_line(matcher.get_error())}")
+        except GrammarError as error:
+            with self._lock:
+                self._refused[grammar.digest] = str(error)
+                while len(self._refused) > _KEPT_REFUSALS:
+                    self._refused.popitem(last=False)
+            raise UsageError(f"{grammar.field}: {error}") from None
+        with self._lock:
+            self._compiled[grammar.digest] = matcher, size
+            while len(self._compiled) > _KEPT or sum(size for _, size in self._compiled.values()) > _KEPT_BYTES:
+                self._compiled.popitem(last=False)
+        return Constraint(matcher.deep_copy(), grammar.field)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+    def _read(self, field: str) -> tuple[Any, GrammarProcess]:
+        """The tokenizer as the library wants it, and the process that has it too, made by the first grammar."""
+        with self._reading:
+            if self._process is not None:
+                return self._tokenizer, self._process
+            if importlib.util.find_spec("llguidance") is None:
+                raise UsageError(f"{field}: it needs the package llguidance: pip install 'wisparse[serve]'")
+            from llguidance import LLTokenizer
+
+            data = self._tokenizer_json()
+            if data is None or not self._stop_ids:
+                lacks = "tokenizer" if data is None else "token that ends a text"
+                raise UsageError(f"{field}: this bundle has no {lacks}, which a grammar needs")
+            if parse_json(data, "tokenizer.json", BundleError)["model"]["type"] != "BPE":
+                raise UsageError(f"{field}: it needs a byte-pair tokenizer, and this model has another")
+            try:
+                self._tokenizer = LLTokenizer(data.decode(), eos_token=sorted(self._stop_ids))
+            except Exception as error:
+                raise UsageError(f"{field}: llguidance cannot use this model's tokenizer: {error!s:.200}") from error
+            self._process = GrammarProcess(data, self._stop_ids)
+            return self._tokenizer, self._process

@@ -1,0 +1,185 @@
+"""Compiles grammars in a process that may die: started as a script by ``grammar.py``, it imports nothing of WiSparse or
+torch. It loads the tokenizer once and forks for each grammar; limits on processor time, memory and stack hold in the
+fork. ``convert`` and ``build`` are also what ``grammar.py`` does with a grammar that was accepted here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+MAX_DEPTH = 200
+# Each may be a state of the parser at one token, whose time grows with the square: 30 ms for so many, 0.6 s for 60,000.
+MAX_PARTS = 10_000
+# llguidance recurses once for each rule, reference or optional property. The server's threads have 2 MiB of stack at
+# least, 8 MiB usually.
+STACK_BYTES = 1 << 20
+_FUEL = 300_000  # the library's measure of work on regular expressions, about a third of a second
+# Of llguidance's parser, for one token: ordinary schemas need less than 2,000, and the time grows with the square.
+_STEP_ITEMS = 10_000
+# JSON on one line, as Python writes it: any amount of white space would let a small model write nothing else.
+JSON_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Of a signal that ended a fork; the library aborts where it gets no memory.
+_CAUSES = {"SIGXCPU": "time", "SIGABRT": "memory", "SIGKILL": "memory", "SIGSEGV": "stack", "SIGBUS": "stack"}
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|\[(?:\\.|[^\]\\\n])*\]')
+_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
+_RULE = re.compile(r"^[ \t]*[?!]?([\w-]+)[^\n:]*:(?::=)?", re.MULTILINE)
+_NAME = re.compile(r"[\w-]+")
+
+
+def convert(source: str, schema: bool) -> str:
+    """A JSON schema, a Lark or a GBNF grammar as llguidance's own format."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if schema:
+        return LLMatcher.grammar_from_json_schema(source, defaults=JSON_SPACE)
+    return LLMatcher.grammar_from_lark(any_to_lark(source))
+
+
+def build(tokenizer: Any, converted: str) -> Any:
+    """The matcher, after its first mask; it may be in error."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(initial_lexer_fuel=_FUEL, step_max_items=_STEP_ITEMS, verbose_errors=False)
+    matcher = LLMatcher(tokenizer, converted, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
+def one_line(error: object) -> str:
+    """The library's own words, without a panic's backtrace."""
+    return " ".join(re.split("<backtrace>|<non-verbose/>", str(error))[0].split())[:300]
+
+
+def depth(source: str, schema: bool) -> int:
+    """How many rules, or definitions of a JSON schema, stand within one another; a cycle is followed once."""
+    try:
+        uses = _references(json.loads(source)) if schema else _rules(source)
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):  # what is wrong with a schema is the library's to say
+        return 0
+    depths: dict[str, int] = {}
+    # The last is taken first: cycles are cut where they are entered from the start.
+    todo = [(name, False) for name in (*uses, "#", "root", "start") if name in uses]
+    while todo:
+        name, used_are_done = todo.pop()
+        if used_are_done:
+            depths[name] = 1 + max((depths[used] for used in uses[name]), default=0)
+        elif name not in depths:
+            depths[name] = 0
+            todo += [(name, True), *((used, False) for used in uses[name])]
+    return max(depths.values(), default=0)
+
+
+def count_parts(source: str) -> int:
+    """How often a Lark or GBNF grammar names a rule, or says that something may be absent."""
+    bare = _LITERAL.sub(" ", source)
+    return bare.count("?") + bare.count("*") + sum(map(len, _rules(source).values()))
+
+
+def _rules(source: str) -> dict[str, list[str]]:
+    """The rules that each rule of a Lark or GBNF grammar names."""
+    parts = _RULE.split(_LITERAL.sub(" ", source))[1:]
+    uses: dict[str, list[str]] = {name: [] for name in parts[::2]}
+    for name, body in zip(parts[::2], parts[1::2], strict=True):
+        uses[name] += [used for used in _NAME.findall(body) if used in uses]
+    return uses
+
+
+def _references(schema: Any) -> dict[str, list[str]]:
+    """The definitions that the schema itself, and each of its definitions, refers to."""
+    places = {"#": {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}}
+    for key in ("$defs", "definitions"):
+        places |= {f"#/{key}/{name}": one for name, one in schema.get(key, {}).items()}
+    found = {place: _REFERENCE.findall(json.dumps(one)) for place, one in places.items()}
+    return {place: [used for used in uses if used in found] for place, uses in found.items()}
+
+
+def _compile(tokenizer: Any, source: str, schema: bool) -> dict[str, Any]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        if (found := depth(source, schema)) > MAX_DEPTH:
+            return {"exceeded": "depth", "found": found}
+        if not schema and (found := count_parts(source)) > MAX_PARTS:
+            return {"exceeded": "parts", "found": found}
+        converted = convert(source, schema)
+        matcher = build(tokenizer, converted)
+        if matcher.is_error():
+            return {"error": one_line(matcher.get_error())}
+        matcher.deep_copy()
+        del matcher  # also recursive
+    except MemoryError:
+        return {"exceeded": "memory"}
+    except BaseException as error:  # of no class of its own; RecursionError; a panic of the library
+        return {"error": one_line(error)}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"converted": converted, "bytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit}
+
+
+def _limit(which: int, value: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def _answer(tokenizer: Any, job: socket.socket, task: Mapping[str, Any]) -> None:
+    """Compile under limits. RLIMIT_AS counts address space, and macOS does not enforce it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic's words
+    os.nice(5)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_CPU, task["seconds"])
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            at_rest = int(file.read().split()[0]) * resource.getpagesize()
+        _limit(resource.RLIMIT_AS, at_rest + task["bytes"])
+    replies: list[dict[str, Any]] = []
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=lambda: replies.append(_compile(tokenizer, task["source"], task["schema"])))
+    thread.start()
+    thread.join()
+    job.sendall(json.dumps(replies[0]).encode())
+
+
+def _attend(tokenizer: Any, job: socket.socket) -> None:
+    """Have one grammar compiled by a fork, and answer in its place if a limit ended it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    task = json.loads(b"".join(iter(lambda: job.recv(1 << 16), b"")))
+    if not (process := os.fork()):
+        _answer(tokenizer, job, task)
+        return
+    _, status = os.waitpid(process, 0)
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        job.sendall(json.dumps({"exceeded": _CAUSES.get(name, "unknown"), "found": name}).encode())
+
+
+def main(control: socket.socket, stop_ids: list[int]) -> None:
+    """Fork for each socket that comes through ``control``, until its other end is closed."""
+    from llguidance import LLTokenizer
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
+    tokenizer = LLTokenizer(sys.stdin.buffer.read().decode(), eos_token=stop_ids)
+    while files := socket.recv_fds(control, 1, 1)[1]:
+        with socket.socket(fileno=files[0]) as job:
+            if not os.fork():
+                try:
+                    _attend(tokenizer, job)
+                finally:
+                    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]))

@@ -1,0 +1,325 @@
+"""Grammars that would end the process, or hold up every other request: refused, beside requests that are answered."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from served import Running
+
+from wisparse.formats.errors import UsageError
+from wisparse.runtime.generation import grammar as grammar_module
+from wisparse.runtime.generation.grammar import Constraint, Grammar, Grammars
+from wisparse.runtime.generation.grammar_worker import count_parts, depth
+
+VOCABULARY = 8192
+
+
+def _chain(count: int, link: Callable[[str], Any]) -> str:
+    """A JSON schema whose definition number i is a link to number i + 1."""
+    definitions = {f"d{i}": link(f"#/$defs/d{i + 1}") for i in range(count)}
+    return json.dumps({"$defs": {**definitions, f"d{count}": {"type": "integer"}}, "$ref": "#/$defs/d0"})
+
+
+def _references(count: int) -> str:
+    return _chain(count, lambda to: {"$ref": to})
+
+
+def _objects(count: int) -> str:
+    return _chain(count, lambda to: {"type": "object", "properties": {"a": {"$ref": to}}, "required": ["a"]})
+
+
+def _lark(count: int) -> str:
+    return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(count)) + f'r{count}: "a"\n'
+
+
+def _gbnf(count: int) -> str:
+    return "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(count)) + f'r{count} ::= "a"\n'
+
+
+def _optional(count: int) -> str:
+    return "start: /" + "a?" * count + "/"
+
+
+def _properties(count: int) -> str:
+    return json.dumps({"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}})
+
+
+_LEVELS = "expected at most 200 rules or references within one another, found"
+_WORK = "expected at most (2 seconds of processor time|512 MiB of memory) to compile it, found more; simplify it"
+# A field, a grammar, whether it is a schema, and the refusal; each ended or held up the process before.
+DEEP: list[tuple[str, bool, str]] = [
+    (_references(3000), True, _LEVELS),
+    (_objects(1000), True, _LEVELS),
+    (_lark(3000), False, _LEVELS),
+    (_gbnf(6000), False, _LEVELS),
+    (
+        'start: /[0-9]/ "x" ' + "n " * 60_000 + '\nn: "a"?',
+        False,
+        "expected at most 10,000 names of rules and optional parts",
+    ),
+    ('root ::= [0-9] "x" ' + '"a"? ' * 20_000, False, "expected at most 10,000 names of rules and optional parts"),
+    # As the parameters of a tool come.
+    ("start: %json " + _references(3000), False, "expected at most 1 MiB of stack to compile it, found more"),
+    (_properties(4000), True, "expected at most 1 MiB of stack to compile it, found more"),
+]
+HEAVY = [(_optional(10_000), False, _WORK), (_optional(25_000), False, _WORK)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(example_model: Path) -> bytes:
+    return (example_model / "tokenizer.json").read_bytes()
+
+
+@pytest.fixture
+def grammars(tokenizer_json: bytes) -> Iterator[Grammars]:
+    found = Grammars(lambda: tokenizer_json, frozenset({0}))
+    yield found
+    found.close()
+
+
+def _refused(grammars: Grammars, source: str, schema: bool = False) -> str:
+    with pytest.raises(UsageError) as raised:
+        grammars.begin(Grammar("grammar", source, schema))
+    return str(raised.value)
+
+
+def _refused_as(grammars: Grammars, case: tuple[str, bool, str]) -> None:
+    with pytest.raises(UsageError, match=f"^grammar: {case[2]}"):
+        grammars.begin(Grammar("grammar", case[0], case[1]))
+
+
+def _allowed(constraint: Constraint) -> list[int]:
+    logits = torch.zeros(VOCABULARY)
+    constraint.mask(logits)
+    return (logits == 0).nonzero()[:, 0].tolist()
+
+
+def _pid(grammars: Grammars) -> int:
+    assert grammars._process is not None
+    assert grammars._process._process is not None
+    return grammars._process._process.pid
+
+
+def test_what_would_end_the_process_is_refused_and_not_tried_again(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda case: _refused_as(grammars, case), HEAVY + DEEP))
+    assert _allowed(grammars.begin(Grammar("grammar", 'start: "a"')))
+    # Remembered: with whatever field it comes.
+    monkeypatch.setattr(grammar_module.GrammarProcess, "compile", lambda *_: pytest.fail("tried again"))
+    for case in HEAVY + DEEP:
+        _refused_as(grammars, case)
+    with pytest.raises(UsageError, match=r"^json_schema: expected at most 200"):
+        grammars.begin(Grammar("json_schema", _references(3000), True))
+
+
+def test_which_limit_was_exceeded_is_said(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_SECONDS", 1)
+    monkeypatch.setattr(grammar_module, "MAX_BYTES", 16 << 30)
+    assert "at most 1 seconds of processor time" in _refused(grammars, _optional(20_000))
+    monkeypatch.setattr(grammar_module, "MAX_BYTES", 128 << 20)
+    assert "at most 128 MiB of memory" in _refused(grammars, _optional(20_001))
+    # A limit that was not reached is no reason to refuse.
+    assert "it does not compile: lexer precomputation failed" in _refused(grammars, _optional(1000))
+
+
+def test_the_process_is_started_again_when_it_has_died(grammars: Grammars, caplog: pytest.LogCaptureFixture) -> None:
+    begin = itertools.count()
+
+    def works() -> bool:
+        return bool(_allowed(grammars.begin(Grammar("grammar", f'start: "a{next(begin)}"'))))
+
+    assert works()
+    first = _pid(grammars)
+    assert works()
+    assert _pid(grammars) == first
+    os.kill(first, signal.SIGKILL)
+    while psutil.Process(first).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    assert works()
+    assert _pid(grammars) != first
+    assert "had ended (-9); starting it again" in caplog.text
+    # While it compiles: its fork ends that.
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(_refused, grammars, _optional(10_000))
+        time.sleep(0.3)
+        os.kill(_pid(grammars), signal.SIGKILL)
+        assert works()
+        assert "expected at most" in slow.result()
+    last = _pid(grammars)
+    grammars.close()
+    assert not psutil.pid_exists(last)
+    assert works()
+
+
+def test_refusals_and_compiled_grammars_that_are_kept_are_bounded(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_KEPT", "_KEPT_REFUSALS"):
+        monkeypatch.setattr(grammar_module, name, 3)
+    good = [Grammar("grammar", f'start: "{number}"') for number in range(5)]
+    for number in range(5):
+        assert "does not compile" in _refused(grammars, f"start: /({number}/")
+        grammars.begin(good[number])
+    assert (len(grammars._refused), len(grammars._compiled)) == (3, 3)
+    assert [grammars.known(one) is not None for one in good] == [False, False, True, True, True]
+    monkeypatch.setattr(grammar_module, "_KEPT_BYTES", 0)
+    grammars.begin(good[0])
+    assert not grammars._compiled
+
+
+def test_what_was_accepted_fits_a_small_stack(grammars: Grammars) -> None:
+    """The deepest grammars that the process accepts, compiled and followed by a thread with twice its stack."""
+    followed: list[int] = []
+
+    def follow(source: str, schema: bool) -> None:
+        constraint = grammars.begin(Grammar("grammar", source, schema))
+        for step in range(40):
+            constraint.take(_allowed(constraint)[0])
+            followed.append(step)
+
+    def deepest(make: Callable[[int], str], schema: bool) -> str:
+        for count in range(190, 0, -10):
+            try:
+                grammars.begin(Grammar("grammar", make(count), schema))
+                return make(count)
+            except UsageError:
+                pass
+        pytest.fail("none is accepted")
+
+    nested = deepest(_objects, True)
+    assert nested.count("object") >= 80
+    terminals = deepest(
+        lambda n: "start: R0\n" + "".join(f'R{i}: "a" R{i + 1} "b"\n' for i in range(n)) + f'R{n}: "a"\n', False
+    )
+    before = threading.stack_size(2 << 20)
+    threads = [threading.Thread(target=follow, args=case) for case in ((nested, True), (terminals, False))]
+    for thread in threads:
+        thread.start()
+    threading.stack_size(before)
+    for thread in threads:
+        thread.join()
+    assert len(followed) == 80
+
+
+def test_a_grammar_that_costs_much_at_a_later_token_fails_there(grammars: Grammars) -> None:
+    several = " | ".join(f"/[a-z]{{{count}}}/" for count in range(1, 7))
+    constraint = grammars.begin(Grammar("grammar", f"start: ({several})* e\ne: e e | /./\n"))
+
+    def follow() -> None:
+        choice = random.Random(1)
+        for _ in range(100):
+            constraint.take(choice.choice(_allowed(constraint)))
+
+    with pytest.raises(UsageError, match=r"grammar: it cannot be followed further: .*Too many items"):
+        follow()
+
+
+def test_parts_are_counted_outside_of_literals() -> None:
+    assert count_parts('start: a b? "a?*" /[ab]?*/ // a?\na: b*\nb: %json {"a": "b*"}\n') == 5
+
+
+def test_depth_is_that_of_references() -> None:
+    tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}, "all": {"$ref": "#"}}}
+    assert depth(json.dumps({"$defs": {"tree": tree}, "$ref": "#/$defs/tree"}), True) == 2
+    assert depth(_references(5), True) == 7
+    older = {"definitions": {"a": {"items": [{"$ref": "#/$defs/x"}]}}, "$defs": {"x": {}}, "$ref": "#/definitions/a"}
+    assert depth(json.dumps(older), True) == 3
+    assert depth(json.dumps({"$ref": "http://example.com/a", "items": {"$ref": "#/missing/0"}}), True) == 1
+    assert [depth(wrong, True) for wrong in ("{", "true", '{"$defs": 5}', "[" * 9000)] == [0, 0, 0, 0]
+    assert depth('start: a "b: c" // d: e\na: b | "x"\n  | /c:/ a\n?b.2: "y" a c\nc: "c"\n', False) == 4
+    assert depth('root ::= a-b "c ::= d" # e ::= root\na-b ::= [a-b] c | root\nc ::= "x"\n', False) == 3
+    assert depth("", False) == 0
+
+
+def _memory() -> float:
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def _varied(source: str, schema: bool, number: int) -> str:
+    """The same grammar, but not one that is remembered."""
+    return source[:-1] + f', "title": "{number}"}}' if schema else f"{source}\n" + "\n" * number
+
+
+def _refuse(grammars: Grammars, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        source, schema, _ = DEEP[number % len(DEEP)]
+        assert "expected at most" in _refused(grammars, _varied(source, schema, number), schema)
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_hostile_grammars_take_no_memory_of_the_server(grammars: Grammars, count: int) -> None:
+    _refuse(grammars, range(5))
+    before, pid = _memory(), _pid(grammars)
+    _refuse(grammars, range(5, 5 + count))
+    assert _memory() - before < 20
+    assert _pid(grammars) == pid
+    deadline = time.monotonic() + 10
+    while psutil.Process(pid).children():  # the last one is about to end
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def server(chat_bundle: Path) -> Iterator[Running]:
+    with Running(chat_bundle) as running:
+        yield running
+
+
+def _good(server: Running, number: int) -> float:
+    """Seconds that the slowest of three took: without a grammar, with a known one, with a new one."""
+    wishes: list[dict[str, Any]] = [{}, {"grammar": "start: /[0-9]{4}/"}, {"grammar": f'start: "new" "{number}"'}]
+    slowest = 0.0
+    for wish in wishes:
+        began = time.monotonic()
+        status, found = server.post("/v1/completions", {"prompt": "a = ", "max_tokens": 4, **wish})
+        assert status == 200, found
+        slowest = max(slowest, time.monotonic() - began)
+    return slowest
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_good_requests_beside_hostile_ones(server: Running, rounds: int) -> None:
+    _good(server, 0)
+    alone = _good(server, 1)
+
+    def attack(case: tuple[str, bool, str]) -> list[tuple[int, dict[str, Any]]]:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 4}
+        answers = []
+        for number in range(rounds):
+            source = _varied(case[0], case[1], number)
+            if case[1]:
+                form = {"name": "x", "schema": json.loads(source)}
+                body["response_format"] = {"type": "json_schema", "json_schema": form}
+            else:
+                body["grammar"] = source
+            answers.append(server.post("/v1/chat/completions", body))
+        return answers
+
+    beside: list[float] = []
+    with ThreadPoolExecutor(3) as hostile:
+        attacks = [hostile.submit(attack, case) for case in HEAVY[1:] + DEEP]
+        while not all(one.done() for one in attacks):
+            beside.append(_good(server, 2 + len(beside)))
+    for case, one in zip(HEAVY[1:] + DEEP, attacks, strict=True):
+        for status, found in one.result():
+            assert (status, found["error"]["param"]) == (400, "response_format" if case[1] else "grammar")
+            assert "expected at most" in found["error"]["message"]
+    assert len(beside) > 3
+    # The slowest of them, or of the faster half where other programs keep the processors busy.
+    assert sorted(beside)[-1 if rounds > 1 else len(beside) // 2] < alone + 1
+    _good(server, -1)
