@@ -28,6 +28,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
 from ..generation.engine import EngineState
+from ..protocol.messages import PATH, error_answer
 from ..protocol.requests import ApiError, as_api_error, from_validation
 
 # A client has so long to send a request, and to take each part of the answer.
@@ -107,9 +108,12 @@ class TimedConnection(H11Protocol):
         self._timer = self.loop.call_later(CLIENT_SECONDS, self._close_if_idle, self.cycle)
 
 
-def error_response(error: Exception) -> Response:
+def error_response(path: str, error: Exception) -> Response:
     told = as_api_error(error)  # which logs what was not foreseen
-    return JSONResponse({"error": told.error}, told.status_code, told.headers)
+    status, body = told.status_code, {"error": told.error}
+    if path.startswith(PATH):
+        status, body = error_answer(told)
+    return JSONResponse(body, status, told.headers)
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
@@ -124,11 +128,11 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
         }
         text, code = known.get(error.status_code, (str(error.detail), None))
         error = ApiError(error.status_code, text, code=code, headers=error.headers)
-    return error_response(error)
+    return error_response(request.url.path, error)
 
 
 class Guard:
-    """Middleware that asks for the key, counts answers, and answers every exception by OpenAI's error object."""
+    """Middleware that asks for the key, counts answers, and answers every exception by an error object."""
 
     def __init__(self, app: ASGIApp, key: str | None, metrics: Metrics) -> None:
         self._app, self._key, self._metrics = app, key, metrics
@@ -151,16 +155,21 @@ class Guard:
             await send(message)
 
         try:
-            kind, _, shown = Request(scope).headers.get("authorization", "").partition(" ")
-            right = kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), (self._key or "").encode())
+            headers = Request(scope).headers
+            kind, _, shown = headers.get("authorization", "").partition(" ")
+            keys = [shown.strip()] if kind.lower() == "bearer" else []
+            if scope["path"].startswith(PATH):
+                keys += headers.getlist("x-api-key")
+            right = any(hmac.compare_digest(key.encode(), (self._key or "").encode()) for key in keys)
             if guarded and self._key is not None and not right:
                 text, asked = "expected the server's key as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
+                text += " or x-api-key: KEY" if scope["path"].startswith(PATH) else ""
                 raise ApiError(401, text, type="authentication_error", code="invalid_api_key", headers=asked)
             await self._app(scope, receive, counted)
         except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, counted)
         except Exception as error:
-            answer = error_response(error)
+            answer = error_response(scope["path"], error)
             if not started:
                 await answer(scope, receive, counted)
 
@@ -258,8 +267,8 @@ class EventStream(StreamingResponse):
 
 
 def set_up(app: FastAPI, key: str | None, cors: Sequence[str], metrics: Metrics) -> None:
-    """Bounded bodies, errors as OpenAI has them, the key, the origins that may ask, and the chat page's files. Those
-    hold no secret, so no key is asked for them."""
+    """Bounded bodies, errors as each protocol has them, the key, the origins that may ask, and the chat page's files.
+    Those hold no secret, so no key is asked for them."""
     app.router.route_class = JsonRoute
     folder = files(__package__).joinpath("web")
     for path, (name, media_type) in _PAGE.items():
