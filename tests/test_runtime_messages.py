@@ -23,7 +23,8 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
     "{% for c in m.tool_calls or [] %}"
     '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}{{ '\n' }}{% endfor %}assistant:{% if enable_thinking %}<think>\n{% endif %}"
@@ -76,9 +77,10 @@ def ask(server: Running, messages: Any = ASK, stream: bool = False, **more: Any)
 
 
 # Of each request the messages of the chat that asks for the same.
-_CALLED = {"role": "assistant", "content": [
+_CALLED: dict[str, Any] = {"role": "assistant", "content": [
     {"type": "thinking", "thinking": "cold?", "signature": "x"}, {"type": "redacted_thinking", "data": "x"},
-    {"type": "text", "text": "Well."}, {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}},
+    {"type": "text", "text": "Well."},
+    {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}},
 ]}  # fmt: skip
 _RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "5"}
 _PARTS = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
@@ -94,8 +96,8 @@ CHATS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
             _RESULT, {**_RESULT, "content": _PARTS}, {"type": "tool_result", "tool_use_id": "toolu_1"},
             {**_RESULT, "is_error": True}, {"type": "text", "text": "on"},
         ]}]},
-        [("user", "def f(x):"), ("assistant", "Well."), ("tool", "5"), ("tool", "ab"), ("tool", ""), ("tool", "Error: 5"),
-         ("user", "on")],
+        [("user", "def f(x):"), ("assistant", "Well."), ("tool", "5"), ("tool", "ab"), ("tool", ""),
+         ("tool", "Error: 5"), ("user", "on")],
     ),
 }  # fmt: skip
 
@@ -154,12 +156,14 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": [block]}]}
         for block in (_IMAGE, {"type": "document"}, {"type": "tool_use"}, {"text": "a"}, {"type": [5]})
     ],
-    "messages[0].content[0].text: this field is required": [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}],
+    "messages[0].content[0].text: this field is required": [
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
+    ],
     "messages[0].content[0].content: expected a block of type text": [
         {"messages": [{"role": "user", "content": [{**_RESULT, "content": [_IMAGE]}]}]}
     ],
     "messages[1].content[0].input: ": [
-        {"messages": [*ASK, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": "x"}]}, *ASK]}
+        {"messages": [*ASK, {"role": "assistant", "content": [{**_CALLED["content"][-1], "input": "x"}]}, *ASK]}
     ],
     "system: expected a block of type text": [{"system": [_IMAGE]}],
     "temperature: ": [{"temperature": "hot"}],
@@ -167,7 +171,9 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "tools[0].type: expected 'custom', found 'web_search_20250305'": [
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}
     ],
-    "tools[0].input_schema: ": [{"tools": [{"name": "f"}]}, {"tools": [{"name": "f", "input_schema": {"type": "string"}}]}],
+    "tools[0].input_schema: ": [
+        {"tools": [{"name": "f"}]}, {"tools": [{"name": "f", "input_schema": {"type": "string"}}]},
+    ],
     "tools[0].name: ": [{"tools": [{**CLOCK, "name": "a b"}]}],
     "tools: expected a name for each of them": [{"tools": [CLOCK, CLOCK]}],
     "tool_choice: expected tools": [{"tool_choice": {"type": "any"}}],

@@ -237,12 +237,10 @@ class MessagesFormatter(Formatter):
         return b"".join(self._add(delta) for delta in self._parser.add([chunk for _, chunk in items]))
 
     def end(self, answers: Sequence[Generation]) -> bytes:
-        events = (
-            b"" if self._blocks else self._begin_block({"type": "text", "text": ""})
-        )  # there is one, though it may be empty
-        events += self._block_event("stop") + _event(
-            "message_delta", delta=self._stop(answers[0]), usage=self.final_usage(answers)
-        )
+        # There is a block, though it may be empty.
+        events = b"" if self._blocks else self._begin_block({"type": "text", "text": ""})
+        events += self._block_event("stop")
+        events += _event("message_delta", delta=self._stop(answers[0]), usage=self.final_usage(answers))
         return events + _event("message_stop")
 
     def failure(self, error: ApiError) -> bytes:
