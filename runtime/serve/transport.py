@@ -109,6 +109,7 @@ class TimedConnection(H11Protocol):
 
 
 def error_response(path: str, error: Exception) -> Response:
+    """Anthropic's error object for its addresses, OpenAI's for all others."""
     told = as_api_error(error)  # which logs what was not foreseen
     status, body = told.status_code, {"error": told.error}
     if path.startswith(PATH):
@@ -132,7 +133,7 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Middleware that asks for the key, counts answers, and answers every exception by an error object."""
+    """Middleware that asks for the key, counts answers, and answers every exception by OpenAI's error object."""
 
     def __init__(self, app: ASGIApp, key: str | None, metrics: Metrics) -> None:
         self._app, self._key, self._metrics = app, key, metrics
@@ -155,12 +156,11 @@ class Guard:
             await send(message)
 
         try:
-            headers = Request(scope).headers
-            kind, _, shown = headers.get("authorization", "").partition(" ")
-            keys = [shown.strip()] if kind.lower() == "bearer" else []
-            if scope["path"].startswith(PATH):
-                keys += headers.getlist("x-api-key")
-            right = any(hmac.compare_digest(key.encode(), (self._key or "").encode()) for key in keys)
+            kind, _, shown = Request(scope).headers.get("authorization", "").partition(" ")
+            right = kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), (self._key or "").encode())
+            if scope["path"].startswith(PATH) and not right:
+                shown = Request(scope).headers.get("x-api-key", "")
+                right = hmac.compare_digest(shown.encode(), (self._key or "").encode())
             if guarded and self._key is not None and not right:
                 text, asked = "expected the server's key as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
                 text += " or x-api-key: KEY" if scope["path"].startswith(PATH) else ""
@@ -267,8 +267,8 @@ class EventStream(StreamingResponse):
 
 
 def set_up(app: FastAPI, key: str | None, cors: Sequence[str], metrics: Metrics) -> None:
-    """Bounded bodies, errors as each protocol has them, the key, the origins that may ask, and the chat page's files.
-    Those hold no secret, so no key is asked for them."""
+    """Bounded bodies, errors as OpenAI has them, the key, the origins that may ask, and the chat page's files. Those
+    hold no secret, so no key is asked for them."""
     app.router.route_class = JsonRoute
     folder = files(__package__).joinpath("web")
     for path, (name, media_type) in _PAGE.items():
