@@ -223,19 +223,20 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
-        self.found = False
+        self.found: str | None = None
 
     def add(self, chunk: str) -> str:
         """The text that is certain not to belong to a stop string; nothing once one was found."""
-        if self.found:
+        if self.found is not None:
             return ""
         if not self._stops:
             return chunk
         text = self._held + chunk
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
-            self.found, self._held = True, ""
-            return text[: min(ends)[1]]
+            end, start = min(ends)
+            self.found, self._held = text[start:end], ""
+            return text[:start]
         given = len(text) - max(partial_marker(text, stop) for stop in self._stops)
         self._held = text[given:]
         return text[:given]

@@ -181,6 +181,7 @@ class Generation:
         scores: log-probabilities of ``token_ids``; None unless ``logprobs`` asks for them.
         prompt_scores: those of the prompt's tokens but the first; None unless a request asks for them.
         cached_tokens: prompt tokens that the KV cache held already.
+        stop_string: the stop string that ended the answer; None if something else did.
     """
 
     text: str
@@ -195,6 +196,7 @@ class Generation:
     scores: tuple[TokenScore, ...] | None = None
     prompt_scores: tuple[TokenScore, ...] | None = None
     cached_tokens: int = 0
+    stop_string: str | None = None
 
     @property
     def prompt_tok_per_s(self) -> float:
@@ -283,7 +285,7 @@ class Request:
                 text = self.stop_strings.add(self.detokenizer.add(token))
             if finish_reason is not None:
                 text += self.stop_strings.add(self.detokenizer.finish()) + self.stop_strings.finish()
-            if self.stop_strings.found:
+            if self.stop_strings.found is not None:
                 finish_reason = "stop"
         self.text_parts.append(text)
         score = self.scores[index] if self.scores else None
@@ -305,4 +307,5 @@ class Request:
             scores=None if self.sampling.logprobs is None else tuple(self.scores[:count]),
             prompt_scores=None if self.prompt_scores is None else tuple(self.prompt_scores),
             cached_tokens=self.cached_tokens,
+            stop_string=self.stop_strings.found,
         )

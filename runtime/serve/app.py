@@ -1,4 +1,4 @@
-"""The server: OpenAI's endpoints over one engine, from the request to the end of the last answer."""
+"""The server: OpenAI's and Anthropic's endpoints over one engine, from the request to the end of the last answer."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from ..generation.grammar import Grammar
 from ..generation.request import Chunk, Generation, Request
 from ..model import Model
 from ..protocol.formatter import THINK, ChatFormatter, CompletionFormatter, Context, Formatter, cached_tokens, to_json
+from ..protocol.messages import CountTokensRequest, MessagesFormatter, MessagesRequest
 from ..protocol.requests import ApiError, ChatRequest, CompletionRequest, as_api_error
 from ..protocol.responses import ResponsesFormatter, ResponsesRequest, renamed
 from ..protocol.tools import ToolCallParser, call_grammar, short_ids, syntax_of
@@ -97,6 +98,10 @@ class Encoder:
         """Give each request the grammar, at its beginning; compiling it may take long."""
         for request in requests:
             request.constraint = self._model.grammars.begin(grammar)
+
+    def count(self, body: ChatRequest) -> int:
+        """Tokens of the prompt."""
+        return self._chat(body)[1].prompt_tokens
 
     def _completion(self, body: CompletionRequest) -> tuple[list[Request], Context]:
         requests: list[Request] = []
@@ -263,6 +268,14 @@ class Server:
         except (ApiError, WisparseError) as error:
             raise renamed(as_api_error(error)) from error
 
+    async def message(self, body: MessagesRequest, http: HttpRequest) -> Response:
+        return await self._answer(http, body.as_chat(), functools.partial(MessagesFormatter, body))
+
+    async def count_tokens(self, body: CountTokensRequest, http: HttpRequest) -> dict[str, int]:
+        self._check_name(body.model)
+        counting = asyncio.get_running_loop().run_in_executor(self._texts, self._encoder.count, body.as_chat())
+        return {"input_tokens": await unless_disconnected(http.receive, counting)}
+
     async def _answer(
         self, http: HttpRequest, body: ChatRequest | CompletionRequest, make: Callable[[Context], Formatter]
     ) -> Response:
@@ -367,6 +380,8 @@ def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = 
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.complete)
     app.post("/v1/responses")(server.respond)
+    app.post("/v1/messages")(server.message)
+    app.post("/v1/messages/count_tokens")(server.count_tokens)
     for path in _NOT_HERE:
         app.api_route(f"/v1/{path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)(server.not_here)
     return app

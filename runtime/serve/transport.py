@@ -31,6 +31,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
 from ..generation.engine import EngineState
+from ..protocol.messages import PATH, error_answer
 from ..protocol.requests import ApiError, as_api_error, from_validation
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
@@ -111,9 +112,13 @@ class TimedConnection(H11Protocol):
         self._timer = self.loop.call_later(CLIENT_SECONDS, self._close_if_idle, self.cycle)
 
 
-def error_response(error: Exception) -> Response:
+def error_response(path: str, error: Exception) -> Response:
+    """Anthropic's error object for its addresses, OpenAI's for all others."""
     told = as_api_error(error)  # which logs what was not foreseen
-    return JSONResponse({"error": told.error}, told.status_code, told.headers)
+    status, body = told.status_code, {"error": told.error}
+    if path.startswith(PATH):
+        status, body = error_answer(told)
+    return JSONResponse(body, status, told.headers)
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
@@ -128,7 +133,7 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
         }
         text, code = known.get(error.status_code, (str(error.detail), None))
         error = ApiError(error.status_code, text, code=code, headers=error.headers)
-    return error_response(error)
+    return error_response(request.url.path, error)
 
 
 class Guard:
@@ -164,14 +169,18 @@ class Guard:
                 raise ApiError(400, text, code="host_not_allowed")
             kind, _, shown = headers.get("authorization", "").partition(" ")
             right = kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), (self._key or "").encode())
+            if scope["path"].startswith(PATH) and not right:
+                shown = Request(scope).headers.get("x-api-key", "")
+                right = hmac.compare_digest(shown.encode(), (self._key or "").encode())
             if guarded and self._key is not None and not right:
                 text, asked = "expected the server's key as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
+                text += " or x-api-key: KEY" if scope["path"].startswith(PATH) else ""
                 raise ApiError(401, text, type="authentication_error", code="invalid_api_key", headers=asked)
             await self._app(scope, receive, counted)
         except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, counted)
         except Exception as error:
-            answer = error_response(error)
+            answer = error_response(scope["path"], error)
             if not started:
                 await answer(scope, receive, counted)
 

@@ -1,0 +1,298 @@
+"""Anthropic's ``/v1/messages``: its requests, which become chats, and answers as messages made of content blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ..generation.request import Chunk, Generation
+from .formatter import AnswerParser, Context, Formatter, to_json
+from .requests import UNSUPPORTED, ApiError, ChatRequest, GenerationRequest, Strict, invalid, validated
+from .tools import Delta
+
+PATH = "/v1/messages"
+# Claude Code's first system block. It differs in each request, so no prompt would begin like one in the cache.
+_BILLING = "x-anthropic-billing-header:"
+# A chat's names of what is called otherwise here.
+_RENAMED = (
+    ("].function.parameters", "].input_schema"), ("].function", "]"), ("response_format", "output_config.format"),
+)  # fmt: skip
+_STATUS = {429: 529, 501: 400}  # clients try again after 5xx
+_ERROR_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 529: "overloaded_error",
+}  # fmt: skip
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_KINDS = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}  # of blocks, by those of deltas
+
+
+def _joined(content: Any) -> Any:
+    """The text of text blocks."""
+    if not isinstance(content, list):
+        return content
+    for block in content:
+        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise invalid("", "a block of type text, as this server reads text alone", block)
+    return "".join(block["text"] for block in content)
+
+
+def _without_billing(system: Any) -> Any:
+    if not isinstance(system, list):
+        return system
+    return [one for one in system if not (isinstance(one, dict) and str(one.get("text")).startswith(_BILLING))]
+
+
+_Text = Annotated[str, BeforeValidator(_joined, str | list[dict[str, Any]])]
+_OR_TEXT = BeforeValidator(
+    lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value, str | list[dict[str, Any]]
+)
+
+
+class TextBlock(Strict):
+    text: str
+
+
+class ThinkingBlock(Strict):
+    thinking: str = ""
+
+
+class ToolUseBlock(Strict):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Strict):
+    tool_use_id: str
+    content: _Text = ""
+    is_error: bool = False
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+# The blocks that the messages of a role may have.
+_BLOCKS: Mapping[str, Mapping[str, type[Block]]] = {
+    "system": {"text": TextBlock},
+    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
+    "assistant": {
+        "text": TextBlock, "thinking": ThinkingBlock, "redacted_thinking": ThinkingBlock, "tool_use": ToolUseBlock,
+    },
+}  # fmt: skip
+
+
+class InputMessage(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[dict[str, Any]], _OR_TEXT]
+
+    def blocks(self, where: str) -> list[Block]:
+        """The content's blocks; ``where``: the message's place in the body. Raises ApiError."""
+        found: list[Block] = []
+        known = _BLOCKS[self.role]
+        for index, block in enumerate(self.content):
+            place, kind = f"{where}.content[{index}]", str(block.get("type"))
+            if kind not in known:
+                expected = f"{' or '.join(known)}, as this server reads text alone"
+                why = f"{place}: expected a block of type {expected}, found {kind!r:.40}"
+                raise ApiError(400, why, param=place, code="unsupported_content")
+            found.append(validated(known[kind], block, place))
+        return found
+
+
+class ToolParam(Strict):
+    type: Literal["custom"] = Field("custom", description="this server runs no tools of its own")
+    name: str
+    description: str = ""
+    input_schema: dict[str, Any]
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"] = "disabled"
+
+
+class CountTokensRequest(GenerationRequest):
+    """``/v1/messages/count_tokens``."""
+
+    unsupported: ClassVar = {
+        **{field: neutral for field, neutral in UNSUPPORTED.items() if field != "thinking"},
+        "container": (),
+        "mcp_servers": ([],),
+        "output_format": (),
+    }
+
+    n: int = Field(1, ge=1, le=1)
+    messages: list[InputMessage] = Field(min_length=1)
+    system: Annotated[_Text, BeforeValidator(_without_billing, str | list[dict[str, Any]])] = ""
+    tools: list[ToolParam] = Field([], max_length=128)
+    tool_choice: ToolChoice = ToolChoice()
+    thinking: Thinking = Field(Thinking(), description="the template's enable_thinking; budget_tokens is not read")
+    output_config: dict[str, Any] = Field({}, description="format; effort is not read")
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+    @model_validator(mode="after")
+    def _has_the_tool(self) -> Self:
+        names, name = [tool.name for tool in self.tools], self.tool_choice.name
+        if self.tool_choice.type == "tool" and name not in names:
+            raise invalid("tool_choice.name", "the name of one of the tools", name)
+        if self.tool_choice.type == "any" and not names:
+            raise invalid("tool_choice", "tools, one of which has to be called", "none")
+        return self
+
+    def as_chat(self) -> ChatRequest:
+        """The chat that asks for the same; raises ApiError, with a chat's names."""
+        body = self.model_dump(exclude_unset=True, by_alias=True, include=set(GenerationRequest.model_fields))
+        body["messages"] = self._messages()
+        thinks = {"enable_thinking": self.thinking.type != "disabled"}
+        body["chat_template_kwargs"] = {**thinks, **self.chat_template_kwargs}
+        match self.output_config.get("format"):
+            case {"type": "json_schema"} as wanted:
+                body["response_format"] = {"type": "json_schema", "json_schema": wanted}
+            case wanted if wanted is not None:
+                body["response_format"] = wanted
+        functions = [
+            {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in self.tools
+        ]
+        body["tools"] = [{"type": "function", "function": function} for function in functions]
+        named = {"type": "function", "function": {"name": self.tool_choice.name}}
+        body["tool_choice"] = {"any": "required", "tool": named}.get(self.tool_choice.type, self.tool_choice.type)
+        body["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        return validated(ChatRequest, body)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """As chats have them: each result of a tool is a message, and so are all texts of neighbours of one role."""
+        found: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
+        for number, message in enumerate(self.messages):
+            for index, block in enumerate(message.blocks(f"messages[{number}]")):
+                if isinstance(block, ToolResultBlock):
+                    text = f"Error: {block.content}" if block.is_error else block.content
+                    found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                    continue
+                if not found or found[-1]["role"] != message.role:
+                    found.append({"role": message.role, "content": ""})
+                elif index == 0 and found[-1]["content"]:
+                    found[-1]["content"] += "\n\n"
+                match block:
+                    case TextBlock():
+                        found[-1]["content"] += block.text
+                    case ThinkingBlock():
+                        found[-1]["reasoning_content"] = found[-1].get("reasoning_content", "") + block.thinking
+                    case ToolUseBlock():
+                        function = {"name": block.name, "arguments": block.input}
+                        call = {"id": block.id, "type": "function", "function": function}
+                        found[-1].setdefault("tool_calls", []).append(call)
+        return found
+
+
+class MessagesRequest(CountTokensRequest):
+    """``/v1/messages``."""
+
+    max_tokens: int = Field(ge=1, le=2**63 - 1)
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=1000)]] = Field([], max_length=16)
+
+    @model_validator(mode="after")
+    def _ends_with_a_user(self) -> Self:
+        if self.messages[-1].role == "assistant":
+            expected = "a user's message at the end, as this server does not continue an assistant's"
+            raise invalid("messages", expected, "assistant")
+        return self
+
+    def as_chat(self) -> ChatRequest:
+        more = {"max_tokens": self.max_tokens, "stop": [*self.stop, *self.stop_sequences]}
+        return super().as_chat().model_copy(update=more)
+
+
+def error_answer(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an error, in this protocol's names."""
+    status = _STATUS.get(error.status_code, error.status_code)
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    message = str(error.error["message"])
+    for chat, ours in _RENAMED:
+        if chat in (error.error["param"] or ""):
+            message = message.replace(chat, ours, 1)
+    if error.error["code"] == "context_length_exceeded":
+        message = f"prompt is too long: {message}"  # by these words clients know that they have to shorten it
+    return status, {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class MessagesFormatter(Formatter):
+    """``/v1/messages``: the answer is a list of blocks, of which the last one grows."""
+
+    id_prefix = "msg_"
+
+    def __init__(self, request: MessagesRequest, context: Context) -> None:
+        super().__init__(request, context)
+        self._parser = AnswerParser(context, request.stream)
+        self._blocks: list[tuple[dict[str, Any], list[str]]] = []  # each with its text, or its input's JSON
+
+    def start(self) -> bytes:
+        return _event("message_start", message=self._message([], self._usage(0, 0)))
+
+    def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
+        return b"".join(self._add(delta) for delta in self._parser.add([chunk for _, chunk in items]))
+
+    def end(self, answers: Sequence[Generation]) -> bytes:
+        # There is a block, though it may be empty.
+        events = b"" if self._blocks else self._begin_block({"type": "text", "text": ""})
+        events += self._block_event("stop")
+        events += _event("message_delta", delta=self._stop(answers[0]), usage=self.final_usage(answers))
+        return events + _event("message_stop")
+
+    def failure(self, error: ApiError) -> bytes:
+        return _event(**error_answer(error)[1])
+
+    def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
+        self.events(items)
+        content = []
+        for block, parts in self._blocks or [({"type": "text"}, [])]:
+            text = "".join(parts)
+            whole = {"input": json.loads(text or "{}")} if block["type"] == "tool_use" else {block["type"]: text}
+            content.append({**block, **whole})
+        return {**self._message(content, self.final_usage(answers)), **self._stop(answers[0])}
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._context.model}
+        return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
+
+    def _stop(self, answer: Generation) -> dict[str, Any]:
+        """Why the answer ended."""
+        reason = _STOP_REASONS[str(self._parser.finish_reason(answer.finish_reason))]
+        stopped = answer.stop_string is not None
+        return {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": answer.stop_string}
+
+    def _usage(self, completion_tokens: int, cached: int) -> dict[str, Any]:
+        return {
+            "input_tokens": self._context.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": completion_tokens,
+        }
+
+    def _add(self, delta: Delta) -> bytes:
+        """More of the last block, if it is of the delta's kind; else of another one."""
+        if delta.name is not None:
+            return self._begin_block({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
+        kind, events = _KINDS[delta.kind], b""
+        if not self._blocks or self._blocks[-1][0]["type"] != kind:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            events = self._begin_block({"type": kind, kind: "", **signature})
+        self._blocks[-1][1].append(delta.text)
+        name, field = ("input_json", "partial_json") if kind == "tool_use" else (kind, kind)
+        return events + self._block_event("delta", delta={"type": f"{name}_delta", field: delta.text})
+
+    def _begin_block(self, block: dict[str, Any]) -> bytes:
+        events = self._block_event("stop") if self._blocks else b""
+        self._blocks.append((block, []))
+        return events + self._block_event("start", content_block=block)
+
+    def _block_event(self, what: str, **more: Any) -> bytes:
+        return _event(f"content_block_{what}", index=len(self._blocks) - 1, **more)
+
+
+def _event(type: str, **more: Any) -> bytes:
+    return f"event: {type}\n".encode() + b"data: " + to_json({"type": type, **more}) + b"\n\n"

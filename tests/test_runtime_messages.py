@@ -1,0 +1,444 @@
+"""Anthropic's ``/v1/messages``, asked by Anthropic's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from served import NAME, Running, with_template
+
+import wisparse
+from wisparse.runtime.generation.engine import Engine, QueueFullError
+from wisparse.runtime.model import Model
+from wisparse.runtime.protocol.messages import CountTokensRequest, MessagesFormatter, MessagesRequest
+from wisparse.runtime.protocol.requests import ApiError, validated
+from wisparse.runtime.serve import transport
+from wisparse.runtime.torch.decoder import TorchDecoder
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% for c in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{{ '\n' }}{% endfor %}assistant:{% if enable_thinking %}<think>\n{% endif %}"
+)
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+CITY |= {"additionalProperties": False}
+WEATHER: Any = {"name": "weather", "description": "of a city", "input_schema": CITY}
+CLOCK: Any = {"name": "clock", "input_schema": {"type": "object"}}
+ASK: list[Any] = [{"role": "user", "content": "def f(x):"}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+TWO = f'Well.{CALL}<tool_call>{{"name": "clock", "arguments": {{}}}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def folder(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_template(example_model, tmp_path_factory.mktemp("messages"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[Model]:
+    with wisparse.load(folder, dtype="float32", backend="torch", max_seq_len=256) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with Running(folder) as running:
+        yield running
+
+
+def client(server: Running, **key: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(
+        base_url=f"http://127.0.0.1:{server.port}", max_retries=0, **(key or {"api_key": "none"})
+    )
+
+
+def says(text: str) -> dict[str, Any]:
+    """A model that can say nothing but this."""
+    return {"grammar": f"start: {json.dumps(text)}"}
+
+
+def ask(server: Running, messages: Any = ASK, stream: bool = False, **more: Any) -> Any:
+    """The message; that of a stream as Anthropic's client puts it together."""
+    asked = {"model": NAME, "messages": messages, "max_tokens": 120, **more}
+    asked["extra_body"] = {"temperature": 0, **asked.get("extra_body", {})}
+    if not stream:
+        return client(server).messages.create(**asked)
+    with client(server).messages.stream(**asked) as events:
+        return events.get_final_message()
+
+
+# Of each request the messages of the chat that asks for the same.
+_CALLED: dict[str, Any] = {"role": "assistant", "content": [
+    {"type": "thinking", "thinking": "cold?", "signature": "x"}, {"type": "redacted_thinking", "data": "x"},
+    {"type": "text", "text": "Well."},
+    {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}},
+]}  # fmt: skip
+_RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "5"}
+_PARTS = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]
+_BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=97bd6;"}
+CHATS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    "text": ({}, [("user", "def f(x):")]),
+    "blocks": ({"messages": [{"role": "user", "content": _PARTS}]}, [("user", "ab")]),
+    "system": ({"system": "Count."}, [("system", "Count."), ("user", "def f(x):")]),
+    "system's blocks": ({"system": [_BILLING, *_PARTS]}, [("system", "ab"), ("user", "def f(x):")]),
+    "neighbours of one role": ({"messages": ASK * 2}, [("user", "def f(x):\n\ndef f(x):")]),
+    "results": (
+        {"messages": [*ASK, _CALLED, {"role": "user", "content": [
+            _RESULT, {**_RESULT, "content": _PARTS}, {"type": "tool_result", "tool_use_id": "toolu_1"},
+            {**_RESULT, "is_error": True}, {"type": "text", "text": "on"},
+        ]}]},
+        [("user", "def f(x):"), ("assistant", "Well."), ("tool", "5"), ("tool", "ab"), ("tool", ""),
+         ("tool", "Error: 5"), ("user", "on")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "expected"), CHATS.values(), ids=CHATS)
+def test_a_request_becomes_a_chat(body: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    request = validated(MessagesRequest, {"messages": ASK, "max_tokens": 5, "tools": [WEATHER], **body})
+    chat = request.as_chat()
+    assert [(one.role, one.content) for one in chat.messages] == expected
+    called = [one for one in chat.messages if one.tool_calls]
+    for one in called:
+        assert one.reasoning_content == "cold?"
+        assert one.tool_calls[0].id == "toolu_1"
+        assert (one.tool_calls[0].function.name, one.tool_calls[0].function.arguments) == ("weather", {"city": "Oslo"})
+    assert bool(called) == ("tool" in [role for role, _ in expected])
+    assert chat.functions == [{"name": "weather", "description": "of a city", "parameters": CITY}]
+
+
+def test_fields_become_a_chats() -> None:
+    def chat(**more: Any) -> Any:
+        return validated(
+            MessagesRequest, {"messages": ASK, "max_tokens": 5, "tools": [WEATHER, CLOCK], **more}
+        ).as_chat()
+
+    found = chat(
+        temperature=0.5, top_p=0.9, top_k=7, stop_sequences=["a"], stream=True, metadata={"user_id": "b"}, seed=3
+    )
+    assert found.model_dump(include={"temperature", "top_p", "top_k", "stop", "stream", "max_tokens", "seed"}) == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "stop": ["a"], "stream": True, "max_tokens": 5, "seed": 3,
+    }  # fmt: skip
+    choices = {"auto": [], "none": [], "any": ["weather", "clock"], "tool": ["clock"]}
+    for kind, forced in choices.items():
+        found = chat(tool_choice={"type": kind, **({"name": "clock"} if kind == "tool" else {})})
+        assert [one["name"] for one in found.forced] == forced
+        assert (found.functions == []) == (kind == "none")
+    assert chat().several_calls
+    assert not chat(tool_choice={"type": "any", "disable_parallel_tool_use": True}).several_calls
+    for thinking, expected in ((None, False), ("disabled", False), ("enabled", True), ("adaptive", True)):
+        given = {"type": thinking, "budget_tokens": 1024} if thinking else None
+        assert chat(thinking=given).chat_template_kwargs == {"enable_thinking": expected}
+    assert chat(chat_template_kwargs={"enable_thinking": True}).chat_template_kwargs == {"enable_thinking": True}
+    wanted = {"format": {"type": "json_schema", "schema": CITY}, "effort": "low"}
+    assert chat(output_config=wanted).constraint() is not None
+
+
+_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+# By the words of the error's message, bodies that are refused.
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "max_tokens: this field is required": [{"max_tokens": None}],
+    "max_tokens: expected ": [{"max_tokens": 0}, {"max_tokens": "5"}],
+    "messages: expected a user's message at the end": [{"messages": [*ASK, {"role": "assistant", "content": "a"}]}],
+    "messages[0].role: expected 'user', 'assistant' or 'system', found 'robot'": [
+        {"messages": [{"role": "robot", "content": "a"}]}
+    ],
+    "messages[0].content[0]: expected a block of type text or tool_result, as this server reads text alone, found ": [
+        {"messages": [{"role": "user", "content": [block]}]}
+        for block in (_IMAGE, {"type": "document"}, {"type": "tool_use"}, {"text": "a"}, {"type": [5]})
+    ],
+    "messages[0].content[0].text: this field is required": [
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
+    ],
+    "messages[0].content[0].content: expected a block of type text": [
+        {"messages": [{"role": "user", "content": [{**_RESULT, "content": [_IMAGE]}]}]}
+    ],
+    "messages[1].content[0].input: ": [
+        {"messages": [*ASK, {"role": "assistant", "content": [{**_CALLED["content"][-1], "input": "x"}]}, *ASK]}
+    ],
+    "system: expected a block of type text": [{"system": [_IMAGE]}],
+    "temperature: ": [{"temperature": "hot"}],
+    "stop_sequences[0]: ": [{"stop_sequences": [""]}],
+    "tools[0].type: expected 'custom', found 'web_search_20250305'": [
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+    ],
+    "tools[0].input_schema: ": [
+        {"tools": [{"name": "f"}]}, {"tools": [{"name": "f", "input_schema": {"type": "string"}}]},
+    ],
+    "tools[0].name: ": [{"tools": [{**CLOCK, "name": "a b"}]}],
+    "tools: expected a name for each of them": [{"tools": [CLOCK, CLOCK]}],
+    "tool_choice: expected tools": [{"tool_choice": {"type": "any"}}],
+    "tool_choice.name: expected the name of one of the tools, found 'f'": [
+        {"tools": [CLOCK], "tool_choice": {"type": "tool", "name": "f"}}
+    ],
+    "tool_choice: this model's template begins with a thought": [
+        {"tools": [CLOCK], "tool_choice": {"type": "any"}, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    ],
+    "thinking.type: ": [{"thinking": {"type": "x"}}],
+    "output_config.format.type: ": [{"output_config": {"format": {"type": "yaml"}}}],
+    "mcp_servers: this server does not have it": [{"mcp_servers": [{"name": "a"}]}],
+    "n: ": [{"n": 2}],
+    "prompt is too long: the prompt ": [{"messages": [{"role": "user", "content": "a " * 2000}]}],
+}  # fmt: skip
+
+
+def test_what_is_refused_is_named(server: Running) -> None:
+    for words, bodies in REFUSED.items():
+        for body in bodies:
+            status, found = server.post("/v1/messages", {"messages": ASK, "max_tokens": 1, **body})
+            assert (status, found["type"], found["error"]["type"]) == (400, "error", "invalid_request_error"), body
+            assert words in found["error"]["message"]
+            if not words.startswith(("max_tokens", "messages: ", "stop_")):
+                assert server.post("/v1/messages/count_tokens", {"messages": ASK, **body}) == (status, found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message(server: Running, model: Model, stream: bool) -> None:
+    expected = model.generate("user: def f(x):\nassistant:", max_new_tokens=12)
+    found = ask(server, max_tokens=12, stream=stream)
+    assert found.id.startswith("msg_")
+    assert (found.type, found.role, found.model) == ("message", "assistant", NAME)
+    assert [(block.type, block.text) for block in found.content] == [("text", expected.text)]
+    assert (found.stop_reason, found.stop_sequence) == ("max_tokens", None)
+    usage = found.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == expected.prompt_tokens
+    assert usage.output_tokens == len(expected.token_ids) == 12
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_turns_and_a_stop_sequence(server: Running, model: Model, stream: bool) -> None:
+    turns = [
+        {"role": "user", "content": "1 2 3"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "on"},
+    ]
+    prompt = "system: Count.\nuser: 1 2 3\nassistant: 4\nuser: on\nassistant:"
+    expected = model.generate(prompt, max_new_tokens=12)
+    assert ask(server, turns, stream, system="Count.", max_tokens=12).content[0].text == expected.text
+    more: Any = {"stop_sequences": ["never", "5, "], "extra_body": says("4, 5, 6, 7")}
+    found = ask(server, turns, stream, **more)
+    assert (found.stop_reason, found.stop_sequence, found.content[0].text) == ("stop_sequence", "5, ", "4, ")
+    found = ask(server, turns, stream, extra_body=says("4, 5, 6"))
+    assert (found.stop_reason, found.stop_sequence, found.content[0].text) == ("end_turn", None, "4, 5, 6")
+    found = ask(server, turns, stream, extra_body=says("4, 5"), stop_sequences=["4"])
+    assert [(block.type, block.text) for block in found.content] == [("text", "")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_cache_held_is_told(server: Running, stream: bool) -> None:
+    server.complete(["z = 3", "y = 3", "x = 3"], max_tokens=1)  # which take the place of what was there
+    asked = [{"role": "user", "content": f"{stream}\n" + "x = 1\n" * 40}]
+    usage = ask(server, asked, stream, max_tokens=1).usage
+    assert (usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (0, 0)
+    again = ask(server, asked, stream, max_tokens=1).usage
+    assert again.cache_read_input_tokens >= 128
+    assert again.input_tokens + again.cache_read_input_tokens == usage.input_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_and_their_results(server: Running, stream: bool) -> None:
+    tools: Any = {"tools": [WEATHER, CLOCK]}
+    found = ask(server, stream=stream, extra_body=says(TWO), **tools)
+    assert [block.type for block in found.content] == ["text", "tool_use", "tool_use"]
+    text, *calls = found.content
+    assert (text.text, found.stop_reason) == ("Well.", "tool_use")
+    assert [(call.name, call.input) for call in calls] == [("weather", {"city": "Oslo"}), ("clock", {})]
+    assert len({call.id for call in calls}) == 2
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": f"{call.name}: 5"} for call in calls]
+    turns = [*ASK, {"role": "assistant", "content": found.content}, {"role": "user", "content": results}]
+    said = ask(server, turns, stream, extra_body=says("It is cold."), **tools)
+    assert ([block.text for block in said.content], said.stop_reason) == (["It is cold."], "end_turn")
+    prompt = f"weather clock user: def f(x):\nassistant: {TWO}\ntool: weather: 5\ntool: clock: 5\nassistant:"
+    counted = client(server).messages.count_tokens(model=NAME, messages=turns, **tools)
+    assert counted.input_tokens == len(server.text.encode(prompt, add_special_tokens=False))
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    assert len(ask(server, stream=stream, extra_body=says(TWO), tool_choice=one, **tools).content) == 2
+    none = ask(server, stream=stream, extra_body=says(TWO), tool_choice={"type": "none"}, **tools)
+    assert [(block.type, block.text) for block in none.content] == [("text", TWO)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_has_to_be_called(server: Running, stream: bool) -> None:
+    named = ask(server, stream=stream, tools=[WEATHER, CLOCK], tool_choice={"type": "tool", "name": "weather"})
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    either = ask(server, stream=stream, tools=[WEATHER, {**WEATHER, "name": "climate"}], tool_choice=choice)
+    for found in (named, either):
+        (call,) = found.content
+        assert (call.type, found.stop_reason, call.input["city"] in ("Rome", "Oslo")) == ("tool_use", "tool_use", True)
+    assert named.content[0].name == "weather"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_is_a_block(server: Running, stream: bool) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    found = ask(server, stream=stream, thinking=thinking, tools=[WEATHER], extra_body=says(f"cold?</think>\n\n{CALL}"))
+    assert [block.type for block in found.content] == ["thinking", "tool_use"]
+    assert (found.content[0].thinking, found.content[1].input) == ("cold?", {"city": "Oslo"})
+    # It goes back with the call.
+    result = [{"type": "tool_result", "tool_use_id": found.content[1].id, "content": "5"}]
+    turns = [*ASK, {"role": "assistant", "content": found.content}, {"role": "user", "content": result}]
+    prompt = f"user: def f(x):\nassistant: (cold?){CALL}\ntool: 5\nassistant:"
+    counted = client(server).messages.count_tokens(model=NAME, messages=turns)
+    assert counted.input_tokens == len(server.text.encode(prompt, add_special_tokens=False))
+
+
+def test_an_answer_of_a_schema(server: Running) -> None:
+    found = ask(server, extra_body={"output_config": {"format": {"type": "json_schema", "schema": CITY}}})
+    assert json.loads(found.content[0].text)["city"] in ("Rome", "Oslo")
+
+
+def test_tokens_are_counted_as_they_are_used(server: Running) -> None:
+    asked: Any = {
+        "system": "Count.",
+        "tools": [WEATHER],
+        "messages": [*ASK, {"role": "assistant", "content": "a"}, *ASK],
+    }
+    usage = ask(server, max_tokens=1, **asked).usage
+    counted = client(server).messages.count_tokens(model=NAME, **asked)
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    # A conversation that ends with an assistant's message can be counted, too.
+    more = [*asked["messages"], {"role": "assistant", "content": "b"}]
+    assert client(server).messages.count_tokens(model=NAME, messages=more).input_tokens > 0
+
+
+def test_a_streams_events(server: Running) -> None:
+    body = {"model": NAME, "messages": ASK, "max_tokens": 120, "stream": True, "tools": [WEATHER, CLOCK]}
+    body |= {"thinking": {"type": "adaptive"}, **says(f"cold?</think>{TWO}")}
+    headers = {"content-type": "application/json"}
+    answer = server.request("POST", "/v1/messages?beta=true", json.dumps(body).encode(), headers=headers)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    told: list[Any] = []
+    for event in answer.read().decode().split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        told.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {told[-1]['type']}"
+    first, *blocks, last, end = told
+    assert (first["type"], last["type"], end) == ("message_start", "message_delta", {"type": "message_stop"})
+    message = first["message"]
+    assert (message["content"], message["stop_reason"], message["usage"]["output_tokens"]) == ([], None, 0)
+    assert message["usage"]["input_tokens"] > 0
+    assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert last["usage"]["output_tokens"] > 0
+    assert [event["index"] for event in blocks] == sorted(event["index"] for event in blocks)
+    kinds = ["thinking_delta", "text_delta", "input_json_delta", "input_json_delta"]
+    for index, kind in enumerate(kinds):
+        begun, *deltas, ended = (event for event in blocks if event["index"] == index)
+        assert (begun["type"], ended["type"]) == ("content_block_start", "content_block_stop")
+        assert {(event["type"], event["delta"]["type"]) for event in deltas} == {("content_block_delta", kind)}
+        if index > 1:
+            assert begun["content_block"]["input"] == {}
+    pieces = [event["delta"]["partial_json"] for event in blocks if event.get("delta", {}).get("partial_json")]
+    assert "".join(pieces) == '{"city": "Oslo"}{}'
+
+
+def test_the_counters_count_messages(server: Running) -> None:
+    names = ["generated_tokens_total", "prompt_tokens_total", 'requests_total{status="400"}']
+    before = [server.metric(f"wisparse_{name}") for name in names]
+    tokens = client(server).messages.count_tokens(model=NAME, messages=ASK).input_tokens
+    for stream in (False, True):
+        ask(server, stream=stream, max_tokens=3)
+    assert server.post("/v1/messages", {})[0] == 400
+    found = [server.metric(f"wisparse_{name}") - old for name, old in zip(names, before, strict=True)]
+    assert found == [6, 2 * tokens, 1]
+
+
+def _refused(server: Running, status: int, **more: Any) -> str:
+    """The kind of the error that Anthropic's client raises."""
+    with pytest.raises(anthropic.APIStatusError) as refused:
+        ask(server, **more)
+    body: Any = refused.value.body
+    assert (refused.value.status_code, body["type"]) == (status, "error")
+    assert set(body["error"]) == {"type", "message"}
+    return str(body["error"]["type"])
+
+
+def test_each_kind_of_error(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise QueueFullError("64 requests are waiting already: ask again later")
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("secret")
+
+    assert _refused(server, 400, messages=[]) == "invalid_request_error"
+    assert _refused(server, 404, model="gpt-4") == "not_found_error"
+    for method, path, status in (("POST", "/v1/messages/batches", 404), ("GET", "/v1/messages", 405)):
+        found = json.loads(server.request(method, path).read())
+        kind = "not_found_error" if status == 404 else "invalid_request_error"
+        assert (found["type"], found["error"]["type"]) == ("error", kind)
+    monkeypatch.setattr(transport, "_MAX_BODY_BYTES", 100)
+    assert _refused(server, 413) == "request_too_large"
+    monkeypatch.undo()
+    for stream in (False, True):
+        monkeypatch.setattr(Engine, "submit", full)
+        assert _refused(server, 529, stream=stream) == "overloaded_error"
+        monkeypatch.undo()
+        monkeypatch.setattr(MessagesFormatter, "__init__", broken)
+        assert _refused(server, 500, stream=stream) == "api_error"
+        monkeypatch.undo()
+    # Those of OpenAI's addresses stay as they are.
+    status, found = server.post("/v1/chat/completions", {})
+    assert (status, found["error"]["param"], "type" in found) == (400, "messages", False)
+
+
+def test_a_failure_in_the_middle_is_an_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    decode = TorchDecoder.decode
+
+    def broken(self: Any, token_ids: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("the device is lost")
+        return decode(self, token_ids)
+
+    monkeypatch.setattr(TorchDecoder, "decode", broken)
+    with pytest.raises(anthropic.APIError, match="the device is lost"):
+        ask(server, stream=True)
+    monkeypatch.undo()
+    assert ask(server, max_tokens=3).content
+
+
+def test_a_key_in_either_header(folder: Path) -> None:
+    with Running(folder, api_key="sesame") as server:
+        for key in ({"api_key": "sesame"}, {"auth_token": "sesame"}):
+            assert client(server, **key).messages.count_tokens(model=NAME, messages=ASK).input_tokens
+        with pytest.raises(anthropic.AuthenticationError, match="x-api-key: KEY") as refused:
+            client(server, api_key="wrong").messages.create(model=NAME, messages=ASK, max_tokens=1)
+        body: Any = refused.value.body
+        assert body["error"]["type"] == "authentication_error"
+        assert server.post("/v1/messages", {"messages": ASK, "max_tokens": 1})[0] == 401
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, **{"x-api-key": "sesame"})[0] == 401
+
+
+_KEYS = st.sampled_from(["role", "content", "type", "text", "name", "id", "input", "format", "tool_use_id"])
+_WORDS = st.sampled_from(["user", "assistant", "text", "tool_use", "tool_result", "thinking", "custom", "any", "a"])
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | _WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner),
+    max_leaves=8,
+)
+
+
+_ROLES = st.sampled_from(["user", "assistant", "system"])
+_MESSAGE = st.fixed_dictionaries({"role": _ROLES, "content": st.lists(st.dictionaries(_KEYS, _VALUES), max_size=3)})
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(st.sampled_from(sorted(MessagesRequest.model_fields)), _VALUES), st.lists(_MESSAGE, max_size=3))
+def test_whatever_a_body_holds_is_read_or_refused(body: dict[str, Any], messages: list[Any]) -> None:
+    for more in ({}, {"messages": ASK}, {"messages": messages}):
+        for model in (CountTokensRequest, MessagesRequest):
+            refused = None
+            try:
+                assert validated(model, {"max_tokens": 1, **body, **more}).as_chat().n == 1
+            except ApiError as error:
+                refused = error
+            assert refused is None or (refused.status_code == 400 and refused.error["param"])
