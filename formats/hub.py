@@ -9,20 +9,21 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import huggingface_hub
-from huggingface_hub import HfApi, constants
-from huggingface_hub import errors as hub
-from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import disable_progress_bars, get_session
-from huggingface_hub.utils.sha import git_hash
+import huggingface_hub  # resolves its own names at first use
+from huggingface_hub import constants
 
 from .errors import AccessError, BundleError, UploadError, UsageError, first_line
 from .guard import file_digest, find_folder, list_files, open_regular, quoted
+from .lazy import LazyModule
 from .manifest import MANIFEST, listed_files
+
+if TYPE_CHECKING:
+    from huggingface_hub import errors as hub
+else:
+    hub = LazyModule("huggingface_hub.errors")
 
 # What a conversion or a decoder reads. Mistral's repositories hold every weight a second time (consolidated*), others
 # keep exports in sub-folders: neither is wanted.
@@ -40,16 +41,16 @@ _OWNER_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}")
 
 _LOGIN = "log in with 'hf auth login' or set HF_TOKEN"
-_BY_KIND: dict[type[BaseException], str] = {
-    hub.GatedRepoError: "{0} is gated: ask for access at {1}/{2}, then " + _LOGIN + " and run this again",
-    hub.RevisionNotFoundError: "{0} has no revision {3!r} on the Hub",
-    hub.RepositoryNotFoundError: "there is no folder {0} here and no repository of that name on the Hub that you may "
+_BY_KIND = {  # by the class of the client's error
+    "GatedRepoError": "{0} is gated: ask for access at {1}/{2}, then " + _LOGIN + " and run this again",
+    "RevisionNotFoundError": "{0} has no revision {3!r} on the Hub",
+    "RepositoryNotFoundError": "there is no folder {0} here and no repository of that name on the Hub that you may "
     "read; check the spelling, and for a private one " + _LOGIN,
-    hub.LocalTokenNotFoundError: "{0} needs an account on the Hub: " + _LOGIN,
-    hub.OfflineModeIsEnabled: "{0} is not in the cache at this revision, and HF_HUB_OFFLINE is set: unset it or give a "
+    "LocalTokenNotFoundError": "{0} needs an account on the Hub: " + _LOGIN,
+    "OfflineModeIsEnabled": "{0} is not in the cache at this revision, and HF_HUB_OFFLINE is set: unset it or give a "
     "folder",
-    hub.LocalEntryNotFoundError: "{0} is not complete in the cache and the Hub cannot be reached: check the network",
-    hub.HFValidationError: "not a Hub id: {0}",
+    "LocalEntryNotFoundError": "{0} is not complete in the cache and the Hub cannot be reached: check the network",
+    "HFValidationError": "not a Hub id: {0}",
 }
 _BY_STATUS = {
     401: "the access token was refused (401): log in again with 'hf auth login' or set another HF_TOKEN",
@@ -59,7 +60,8 @@ _BY_STATUS = {
 }
 
 
-_api = partial(HfApi, library_name="wisparse")
+def _api() -> huggingface_hub.HfApi:
+    return huggingface_hub.HfApi(library_name="wisparse")
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ def check_write_access(repo: str) -> None:
 
 def is_reachable() -> bool:
     """Whether the Hub answers at all: asked once, for a few seconds at most."""
+    from huggingface_hub.utils import get_session
+
     with contextlib.suppress(hub.HTTPError, OSError):  # no network, no answer, or told to do without
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
         return True
@@ -162,6 +166,9 @@ class PushPlan:
 
 def plan_push(folder: Path, repo: str) -> PushPlan:
     """Compare a verified bundle with what the repository holds; weights are known by the manifest's digests."""
+    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub.utils.sha import git_hash
+
     names = _bundle_files(folder)
     repo_id = _repo_id(repo, must_have_owner=True)
     there: list[RepoFile] = []
@@ -255,6 +262,8 @@ class _MissingRepository(AccessError):
 def _hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
     """Failures that have to do with access as an AccessError of one sentence; others pass. Progress bars on terminals
     only: in a log file they are noise."""
+    from huggingface_hub.utils import disable_progress_bars
+
     try:
         with contextlib.nullcontext() if sys.stderr.isatty() else disable_progress_bars():
             yield
@@ -265,7 +274,7 @@ def _hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
             cause = cause.__cause__
         root = cause or error
         status = root.response.status_code if isinstance(root, hub.HfHubHTTPError) else 0
-        words = next((words for kind, words in _BY_KIND.items() if isinstance(root, kind)), None)
+        words = next((words for kind, words in _BY_KIND.items() if isinstance(root, getattr(hub, kind))), None)
         if words is not None:
             explanation = words.format(repr(repo_id), constants.ENDPOINT, repo_id, revision or "main")
         elif status >= 500:

@@ -12,7 +12,6 @@ from wisparse.formats import hub
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import AccessError, UsageError, printable
 from wisparse.formats.guard import find_folder, quoted
-from wisparse.runtime.tokenizer import check_tokenizer
 
 from ..console import FOLDER, FOLDER_OR_ID, print_table
 from ..options import revision_option
@@ -40,7 +39,7 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
             raise UsageError("sparsity: 0 is the dense model, which has no masks to show")
     recipe, config, calibration = opened.recipe, opened.config, opened.recipe.calibration
     num_bytes = opened.checkpoint.nbytes
-    dtypes = sorted({str(info.dtype).removeprefix("torch.") for info in opened.checkpoint.tensors.values()})
+    dtypes = sorted({info.dtype_name for info in opened.checkpoint.tensors.values()})
     if as_json:
         names = ("model_type", "num_blocks", "hidden_size", "intermediate_size")
         model = {**{name: getattr(config, name) for name in names}, "num_bytes": num_bytes, "dtypes": dtypes}
@@ -83,6 +82,8 @@ def verify(bundle: str, revision: str | None, as_json: bool) -> None:
     wisparse verify out
     wisparse verify USER/NAME --revision main --json
     """
+    from wisparse.runtime.tokenizer import check_tokenizer
+
     folder = hub.fetch_bundle(bundle, revision)
     report = verify_bundle(folder)
     check_tokenizer(Bundle.open(folder))

@@ -13,10 +13,9 @@ import click
 
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import shown
-from wisparse.runtime.backends import load
 
 from ..console import FOLDER_OR_ID
-from ..options import loading_options, option_table, set_up_logging
+from ..options import loading_options, open_bundle, option_table, set_up_logging
 from .generate import read_text
 
 _KEY = "WISPARSE_API_KEY"
@@ -54,9 +53,6 @@ def command(
     set_up_logging(verbose)
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         raise UsageError('the server needs more packages: pip install "wisparse[serve]"')
-    from wisparse.runtime.serve.app import ServeSettings, serve
-    from wisparse.runtime.serve.transport import open_socket
-
     key = _api_key(api_key_file)
     name = alias if alias is not None else Path(bundle).resolve().name if os.path.isdir(bundle) else bundle
     if not name.strip() or not name.isprintable():
@@ -64,9 +60,14 @@ def command(
     for origin in cors:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise UsageError(f"--cors: expected * or an origin as http://localhost:3000, found {origin!r:.80}")
+    opened = open_bundle(bundle, loading)
+    from wisparse.runtime.backends import load
+    from wisparse.runtime.serve.app import ServeSettings, serve
+    from wisparse.runtime.serve.transport import open_socket
+
     settings = ServeSettings(name, max_queue, key, cors)
     with open_socket(host, port) as listener:
-        model = load(bundle, max_batch=max_batch, **loading)
+        model = load(opened, max_batch=max_batch, **loading)
         address = f"[{host}]" if ":" in host else host
         serving = (
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "
