@@ -73,6 +73,15 @@ def choice(name: str, value: Any, known: Sequence[str]) -> str:
     return str(value)
 
 
+def keywords(function: str, given: Iterable[str], known: Sequence[str], other_names: Mapping[str, str] = {}) -> None:
+    """Refuse keyword arguments that are not ``known``; ``other_names``: what other libraries call one -> our name."""
+    for name in given:
+        if name not in known:
+            close = [other_names[name]] if name in other_names else difflib.get_close_matches(name[:80], known, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise UsageError(f"{function}: unknown argument {quoted(name)}; {advice}")
+
+
 def text(name: str, value: Any, *, empty: bool = True) -> str:
     expect(isinstance(value, str), name, "a text (str)", value)
     try:

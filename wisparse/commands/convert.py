@@ -71,7 +71,7 @@ def _option(field: Field[Any]) -> Any:
 @stacked(*map(_option, fields(ConvertSettings)[1:]))
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop.")
 @click.option("-v", "--verbose", is_flag=True, help="Say more.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress bars, only errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Convert MODEL, a folder or a Hub id, into a sparse bundle.
@@ -130,7 +130,7 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
         raise KeyboardInterrupt(str(interruption) or hint) from None
     if conversion is not None and as_json:  # under torchrun the first process has it
         click.echo(json.dumps(_document(conversion), indent=2))
-    elif conversion is not None:
+    elif conversion is not None and not quiet:
         _print_conversion(conversion)
 
 
