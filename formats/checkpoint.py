@@ -215,6 +215,8 @@ class Checkpoint:
             # A weight that the config has in few bits and the files do not, or the reverse.
             lies = any(name.rpartition(".")[2] in _OF_QUANTISED for name in (*missing, *extra))
             but = "; quantization_config does not say what the files hold" if lies else ""
+            if "embed_tokens.weight" in stored or not _writes_text(stored_config):
+                but += "; an embedding, reward or classification model writes no text: give the causal LM"
             raise error(
                 f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(differs)}{but}"
             )
@@ -430,6 +432,12 @@ def is_finite(values: Tensor) -> bool:
     signed = values.detach().cpu().contiguous().view(getattr(torch, integer)).numpy()
     unsigned = signed.view(f"u{signed.itemsize}")
     return bool(signed.max() < infinity and unsigned.max() < infinity + 2 ** (8 * signed.itemsize - 1))
+
+
+def _writes_text(config: Mapping[str, Any]) -> bool:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else "ForCausalLM"
+    return isinstance(name, str) and name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
 
 
 def _open_files(

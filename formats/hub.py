@@ -16,7 +16,7 @@ import huggingface_hub  # resolves its own names at first use
 from huggingface_hub import constants
 
 from .errors import AccessError, BundleError, UploadError, UsageError, first_line
-from .guard import file_digest, find_folder, list_files, open_regular, quoted
+from .guard import WANTED, WANTED_BUNDLE, file_digest, find_folder, list_files, open_regular, quoted
 from .lazy import LazyModule
 from .manifest import MANIFEST, listed_files
 
@@ -47,9 +47,9 @@ _BY_KIND = {  # by the class of the client's error
     "RepositoryNotFoundError": "there is no folder {0} here and no repository of that name on the Hub that you may "
     "read; check the spelling, and for a private one " + _LOGIN,
     "LocalTokenNotFoundError": "{0} needs an account on the Hub: " + _LOGIN,
-    "OfflineModeIsEnabled": "{0} is not in the cache at this revision, and HF_HUB_OFFLINE is set: unset it or give a "
-    "folder",
-    "LocalEntryNotFoundError": "{0} is not complete in the cache and the Hub cannot be reached: check the network",
+    "OfflineModeIsEnabled": "{0} is not in the Hub's cache at this revision, and HF_HUB_OFFLINE is set: unset it or give "
+    "a folder",
+    "LocalEntryNotFoundError": "{0} is not complete in the Hub's cache and the Hub cannot be reached: check the network",
     "HFValidationError": "not a Hub id: {0}",
 }
 _BY_STATUS = {
@@ -71,10 +71,12 @@ class Source:
     name: str  # the Hub id, or the folder's own name without path
 
 
-def fetch_source(model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Source:
+def fetch_source(
+    model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True, wanted: str = WANTED
+) -> Source:
     """Bring a model, a folder or a Hub id, to this machine's disk. ``weights=False`` fetches only configuration,
-    tokenizer, card and licences (for a preflight)."""
-    folder = find_folder(model)
+    tokenizer, card and licences (for a preflight). ``wanted``: the advice to who gives a file."""
+    folder = find_folder(model, wanted)
     if folder is not None:
         if revision is not None:
             raise UsageError(f"--revision names a commit on the Hub, but {str(model)!r} is a folder on disk")
@@ -87,7 +89,13 @@ def fetch_source(model: str | os.PathLike[str], revision: str | None = None, *, 
 
 
 def fetch_bundle(bundle: str | os.PathLike[str], revision: str | None = None) -> Path:
-    return fetch_source(bundle, revision).folder
+    return fetch_source(bundle, revision, wanted=WANTED_BUNDLE).folder
+
+
+def require_place(model: str | os.PathLike[str]) -> None:
+    """AccessError unless ``model`` is a folder, or may be a Hub id; nothing is asked."""
+    if find_folder(model) is None:
+        _repo_id(model)
 
 
 def download_bytes(model: str | os.PathLike[str], revision: str | None = None) -> int:
@@ -99,7 +107,7 @@ def download_bytes(model: str | os.PathLike[str], revision: str | None = None) -
 
 
 def _snapshot(repo_id: str, revision: str | None, *, weights: bool, dry_run: bool = False) -> Any:
-    with _hub_errors(repo_id, revision):
+    with _hub_errors(repo_id, revision, no_folder=True):
         return huggingface_hub.snapshot_download(
             repo_id,
             revision=revision,
@@ -114,7 +122,7 @@ def check_read_access(model: str | os.PathLike[str], *, dataset: bool = False) -
     """AccessError unless ``model`` is a folder or a repository that this user may read; ``dataset``: a data set's."""
     if dataset or find_folder(model) is None:
         repo_id = _repo_id(model)
-        with _hub_errors(repo_id):
+        with _hub_errors(repo_id, no_folder=not dataset):
             _api().auth_check(repo_id, repo_type="dataset" if dataset else "model")
 
 
@@ -162,6 +170,12 @@ class PushPlan:
     send: dict[str, int]  # name -> bytes of the files that the repository lacks or has with another content
     num_files: int  # of the bundle
     left_out: tuple[str, ...]  # what else lies in the folder
+
+
+def push_sizes(folder: Path, repo: str) -> dict[str, int]:
+    """Name -> bytes of what a first push would send; nothing is asked."""
+    _repo_id(repo, must_have_owner=True)
+    return {name: (folder / name).stat().st_size for name in _bundle_files(folder)}
 
 
 def plan_push(folder: Path, repo: str) -> PushPlan:
@@ -259,9 +273,9 @@ class _MissingRepository(AccessError):
 
 
 @contextlib.contextmanager
-def _hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
+def _hub_errors(repo_id: str, revision: str | None = None, no_folder: bool = False) -> Iterator[None]:
     """Failures that have to do with access as an AccessError of one sentence; others pass. Progress bars on terminals
-    only: in a log file they are noise."""
+    only: in a log file they are noise. ``no_folder``: say as well that there is no folder of that name."""
     from huggingface_hub.utils import disable_progress_bars
 
     try:
@@ -288,5 +302,7 @@ def _hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
             )
         else:
             raise
+        if no_folder and not status and not isinstance(root, hub.RevisionNotFoundError | hub.LocalTokenNotFoundError):
+            explanation = f"there is no folder {repo_id!r} here; {explanation}"
         missing = isinstance(root, hub.RepositoryNotFoundError) and not isinstance(root, hub.GatedRepoError)
         raise (_MissingRepository if missing else AccessError)(explanation) from root

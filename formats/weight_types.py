@@ -147,6 +147,10 @@ def _row_slices(rows: int, columns: int) -> list[slice]:
 
 
 DTYPES = ("bfloat16", "float16", "float32")
+# Given as a dtype, but not one.
+NOT_DTYPES = {
+    name: f"{name} weights are chosen by --weights {name} (weights={name!r})" for name in ("int8", "int4", "fp8")
+}
 
 _GROUP, _SMALLEST_GROUP = 128, 32
 

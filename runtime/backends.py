@@ -14,7 +14,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.machine import choose_device
-from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
+from wisparse.formats.weight_types import DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.cache import memory_errors
@@ -136,7 +136,7 @@ def load(
     if not isinstance(bundle, Bundle):
         guard.place("bundle", bundle)
     target = choose_device(device)
-    guard.choice("dtype", dtype, ("auto", *DTYPES))
+    guard.choice("dtype", dtype, ("auto", *DTYPES), NOT_DTYPES)
     guard.choice("backend", backend, ("auto", *BACKENDS))
     guard.choice("weights", weights, tuple(WEIGHT_TYPES))
     guard.choice("prefill", prefill, PREFILL_POLICIES)

@@ -13,12 +13,12 @@ import click
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard import find_folder, quoted, shown
+from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted, shown
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS
 
-from .console import stacked
+from .console import Dtype, stacked
 
 if TYPE_CHECKING:
     from wisparse.formats.card import Finding
@@ -47,7 +47,7 @@ _LEVEL = "A sparsity level of the bundle, as inspect lists them, or 0 for the de
 device_options = stacked(
     option_table(
         ("--device", str, "auto", "auto, cpu, cuda or cuda:N."),
-        ("--dtype", click.Choice(["auto", *DTYPES]), "auto", "Type of the weights in memory; auto is that of the files."),
+        ("--dtype", Dtype(["auto", *DTYPES]), "auto", "Type of the weights in memory; auto is that of the files."),
         ("--backend", click.Choice(["auto", *BACKENDS]), "auto",
          "What multiplies; auto is the fastest that can run this model here."),
         ("--weights", click.Choice(WEIGHT_TYPES), "native", "Round the weights at load, where the back end can."),
@@ -140,7 +140,7 @@ def folders_to_save(bundles: Sequence[str], sparsity: float | None) -> list[Path
         raise UsageError("--save: expected a sparsity level to tell of, found --sparsity 0, which is the dense model")
     folders = []
     for bundle in bundles:
-        if (folder := find_folder(bundle)) is None:
+        if (folder := find_folder(bundle, WANTED_BUNDLE)) is None:
             raise UsageError(f"--save: expected a bundle's folder, found {quoted(bundle)}: download it first")
         check_amendable(folder)
         folders.append(folder)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wisparse.converter.settings import ConvertSettings
+from wisparse.formats.hub import require_place
 from wisparse.formats.machine import idle_cores, torchrun_place, usable_cores
 
-from ..console import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, print_rows, stacked
+from ..console import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, Dtype, print_rows, stacked
 
 if TYPE_CHECKING:
     from wisparse.converter.pipeline import Conversion
@@ -59,7 +60,7 @@ def _option(field: Field[Any]) -> Any:
         case "places":
             return click.option(name, type=FILE_OR_ID, multiple=True, default=field.default, **given)
         case "choice":
-            given["type"] = click.Choice(about["choices"])
+            given["type"] = (Dtype if name == "--dtype" else click.Choice)(about["choices"])
         case "int" | "float" | "folder" as kind:
             given["type"] = {"int": int, "float": float, "folder": NEW_FOLDER}[kind]
     letter = [about["letter"]] if "letter" in about else []
@@ -98,6 +99,7 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
     if place.ignored:
         _log.warning(place.ignored)
     settings = ConvertSettings(**options)  # before torch is imported: a typing error is answered at once
+    require_place(settings.model)
     if not helper:
         _leave_busy_cores()
     from wisparse.converter.processes import Progress
