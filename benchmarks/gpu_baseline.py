@@ -2,7 +2,7 @@
 
 Written as gpt-fast does it (https://github.com/pytorch-labs/gpt-fast): fused q/k/v, static shapes, greedy choice inside
 the graph. Compiled and timed by the code that ``wisparse bench --baseline torch.compile`` compiles transformers' model
-with, ``wisparse/commands/bench.py``.
+with, ``wisparse/compiled.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.commands.bench import compiled_rates
+from wisparse.compiled import compiled_rates
 from wisparse.formats.model_config import ModelConfig
 from wisparse.runtime.benchmark import Workload
 

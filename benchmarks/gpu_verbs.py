@@ -118,8 +118,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end:
             self.config, self.config_dict, self.folder = config, config_dict, folder
             self.error, self.quantised = BundleError, {}
             self.tensors = {
-                name: TensorInfo(name, "none", name, size, torch.bfloat16)
-                for name, size in expected_tensors(config).items()
+                name: TensorInfo(name, "none", name, size, "BF16") for name, size in expected_tensors(config).items()
             }
 
         def chunks(self, name: str, chunk_bytes: int):

@@ -294,12 +294,16 @@ _METHOD = "wisparse"
 
 
 class WisparseConfig(QuantizationConfigMixin):
-    """Load a bundle sparse; ``prefill`` is that of ``wisparse.sparsify``."""
+    """Load a bundle sparse; ``prefill`` and ``sparsity`` are those of ``wisparse.sparsify``."""
 
-    def __init__(self, prefill: str = "dense", **_: Any) -> None:
+    def __init__(self, prefill: str = "dense", sparsity: float | None = None, **others: Any) -> None:
+        others.pop("quant_method", None)  # there if transformers makes it from a dictionary
+        guard.keywords("WisparseConfig", others, ("prefill", "sparsity"))
         guard.choice("prefill", prefill, PREFILL_POLICIES)
+        if sparsity is not None:
+            guard.number("sparsity", sparsity, 0, 1, "a sparsity level of the bundle, or 0")
         self.quant_method: Any = _METHOD
-        self.prefill = prefill
+        self.prefill, self.sparsity = prefill, sparsity
 
 
 class WisparseQuantizer(HfQuantizer):
@@ -317,15 +321,15 @@ class WisparseQuantizer(HfQuantizer):
         super().preprocess_model(model, dtype=dtype, **kwargs)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
-        prefill = vars(self.quantization_config)["prefill"]
+        asked = {name: getattr(self.quantization_config, name) for name in ("prefill", "sparsity")}
         self.remove_quantization_config(model)
         folder = self._folder
         if folder is not None and (folder / "wisparse.safetensors").is_file():
-            return sparsify(model, folder, prefill=prefill)
+            return sparsify(model, folder, **asked)
         # transformers fetched the weights only.
         name, commit = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
         local = Path(name).is_dir()
-        return sparsify(model, name, prefill=prefill, revision=None if local else commit)
+        return sparsify(model, name, revision=None if local else commit, **asked)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True

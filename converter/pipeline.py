@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import metadata
 from itertools import chain
@@ -73,7 +73,7 @@ def convert(
     Args:
         model: a folder, or a Hub id.
         output_dir: the bundle's folder; by default ``<model-name>-wisparse`` in the current folder.
-        progress: draw progress bars; None draws them if stderr is a terminal.
+        progress: draw progress bars; None: bars on a terminal, else a line on stderr every ten seconds.
         settings: the options of ``wisparse convert --help`` with ``_`` in place of ``-``, such as ``sparsity=0.5``
             or ``sparsity=[0.3, 0.5]``; the fields of `ConvertSettings`.
 
@@ -85,6 +85,7 @@ def convert(
     """
     if progress is not None:
         guard.switch("progress", progress)
+    guard.keywords("convert", settings, [field.name for field in fields(ConvertSettings)[2:]])
     given = ConvertSettings(cast(str, model), cast(Path, output_dir), **cast(dict[str, Any], settings))
     run(given, Progress(progress))
     return given.output_dir

@@ -120,10 +120,10 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         if settings.length > context:
             raise UsageError(f"--seq-len {settings.seq_len}: the model's context is {context} tokens")
         placed = settings.resume and placed_bundle(settings.state_dir, settings.output_dir) is not None
-        if settings.resume:
-            check_folder(settings.state_dir)
         if not placed:
             check_output(settings.output_dir, settings.overwrite, source=source.folder)
+        if settings.resume:
+            check_folder(settings.state_dir)
         for _ in copied_files(source.folder, UnsupportedModelError):
             pass  # reading says whether the bundle can have them
         stage.advance()

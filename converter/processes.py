@@ -1,10 +1,12 @@
-"""Progress bars, and several processes at one conversion, one per GPU."""
+"""Progress, and several processes at one conversion, one per GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,13 +40,21 @@ class Stage:
         self.bars.update(self.task, note=text)
 
 
+# Between two lines of a stage, where stderr is no terminal.
+_LINE_S = 10.0
+
+
 class Progress:
-    """Where stages report: bars if ``enabled``, by default if stderr is a terminal, and wall-clock ``seconds`` by title."""
+    """Where stages report: bars if ``enabled``, nothing if not; None: bars on a terminal, else a line on stderr at the
+    start of a stage and every ten seconds. ``seconds`` is wall-clock time by title."""
 
     def __init__(self, enabled: bool | None = None) -> None:
         self.seconds: dict[str, float] = {}
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
+        self._lines = enabled is None and not self._enabled
+        self._began = time.monotonic()
         self._bars: rich.Progress | None = None
+        self._running: list[rich.TaskID] = []
 
     @contextmanager
     def stage(self, title: str, total: int | None = None) -> Iterator[Stage]:
@@ -65,9 +75,17 @@ class Progress:
                 disable=not self._enabled,
             )
             bars.start()
+        ended = threading.Event()
+        self._running.append(bars.add_task(title, total=total, note=""))
         try:
-            yield Stage(bars, bars.add_task(title, total=total, note=""))
+            if self._lines:
+                self._print_line()
+                if outermost:
+                    threading.Thread(target=self._print_lines, args=(ended,), daemon=True).start()
+            yield Stage(bars, self._running[-1])
         finally:
+            ended.set()
+            self._running.pop()
             spent = time.perf_counter() - began
             self.seconds[title] = self.seconds.get(title, 0.0) + spent
             _log.info("%s: %.1f s", title, spent)
@@ -75,6 +93,20 @@ class Progress:
                 if self._enabled:  # rich prints an empty line even if it has shown nothing
                     bars.stop()
                 self._bars = None
+
+    def _print_lines(self, ended: threading.Event) -> None:
+        while not ended.wait(_LINE_S):
+            self._print_line()
+
+    def _print_line(self) -> None:
+        with contextlib.suppress(OSError, ValueError, IndexError):  # stderr is closed, or the stage has just ended
+            assert self._bars is not None
+            task = self._bars.tasks[self._running[-1]]
+            done = "" if task.total is None else f": {task.completed:.0f} of {task.total:.0f}"
+            note = f", {task.fields['note']}" if task.fields["note"] else ""
+            print(
+                f"{time.monotonic() - self._began:4.0f} s  {task.description}{done}{note}", file=sys.stderr, flush=True
+            )
 
 
 T = TypeVar("T")

@@ -31,15 +31,25 @@ FIGURES: Mapping[str, str] = {
 # Lists of numbers longer than this are thinned out: the report is for reading.
 _LONGEST_HISTORY = 60
 
-# KL in nats per token -> what that means in a word. Rules of thumb, from the example models: at 0.05 their perplexity
-# rises by about 5% and hardly an answer changes, at 0.2 they make mistakes a reader notices.
-_GRADES = ((0.02, "nearly indistinguishable from dense"), (0.08, "close to dense"), (0.2, "visibly different"))
+# At most this KL in nats per token, at least this top-1 agreement, at most this rise of perplexity -> a word for it.
+# Rules of thumb, from the example models, where the three go together: at a KL of 0.05 hardly an answer changes, at 0.2
+# they make mistakes a reader notices.
+_GRADES = (
+    (0.02, 0.92, 0.03, "nearly indistinguishable from dense"),
+    (0.08, 0.84, 0.1, "close to dense"),
+    (0.2, 0.75, 0.25, "visibly different"),
+)
 _WORST = "clearly damaged: choose a lower sparsity"
 
 
 def grade(quality: Quality) -> str:
-    """What was measured, in a few words."""
-    return next((word for limit, word in _GRADES if quality.sparse.kl <= limit), _WORST)
+    """What was measured, in a few words: the worst that KL, top-1 agreement or perplexity gives."""
+    found = quality.sparse
+    rise = found.perplexity / found.dense_perplexity - 1
+    for kl, top1, most, word in _GRADES:
+        if found.kl <= kl and found.top1_agreement >= top1 and not rise > most:  # NaN: not known
+            return word
+    return _WORST
 
 
 def verdict(sparsity: float, quality: Quality | None) -> str:

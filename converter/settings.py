@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import MAX_LEVELS, MAX_SPARSITY
+from wisparse.formats.weight_types import NOT_DTYPES
 
 METHODS = ("wisparse", "teal", "wina", "wina-code")
 SEARCHES = ("refine", "fisher", "paper", "greedy", "uniform")
@@ -261,7 +262,7 @@ def _checked(option: Field[Any], value: Any) -> Any:
         case "switch":
             return guard.switch(name, value)
         case "choice":
-            return guard.choice(name, value, about["choices"])
+            return guard.choice(name, value, about["choices"], NOT_DTYPES if name == "--dtype" else {})
         case "text":
             return guard.text(name, value, empty=False)
         case "place":

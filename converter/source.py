@@ -207,6 +207,9 @@ def load_source(
     )
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+
+
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     """The tokenizer of a checkpoint, taken literally from ``tokenizer.json``, as the runtime does.
 
@@ -220,8 +223,14 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         with _quiet_transformers():
             return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
+        there = sorted(name for name in _TOKENIZER_FILES if (folder / name).is_file())
+        if not there:
+            raise UnsupportedModelError(
+                f"{shown(folder)}: no tokenizer: expected tokenizer.json beside config.json, found none; copy it from "
+                "the model that this one was made from"
+            ) from None
         raise UnsupportedModelError(
-            f"{shown(folder)}: no usable tokenizer (expected tokenizer.json beside config.json): {first_line(error)}"
+            f"{shown(folder)}: no tokenizer can be made from {', '.join(there)}: {' '.join(str(error).split())[:300]}"
         ) from error
 
 

@@ -13,17 +13,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from . import guard
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint, Entry, build_header, parse_tensors
 from .errors import BundleError, UsageError, printable
+from .lazy import LazyModule
 from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, Recipe, require_version, sidecar_metadata
 from .model_config import ModelConfig, Projection
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 SMALL_FILES: Mapping[str, int] = {
@@ -51,9 +56,14 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 class ProjectionMask:
     """What decides which channels of one projection are kept, at one sparsity level."""
 
-    channel_scale: Tensor  # (K,) float32, finite and positive
+    scale: Tensor | np.ndarray[Any, Any]  # `channel_scale`; an array is made a tensor at its first use
     threshold: float  # keep a channel if ``|x| * channel_scale`` is at least this; finite, 0 or more, a float32 value
     sparsity: float  # fraction of channels dropped, in [0, 0.95]; 0 means dense, and the threshold is 0 as well
+
+    @cached_property
+    def channel_scale(self) -> Tensor:
+        """(K,) float32, finite and positive."""
+        return torch.from_numpy(self.scale) if isinstance(self.scale, np.ndarray) else self.scale
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ class Bundle:
         if self.sparsity in self.levels:
             return self.levels[self.sparsity]
         first = next(iter(self.levels.values()))
-        return {name: ProjectionMask(mask.channel_scale, 0.0, 0.0) for name, mask in first.items()}
+        return {name: ProjectionMask(mask.scale, 0.0, 0.0) for name, mask in first.items()}
 
     def at(self, sparsity: float) -> Bundle:
         """The same bundle with another sparsity level in force, 0 for the dense model; UsageError if it has none such."""
@@ -200,14 +210,14 @@ def read_masks(
     for tensor in tensors:
         if tensor not in expected:
             raise BundleError(f"{SIDECAR}: unexpected tensor {tensor!r:.200}; convert again")
-    values = {name: torch.from_numpy(np.frombuffer(raw, "<f4").reshape(rows, -1)) for name, (_, raw) in tensors.items()}
+    values = {name: np.frombuffer(raw, "<f4").reshape(rows, -1) for name, (_, raw) in tensors.items()}
     levels: dict[float, dict[str, ProjectionMask]] = {level.sparsity: {} for level in manifest.recipe.levels}
     for index, level in enumerate(manifest.recipe.levels):
         for recipe in level.projections:
             fields = ("channel_scale", "threshold", "sparsity")
             scale, *numbers = (values[f"{recipe.name}.{field}"][index] for field in fields)
-            threshold, sparsity = map(float, numbers)
-            low, high = (float(value) for value in torch.aminmax(scale))
+            threshold, sparsity = (float(number[0]) for number in numbers)
+            low, high = float(scale.min()), float(scale.max())
             # Subnormal numbers are out of range: back ends that flush them to zero would disagree about the mask.
             positive = low >= _SMALLEST_NORMAL and high < math.inf
             usual = threshold == 0 or _SMALLEST_NORMAL <= threshold < math.inf
@@ -226,7 +236,7 @@ def read_masks(
                         f"{recipe.name}: {MANIFEST} says {key} {stated!r}, {SIDECAR} says {number!r}; convert again"
                     )
             # The recipe's double, so that 0.35 is printed as 0.35.
-            levels[level.sparsity][recipe.name] = ProjectionMask(scale.clone(), threshold, float(recipe.sparsity))
+            levels[level.sparsity][recipe.name] = ProjectionMask(scale.copy(), threshold, float(recipe.sparsity))
     return levels
 
 

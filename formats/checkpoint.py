@@ -9,22 +9,27 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, deserialize, safe_open
-from torch import Tensor
 
 from . import guard
 from .architectures import WRAPPERS, text_name
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
+from .lazy import LazyModule
 from .manifest import MANIFEST, SIDECAR
 from .model_config import LM_HEAD, ModelConfig, expected_tensors
 from .quantization import Packed, Packing, Part, Plain, read_quantisation
 from .weight_types import QuantizedMatrix
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -37,11 +42,7 @@ _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES, _MAX_HEADER_BYTES = 1 << 20, 16 << 20, 32 << 20
 # An integer of the same size, and infinity's pattern. Integers are all finite; fp8 has no infinity, and its NaN is
 # looked for where the weight is put together.
-_INFINITY = {
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float16: (torch.int16, 0x7C00),
-}
+_INFINITY = {"float32": ("int32", 0x7F800000), "bfloat16": ("int16", 0x7F80), "float16": ("int16", 0x7C00)}
 # Small tensors that say how the others are to be read: looked at before any weight is.
 _READ_FIRST = ("weight_shape", "g_idx")
 # Last parts of names that only tensors of quantised weights have.
@@ -53,11 +54,12 @@ _OF_QUANTISED = (
 _COPY_BYTES = 1 << 20
 
 # Weights that are numbers, and what else stands for weights in few bits.
-DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-STORED_DTYPES: Mapping[str, torch.dtype] = dict(
-    DTYPES, I8=torch.int8, I32=torch.int32, I64=torch.int64, F8_E4M3=torch.float8_e4m3fn
+# safetensors' names of types, and torch's with their bytes.
+DTYPES: Mapping[str, tuple[str, int]] = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+_STORED_DTYPES: Mapping[str, tuple[str, int]] = dict(
+    DTYPES, I8=("int8", 1), I32=("int32", 4), I64=("int64", 8), F8_E4M3=("float8_e4m3fn", 1)
 )
-_CODES = {dtype: code for code, dtype in STORED_DTYPES.items()}
+_CODES = {name: code for code, (name, _) in _STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class TensorFile:
         path = guard.resolve_inside(folder, name, error)
         try:
             str(path).encode()
-            self._file = safe_open(path, "pt")
-            slices = {tensor: self._file.get_slice(tensor) for tensor in self._file.keys()}  # noqa: SIM118
+            opened = safe_open(path, "np")  # "pt" imports torch; the header needs neither
+            slices = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118
         except UnicodeEncodeError:
             raise error(f"{str(path)!r:.200}: the path is not UTF-8, which safetensors requires; rename it") from None
         except MemoryError:
@@ -91,6 +93,11 @@ class TensorFile:
         except (SafetensorError, OSError) as reason:
             raise error(f"{name}: no valid safetensors file, truncated or damaged: {reason!s:.300}") from None
         self.entries = {name: Entry(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        self._path = path
+
+    @cached_property
+    def _file(self) -> Any:
+        return safe_open(self._path, "pt")
 
     def read_bytes(self, tensor: str) -> Tensor:
         """The bytes of a tensor, (n,) uint8, in the mapped file: read when they are used. A file that changed since it
@@ -108,11 +115,20 @@ class TensorInfo:
     file: str
     stored: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    code: str  # the dtype, as safetensors names it
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * _STORED_DTYPES[self.code][1]
+
+    @property
+    def dtype_name(self) -> str:
+        return _STORED_DTYPES[self.code][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype_name)
+        return found
 
 
 @dataclass(frozen=True)
@@ -203,6 +219,8 @@ class Checkpoint:
             # A weight that the config has in few bits and the files do not, or the reverse.
             lies = any(name.rpartition(".")[2] in _OF_QUANTISED for name in (*missing, *extra))
             but = "; quantization_config does not say what the files hold" if lies else ""
+            if "embed_tokens.weight" in stored or not _writes_text(stored_config):
+                but += "; an embedding, reward or classification model writes no text: give the causal LM"
             raise error(
                 f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(differs)}{but}"
             )
@@ -223,7 +241,7 @@ class Checkpoint:
             if entry.shape not in part.shapes:
                 shapes = " or ".join(str(shape) for shape in part.shapes)
                 raise error(f"{name}: expected shape {shapes}, found {entry.shape}; config.json and weights do not fit")
-            tensors[name] = TensorInfo(name, file, stored[name], entry.shape, STORED_DTYPES[entry.code])
+            tensors[name] = TensorInfo(name, file, stored[name], entry.shape, entry.code)
         left_out = len(weight_map) - len(stored)
         opened = cls(folder, config_dict, config, tensors, quantised, left_out, error, files)
         for name, weight in quantised.items():
@@ -258,7 +276,7 @@ class Checkpoint:
             for part, tensor in packing.encode(matrix, scale_dtype).items():
                 stored = name.removesuffix("weight") + part
                 made[stored] = partial(lambda made: made, tensor)
-                tensors[stored] = TensorInfo(stored, "", stored, tuple(tensor.shape), tensor.dtype)
+                tensors[stored] = TensorInfo(stored, "", stored, tuple(tensor.shape), code_of(tensor.dtype))
         weights: dict[str, Any] = {"num_bits": 4 if kind == "int4" else 8}
         weights |= {"type": "float" if kind == "fp8" else "int", "symmetric": True}
         strategy = "channel" if grouping is None else "group"
@@ -292,8 +310,7 @@ class Checkpoint:
         first = next(self.config.projections()).name + ".weight"
         if first not in self.quantised:
             return self.tensors[first].dtype
-        stated = getattr(torch, self.config.dtype, None)
-        return stated if stated in _INFINITY else torch.bfloat16
+        return getattr(torch, self.config.dtype) if self.config.dtype in _INFINITY else torch.bfloat16
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self.quantised.get(name)
@@ -326,7 +343,7 @@ class Checkpoint:
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         """Read one tensor into fresh memory; a quantised weight is dequantised to float32."""
         found = self.matrix(name)
-        return (found if isinstance(found, Tensor) else self._dequantised(name, found)).to(device)
+        return (self._dequantised(name, found) if isinstance(found, QuantizedMatrix) else found).to(device)
 
     def require_finite(self, name: str) -> None:
         """Raise ``error`` for a tensor, or a quantised weight put together, that holds NaN or infinity."""
@@ -400,15 +417,31 @@ def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError
     return config
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """The name that safetensors has for a type."""
+    return _CODES[_name_of(dtype)]
+
+
 def is_finite(values: Tensor) -> bool:
-    if values.dtype not in _INFINITY:
+    name = _name_of(values.dtype)
+    if name not in _INFINITY:
         return True
     # Bit patterns in their order: infinity and NaN come last, negative ones last of all. Two maxima are twenty times
     # faster than isfinite().all(), and wake no threads.
-    integer, infinity = _INFINITY[values.dtype]
-    signed = values.detach().cpu().contiguous().view(integer).numpy()
+    integer, infinity = _INFINITY[name]
+    signed = values.detach().cpu().contiguous().view(getattr(torch, integer)).numpy()
     unsigned = signed.view(f"u{signed.itemsize}")
     return bool(signed.max() < infinity and unsigned.max() < infinity + 2 ** (8 * signed.itemsize - 1))
+
+
+def _writes_text(config: Mapping[str, Any]) -> bool:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else "ForCausalLM"
+    return isinstance(name, str) and name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
 
 
 def _open_files(
@@ -464,7 +497,7 @@ def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], met
     position = 0
     for name, (dtype, shape) in tensors.items():
         end = position + math.prod(shape) * dtype.itemsize
-        document[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        document[name] = {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     # Padded with blanks so that the data begins at a multiple of 8, as the format recommends.

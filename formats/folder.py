@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,11 @@ def require_writable(folder: Path, option: str, advice: str, name: str = "") -> 
         readonly = os.statvfs(folder).f_flag & os.ST_RDONLY
         reason = "is on a read-only file system" if readonly else "may not be written to: no permission"
         raise UsageError(f"{option}: {folder} {reason}; {advice}")
+    if not os.statvfs(folder).f_blocks:  # /proc and its like let root write, and hold no files
+        try:
+            os.rmdir(tempfile.mkdtemp(dir=folder))
+        except OSError:
+            raise UsageError(f"{option}: {folder} cannot be written to; {advice}") from None
 
 
 @contextlib.contextmanager

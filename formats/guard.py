@@ -66,11 +66,23 @@ def switch(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def choice(name: str, value: Any, known: Sequence[str]) -> str:
+def choice(name: str, value: Any, known: Sequence[str], elsewhere: Mapping[str, str] = {}) -> str:
+    """``elsewhere``: values that belong to another argument, and the advice."""
     if not isinstance(value, str) or value not in known:
         close = difflib.get_close_matches(value[:80], known, n=1) if isinstance(value, str) else []
-        expect(False, name, f"one of {', '.join(known)}", value, f"; did you mean {close[0]!r}?" if close else "")
+        advice = f"; did you mean {close[0]!r}?" if close else ""
+        advice = f"; {elsewhere[value]}" if isinstance(value, str) and value in elsewhere else advice
+        expect(False, name, f"one of {', '.join(known)}", value, advice)
     return str(value)
+
+
+def keywords(function: str, given: Iterable[str], known: Sequence[str], other_names: Mapping[str, str] = {}) -> None:
+    """Refuse keyword arguments that are not ``known``; ``other_names``: what other libraries call one -> our name."""
+    for name in given:
+        if name not in known:
+            close = [other_names[name]] if name in other_names else difflib.get_close_matches(name[:80], known, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise UsageError(f"{function}: unknown argument {quoted(name)}; {advice}")
 
 
 def text(name: str, value: Any, *, empty: bool = True) -> str:
@@ -268,7 +280,8 @@ def dump_json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
 
 
-_WANTED = "give a folder with config.json, safetensors weights and a tokenizer"
+WANTED = "give a folder with config.json, safetensors weights and a tokenizer"
+WANTED_BUNDLE = "give the folder of a bundle, or its Hub id"
 _MOST_NAMES, _MAX_JSON_BYTES = 2000, 1 << 20
 
 
@@ -287,7 +300,7 @@ def _refusal(kind: str, names: Iterable[str]) -> str | None:
     return next((row["is"] for row in rows if any(name.endswith((*row["names"],)) for name in names)), None)
 
 
-def find_folder(model: str | os.PathLike[str]) -> Path | None:
+def find_folder(model: str | os.PathLike[str], wanted: str = WANTED) -> Path | None:
     """The folder of this machine that ``model`` names, ``~`` resolved; None if it has to be a Hub id. AccessError for a
     file, or for a path that may not be looked at."""
     # An empty string, as an unset shell variable leaves one, would be the current folder to pathlib.
@@ -300,7 +313,7 @@ def find_folder(model: str | os.PathLike[str]) -> Path | None:
     except OSError as error:
         raise AccessError(f"{typed!r:.200}: cannot be opened as a folder: {error.strerror}") from None
     if is_file:
-        kind = _refusal("files", [path.name.lower()]) or f"a file, not a folder: {_WANTED}"
+        kind = _refusal("files", [path.name.lower()]) or f"a file, not a folder: {wanted}"
         raise AccessError(f"{typed!r:.200} is {kind}")
     return None
 
@@ -347,5 +360,5 @@ def folder_kind(folder: Path) -> str | None:
         some = "a training run" if models[0].startswith("checkpoint-") else "a folder of models"
         return f"{some}, not a model: give one of the {len(models)} inside it, such as {folder / models[-1]}"
     if not entries:
-        return f"an empty folder: {_WANTED}"
-    return f"no model: config.json is missing; {_WANTED}"
+        return f"an empty folder: {WANTED}"
+    return f"no model: config.json is missing; {WANTED}"

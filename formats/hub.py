@@ -9,20 +9,21 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import huggingface_hub
-from huggingface_hub import HfApi, constants
-from huggingface_hub import errors as hub
-from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import disable_progress_bars, get_session
-from huggingface_hub.utils.sha import git_hash
+import huggingface_hub  # resolves its own names at first use
+from huggingface_hub import constants
 
 from .errors import AccessError, BundleError, UploadError, UsageError, first_line
-from .guard import file_digest, find_folder, list_files, open_regular, quoted
+from .guard import WANTED, WANTED_BUNDLE, file_digest, find_folder, list_files, open_regular, quoted
+from .lazy import LazyModule
 from .manifest import MANIFEST, listed_files
+
+if TYPE_CHECKING:
+    from huggingface_hub import errors as hub
+else:
+    hub = LazyModule("huggingface_hub.errors")
 
 # What a conversion or a decoder reads. Mistral's repositories hold every weight a second time (consolidated*), others
 # keep exports in sub-folders: neither is wanted.
@@ -40,16 +41,16 @@ _OWNER_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}")
 
 _LOGIN = "log in with 'hf auth login' or set HF_TOKEN"
-_BY_KIND: dict[type[BaseException], str] = {
-    hub.GatedRepoError: "{0} is gated: ask for access at {1}/{2}, then " + _LOGIN + " and run this again",
-    hub.RevisionNotFoundError: "{0} has no revision {3!r} on the Hub",
-    hub.RepositoryNotFoundError: "there is no folder {0} here and no repository of that name on the Hub that you may "
+_BY_KIND = {  # by the class of the client's error
+    "GatedRepoError": "{0} is gated: ask for access at {1}/{2}, then " + _LOGIN + " and run this again",
+    "RevisionNotFoundError": "{0} has no revision {3!r} on the Hub",
+    "RepositoryNotFoundError": "there is no folder {0} here and no repository of that name on the Hub that you may "
     "read; check the spelling, and for a private one " + _LOGIN,
-    hub.LocalTokenNotFoundError: "{0} needs an account on the Hub: " + _LOGIN,
-    hub.OfflineModeIsEnabled: "{0} is not in the cache at this revision, and HF_HUB_OFFLINE is set: unset it or give a "
-    "folder",
-    hub.LocalEntryNotFoundError: "{0} is not complete in the cache and the Hub cannot be reached: check the network",
-    hub.HFValidationError: "not a Hub id: {0}",
+    "LocalTokenNotFoundError": "{0} needs an account on the Hub: " + _LOGIN,
+    "OfflineModeIsEnabled": "{0} is not in the Hub's cache at this revision, and HF_HUB_OFFLINE is set: unset it or give "
+    "a folder",
+    "LocalEntryNotFoundError": "{0} is not complete in the Hub's cache and the Hub cannot be reached: check the network",
+    "HFValidationError": "not a Hub id: {0}",
 }
 _BY_STATUS = {
     401: "the access token was refused (401): log in again with 'hf auth login' or set another HF_TOKEN",
@@ -59,7 +60,8 @@ _BY_STATUS = {
 }
 
 
-_api = partial(HfApi, library_name="wisparse")
+def _api() -> huggingface_hub.HfApi:
+    return huggingface_hub.HfApi(library_name="wisparse")
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,12 @@ class Source:
     name: str  # the Hub id, or the folder's own name without path
 
 
-def fetch_source(model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Source:
+def fetch_source(
+    model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True, wanted: str = WANTED
+) -> Source:
     """Bring a model, a folder or a Hub id, to this machine's disk. ``weights=False`` fetches only configuration,
-    tokenizer, card and licences (for a preflight)."""
-    folder = find_folder(model)
+    tokenizer, card and licences (for a preflight). ``wanted``: the advice to who gives a file."""
+    folder = find_folder(model, wanted)
     if folder is not None:
         if revision is not None:
             raise UsageError(f"--revision names a commit on the Hub, but {str(model)!r} is a folder on disk")
@@ -85,7 +89,13 @@ def fetch_source(model: str | os.PathLike[str], revision: str | None = None, *, 
 
 
 def fetch_bundle(bundle: str | os.PathLike[str], revision: str | None = None) -> Path:
-    return fetch_source(bundle, revision).folder
+    return fetch_source(bundle, revision, wanted=WANTED_BUNDLE).folder
+
+
+def require_place(model: str | os.PathLike[str]) -> None:
+    """AccessError unless ``model`` is a folder, or may be a Hub id; nothing is asked."""
+    if find_folder(model) is None:
+        _repo_id(model)
 
 
 def download_bytes(model: str | os.PathLike[str], revision: str | None = None) -> int:
@@ -97,7 +107,7 @@ def download_bytes(model: str | os.PathLike[str], revision: str | None = None) -
 
 
 def _snapshot(repo_id: str, revision: str | None, *, weights: bool, dry_run: bool = False) -> Any:
-    with _hub_errors(repo_id, revision):
+    with _hub_errors(repo_id, revision, no_folder=True):
         return huggingface_hub.snapshot_download(
             repo_id,
             revision=revision,
@@ -112,7 +122,7 @@ def check_read_access(model: str | os.PathLike[str], *, dataset: bool = False) -
     """AccessError unless ``model`` is a folder or a repository that this user may read; ``dataset``: a data set's."""
     if dataset or find_folder(model) is None:
         repo_id = _repo_id(model)
-        with _hub_errors(repo_id):
+        with _hub_errors(repo_id, no_folder=not dataset):
             _api().auth_check(repo_id, repo_type="dataset" if dataset else "model")
 
 
@@ -140,6 +150,8 @@ def check_write_access(repo: str) -> None:
 
 def is_reachable() -> bool:
     """Whether the Hub answers at all: asked once, for a few seconds at most."""
+    from huggingface_hub.utils import get_session
+
     with contextlib.suppress(hub.HTTPError, OSError):  # no network, no answer, or told to do without
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
         return True
@@ -160,8 +172,17 @@ class PushPlan:
     left_out: tuple[str, ...]  # what else lies in the folder
 
 
+def push_sizes(folder: Path, repo: str) -> dict[str, int]:
+    """Name -> bytes of what a first push would send; nothing is asked."""
+    _repo_id(repo, must_have_owner=True)
+    return {name: (folder / name).stat().st_size for name in _bundle_files(folder)}
+
+
 def plan_push(folder: Path, repo: str) -> PushPlan:
     """Compare a verified bundle with what the repository holds; weights are known by the manifest's digests."""
+    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub.utils.sha import git_hash
+
     names = _bundle_files(folder)
     repo_id = _repo_id(repo, must_have_owner=True)
     there: list[RepoFile] = []
@@ -252,9 +273,11 @@ class _MissingRepository(AccessError):
 
 
 @contextlib.contextmanager
-def _hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
+def _hub_errors(repo_id: str, revision: str | None = None, no_folder: bool = False) -> Iterator[None]:
     """Failures that have to do with access as an AccessError of one sentence; others pass. Progress bars on terminals
-    only: in a log file they are noise."""
+    only: in a log file they are noise. ``no_folder``: say as well that there is no folder of that name."""
+    from huggingface_hub.utils import disable_progress_bars
+
     try:
         with contextlib.nullcontext() if sys.stderr.isatty() else disable_progress_bars():
             yield
@@ -265,7 +288,7 @@ def _hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
             cause = cause.__cause__
         root = cause or error
         status = root.response.status_code if isinstance(root, hub.HfHubHTTPError) else 0
-        words = next((words for kind, words in _BY_KIND.items() if isinstance(root, kind)), None)
+        words = next((words for kind, words in _BY_KIND.items() if isinstance(root, getattr(hub, kind))), None)
         if words is not None:
             explanation = words.format(repr(repo_id), constants.ENDPOINT, repo_id, revision or "main")
         elif status >= 500:
@@ -279,5 +302,7 @@ def _hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
             )
         else:
             raise
+        if no_folder and not status and not isinstance(root, hub.RevisionNotFoundError | hub.LocalTokenNotFoundError):
+            explanation = f"there is no folder {repo_id!r} here; {explanation}"
         missing = isinstance(root, hub.RepositoryNotFoundError) and not isinstance(root, hub.GatedRepoError)
         raise (_MissingRepository if missing else AccessError)(explanation) from root

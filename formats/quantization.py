@@ -5,18 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .errors import UnsupportedModelError
 from .guard import refusals
+from .lazy import LazyModule
 from .model_config import LM_HEAD, ModelConfig, dimension, require
 from .weight_types import Kind, QuantizedMatrix, pack_int4
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
+
 _FLOATS = ("BF16", "F16", "F32")
 _FP8_NAN = 0x7F
+_ACT_ORDER = (
+    "GPTQ with act-order is not supported, because neighbouring channels share no scale; take a checkpoint quantised with "
+    "desc_act=False, or convert the unquantised model with --weights int4"
+)
 # The place of channel i in a word of AWQ's: its kernels unpack even and odd ones side by side.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -167,10 +175,7 @@ class Transposed:
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
         order = parts.get("g_idx")
         if order is not None and not torch.equal(order.long(), torch.arange(columns) // (self.group or columns)):
-            raise ValueError(
-                "its channels were reordered by their activations (act-order: desc_act with a g_idx of its own), so "
-                "neighbours share no scale; take a checkpoint quantised with desc_act=False"
-            )
+            raise ValueError(_ACT_ORDER)
 
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
         zeros = _from_words(parts["qzeros"], "int4", rows)
@@ -395,6 +400,8 @@ def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     require(known, f"{_KEY}.checkpoint_format", "'gptq' or 'gptq_v2'", form, other)
     if given.get("dynamic"):
         raise _refused(".dynamic: layers with settings of their own are not known")
+    if given.get("desc_act") is True and group is not None:
+        raise _refused(f".desc_act: {_ACT_ORDER}")
     packing = Transposed(group, zero_offset=0 if form == "gptq_v2" else 1)
     layers = [layer for layer in layers if layer != _HEAD or given.get("lm_head") is True]
     only: Any = given.get("modules_in_block_to_quantize")

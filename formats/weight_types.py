@@ -6,12 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from . import guard
+from .lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = LazyModule("torch")
 
 PREFILL_POLICIES = ("dense", "half", "all")
 
@@ -25,14 +29,14 @@ def sparse_from(policy: str, length: int) -> int:
 
 Kind = Literal["int8", "int4", "fp8"]
 # What a code of each kind is stored in, the range of codes, and the code of zero where there are no zero points.
-_STORED = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+_STORED = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn"}
 _RANGE = {"int8": (-128, 127), "int4": (0, 15), "fp8": (-448, 448)}
 _MIDDLE = {"int8": 0, "int4": 8, "fp8": 0}
 # What the largest number of a group becomes, without zero points. int8 leaves -128 unused; of four bits' sixteen codes
 # none is spared: half a step is lost at either end.
 _LARGEST = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}
 # A scale below this would round to zero or lose its digits.
-_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_SMALLEST_NORMAL = 2.0**-126
 # Numbers in float32 at a time.
 _CHUNK = 4 << 20
 
@@ -91,16 +95,18 @@ def _quantise(
     *,
     group: int | None = None,
     zero_points: bool = False,
-    scale_dtype: torch.dtype = torch.float32,
+    scale_dtype: torch.dtype | None = None,
 ) -> QuantizedMatrix:
-    """Round a weight (N, K), floating and finite; ``group`` neighbouring channels share a scale, or None: whole rows."""
+    """Round a weight (N, K), floating and finite; ``group`` neighbouring channels share a scale, or None: whole rows.
+    Scales are numbers of ``scale_dtype``, float32 if None."""
     rows, columns = weight.shape
     groups = 1 if group is None else columns // group
     low, high = _RANGE[kind]
     width = (columns + 1) // 2 if kind == "int4" else columns
-    codes = torch.empty(rows, width, dtype=_STORED[kind], device=weight.device)
+    stored, scale_dtype = getattr(torch, _STORED[kind]), scale_dtype or torch.float32
+    codes = torch.empty(rows, width, dtype=stored, device=weight.device)
     scales = torch.empty(rows, groups, device=weight.device)
-    zeros = torch.empty(rows, groups, dtype=_STORED[kind], device=weight.device) if zero_points else None
+    zeros = torch.empty(rows, groups, dtype=stored, device=weight.device) if zero_points else None
     for part in _row_slices(rows, columns):
         values = weight[part].to(torch.float32).unflatten(1, (groups, -1))
         if zero_points:
@@ -140,7 +146,11 @@ def _row_slices(rows: int, columns: int) -> list[slice]:
     return [slice(first, min(rows, first + step)) for first in range(0, rows, step)]
 
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = ("bfloat16", "float16", "float32")
+# Given as a dtype, but not one.
+NOT_DTYPES = {
+    name: f"{name} weights are chosen by --weights {name} (weights={name!r})" for name in ("int8", "int4", "fp8")
+}
 
 _GROUP, _SMALLEST_GROUP = 128, 32
 
@@ -149,8 +159,13 @@ _GROUP, _SMALLEST_GROUP = 128, 32
 class WeightType:
     bits: int | None  # of one code; None: numbers of the decoder's floating type
     grouped: bool  # a scale for each group of neighbouring channels, see :func:`group_of`, else one a row
-    scale_dtype: torch.dtype
+    scale: str  # the scales' type
     head: str  # what the output layer is held as: four bits would cost quality
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.scale)
+        return found
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """About the bytes of a weight (N, K) held so in a decoder of ``dtype``; other tensors have numbers of it."""
@@ -160,10 +175,10 @@ class WeightType:
 
 
 WEIGHT_TYPES: Mapping[str, WeightType] = {
-    "native": WeightType(None, False, torch.float32, "native"),
-    "int8": WeightType(8, False, torch.float32, "int8"),
-    "int4": WeightType(4, True, torch.bfloat16, "int8"),
-    "fp8": WeightType(8, False, torch.float32, "int8"),
+    "native": WeightType(None, False, "float32", "native"),
+    "int8": WeightType(8, False, "float32", "int8"),
+    "int4": WeightType(4, True, "bfloat16", "int8"),
+    "fp8": WeightType(8, False, "float32", "int8"),
 }
 
 

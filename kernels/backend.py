@@ -11,9 +11,10 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
 
 def _refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a back end cannot run there, or None."""
+    import torch
+
     if name == "torch":
         return None
     wanted = {"numba": "cpu", "triton": "cuda"}[name]

@@ -14,7 +14,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.machine import choose_device
-from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
+from wisparse.formats.weight_types import DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.cache import memory_errors
@@ -95,7 +95,7 @@ def _decoder_class(name: str) -> type[Any]:
 
 
 def load(
-    bundle: str | os.PathLike[str],
+    bundle: str | os.PathLike[str] | Bundle,
     *,
     device: str = "auto",
     dtype: str = "auto",
@@ -110,7 +110,7 @@ def load(
     """Load a bundle.
 
     Args:
-        bundle: a folder, or a Hub id ``USER/NAME``; a folder that exists wins.
+        bundle: a folder, a Hub id ``USER/NAME`` (a folder that exists wins), or an opened bundle.
         device: ``auto`` (the first NVIDIA GPU, else the CPU), ``cpu``, ``cuda``, ``cuda:1``, …
         dtype: ``auto`` (the weights' own), ``bfloat16``, ``float16`` or ``float32``.
         backend: ``auto`` (the fastest that can run it; the choice and its reason are logged), ``torch``, ``numba`` or
@@ -118,7 +118,8 @@ def load(
         weights: ``native``, or rounded where the back end can: ``int8`` (a scale a row), ``int4`` (a scale for each
             group of 128 channels, or the largest divisor below), ``fp8`` (e4m3, a scale a row; NVIDIA GPUs); the output
             layer is int8 with any of them.
-        sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: the bundle's default.
+        sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: the bundle's default,
+            of an opened bundle the level in force.
             ``model.sparsity`` changes it between two answers.
         prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
         max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as a quarter
@@ -132,9 +133,10 @@ def load(
         UsageError: arguments that contradict each other, or a sparsity that the bundle lacks.
         ResourceError: not enough memory.
     """
-    guard.place("bundle", bundle)
+    if not isinstance(bundle, Bundle):
+        guard.place("bundle", bundle)
     target = choose_device(device)
-    guard.choice("dtype", dtype, ("auto", *DTYPES))
+    guard.choice("dtype", dtype, ("auto", *DTYPES), NOT_DTYPES)
     guard.choice("backend", backend, ("auto", *BACKENDS))
     guard.choice("weights", weights, tuple(WEIGHT_TYPES))
     guard.choice("prefill", prefill, PREFILL_POLICIES)
@@ -142,10 +144,10 @@ def load(
     max_seq_len = None if max_seq_len is None else guard.integer("max_seq_len", max_seq_len, 1)
     revision = None if revision is None else guard.text("revision", revision, empty=False)
     start = time.perf_counter()
-    opened = Bundle.open(fetch_bundle(bundle, revision))
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(fetch_bundle(bundle, revision))
     if sparsity is not None:
         opened = opened.at(sparsity)
-    chosen = opened.checkpoint.dtype if dtype == "auto" else DTYPES[dtype]
+    chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,

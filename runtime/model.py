@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack, overload
 
+from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.model_config import ModelConfig
@@ -32,6 +33,13 @@ from .generation.request import (
     spelled_out,
 )
 from .tokenizer import Tokenizer, stop_ids
+
+# What OpenAI's API, transformers and llama.cpp call arguments of `Model.generate`.
+_OTHER_NAMES = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_length", "n_predict"), "max_new_tokens"),
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop"),
+    **dict.fromkeys(("response_format", "guided_json"), "json_schema"),
+}
 
 
 class Model(AbstractContextManager["Model"]):
@@ -235,6 +243,7 @@ class Model(AbstractContextManager["Model"]):
 
     def _requests(self, prompts: Sequence[Prompt], arguments: GenerationArguments) -> list[Request]:
         """Check and tokenise; the decoder is not used."""
+        guard.keywords("generate", arguments, tuple(GenerationArguments.__annotations__), _OTHER_NAMES)
         settings = GenerationSettings(**arguments)
         grammar = settings.parsed_grammar
         return [

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import click
 import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from tiny_bundle import write_tiny_bundle, write_tiny_model
 
 from wisparse import cli
@@ -415,6 +417,43 @@ def test_a_folder_that_cannot_be_made_is_said_so(places: dict[str, str], tmp_pat
         assert err.startswith("wisparse: "), err
         assert "/proc/nothing: " in err
         assert _tree(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("convert NOTOKENS -o out", "no tokenizer: expected tokenizer.json beside config.json, found none; copy it"),
+        ("convert EMBEDDING -o out", "an embedding, reward or classification model writes no text: give the causal LM"),
+        ("convert MODEL -o /proc/x", "/proc/x: /proc cannot be written to; choose another output folder"),
+        (
+            "convert models/tune -o out",
+            "there is no folder 'models/tune' here; 'models/tune' is not in the Hub's cache",
+        ),
+        ("convert ./tune -o out", "cannot open model './tune': there is no such folder, and it is not a Hub id"),
+        (
+            "generate tune --prompt x",
+            "there is no folder 'tune' here; 'tune' is not in the Hub's cache at this revision",
+        ),
+        ("generate TEXT --prompt x", "is a file, not a folder: give the folder of a bundle, or its Hub id"),
+        ("push TEXT me/it", "is a file, not a folder: give the folder of a bundle, or its Hub id"),
+        (
+            "generate BUNDLE --dtype int8",
+            "expected auto, bfloat16, float16, float32; int8 weights are chosen by --weights",
+        ),
+        ("convert MODEL --dtype fp8", "fp8 weights are chosen by --weights fp8"),
+    ],
+)
+def test_a_mistake_is_answered_by_what_to_do(line: str, sentence: str, places: dict[str, str], tmp_path: Path) -> None:
+    for name in ("NOTOKENS", "EMBEDDING"):
+        if name in line:
+            places = {**places, name: str(shutil.copytree(places["MODEL"], tmp_path / name.lower()))}
+    for file in (tmp_path / "notokens").glob("tokenizer*"):
+        file.unlink()
+    for file in (tmp_path / "embedding").glob("*.safetensors"):
+        save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
+    code, _, err, _ = _call([places.get(word, word) for word in line.split()])
+    assert code in (2, 3, 4)
+    assert sentence in err
 
 
 @pytest.mark.parametrize("option", ["--include-path=x", "--num-fewshot=0", "--limit=1", "--apply-chat-template"])

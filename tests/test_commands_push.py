@@ -64,6 +64,20 @@ def test_push_then_use_by_hub_id_on_another_cache(standin: HubStandIn, bundle: P
     assert "it/s" not in inspected.stderr + empty.stderr  # progress bars are for terminals
 
 
+def test_a_dry_run_shows_what_would_go_and_asks_nothing(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(bundle, tmp_path / "bundle")
+    (copy / "notes.txt").write_text("mine")
+    shown = command(standin, tmp_path / "one", "push", copy, "alice/tiny-50", "--dry-run")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "for alice/tiny-50 (nothing was uploaded)" in shown.stdout
+    assert "notes.txt" not in shown.stdout
+    found = json.loads(command(standin, tmp_path / "one", "push", copy, "alice/tiny-50", "--dry-run", "--json").stdout)
+    assert found["files"] == {name: (copy / name).stat().st_size for name in files_of(bundle)}
+    assert found["num_bytes"] == sum(found["files"].values())
+    assert command(standin, tmp_path / "one", "push", copy, "tiny-50", "--dry-run").returncode == 2
+    assert standin.requests == []
+
+
 def test_push_through_the_xet_client(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
     """Large files of today's Hub go to its content-addressed storage, by a client of its own."""
     pytest.importorskip("hf_xet")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -199,9 +200,23 @@ def test_from_pretrained_with_our_config_is_sparse_and_can_be_moved(bundle: Path
     tokens = torch.arange(3, 30)[None]
     assert torch.equal(model(tokens).logits, sparsify(load(bundle), bundle, prefill="half")(tokens).logits)
     assert not torch.equal(model(tokens).logits, load(bundle)(tokens).logits)
-    with pytest.raises(UsageError, match="prefill"):
-        wisparse.WisparseConfig(prefill="some")
+    for wrong, words in (
+        ({"prefill": "some"}, "prefill: expected one of"),
+        ({"sparsity": 7}, "sparsity: expected a sparsity level of the bundle, or 0, found 7"),
+        ({"sparsitiy": 0.5}, "WisparseConfig: unknown argument 'sparsitiy'; did you mean sparsity?"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(words)):
+            wisparse.WisparseConfig(**wrong)
     assert torch.isfinite(model.half().float()(tokens).logits).all()
+
+
+def test_our_config_takes_a_level(bundle: Path) -> None:
+    tokens, config = torch.arange(3, 30)[None], wisparse.WisparseConfig("all", sparsity=0)
+    again = wisparse.WisparseConfig.from_dict(config.to_dict())
+    assert again.to_dict() == config.to_dict()
+    assert torch.equal(load(bundle, quantization_config=again)(tokens).logits, load(bundle)(tokens).logits)
+    with pytest.raises(UsageError, match="sparsity: expected one of the bundle's sparsity levels"):
+        load(bundle, quantization_config=wisparse.WisparseConfig(sparsity=0.123))
 
 
 def test_plain_from_pretrained_is_silent(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from search_together import SEARCHES, flat, settings
 from tiny_bundle import digests, tiny_config, write_tiny_model
 from tiny_source import tiny_source, tiny_tokens
 
+from wisparse.converter import processes
 from wisparse.converter.pipeline import convert
 from wisparse.converter.search.search import search
 from wisparse.formats.machine import Place, torchrun_place
@@ -29,6 +30,27 @@ def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[
     return subprocess.run(
         [*command, *map(str, arguments)], capture_output=True, text=True, timeout=240, env=environment, check=False
     )
+
+
+@pytest.mark.parametrize("enabled", [None, False])
+def test_without_a_terminal_a_stage_prints_a_line_now_and_then(
+    enabled: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "_LINE_S", 0.02)
+    progress = processes.Progress(enabled)
+    with progress.stage("Measuring", 8) as stage, progress.stage("Inside"):
+        stage.advance(3)
+    with progress.stage("Searching", 4) as stage:
+        stage.advance(2)
+        stage.note("KL 0.1")
+        time.sleep(0.5)
+    time.sleep(0.1)
+    lines = [line.split(" s  ")[-1] for line in capsys.readouterr().err.splitlines()]
+    if enabled is None:
+        assert lines[:4] == ["Measuring: 0 of 8", "Inside", "Searching: 0 of 4", "Searching: 2 of 4, KL 0.1"]
+        assert 4 < len(lines) < 60
+    else:
+        assert lines == []
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

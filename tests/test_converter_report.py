@@ -36,8 +36,8 @@ def recipe(of: ModelConfig, realised: float | None = None, **changes: object) ->
     return dataclasses.replace(made, **changes)
 
 
-def quality(kl: float = 0.05, policy: str = "all", perplexity: float = 8.4) -> Quality:
-    measured = Measured(1000, kl, 8.0, perplexity, 0.82)
+def quality(kl: float = 0.05, policy: str = "all", perplexity: float = 8.4, top1: float = 0.88) -> Quality:
+    measured = Measured(1000, kl, 8.0, perplexity, top1)
     return Quality(policy, measured, measured, 0.49)
 
 
@@ -51,11 +51,13 @@ def measured(**changes: object) -> Measurement:
 
 def test_verdict() -> None:
     assert verdict(0.5, quality()) == (
-        "At 50% sparsity (every token sparse), KL 0.05 nats/token, top-1 agreement 82%, "
+        "At 50% sparsity (every token sparse), KL 0.05 nats/token, top-1 agreement 88%, "
         "perplexity 8 -> 8.4 (+5.0%): close to dense."
     )
     assert "clearly damaged" in verdict(0.7, quality(2.0))
-    assert "nearly indistinguishable" in verdict(0.3, quality(0.001, "half"))
+    assert "nearly indistinguishable" in verdict(0.3, quality(0.001, "half", 8.1, 0.97))
+    assert "clearly damaged" in verdict(0.3, quality(0.001, "all", 8.1, 0.11))  # the worst of the three decides
+    assert "clearly damaged" in verdict(0.3, quality(0.001, "all", 16.0, 0.97))
     assert "perplexity" not in verdict(0.5, quality(perplexity=math.nan))
     assert "not measured" in verdict(0.5, None)
 

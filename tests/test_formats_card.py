@@ -99,7 +99,7 @@ def test_a_full_card(tmp_path: Path) -> None:
         "alpha: 0 to 1, median 0.5",
         "`LICENSE` and `USE_POLICY.md`",
         "a" * 40,
-        "pip install wisparse\n",
+        "pip install .  # in a clone of WiSparse's repository\n",
         "- search: refine\n",
         "arXiv:2602.14452",
         f"**{REPORT['verdict']}**\n\n| |",

@@ -173,7 +173,7 @@ REFUSED: list[tuple[str, Change, str]] = [
     (_PACK, _set("weight_packed", lambda t: t[:, :1]), r"weight_packed: expected shape \(16, 2\)"),
     (_PACK, _set("weight_packed", lambda t: t.long()), "weight_packed: expected I32, found I64"),
     (_PACK, _set("weight_shape", lambda t: t.flip(0) + 1), r"weight_shape: expected \[16, 16\]"),
-    ("gptq", _set("g_idx", lambda t: t.flip(0)), "act-order: desc_act"),
+    ("gptq", _set("g_idx", lambda t: t.flip(0)), "GPTQ with act-order is not supported"),
     ("gptq", _set("qweight", lambda t: t[:1]), r"qweight: expected shape \(2, 16\)"),
     ("awq", _set("qweight", lambda t: t[:, :1]), r"qweight: expected shape \(16, 2\)"),
     # Schemes.
@@ -195,6 +195,7 @@ REFUSED: list[tuple[str, Change, str]] = [
     (_BLOCKS, _config(weight_block_size=[0, 8]), "a block of two sizes"),
     (_BLOCKS, _config(weight_block_size=[5, 7]), "groups of 7 do not divide"),
     ("gptq", _config(group_size=4), r"qzeros: expected shape \(4, 2\), found \(2, 2\)"),
+    ("gptq", _config(desc_act=True), r"GPTQ with act-order is not supported.*desc_act=False, or .*--weights int4"),
     ("gptq", _config(bits=3), "bits: expected 4, found 3"),
     ("gptq", _config(dynamic={"x": {}}), "settings of their own"),
     ("gptq", _config(checkpoint_format="marlin"), "found 'marlin', which is packed"),

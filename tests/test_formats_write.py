@@ -178,8 +178,8 @@ def test_places_that_no_bundle_goes_to(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"channel_scale": torch.full((16,), float("nan"))}, "expected finite positive values"),
-        ({"channel_scale": torch.ones(15)}, r"(channel_scale|expected)"),
+        ({"scale": torch.full((16,), float("nan"))}, "expected finite positive values"),
+        ({"scale": torch.ones(15)}, r"(channel_scale|expected)"),
         ({"threshold": 0.25}, "wisparse.json says threshold"),
         ({"sparsity": 0.96}, "sparsity"),
     ],

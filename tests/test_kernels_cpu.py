@@ -247,6 +247,16 @@ def test_a_compiler_that_fails_is_told_with_its_words(monkeypatch: pytest.Monkey
         launch.prepare(REGION)
 
 
+def test_a_long_compilation_says_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "_LINE_S", 0.05)
+    code = "import sys, time; time.sleep(0.5); print('done', file=sys.stderr)"
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as compiler:
+        assert launch._output(compiler) == "done\n"
+    assert "still compiling after 0 s" in caplog.messages
+
+
 @pytest.mark.exhaustive  # compiles a whole decode step
 def test_the_first_process_computes_the_bits_of_all_later_ones(example_model: Path, tmp_path: Path) -> None:
     """Of bfloat16, whose sums are those that were seen to run in another order."""

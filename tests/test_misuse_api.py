@@ -77,6 +77,29 @@ GENERATE: dict[str, Test] = {
     "measure_sparsity": _true,
     **dict.fromkeys(("top_p", "min_p", "logprobs", "grammar", "prefill"), _never),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_tokens", "did you mean max_new_tokens?"),
+        ("temprature", "did you mean temperature?"),
+        ("stop_strings", "did you mean stop?"),
+        ("flavour", "known are max_new_tokens, temperature, "),
+    ],
+)
+def test_an_unknown_argument_is_named_with_the_nearest_one(model: Model, name: str, advice: str) -> None:
+    for call in (model.generate, model.stream):
+        with pytest.raises(UsageError) as caught:
+            call("hello", **{name: 6})
+        assert str(caught.value).startswith(f"generate: unknown argument {name!r}; {advice}")
+
+
+def test_convert_names_the_nearest_option() -> None:
+    with pytest.raises(UsageError, match=r"convert: unknown argument 'sparsities'; did you mean sparsity\?"):
+        wisparse.convert("nowhere", sparsities=0.5)
+
+
 LOAD = ("bundle", "device", "dtype", "backend", "weights", "prefill", "max_seq_len", "max_batch")
 
 

@@ -255,6 +255,7 @@ def _words(text: str) -> str:
     """
     line = " ".join(re.sub(r"\d[\d,.]*(?:e-\d+)?", "0", text).split())
     line = re.sub(r"compiling 0 kernels? for the \w+, which takes some seconds; [^;]*? on disk ", "", line)
+    line = line.replace("still compiling after 0 s ", "")
     return re.sub(r"\btime (?:[a-z]+ )+0 s(?:, (?:[a-z]+ )+0 s)*", "time", line)
 
 

@@ -84,6 +84,34 @@ def test_light_imports_stay_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_what_computes_nothing_imports_no_torch(bundle: Path, tmp_path: Path) -> None:
+    verbs = ("convert", "inspect", "verify", "generate", "chat", "serve", "bench", "eval", "export-onnx", "push")
+    calls: list[tuple[int, list[str]]] = [(0, ["--help"]), *((0, [verb, "--help"]) for verb in verbs)]
+    calls += [(2, [verb]) for verb in verbs] + [(2, [verb, str(bundle), "--wrong"]) for verb in verbs]
+    calls += [(0, ["inspect", str(bundle)]), (0, ["inspect", str(bundle), "--json"])]
+    run = [str(bundle), "--sparsity", "0.123"]
+    calls += [(2, ["generate", *run, "--prompt", "x"]), (2, ["chat", *run]), (2, ["serve", *run]), (2, ["bench", *run])]
+    calls += [(2, ["eval", *run]), (2, ["generate", str(bundle), "--top-p", "7"])]
+    calls += [
+        (2, ["convert", str(bundle), "--sparsity", "3"]),
+        (4, ["generate", str(tmp_path / "missing"), "--prompt", "x"]),
+    ]
+    script = (
+        "import sys\n"
+        "import wisparse\n"
+        "from wisparse.cli import main\n"
+        f"for code, arguments in {calls!r}:\n"
+        "    try:\n"
+        "        main(arguments)\n"
+        "    except SystemExit as end:\n"
+        "        assert (end.code or 0) == code, (arguments, end.code)\n"
+        "    heavy = {'torch', 'transformers', 'numba', 'triton'} & sys.modules.keys()\n"
+        "    assert not heavy, (arguments, heavy)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_type_checker_sees_the_names_that_python_finds() -> None:
     import wisparse
 

@@ -56,7 +56,7 @@ def make_bundle(name: str, sparsity: float, **changes: int):
         for i, projection in enumerate(config.projections(index)):
             typical = {"o_proj": 0.5, "out_proj": 0.5, "down_proj": 0.3}.get(projection.role, 1.0)
             masks[projection.name] = ProjectionMask(
-                channel_scale=torch.rand(projection.in_features, generator=generator) + 0.5,
+                scale=torch.rand(projection.in_features, generator=generator) + 0.5,
                 threshold=typical * (sparsity + 0.02 * i) if sparsity else 0.0,
                 sparsity=sparsity,
             )

@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem
 
 from wisparse.formats.errors import printable
 from wisparse.formats.guard import expand, place
+from wisparse.formats.weight_types import NOT_DTYPES
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -33,6 +34,13 @@ class _NewFolder(click.Path):
     ) -> str | bytes | os.PathLike[str]:
         name = max(param.opts, key=len) if param is not None else "folder"
         return expand(place(name.upper() if isinstance(param, click.Argument) else name, value))
+
+
+class Dtype(click.Choice[str]):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in NOT_DTYPES:
+            self.fail(f"expected {', '.join(self.choices)}; {NOT_DTYPES[value]}", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 FOLDER = FOLDER_OR_ID = _Place("dir")

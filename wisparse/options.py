@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from wisparse.formats.card import Finding, check_amendable, save_findings
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard import find_folder, quoted, shown
+from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted, shown
+from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS
 
-from .console import stacked
+from .console import Dtype, stacked
 
 if TYPE_CHECKING:
+    from wisparse.formats.card import Finding
     from wisparse.runtime.model import Generation, Model
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -45,7 +47,7 @@ _LEVEL = "A sparsity level of the bundle, as inspect lists them, or 0 for the de
 device_options = stacked(
     option_table(
         ("--device", str, "auto", "auto, cpu, cuda or cuda:N."),
-        ("--dtype", click.Choice(["auto", *DTYPES]), "auto", "Type of the weights in memory; auto is that of the files."),
+        ("--dtype", Dtype(["auto", *DTYPES]), "auto", "Type of the weights in memory; auto is that of the files."),
         ("--backend", click.Choice(["auto", *BACKENDS]), "auto",
          "What multiplies; auto is the fastest that can run this model here."),
         ("--weights", click.Choice(WEIGHT_TYPES), "native", "Round the weights at load, where the back end can."),
@@ -83,15 +85,23 @@ sampling_options = stacked(
 )  # fmt: skip
 
 
+def open_bundle(bundle: str, options: dict[str, Any]) -> Bundle:
+    """The bundle at ``options``' revision and sparsity, both taken out: before torch is imported, which takes seconds."""
+    revision, sparsity = options.pop("revision"), options.pop("sparsity")
+    opened = Bundle.open(fetch_bundle(bundle, revision))
+    return opened if sparsity is None else opened.at(sparsity)
+
+
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:
     """The bundle, loaded as `loading_options` say; what is left in ``options`` is of the answers, and checked first."""
+    opened = open_bundle(bundle, options)
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.request import GenerationSettings
 
-    loading = ("device", "dtype", "backend", "weights", "sparsity", "prefill", "max_seq_len", "revision")
+    loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len")
     given = {name: options.pop(name) for name in loading}
     GenerationSettings(**options)
-    return load(bundle, max_batch=max_batch, **given)
+    return load(opened, max_batch=max_batch, **given)
 
 
 def set_up_logging(verbose: bool) -> None:
@@ -124,11 +134,13 @@ def footer(answer: Generation, model: Model) -> str:
 
 def folders_to_save(bundles: Sequence[str], sparsity: float | None) -> list[Path]:
     """The bundles' folders, for `save_to`; refused before the work if nothing can be written there."""
+    from wisparse.formats.card import check_amendable
+
     if sparsity == 0:
         raise UsageError("--save: expected a sparsity level to tell of, found --sparsity 0, which is the dense model")
     folders = []
     for bundle in bundles:
-        if (folder := find_folder(bundle)) is None:
+        if (folder := find_folder(bundle, WANTED_BUNDLE)) is None:
             raise UsageError(f"--save: expected a bundle's folder, found {quoted(bundle)}: download it first")
         check_amendable(folder)
         folders.append(folder)
@@ -136,5 +148,7 @@ def folders_to_save(bundles: Sequence[str], sparsity: float | None) -> list[Path
 
 
 def save_to(folder: Path, findings: Iterable[Finding]) -> None:
+    from wisparse.formats.card import save_findings
+
     save_findings(folder, findings)
     click.echo(f"saved in {shown(folder)}: conversion_report.json and README.md", err=True)

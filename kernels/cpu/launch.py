@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 _SIGNATURE = types.void(types.CPointer(types.int64))
 _OPENMP, _LIBC = ("omp_get_thread_num", "omp_get_num_threads"), ("usleep", "clock_gettime")  # in the order of SYMBOLS
+_LINE_S = 10.0
 _NOT_WRITTEN = "not written: "  # how the compiling process says that the disk is full
 _COMPILER = """
 import json, sys
@@ -121,7 +122,7 @@ def _through_disk(names: Sequence[str], folder: Path) -> list[Any]:
             given = json.dumps([sys.path, REGIONS[name].__module__, name, str(folder)])
             command = [sys.executable, "-c", _COMPILER, given]
             compilers.append(running.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        outputs = [compiler.communicate()[1] for compiler in compilers]
+        outputs = [_output(compiler) for compiler in compilers]
     for compiler, name, output in zip(compilers, missing, outputs, strict=True):
         reason = output.strip().rpartition("\n")[2]
         if reason.startswith(_NOT_WRITTEN):
@@ -131,6 +132,16 @@ def _through_disk(names: Sequence[str], folder: Path) -> list[Any]:
                 f"{name} could not be compiled for this CPU, exit status {compiler.returncode}: {reason}"
             )
     return [_load(REGIONS[name], folder) for name in names]
+
+
+def _output(compiler: subprocess.Popen[str]) -> str:
+    """What a compiling process prints, awaited with a line every ten seconds."""
+    began = time.monotonic()
+    while True:
+        try:
+            return compiler.communicate(timeout=_LINE_S)[1]
+        except subprocess.TimeoutExpired:
+            log.warning("still compiling after %.0f s", time.monotonic() - began)
 
 
 def compile_here(module: str, name: str, folder: str) -> None:

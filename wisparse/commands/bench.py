@@ -3,92 +3,30 @@
 from __future__ import annotations
 
 import json
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
-from torch import Tensor
 
-from wisparse.converter.source import load_source
-from wisparse.formats.bundle import Bundle
-from wisparse.formats.card import Finding
-from wisparse.formats.errors import UnsupportedModelError, UsageError, first_line
 from wisparse.formats.machine import choose_device
-from wisparse.runtime.backends import load
-from wisparse.runtime.benchmark import Comparison, Workload, compare_weights, prompts, wait
-from wisparse.runtime.decoding.cache import memory_errors
 
 from ..console import FOLDER_OR_ID, print_table
-from ..options import device_options, folders_to_save, option_table, save_option, save_to, set_up_logging
+from ..options import (
+    device_options,
+    folders_to_save,
+    open_bundle,
+    option_table,
+    save_option,
+    save_to,
+    set_up_logging,
+)
 
-_BASELINE, _MODE = "torch.compile", "reduce-overhead"
+if TYPE_CHECKING:
+    from wisparse.formats.card import Finding
+    from wisparse.runtime.benchmark import Comparison
 
-
-@dataclass(frozen=True)
-class CompiledSpeed:
-    """How fast the baseline was: ``tok_per_s`` the median of ``runs``, all rows together; ``step_ms`` one step."""
-
-    dtype: str
-    tok_per_s: float
-    step_ms: float
-    runs: tuple[float, ...]
-    name: str = _BASELINE
-    mode: str = _MODE
-
-
-@torch.no_grad()
-def compiled_rates(
-    prefill: Callable[[], Tensor], step: Callable[[Tensor, Tensor], Tensor], workload: Workload, device: torch.device
-) -> tuple[float, ...]:
-    """Tokens a second, all rows together, of every run but a first one, which compiles and captures. ``prefill`` empties
-    the cache and gives the first ids (B, 1); ``step``: ids and their position (1,), int64, to the next ids."""
-    compiled = torch.compile(step, mode=_MODE, fullgraph=True)
-    first = workload.prompt_length
-    positions = [torch.tensor([place], device=device) for place in range(first, first + workload.new_tokens)]
-    rates = []
-    try:
-        for run in range(1 + workload.runs):
-            token = prefill()
-            wait(device)
-            began = time.perf_counter()
-            for position in positions:
-                token = compiled(token, position).clone()  # out of the graph's own memory
-            wait(device)
-            if run:
-                rates.append(workload.batch * workload.new_tokens / (time.perf_counter() - began))
-    except torch._dynamo.exc.TorchDynamoException as error:
-        raise UnsupportedModelError(
-            f"--baseline {_BASELINE}: this model cannot be compiled whole here: {first_line(error)}; go without"
-        ) from error
-    finally:
-        torch._dynamo.reset()  # gives back the graphs' memory
-    return tuple(rates)
-
-
-def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtype: torch.dtype) -> CompiledSpeed:
-    from transformers import StaticCache
-
-    with memory_errors(device, f"for the dense model under {_BASELINE}"):
-        model = load_source(bundle.folder, dtype, device, bundle=True).model
-        length = workload.prompt_length + workload.new_tokens
-        cache = StaticCache(config=model.config, max_cache_len=length)
-        ids = torch.stack(prompts(bundle.config, workload)).to(device)
-
-        def step(tokens: Tensor, positions: Tensor) -> Tensor:
-            seen = model(input_ids=tokens, position_ids=positions[None], past_key_values=cache, use_cache=True)
-            return seen.logits[:, -1].argmax(-1, keepdim=True)
-
-        def prefill() -> Tensor:
-            cache.reset()
-            return step(ids, torch.arange(workload.prompt_length, device=device))
-
-        rates = compiled_rates(prefill, step, workload, device)
-    rate = statistics.median(rates)
-    return CompiledSpeed(str(dtype).removeprefix("torch."), rate, workload.batch / rate * 1e3, rates)
+    from ..compiled import CompiledSpeed
 
 
 @click.command("bench", context_settings={"show_default": True})
@@ -103,13 +41,13 @@ def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtyp
 @click.option("--explain", is_flag=True, help="Print which kernel computes each linear, and why (NVIDIA GPUs).")
 @click.option("--all-weights", is_flag=True, help="One table of all that weights can be held as there: native, int8, …")
 @click.option(
-    "--baseline", type=click.Choice([_BASELINE]),
+    "--baseline", type=click.Choice(["torch.compile"]),
     help="Time the dense model in transformers too, compiled, with a static cache and CUDA graphs.",
 )  # fmt: skip
 @click.option("--tune", is_flag=True, help="First measure tiles for this GPU and model, and keep the best.")
 @save_option
 @device_options
-@click.option("--json", "as_json", is_flag=True, help="Leave the tables out: print the last line, JSON, alone.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(
     bundle: str, prompt_length: int, max_new_tokens: int, batch: int, runs: int, kernels: bool, explain: bool,
     all_weights: bool, baseline: str | None, tune: bool, save: bool, verbose: bool, as_json: bool, **loading: Any,
@@ -117,7 +55,6 @@ def command(
     """Time BUNDLE, a folder or a Hub id, against its dense self: same weights, same back end, masks off.
 
     The ceiling is what the bytes allow: those that a step has to read, at the read bandwidth measured in the same run.
-    The last line is all of it as JSON.
 
     \b
     wisparse bench out
@@ -131,24 +68,23 @@ def command(
     if all_weights and (loading["weights"] != "native" or kernels or tune or save):
         raise click.UsageError("--all-weights goes without --weights, --kernels, --tune and --save")
     folders = folders_to_save([bundle], loading["sparsity"]) if save else []
-    if baseline and choose_device(loading["device"]).type == "cpu":  # a GPU's kernels need no C++ compiler
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler as error:
-            lack = f"--baseline {baseline} needs a C++ compiler on a CPU, and there is none"
-            raise UsageError(f"{lack}: install g++, or let CXX name one") from error
     if loading["max_seq_len"] is None:
         loading["max_seq_len"] = prompt_length + max_new_tokens
-    model = load(bundle, max_batch=batch, **loading)
+    opened = open_bundle(bundle, loading)
+    from wisparse.runtime.backends import load
+    from wisparse.runtime.benchmark import Workload, compare_weights
+
+    if baseline:
+        from ..compiled import require_compiler, time_compiled
+
+        require_compiler(choose_device(loading["device"]))
+    model = load(opened, max_batch=batch, **loading)
     if tune:
         from wisparse.runtime.cuda.kernel_times import tune as tune_tiles
 
         tune_tiles(model.decoder, batch=batch)
         model.close()
-        model = load(bundle, max_batch=batch, **loading)
+        model = load(opened, max_batch=batch, **loading)
     if explain:
         from wisparse.runtime.cuda.kernel_times import explain as explain_step
 
@@ -157,7 +93,7 @@ def command(
     models = {loading["weights"]: model}
     if all_weights:
         others = [name for name in model.decoder.weight_types if name != loading["weights"]]
-        models |= {name: load(bundle, max_batch=batch, **{**loading, "weights": name}) for name in others}
+        models |= {name: load(opened, max_batch=batch, **{**loading, "weights": name}) for name in others}
     found = compare_weights(models, workload, kernels=kernels)
     compiled = None
     if baseline:
@@ -165,16 +101,19 @@ def command(
         for one in models.values():  # a GPU need not have room for both
             one.close()
         compiled = time_compiled(model.bundle, workload, device, dtype)
-    if not as_json:
+    if as_json:
+        documents = {name: one.to_dict() for name, one in found.items()}
+        document = documents if all_weights else documents[loading["weights"]]
+        click.echo(json.dumps({**document, "baseline": asdict(compiled)} if compiled else document))
+    else:
         _print_tables(found, compiled, all_weights)
-    documents = {name: one.to_dict() for name, one in found.items()}
-    document = documents if all_weights else documents[loading["weights"]]
-    click.echo(json.dumps({**document, "baseline": asdict(compiled)} if compiled else document))
     for folder in folders:
         save_to(folder, [_finding(found[loading["weights"]])])
 
 
 def _finding(comparison: Comparison) -> Finding:
+    from wisparse.formats.card import Finding
+
     work, machine = comparison.workload, comparison.machine
     requests = "one request" if work.batch == 1 else f"{work.batch} requests"
     weights = comparison.dtype if comparison.weights == "native" else comparison.weights

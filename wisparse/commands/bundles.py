@@ -11,8 +11,7 @@ import click
 from wisparse.formats import hub
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import AccessError, UsageError, printable
-from wisparse.formats.guard import find_folder, quoted
-from wisparse.runtime.tokenizer import check_tokenizer
+from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted
 
 from ..console import FOLDER, FOLDER_OR_ID, print_table
 from ..options import revision_option
@@ -40,7 +39,7 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
             raise UsageError("sparsity: 0 is the dense model, which has no masks to show")
     recipe, config, calibration = opened.recipe, opened.config, opened.recipe.calibration
     num_bytes = opened.checkpoint.nbytes
-    dtypes = sorted({str(info.dtype).removeprefix("torch.") for info in opened.checkpoint.tensors.values()})
+    dtypes = sorted({info.dtype_name for info in opened.checkpoint.tensors.values()})
     if as_json:
         names = ("model_type", "num_blocks", "hidden_size", "intermediate_size")
         model = {**{name: getattr(config, name) for name in names}, "num_bytes": num_bytes, "dtypes": dtypes}
@@ -83,6 +82,8 @@ def verify(bundle: str, revision: str | None, as_json: bool) -> None:
     wisparse verify out
     wisparse verify USER/NAME --revision main --json
     """
+    from wisparse.runtime.tokenizer import check_tokenizer
+
     folder = hub.fetch_bundle(bundle, revision)
     report = verify_bundle(folder)
     check_tokenizer(Bundle.open(folder))
@@ -104,8 +105,9 @@ def verify(bundle: str, revision: str | None, as_json: bool) -> None:
 @click.argument("bundle", type=FOLDER)
 @click.argument("repo")
 @click.option("--private", is_flag=True, help="Make the repository private; refuse one that is public.")
+@click.option("--dry-run", is_flag=True, help="Print the files, their sizes and the model card; the Hub is not asked.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def push(bundle: str, repo: str, private: bool, as_json: bool) -> None:
+def push(bundle: str, repo: str, private: bool, dry_run: bool, as_json: bool) -> None:
     """Upload the folder BUNDLE to the Hub as REPO (USER/NAME).
 
     The bundle is verified first. Only its own files go, nothing else that lies in the folder. What is on the Hub
@@ -113,12 +115,15 @@ def push(bundle: str, repo: str, private: bool, as_json: bool) -> None:
     HF_TOKEN.
 
     \b
-    Example:
-      wisparse push out my-name/Llama-3.1-8B-wisparse-50 --private
+    wisparse push out my-name/Llama-3.1-8B-wisparse-50 --dry-run
+    wisparse push out my-name/Llama-3.1-8B-wisparse-50 --private
     """
-    folder = find_folder(bundle)
+    folder = find_folder(bundle, WANTED_BUNDLE)
     if folder is None:
         raise AccessError(f"{quoted(bundle)}: there is no such folder")
+    if dry_run:
+        _print_files(folder, repo, as_json)
+        return
     try:
         hub.check_write_access(repo)
         if private and hub.is_public(repo):
@@ -138,3 +143,17 @@ def push(bundle: str, repo: str, private: bool, as_json: bool) -> None:
         raise KeyboardInterrupt(str(interruption) or f"nothing was uploaded; repeat with: {again}") from None
     document = {"url": url, "num_files": len(plan.send), "num_bytes": num_bytes, "left_out": list(plan.left_out)}
     click.echo(json.dumps(document, indent=2) if as_json else url)
+
+
+def _print_files(folder: Path, repo: str, as_json: bool) -> None:
+    from wisparse.formats.card import CARD
+
+    sizes = hub.push_sizes(folder, repo)
+    verify_bundle(folder)
+    card = (folder / CARD).read_text(encoding="utf-8", errors="replace") if CARD in sizes else ""
+    if as_json:
+        click.echo(json.dumps({"repo": repo, "files": sizes, "num_bytes": sum(sizes.values()), "card": card}, indent=2))
+        return
+    click.echo(f"{len(sizes)} files, {sum(sizes.values()) / 1e6:,.1f} MB, for {repo} (nothing was uploaded)")
+    print_table(("file", "bytes"), [(printable(name), f"{size:,}") for name, size in sizes.items()])
+    click.echo(f"\n{CARD}:\n\n{card}" if card else f"\nno {CARD}: the repository will have no model card")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.runtime.model import Model
 
 from ..console import FOLDER_OR_ID
 from ..options import footer, load_model, loading_options, sampling_options, set_up_logging, show
 from .generate import read_text
+
+if TYPE_CHECKING:
+    from wisparse.runtime.model import Model
 
 _HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /exit) leaves"
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wisparse.converter.settings import ConvertSettings
+from wisparse.formats.hub import require_place
 from wisparse.formats.machine import idle_cores, torchrun_place, usable_cores
 
-from ..console import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, print_rows, stacked
+from ..console import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, Dtype, print_rows, stacked
 
 if TYPE_CHECKING:
     from wisparse.converter.pipeline import Conversion
@@ -59,7 +60,7 @@ def _option(field: Field[Any]) -> Any:
         case "places":
             return click.option(name, type=FILE_OR_ID, multiple=True, default=field.default, **given)
         case "choice":
-            given["type"] = click.Choice(about["choices"])
+            given["type"] = (Dtype if name == "--dtype" else click.Choice)(about["choices"])
         case "int" | "float" | "folder" as kind:
             given["type"] = {"int": int, "float": float, "folder": NEW_FOLDER}[kind]
     letter = [about["letter"]] if "letter" in about else []
@@ -71,7 +72,7 @@ def _option(field: Field[Any]) -> Any:
 @stacked(*map(_option, fields(ConvertSettings)[1:]))
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop.")
 @click.option("-v", "--verbose", is_flag=True, help="Say more.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress bars, only errors.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Convert MODEL, a folder or a Hub id, into a sparse bundle.
@@ -98,6 +99,7 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
     if place.ignored:
         _log.warning(place.ignored)
     settings = ConvertSettings(**options)  # before torch is imported: a typing error is answered at once
+    require_place(settings.model)
     if not helper:
         _leave_busy_cores()
     from wisparse.converter.processes import Progress
@@ -130,7 +132,7 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
         raise KeyboardInterrupt(str(interruption) or hint) from None
     if conversion is not None and as_json:  # under torchrun the first process has it
         click.echo(json.dumps(_document(conversion), indent=2))
-    elif conversion is not None:
+    elif conversion is not None and not quiet:
         _print_conversion(conversion)
 
 

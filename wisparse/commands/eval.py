@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.card import Finding
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import place
 from wisparse.formats.hub import fetch_bundle
@@ -26,6 +25,7 @@ from ..options import backend_of, device_options, folders_to_save, option_table,
 if TYPE_CHECKING:
     from wisparse.converter.calibration import CalibrationTokens
     from wisparse.converter.processes import Progress
+    from wisparse.formats.card import Finding
 
 _OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")
 _QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs the harness
@@ -289,6 +289,8 @@ def _print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _findings(row: Mapping[str, Any]) -> Iterator[Finding]:
+    from wisparse.formats.card import Finding
+
     for task, metric, count, values in _metrics(row):
         dense, dense_error = values.pop("masks off")
         for policy, (value, error) in values.items():

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -17,10 +17,12 @@ from wisparse.formats.bundle import is_document
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.formats.folder import lock_file, require_writable, write_file
 from wisparse.formats.guard import expand, parse_json, read_bounded
-from wisparse.runtime.model import Generation, Model
 
 from ..console import FOLDER_OR_ID
 from ..options import footer, load_model, loading_options, option_table, sampling_options, set_up_logging, show
+
+if TYPE_CHECKING:
+    from wisparse.runtime.model import Generation, Model
 
 
 def read_text(file: str, limit: int = 1 << 28) -> str:

@@ -13,10 +13,9 @@ import click
 
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import shown
-from wisparse.runtime.backends import load
 
 from ..console import FOLDER_OR_ID
-from ..options import loading_options, option_table, set_up_logging
+from ..options import loading_options, open_bundle, option_table, set_up_logging
 from .generate import read_text
 
 _KEY = "WISPARSE_API_KEY"
@@ -60,9 +59,6 @@ def command(
     set_up_logging(verbose)
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         raise UsageError('the server needs more packages: pip install "wisparse[serve]"')
-    from wisparse.runtime.serve.app import ServeSettings, serve
-    from wisparse.runtime.serve.transport import allowed_hosts, open_socket
-
     key = _api_key(api_key_file)
     name = alias if alias is not None else Path(bundle).resolve().name if os.path.isdir(bundle) else bundle
     if not name.strip() or not name.isprintable():
@@ -73,9 +69,14 @@ def command(
     for allowed in hosts:
         if not _HOST.fullmatch(allowed):
             raise UsageError(f"--allowed-host: expected * or a host name without a port, found {allowed!r:.80}")
+    opened = open_bundle(bundle, loading)
+    from wisparse.runtime.backends import load
+    from wisparse.runtime.serve.app import ServeSettings, serve
+    from wisparse.runtime.serve.transport import allowed_hosts, open_socket
+
     with open_socket(host, port) as listener:
         settings = ServeSettings(name, max_queue, key, allowed_hosts(listener, hosts), cors)
-        model = load(bundle, max_batch=max_batch, **loading)
+        model = load(opened, max_batch=max_batch, **loading)
         address = f"[{host}]" if ":" in host else host
         serving = (
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "
