@@ -13,22 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from . import guard
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint, Entry, build_header, parse_tensors
 from .errors import BundleError, UsageError, printable
-from .lazy import LazyModule
+from .lazy import Tensor, torch
 from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, Recipe, require_version, sidecar_metadata
 from .model_config import ModelConfig, Projection
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    torch = LazyModule("torch")
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 SMALL_FILES: Mapping[str, int] = {

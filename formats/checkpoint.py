@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
@@ -19,19 +19,14 @@ from safetensors import SafetensorError, deserialize, safe_open
 from . import guard
 from .architectures import WRAPPERS, text_name
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
-from .lazy import LazyModule
+from .lazy import Tensor, torch
 from .manifest import MANIFEST, SIDECAR
 from .model_config import LM_HEAD, ModelConfig, expected_tensors
 from .quantization import Packed, Packing, Part, Plain, read_quantisation
 from .weight_types import QuantizedMatrix
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    torch = LazyModule("torch")
-
 INDEX = "model.safetensors.index.json"
+_OF_DECODERS = re.compile("ForCausalLM|ForConditionalGeneration|LMHead|None")  # classes that write text, or none named
 _SINGLE = "model.safetensors"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt", "model.bin")
 # Tensors that add nothing to what decoding computes: rotary frequencies in old Llama checkpoints, and Qwen3.5's block
@@ -127,8 +122,7 @@ class TensorInfo:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype_name)
-        return found
+        return getattr(torch, self.dtype_name)
 
 
 @dataclass(frozen=True)
@@ -219,7 +213,7 @@ class Checkpoint:
             # A weight that the config has in few bits and the files do not, or the reverse.
             lies = any(name.rpartition(".")[2] in _OF_QUANTISED for name in (*missing, *extra))
             but = "; quantization_config does not say what the files hold" if lies else ""
-            if "embed_tokens.weight" in stored or not _writes_text(stored_config):
+            if "embed_tokens.weight" in stored or not _OF_DECODERS.search(str(stored_config.get("architectures"))):
                 but += "; an embedding, reward or classification model writes no text: give the causal LM"
             raise error(
                 f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(differs)}{but}"
@@ -436,12 +430,6 @@ def is_finite(values: Tensor) -> bool:
     signed = values.detach().cpu().contiguous().view(getattr(torch, integer)).numpy()
     unsigned = signed.view(f"u{signed.itemsize}")
     return bool(signed.max() < infinity and unsigned.max() < infinity + 2 ** (8 * signed.itemsize - 1))
-
-
-def _writes_text(config: Mapping[str, Any]) -> bool:
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else "ForCausalLM"
-    return isinstance(name, str) and name.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
 
 
 def _open_files(

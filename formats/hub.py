@@ -10,20 +10,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import huggingface_hub  # resolves its own names at first use
 from huggingface_hub import constants
 
 from .errors import AccessError, BundleError, UploadError, UsageError, first_line
 from .guard import WANTED, WANTED_BUNDLE, file_digest, find_folder, list_files, open_regular, quoted
-from .lazy import LazyModule
+from .lazy import hub_errors as hub
 from .manifest import MANIFEST, listed_files
-
-if TYPE_CHECKING:
-    from huggingface_hub import errors as hub
-else:
-    hub = LazyModule("huggingface_hub.errors")
 
 # What a conversion or a decoder reads. Mistral's repositories hold every weight a second time (consolidated*), others
 # keep exports in sub-folders: neither is wanted.

@@ -5,19 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from .errors import UnsupportedModelError
 from .guard import refusals
-from .lazy import LazyModule
+from .lazy import Tensor, torch
 from .model_config import LM_HEAD, ModelConfig, dimension, require
 from .weight_types import Kind, QuantizedMatrix, pack_int4
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    torch = LazyModule("torch")
 
 _FLOATS = ("BF16", "F16", "F32")
 _FP8_NAN = 0x7F

@@ -6,16 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from . import guard
-from .lazy import LazyModule
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-else:
-    torch = LazyModule("torch")
+from .lazy import Tensor, torch
 
 PREFILL_POLICIES = ("dense", "half", "all")
 
@@ -164,8 +158,7 @@ class WeightType:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.scale)
-        return found
+        return getattr(torch, self.scale)
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """About the bytes of a weight (N, K) held so in a decoder of ``dtype``; other tensors have numbers of it."""

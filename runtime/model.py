@@ -34,12 +34,8 @@ from .generation.request import (
 )
 from .tokenizer import Tokenizer, stop_ids
 
-# What OpenAI's API, transformers and llama.cpp call arguments of `Model.generate`.
-_OTHER_NAMES = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_length", "n_predict"), "max_new_tokens"),
-    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop"),
-    **dict.fromkeys(("response_format", "guided_json"), "json_schema"),
-}
+# What OpenAI's API and transformers call arguments of `Model.generate`.
+_OTHER_NAMES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "stop_strings": "stop"}
 
 
 class Model(AbstractContextManager["Model"]):

@@ -12,15 +12,7 @@ import click
 from wisparse.formats.machine import choose_device
 
 from ..console import FOLDER_OR_ID, print_table
-from ..options import (
-    device_options,
-    folders_to_save,
-    open_bundle,
-    option_table,
-    save_option,
-    save_to,
-    set_up_logging,
-)
+from ..options import device_options, folders_to_save, open_bundle, option_table, save_option, save_to, set_up_logging
 
 if TYPE_CHECKING:
     from wisparse.formats.card import Finding
