@@ -214,17 +214,19 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
     for index in range(config.num_blocks):
         for projections, copies in _projections(config, index):
             for projection in projections:
+                scale, threshold = torch.ones(projection.in_features), 0.0
                 mask = masks.get(projection.name)
-                masked = mask is not None and mask.sparsity > 0
-                scales += [mask.channel_scale if masked else torch.ones(projection.in_features)] * copies
-                thresholds += [mask.threshold if masked else 0.0] * copies
+                if mask is not None and mask.sparsity > 0:
+                    scale, threshold = mask.channel_scale, mask.threshold
+                scales += [scale] * copies
+                thresholds += [threshold] * copies
     # One transfer each: a transfer for every projection waits for the device as often.
     device = linears[0].scales.device
     flat, bounds = torch.cat(scales).to(device), torch.tensor(thresholds, dtype=torch.float32).to(device)
-    for linear, scale in zip(linears, flat.split([linear.scales.numel() for linear in linears]), strict=True):
-        linear.scales.copy_(scale.view_as(linear.scales))
-    for linear, threshold in zip(linears, bounds.split([len(linear.widths) for linear in linears]), strict=True):
-        linear.thresholds.copy_(threshold)
+    for linear, part in zip(linears, flat.split([linear.scales.numel() for linear in linears]), strict=True):
+        linear.scales.copy_(part.view_as(linear.scales))
+    for linear, part in zip(linears, bounds.split([len(linear.widths) for linear in linears]), strict=True):
+        linear.thresholds.copy_(part)
 
 
 @contextmanager
