@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,10 @@ def test_a_bundles_files_hold_nothing_of_this_machine_and_nothing_else_stays(mod
 def test_command_prints_what_it_did(model: Path, out: Path, run: Run) -> None:
     code, shown, err = run(model, "-o", out, *FLAGS)
     shown = " ".join(shown.split())
-    assert (code, err) == (0, "")  # no progress bars where there is no terminal
+    assert code == 0
+    # Lines and no bars where there is no terminal.
+    assert all(re.fullmatch(r" *\d+ s  [A-Z][^\r]*", line) for line in err.splitlines()), err
+    assert "Writing the bundle" in err
     for text in (shown, (out / "README.md").read_text()):
         assert "by passage). On text of another kind expect" in text
     for words in ("50.0% asked for", f"wisparse generate {out}", "that the model wrote, not what it was calibrated on; "

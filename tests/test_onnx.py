@@ -261,7 +261,7 @@ def test_a_wrong_graph_is_noticed_and_not_written(
     if what == "threshold":
         masks[name] = dataclasses.replace(masks[name], threshold=masks[name].threshold * 1.2)
     elif what == "channel_scale":
-        masks[name] = dataclasses.replace(masks[name], channel_scale=masks[name].channel_scale.flip(0))
+        masks[name] = dataclasses.replace(masks[name], scale=masks[name].channel_scale.flip(0))
     elif what == "rotary":
         frequencies = onnx_graph.inverse_frequencies
         monkeypatch.setattr(onnx_graph, "inverse_frequencies", lambda rope: frequencies(rope) * 1.2)
