@@ -93,7 +93,7 @@ def additive_table(source: SourceModel, tokens: CalibrationTokens, settings: Set
             for view in calib.blocks():
                 for name in view.names:
                     # Blocks before this one are not run again, the others are dense.
-                    row = [calib.kl({name: p}, start=view.index, hidden=view.hidden) for p in DAMAGE_LEVELS]
+                    row = [calib.kl(calib.thresholds({name: p}), view=view) for p in DAMAGE_LEVELS]
                     curves[name] = interpolate(DAMAGE_LEVELS, row)
             spread = allocate(curves, calib.sizes, run.settings.sparsity)
             result = run.result(spread)

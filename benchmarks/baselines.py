@@ -28,10 +28,10 @@ from wisparse.converter.calibration_state import CalibrationState, final_thresho
 from wisparse.converter.search.allocation import MAX_SPARSITY
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.source import SourceModel
-from wisparse.converter.statistics import score_quantiles
+from wisparse.converter.statistics import Scores, score_quantiles
 from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import ProjectionRecipe
-from wisparse.kernels.reference import keep_mask, scores
+from wisparse.kernels.reference import keep_mask
 
 # Shares of the weights that are read which may go to the factors.
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
@@ -175,7 +175,7 @@ def choose_rank(x: Tensor, weight: Tensor, target: float) -> int:
     _, values, right = torch.linalg.svd(weight.detach().float(), full_matrices=False)
     x = x.float()
     plain = x.new_ones(columns)
-    thresholds = score_quantiles([scores(x, plain)], [low_rank_sparsity(weight, target, rank) for rank in ranks])
+    thresholds = score_quantiles(Scores(x, plain), [low_rank_sparsity(weight, target, rank) for rank in ranks])
     errors = []
     for rank, threshold in zip(ranks, thresholds, strict=True):
         dropped = torch.where(keep_mask(x, plain, threshold), 0.0, x)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wisparse.formats.weight_types import quantise_int8
+from wisparse.formats.weight_types import quantise
 from wisparse.kernels.cpu.intrinsics import exact, floats, num_threads, span, thread_num, words
 from wisparse.kernels.cpu.launch import REGIONS, launch, team_size
 from wisparse.kernels.cpu.layout import NAMES, ProjectionField, StoredAs, TeamField
@@ -94,7 +94,7 @@ def transpose(weight: Tensor) -> Tensor:
 
 def quantize(weight: Tensor, *, transposed: bool = True) -> tuple[Tensor, Tensor]:
     """A weight (N, K) rounded to int8, (K, N) or not ``transposed`` (N, K), and its scale (N,) float32."""
-    rounded = quantise_int8(weight)
+    rounded = quantise("int8", weight)
     return transpose(rounded.codes) if transposed else rounded.codes, rounded.scales[:, 0].contiguous()
 
 

@@ -26,10 +26,8 @@ from quality import EXAMPLE, Divergence, Evaluator, describe_machine, evaluate, 
 
 from wisparse.converter.gptq import quantise_weights
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.processes import Progress
 from wisparse.converter.search.search import SearchSettings, SparsityLevels
 from wisparse.converter.source import load_source
-from wisparse.converter.state import NO_STATE
 
 KINDS = ("native", "int8", "fp8", "int4")
 LEVELS = (0.3, 0.4, 0.5)
@@ -83,7 +81,7 @@ def of_kind(model: Path, kind: str, options: argparse.Namespace, dense: list[tor
         source = turned(source, model, tokens, _DIRECTIONS_SEED)
         evaluator = evaluator.against(source)
     if kind != "native":
-        quantise_weights(source, tokens, kind, torch.bfloat16, Progress(enabled=False), NO_STATE)  # type: ignore[arg-type]
+        quantise_weights(source, tokens, kind, torch.bfloat16)  # type: ignore[arg-type]
     found = {0.0: unmasked()}
     with SparsityLevels(source, tokens, SearchSettings(search=options.search)) as levels:
         for sparsity in LEVELS:

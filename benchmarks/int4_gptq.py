@@ -25,11 +25,9 @@ from wisparse.converter.calibration import load_calibration
 from wisparse.converter.flow import BlockFlow
 from wisparse.converter.gptq import group_size, quantise_weights
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.processes import Progress
 from wisparse.converter.sensitivity import DenseReference
 from wisparse.converter.source import SourceModel, load_source
-from wisparse.converter.state import NO_STATE
-from wisparse.formats.weight_types import quantise_int4
+from wisparse.formats.weight_types import quantise
 
 
 class Measure:
@@ -59,12 +57,12 @@ def round_int4(source: SourceModel, group: int, scale_dtype: torch.dtype) -> Non
     """Every projection to nearest, in place."""
     for module in source.projections.values():
         weight: Tensor = module.weight
-        weight.data.copy_(quantise_int4(weight, group=group, scale_dtype=scale_dtype).dequantise(weight.dtype))
+        weight.data.copy_(quantise("int4", weight, group=group, scale_dtype=scale_dtype).dequantise(weight.dtype))
 
 
 def measured(model: Path, num_samples: int, seq_len: int) -> dict[str, Any]:
     """One model's figures; every other file calibrates, the others measure."""
-    source, quiet = load_source(model, torch.float32, "cpu"), Progress(enabled=False)
+    source = load_source(model, torch.float32, "cpu")
     calibration, fresh = (
         load_calibration(
             tuple(map(str, stdlib_files(kind))), source.tokenizer, num_samples=num_samples, seq_len=seq_len, seed=0
@@ -74,7 +72,7 @@ def measured(model: Path, num_samples: int, seq_len: int) -> dict[str, Any]:
     measure, group, scale_dtype = Measure(source, fresh), group_size(source.config), torch.bfloat16
 
     def quantised(kind: Any) -> float:
-        return measure.kl(lambda: quantise_weights(source, calibration, kind, scale_dtype, quiet, NO_STATE))
+        return measure.kl(lambda: quantise_weights(source, calibration, kind, scale_dtype))
 
     rounded = measure.kl(lambda: round_int4(source, group, scale_dtype))
     started = time.perf_counter()

@@ -1,4 +1,5 @@
-"""The calibration text, on which statistics and thresholds rest: read from documents, or written by the model itself."""
+"""The calibration text, on which statistics and thresholds rest: read from documents, or written by the model
+itself."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from wisparse.formats.model_config import ModelConfig
 
 from .documents import Document, dataset_documents, is_dataset_id, path_documents
 from .flow import input_device
-from .processes import Progress, Stage
+from .processes import SILENT, Progress, Stage
 
 _log = logging.getLogger("wisparse")
 
@@ -33,10 +34,8 @@ PAPER_DATASETS = (
     "meta-math/MetaMathQA:train",
 )
 
-# A document is cut into passages of about this many characters per token of a sequence, so that one long file does not
-# fill every sequence with its first pages.
+# A passage has about this many characters per token of a sequence: one long file must not fill every sequence.
 _CHARACTERS_PER_TOKEN = 6
-
 # Of the first tokens that a model writes: the temperature falls from the first number to 1 over the second.
 _HOT, _HOT_TOKENS = 2.0, 10
 # A question that never ends would leave no room for an answer.
@@ -46,15 +45,12 @@ _PLACEHOLDER = "placeholder"
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """Token sequences (S, L) int64 and which of their tokens count (S, L) bool: not padding, nor the first of each.
-
-    ``source``: what they were made from, without any path of this machine; ``seed``: of their order or sampling.
-    """
+    """Token sequences (S, L) int64 and which of their tokens count (S, L) bool: not padding, nor the first of each."""
 
     input_ids: Tensor
     keep: Tensor
-    source: str
-    seed: int
+    source: str  # what they were made from, without any path of this machine
+    seed: int  # of their order or sampling
 
     @property
     def num_samples(self) -> int:
@@ -92,14 +88,11 @@ def load_calibration(
     num_samples: int = 16,
     seq_len: int = 512,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> CalibrationTokens:
     """Calibration tokens (num_samples, seq_len) from ``self``, ``paper``, a Hub data set, or one or more paths.
-
-    ``tokenizer`` and ``model`` are transformers'; the model is needed for ``self`` only.
-    """
+    ``tokenizer`` and ``model`` are transformers'; the model is needed for ``self`` only."""
     specs = [spec] if isinstance(spec, str) else list(spec)
-    progress = progress or Progress(enabled=False)
     if specs == ["self"]:
         return write_calibration(model, tokenizer, [(num_samples, seq_len, seed)], progress)[0]
     source = describe_spec(specs)
@@ -126,20 +119,16 @@ def load_calibration(
 
 def describe_spec(spec: Sequence[str]) -> str:
     """A spec as it is recorded in the recipe: names, never paths of this machine."""
-    return ", ".join(
-        one if one in ("self", "paper") or is_dataset_id(one) else Path(one).resolve().name for one in spec
-    )
+    names = (one if one in ("self", "paper") or is_dataset_id(one) else Path(one).resolve().name for one in spec)
+    return ", ".join(names)
 
 
 def pack(
     documents: Iterable[Document], tokenizer: Any, num_samples: int, seq_len: int, seed: int, source: str
 ) -> list[list[int]]:
-    """Cut documents into ``num_samples`` rows of ``seq_len`` tokens.
-
-    Documents are cut into passages, the passages are put into a seeded order, and rows are filled one after the other;
-    what is left of a passage when its row is full is used only if the passages run out. So a large source is sampled
-    from all over, and a source that is just long enough suffices.
-    """
+    """Cut documents into passages, put these into a seeded order, and fill ``num_samples`` rows of ``seq_len`` tokens.
+    What is left of a passage when its row is full is used only if the passages run out. So a large source is sampled
+    from all over, and a source that is just long enough suffices."""
     # What the tokenizer puts in front of a text: usually the beginning-of-text token, or nothing.
     plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     starts = (i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain)
@@ -147,9 +136,7 @@ def pack(
     separator = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     body = seq_len - len(prefix)
     if body < 1:
-        raise CalibrationError(
-            f"--seq-len {seq_len}: expected more than the {len(prefix)} tokens every text begins with"
-        )
+        raise CalibrationError(f"--seq-len {seq_len}: expected more than the {len(prefix)} tokens a text begins with")
     passages = list(_passages(documents, tokenizer, num_samples, seq_len))
     random.Random(seed).shuffle(passages)
     rows: list[list[int]] = []
@@ -198,9 +185,8 @@ def _passages(documents: Iterable[Document], tokenizer: Any, num_samples: int, s
                 text = render(document)
             except TemplateError as error:
                 # A template is a program of the model's author and may refuse roles or orders in any way it likes.
-                raise CalibrationError(
-                    f"the model's chat template refuses a conversation of the calibration data: {error!s:.200}"
-                ) from error
+                refuses = "the model's chat template refuses a conversation of the calibration data"
+                raise CalibrationError(f"{refuses}: {error!s:.200}") from error
         read += len(text)
         start = 0
         while start < len(text):
@@ -338,8 +324,7 @@ def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
             logits = logits.float()
             if max(heat) > 1.0:
                 logits = logits / torch.tensor(heat, device=device).unsqueeze(1)
-            # argmax(p / -log u) is a sample from p, without sorting, and without a running sum, which is not
-            # reproducible on a GPU. Each text has a generator of its own.
+            # argmax(p / -log u) is a sample from p, without a running sum, which is not reproducible on a GPU.
             if not len(noise):
                 noise = torch.empty_like(logits)
             for part, generator in zip(noise.split(counts), generators, strict=True):
@@ -371,11 +356,9 @@ def _preallocated_cache(config: Any, seq_len: int) -> Any:
 
 
 def _turns(tokenizer: Any, first: int, ends: Set[int]) -> tuple[list[int], list[int]] | None:
-    """The template's tokens that open a user turn, and those between the question and its answer; None without one.
-
-    None as well where the template does not close an assistant's turn with an end-of-text token: a base model that
-    ships a template none the less was never trained on its tokens, and what it writes after them is noise.
-    """
+    """The template's tokens that open a user turn, and those between the question and its answer; None without one, and
+    where it does not close an assistant's turn with an end-of-text token: a base model that ships a template was never
+    trained on its tokens, and what it writes after them is noise."""
     render = conversation_renderer(tokenizer)
     if render is None:
         return None

@@ -1,12 +1,7 @@
 """The masked model on its calibration tokens, with every projection's channel scale and quantile table; final thresholds.
 
-    blocks()     block by block with dense inputs: the inputs of the block's projections, its output, its error under
-                 given thresholds. One block's inputs are in memory at a time.
-    kl(...)      the whole model, sparse from the first token that counts to the last: the objective.
-
 A table holds the quantiles of a projection's scores on the 0.5% grid. So a candidate allocation costs a swap of
-thresholds and a forward pass.
-"""
+thresholds and a forward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from torch import Tensor
 from wisparse.kernels import reference
 
 from .calibration import CalibrationTokens
-from .flow import BlockFlow, Hidden, block_projections
+from .flow import BlockFlow, Hidden
 from .masking import MaskedModel
 from .processes import ALONE, Processes
 from .search.allocation import MAX_SPARSITY, STEP
@@ -28,26 +23,17 @@ from .sensitivity import DenseReference
 from .source import SourceModel
 from .statistics import Gaps, Scores, score_quantiles
 
-# Candidates in one pass, and elements of the widest tensor of such a pass: a GPU takes as long for a few thousand
-# tokens as for a few ten thousand, a CPU does not.
+# Candidates in one pass, and elements of its widest tensor: a GPU takes as long for 3,000 tokens as for 30,000.
 _MOST_CANDIDATES = 16
 _LARGEST_PASS = {"cuda": 1 << 26, "cpu": 1 << 20}
-
 # Tables come from about so many tokens at most: a quantile of theirs is a tenth of a point of sparsity off at most.
 _TABLE_TOKENS = 2048
-
 # The sparsities of the quantile tables: 0, 0.5%, ..., 95%.
 GRID: tuple[float, ...] = tuple(round(i * STEP, 4) for i in range(round(MAX_SPARSITY / STEP) + 1))
 
 
-class CalibrationState:
-    """A model, its calibration tokens, and the scales and tables of its projections.
-
-    Args:
-        names, sizes, groups: projections in order of execution, their parameters, and their names by block.
-        num_kl_evaluations: whole passes over the tokens that `kl` has made, a part of one counted as that part.
-        side_by_side: how many candidates `kls` takes.
-    """
+class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
+    """A model, its calibration tokens, and the scales and tables of its projections."""
 
     def __init__(
         self,
@@ -72,19 +58,17 @@ class CalibrationState:
         self.masked = masked or MaskedModel(source.projections)
         self.flow = BlockFlow(source.model, source.config, ids[rows], keep[rows], batch_size)
         self.reference = DenseReference(self.flow, self.masked)
-        self.names = list(source.projections)
+        self.names = list(source.projections)  # in order of execution
         self.sizes = {name: module.weight.numel() for name, module in source.projections.items()}
-        self.groups = block_projections(self.names, len(source.blocks))
+        blocks = range(source.config.num_blocks)
+        self.groups = [[projection.name for projection in source.config.projections(block)] for block in blocks]
         self.scales: dict[str, Tensor] = {}
         self.tables: dict[str, list[float]] = {}
-        self.num_kl_evaluations = 0.0
+        self.num_kl_evaluations = 0.0  # whole passes over the tokens; of a part of one that part
         self._wide: list[BlockFlow] = []
         widest = max(module.in_features for module in source.projections.values())
         room = _LARGEST_PASS.get(self.flow.device.type, 1) // (batch_size * ids.shape[1] * widest)
-        self.side_by_side = max(1, min(room, _MOST_CANDIDATES))
-
-    def __enter__(self) -> CalibrationState:
-        return self
+        self.side_by_side = max(1, min(room, _MOST_CANDIDATES))  # how many candidates `kls` takes
 
     def __exit__(self, *_: object) -> None:
         self.masked.close()
@@ -112,7 +96,8 @@ class CalibrationState:
             view.build_tables()
 
     def blocks(self, only: Collection[int] | None = None) -> Iterator[BlockView]:
-        """Every block in turn, or those in ``only``, with the dense model's hidden states as its input."""
+        """Every block in turn, or those in ``only``, with the dense model's hidden states as its input; one block's
+        inputs are in memory at a time."""
         hidden = self.flow.start()
         for index, names in enumerate(self.groups):
             self.masked.clear()
@@ -127,18 +112,12 @@ class CalibrationState:
 
     @torch.no_grad()
     def kl(
-        self,
-        allocation: Mapping[str, float],
-        *,
-        start: int = 0,
-        hidden: Hidden | None = None,
-        num_batches: int | None = None,
-        thresholds: Mapping[str, float] | None = None,
+        self, thresholds: Mapping[str, float], *, num_batches: int | None = None, view: BlockView | None = None
     ) -> float:
-        """Token-mean KL(dense || sparse) with the projections of ``allocation`` sparse and all others dense."""
+        """Token-mean KL(dense || sparse) with the projections of ``thresholds``, none of them before the block of
+        ``view``, sparse and all others dense."""
         flow = self.flow
-        hidden = flow.start() if hidden is None else hidden
-        thresholds = self.thresholds(allocation) if thresholds is None else thresholds
+        start, hidden = (0, flow.start()) if view is None else (view.index, view.hidden)
         found = []
         for batch in range(flow.num_batches if num_batches is None else min(num_batches, flow.num_batches)):
             with self.masked.masking(thresholds), self.masked.during(dense_tokens=~flow.counted[batch]):
@@ -150,12 +129,10 @@ class CalibrationState:
 
     @torch.no_grad()
     def kls(self, allocations: Sequence[Mapping[str, float]], *, num_batches: int | None = None) -> list[float]:
-        """`kl` of up to `side_by_side` allocations of the same projections, in one pass: each has a part of the rows.
-
-        A pass has the same shape however many there are, so that a candidate's KL does not depend on the others.
-        """
+        """`kl` of up to `side_by_side` allocations of the same projections, in one pass: each has a part of the rows. A
+        pass has the same shape however many there are, so that a candidate's KL does not depend on the others."""
         if self.side_by_side == 1:
-            return [self.kl(allocation, num_batches=num_batches) for allocation in allocations]
+            return [self.kl(self.thresholds(allocation), num_batches=num_batches) for allocation in allocations]
         flow, count = self.flow, self.side_by_side
         filled = [*allocations, *[allocations[0]] * (count - len(allocations))]
         thresholds = [self.thresholds(allocation) for allocation in filled]
@@ -182,17 +159,13 @@ class CalibrationState:
 
 @dataclass
 class BlockView:
-    """One block between its dense input and its dense output.
-
-    ``inputs``: what enters each projection, (T, K), counted tokens only; ``hidden``, ``out``: the block's input and
-    output by micro-batch, (B, L, hidden_size).
-    """
+    """One block between its dense input and its dense output."""
 
     calib: CalibrationState
     index: int
     names: tuple[str, ...]
-    inputs: dict[str, Tensor]
-    hidden: Hidden
+    inputs: dict[str, Tensor]  # what enters each projection, (T, K), counted tokens only
+    hidden: Hidden  # the block's input by micro-batch, (B, L, hidden_size); ``out``: its output
     out: Hidden
 
     def threshold(self, name: str, scale: Tensor, sparsity: float) -> float:
@@ -228,13 +201,9 @@ class _Stop(Exception):
 def block_inputs(
     flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Collection[str], *, first: bool = False
 ) -> tuple[dict[str, Tensor], Hidden]:
-    """Run block ``index`` and record what enters its projections ``names``.
-
-    With ``first`` only for those that read the very same tensor as the first one to run; no more of the block is run.
-
-    Returns: Per projection the inputs of the counted tokens, (T, K) in the model's dtype, and the block's output.
-    Projections that read the same tensor (q, k, v) share one copy.
-    """
+    """Run block ``index``; gives the inputs of its projections ``names`` at the counted tokens, (T, K) in the model's
+    dtype, of which q, k and v share one copy, and the block's output. With ``first`` only of those that read the very
+    same tensor as the first one to run; no more of the block is run."""
     if not hidden:  # this process has no micro-batch
         weights = {name: masked.projections[name].weight for name in names}
         return {name: weight.new_empty(0, weight.shape[1]) for name, weight in weights.items()}, []
@@ -264,16 +233,11 @@ def block_inputs(
 
 @torch.no_grad()
 def final_thresholds(
-    calib: CalibrationState,
-    scales: Mapping[str, Tensor],
-    allocation: Mapping[str, float],
-    advance: Callable[[], None] = lambda: None,
+    calib: CalibrationState, scales: Mapping[str, Tensor], allocation: Mapping[str, float], advance: Callable[[], None]
 ) -> dict[str, tuple[float, float]]:
-    """Per projection (threshold, fraction of the scores below it), in order of execution.
-
-    Before a projection everything else is sparse as decided, so its inputs are those it will meet. A threshold from
-    the dense model's inputs drops up to a point more than asked for, since sparse inputs are smaller.
-    """
+    """Per projection (threshold, fraction of the scores below it), in order of execution. Before a projection
+    everything else is sparse as decided, so its inputs are those it will meet. A threshold from the dense model's
+    inputs drops up to a point more than asked for, since sparse inputs are smaller."""
     flow, masked, processes = calib.flow, calib.masked, calib.processes
     for name, scale in scales.items():
         masked.set_scale(name, scale)
@@ -327,10 +291,8 @@ def final_thresholds(
 
 
 def _add_vocabulary(gaps: Gaps, calib: CalibrationState, name: str, scale: Tensor) -> None:
-    """Add what a first projection of block 0 reads at every token of the vocabulary: its embedding, normalised.
-
-    Neither position nor context has come in yet. Several processes have a share each.
-    """
+    """Add what a first projection of block 0 reads at every token of the vocabulary: its embedding, normalised. Neither
+    position nor context has come in yet. Several processes have a share each."""
     flow = calib.flow
     num_tokens = flow.model.get_input_embeddings().weight.shape[0]
     rows, length = calib.batch_shape

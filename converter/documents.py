@@ -132,9 +132,7 @@ def document_of(record: Any, source: str) -> Document:
             between = "" if asked == "prompt" else "\n\n"
             return between.join(part for part in (texts[asked], extra, texts[answered]) if part)
     found = ", ".join(map(str, fields)) or ("nothing" if isinstance(record, Mapping) else type(record).__name__)
-    raise CalibrationError(
-        f"{source}: expected text, content, messages, or prompt and completion in a record; found {found}"
-    )
+    raise CalibrationError(f"{source}: expected text, content, messages, or prompt and completion; found {found}")
 
 
 def _message(message: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -149,17 +147,15 @@ def _files(path: str) -> list[Path]:
     """The readable files of one path, sorted; a saved data set counts as one file. Logs what becomes of a folder's."""
     root = Path(path)
     if not os.path.exists(path):  # False as well for what no file system can hold
-        raise CalibrationError(
-            f"calibration source {path}: no such file or folder; "
-            "expected self, paper, a Hub data set (owner/name) or a path"
-        )
+        wanted = "expected self, paper, a Hub data set (owner/name) or a path"
+        raise CalibrationError(f"calibration source {path}: no such file or folder; {wanted}")
     if not root.is_file() and not root.is_dir():
-        raise CalibrationError(
-            f"calibration source {path}: expected a file or a folder, found a pipe or a device, which cannot be read "
-            "twice; save the text to a file"
-        )
-    if root.is_file() or _is_dataset(root):
-        if not _is_dataset(root) and _is_binary(root):
+        found = "a pipe or a device, which cannot be read twice; save the text to a file"
+        raise CalibrationError(f"calibration source {path}: expected a file or a folder, found {found}")
+    if _is_dataset(root):
+        return [root]
+    if root.is_file():
+        if _is_binary(root):
             raise CalibrationError(f"calibration file {path} is binary; expected UTF-8 text, JSONL or source code")
         return [root]
     names = {file.relative_to(root): file for file in root.rglob("*") if file.is_file()}

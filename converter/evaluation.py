@@ -1,16 +1,6 @@
 """Quality of a sparse model against its dense self, on the same tokens, for anything that turns token ids into logits.
 
-    logits(token_ids (T,) int64, sparse_from) -> (T, V) float32   positions from sparse_from on run sparse, others dense
-
-The dense reference is the same callable with ``sparse_from = T``, or another one, where more than the masks differs
-from the dense model (rounded weights). Prefill policies, per sequence from its true length:
-
-    dense   no token of a text is sparse: the result is 0 by construction, and a check of the callable
-    half    the last T // 2 tokens are sparse (the accuracy protocol of the paper and of TEAL)
-    all     every token is sparse
-
-Source: the paper's sections 4.2 (KL) and 5.1 (half of the prefill).
-"""
+Source: the paper's sections 4.2 (KL) and 5.1 (half of the prefill: the accuracy protocol of TEAL as well)."""
 
 from __future__ import annotations
 
@@ -27,6 +17,7 @@ from wisparse.formats.weight_types import sparse_from
 
 from .sensitivity import kl_rows
 
+# (token_ids (T,) int64, sparse_from) -> (T, V) float32: positions from sparse_from on run sparse, others dense.
 Logits = Callable[[Tensor, int], Tensor]
 
 # Rows of logits handled at a time: bounds the float32 (rows, vocabulary) temporaries.
@@ -35,11 +26,9 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class Measured:
-    """Dense against sparse over one set of positions.
-
-    KL(dense || sparse) in nats per token; perplexities where a next token is known, else nan; the fraction of positions
-    where both would choose the same token. Standard errors are from how much the texts differ; nan of a single text.
-    """
+    """Dense against sparse over one set of positions: KL(dense || sparse) in nats per token; perplexities where a next
+    token is known, else nan; the fraction of positions where both would choose the same token. Standard errors are from
+    how much the texts differ; nan of a single text."""
 
     num_tokens: int
     kl: float
@@ -73,11 +62,8 @@ def json_values(value: Any, digits: int | None = None, longest: int | None = Non
         return {str(key): json_values(entry, digits, longest) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         entries = [json_values(entry, digits, longest) for entry in value]
-        if (
-            longest
-            and len(value) > longest
-            and all(entry is None or isinstance(entry, (int, float)) for entry in entries)
-        ):
+        numbers = all(entry is None or isinstance(entry, (int, float)) for entry in entries)
+        if longest and len(entries) > longest and numbers:
             return [entries[round(i * (len(entries) - 1) / (longest - 1))] for i in range(longest)]
         return entries
     if isinstance(value, float):
@@ -87,14 +73,10 @@ def json_values(value: Any, digits: int | None = None, longest: int | None = Non
 
 def _sums(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
     """Tokens, labels, agreeing tokens, KL, loss and dense loss over rows of logits (T, V), summed in float64 (6,).
-
-    ``labels`` (T,) are the tokens that follow; -1 where none does.
-    """
+    ``labels`` (T,) are the tokens that follow; -1 where none does."""
     total = torch.zeros(6, dtype=torch.float64)
-    for some_dense, some_sparse, wanted in zip(
-        dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True
-    ):
-        log_p, log_q = some_dense.float().log_softmax(dim=-1), some_sparse.float().log_softmax(dim=-1)
+    for p, q, wanted in zip(dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True):
+        log_p, log_q = p.float().log_softmax(dim=-1), q.float().log_softmax(dim=-1)
         known, chosen = wanted >= 0, wanted.clamp(min=0)[:, None]
         numbers = (
             len(log_p),
@@ -149,12 +131,10 @@ def evaluate_text(
     counter: Any = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Quality]:
-    """Measure a sparse model on token sequences under prefill policies; returns the quality by policy.
-
-    Args:
-        sequences: each (T,) int64, T >= 1, without padding; lengths may differ.
-        counter: counts dropped channels by ``measure_sparsity`` and ``realised_sparsity``, as the decoders do.
-    """
+    """The quality by prefill policy over ``sequences``, each (T,) int64, T >= 1, without padding. The dense
+    ``reference`` is ``logits`` itself with ``sparse_from = T``, or another one, where more than the masks differs
+    (rounded weights). ``counter`` counts dropped channels by ``measure_sparsity`` and ``realised_sparsity``, as the
+    decoders do."""
     for policy in policies:
         sparse_from(policy, 1)
     inside: dict[str, list[Tensor]] = {policy: [] for policy in policies}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -25,13 +24,9 @@ def input_device(model: Any) -> torch.device:
 
 
 class BlockFlow:
-    """The blocks of a causal LM, run one at a time over micro-batches of the same tokens.
-
-    Args:
-        input_ids: (S, L) int64, full sequences: attention is causal over all L tokens.
-        keep: (S, L) bool, the tokens that count: neither padding nor the first token of a sequence (the attention
-            sink). The other tokens are run, and left dense by a search.
-    """
+    """The blocks of a causal LM, run one at a time over micro-batches of ``input_ids`` (S, L) int64. ``keep`` (S, L)
+    bool: the tokens that count, neither padding nor the first one of a sequence (the attention sink); the others are
+    run, and left dense by a search."""
 
     def __init__(self, model: Any, config: ModelConfig, input_ids: Tensor, keep: Tensor, batch_size: int = 4) -> None:
         self.model, self.config = model, config
@@ -45,7 +40,7 @@ class BlockFlow:
         self.item_size = next(model.parameters()).element_size()
         self.input_ids = [part.to(self.device) for part in input_ids.split(batch_size) if len(part)]
         self.counted = [part.to(self.device) for part in keep.split(batch_size) if len(part)]
-        self.num_counted = int(keep.sum())
+        self.num_batches, self.num_counted = len(self.input_ids), int(keep.sum())
         # One pass in which blocks return their input: the embeddings, and each block's keyword arguments by micro-batch.
         self._start: Hidden = []
         self._kwargs: list[list[dict[str, Any]]] = [[] for _ in self.blocks]
@@ -74,10 +69,6 @@ class BlockFlow:
                 if forward is not None:
                     block.forward = forward
 
-    @property
-    def num_batches(self) -> int:
-        return len(self.input_ids)
-
     def start(self) -> Hidden:
         """The hidden states that enter block 0: per micro-batch (B, L, hidden_size)."""
         return list(self._start)
@@ -94,10 +85,8 @@ class BlockFlow:
         return hidden
 
     def final(self, batch: int, start: int = 0, hidden: Tensor | None = None) -> Tensor:
-        """The last hidden states of a micro-batch's counted tokens, normalised: (T, hidden_size).
-
-        ``hidden`` is what enters block ``start``; without it, everything is run.
-        """
+        """The last hidden states of a micro-batch's counted tokens, normalised: (T, hidden_size). ``hidden`` is what
+        enters block ``start``; without it, everything is run."""
         hidden = self._start[batch] if hidden is None else hidden
         out = self.norm(self.run(batch, hidden, start, len(self.blocks)))
         return out[self.counted[batch].to(out.device)]
@@ -108,11 +97,3 @@ class BlockFlow:
         if times != 1.0:  # a copy of them is large
             logits = logits * times
         return soft_cap(logits, cap)
-
-
-def block_projections(names: Iterable[str], num_blocks: int) -> list[list[str]]:
-    """Projection names grouped by block, from the one number in a Hugging Face module name."""
-    groups: list[list[str]] = [[] for _ in range(num_blocks)]
-    for name in names:
-        groups[next(int(part) for part in name.split(".") if part.isdigit())].append(name)
-    return groups

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.weight_types import Kind, QuantizedMatrix, pack_int4, quantise_fp8, quantise_int8
+from wisparse.formats.weight_types import Kind, QuantizedMatrix, pack_int4, quantise
 
 from .calibration import CalibrationTokens
 from .flow import BlockFlow
-from .processes import Progress
 from .source import SourceModel
 from .state import NO_STATE, Stages
 
@@ -25,13 +24,10 @@ _PANEL = 128
 
 
 def fit_int4(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtype) -> QuantizedMatrix:
-    """int4 codes without zero points for a weight (N, K), finite.
-
-    ``moments`` (K, K) float32 is the sum of x xᵀ over the inputs x; ``group`` neighbouring channels share a scale.
-    """
+    """int4 codes without zero points for a weight (N, K), finite. ``moments`` (K, K) float32 is the sum of x xᵀ over
+    the inputs x; ``group`` neighbouring channels share a scale."""
     rows, columns = weight.shape
     left = weight.to(torch.float32).clone()
-    moments = moments.to(torch.float32)
     scales = search_scales(left, moments.diagonal(), group, scale_dtype)
     order = torch.argsort(moments.diagonal(), descending=True, stable=True)
     factor = _inverse_factor(moments[order][:, order])
@@ -92,26 +88,19 @@ def group_size(config: ModelConfig) -> int:
     inputs = sorted({projection.in_features for projection in config.projections(0)})
     group = next((group for group in (128, 64, 32) if not any(size % group for size in inputs)), None)
     if group is None:
+        inside = f"the projections' inputs ({', '.join(map(str, inputs))})"
         raise UnsupportedModelError(
-            "--weights int4: no group of 128, 64, 32 channels divides the projections' inputs "
-            f"({', '.join(map(str, inputs))}); choose int8 or fp8"
+            f"--weights int4: no group of 128, 64, 32 channels divides {inside}; choose int8 or fp8"
         )
     return group
 
 
 @torch.no_grad()
 def quantise_weights(
-    source: SourceModel,
-    tokens: CalibrationTokens,
-    kind: Kind,
-    scale_dtype: torch.dtype,
-    progress: Progress,
-    stages: Stages = NO_STATE,
+    source: SourceModel, tokens: CalibrationTokens, kind: Kind, scale_dtype: torch.dtype, stages: Stages = NO_STATE
 ) -> dict[str, QuantizedMatrix]:
-    """Quantise every projection of ``source`` in place; returns the codes by name, on the CPU.
-
-    int4 is fitted to ``tokens``; int8 and fp8 are rounded, with a scale a row. Scales are numbers of ``scale_dtype``.
-    """
+    """Quantise every projection of ``source`` in place; returns the codes by name, on the CPU. int4 is fitted to
+    ``tokens``; int8 and fp8 are rounded, with a scale a row. Scales are numbers of ``scale_dtype``."""
     fitted = kind == "int4"
     group = group_size(source.config) if fitted else None
     matrices: dict[str, QuantizedMatrix] = {}
@@ -124,20 +113,18 @@ def quantise_weights(
     def compute() -> dict[str, list[Tensor]]:
         flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep) if fitted else None
         hidden = flow.start() if flow else []
-        with progress.stage("Quantising", len(source.blocks)) as stage:
-            for block in range(len(source.blocks)):
+        with stages.progress.stage("Quantising", source.config.num_blocks) as stage:
+            for block in range(source.config.num_blocks):
                 for sharing in source.config.shared_inputs(block):
                     names = [projection.name for projection in sharing]
                     # From a pass through the block as it is by now.
                     moments = _moments(source, flow, block, hidden, names[0]) if flow else None
                     for name in names:
                         weight = source.projections[name].weight
-                        if moments is not None:
-                            matrix = fit_int4(weight, moments, group_size(source.config), scale_dtype)
+                        if moments is not None and group is not None:
+                            matrix = fit_int4(weight, moments, group, scale_dtype)
                         else:
-                            matrix = (quantise_int8 if kind == "int8" else quantise_fp8)(
-                                weight, scale_dtype=scale_dtype
-                            )
+                            matrix = quantise(kind, weight, scale_dtype=scale_dtype)
                         put(name, matrix.codes.cpu(), matrix.scales.cpu())
                 if flow:
                     hidden = [flow.block(block, batch, h) for batch, h in enumerate(hidden)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,10 +27,10 @@ from wisparse.kernels.reference import scores
 class _Pass:
     """What holds for all masks of a model during a forward pass."""
 
-    # (B, L) bool: tokens that every mask leaves alone; None: none of them, True: all.
+    # (B, L) bool: tokens that every mask leaves alone, such as a sequence's first and padding. None: none, True: all.
     dense_tokens: Tensor | bool | None = None
-    observer: Callable[[str, Tensor], None] | None = None
-    replacer: Callable[[str, Tensor], Tensor] | None = None
+    observer: Callable[[str, Tensor], None] | None = None  # sees a projection's name and input, before the mask
+    replacer: Callable[[str, Tensor], Tensor] | None = None  # gives what is multiplied in place of the masked input
     counting: bool = False
 
 
@@ -71,20 +71,15 @@ class _Mask:
         return None if x is args[0] else (x, *args[1:])
 
 
-class MaskedModel:
-    """Masks on ``projections``, a mapping from Hugging Face module name to the ``nn.Linear`` there.
-
-    Use as a context manager, or call `close`, to take the hooks off again.
-    """
+class MaskedModel(AbstractContextManager["MaskedModel"]):
+    """Masks on ``projections``, a mapping from Hugging Face module name to the ``nn.Linear`` there. Use as a context
+    manager, or call `close`, to take the hooks off again."""
 
     def __init__(self, projections: Mapping[str, nn.Linear]) -> None:
         self.projections = dict(projections)
         self._shared = _Pass()
         self._masks = {name: _Mask(name, self._shared) for name in self.projections}
         self._handles = [module.register_forward_pre_hook(self._masks[n]) for n, module in self.projections.items()]
-
-    def __enter__(self) -> MaskedModel:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -102,15 +97,13 @@ class MaskedModel:
         self._masks[name].scale = channel_scale.to(device=device, dtype=torch.float32)
 
     def set_threshold(self, name: str, threshold: float | Tensor | None) -> None:
-        """Mask a projection at ``threshold``; None or 0 leaves it dense.
-
-        A tensor (B,) gives every sequence of the batch its own threshold: candidates share one forward pass.
-        """
+        """Mask a projection, which has a scale, at ``threshold``; None or 0 leaves it dense. A tensor (B,) gives every
+        sequence of the batch its own threshold: candidates share one forward pass."""
         mask = self._masks[name]
         if threshold is None or (not isinstance(threshold, Tensor) and threshold == 0):
             mask.threshold = None
             return
-        assert mask.scale is not None  # `set_scale` comes first
+        assert mask.scale is not None
         value = torch.as_tensor(threshold, dtype=torch.float32, device=mask.scale.device)
         mask.threshold = value.view(-1, 1, 1) if value.ndim else value
 
@@ -132,12 +125,7 @@ class MaskedModel:
 
     @contextmanager
     def during(self, **values: Any) -> Iterator[None]:
-        """Within the context, for every mask:
-
-        ``dense_tokens`` (B, L) bool are left alone: the first token of a sequence, padding, the dense half of a prompt;
-        ``observer(name, x)`` sees a projection's input (B, L, K) before the mask;
-        ``replacer(name, x)`` gives what a projection multiplies in place of its masked input x.
-        """
+        """Within the context every mask has these ``values`` of a `_Pass`."""
         before = {name: getattr(self._shared, name) for name in values}
         vars(self._shared).update(values)
         try:
@@ -147,11 +135,8 @@ class MaskedModel:
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[], dict[str, float]]]:
-        """Count dropped channels over the tokens that are not ``dense_tokens``.
-
-        Yields a function that returns, per projection, the realised sparsity so far: the fraction of (token, channel)
-        pairs that were dropped.
-        """
+        """Count dropped channels over the tokens that are not ``dense_tokens``. Yields a function that returns, per
+        projection, the realised sparsity so far: the fraction of (token, channel) pairs that were dropped."""
         for mask in self._masks.values():
             mask.kept = mask.counted = 0
 
@@ -284,8 +269,9 @@ def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
     for name, mask in bundle.masks.items():
         width = getattr(modules[name], "in_features", None)
         if width != len(mask.channel_scale):
+            here = len(mask.channel_scale)
             raise UnsupportedModelError(
-                f"{name}: the bundle's mask has {len(mask.channel_scale)} channels, the model's projection {width}"
+                f"{name}: the bundle's mask has {here} channels, the model's projection {width}"
             )
     return {name: modules[name] for name in bundle.masks}
 
@@ -307,10 +293,8 @@ class WisparseConfig(QuantizationConfigMixin):
 
 
 class WisparseQuantizer(HfQuantizer):
-    """Lets transformers load the dense weights as always, then puts the masks on.
-
-    What comes out is a plain model with hooks, not a "quantised" one: ``to(dtype)`` and ``save_pretrained`` work.
-    """
+    """Lets transformers load the dense weights as always, then puts the masks on. What comes out is a plain model with
+    hooks, not a "quantised" one: ``to(dtype)`` and ``save_pretrained`` work."""
 
     requires_calibration = False
 
@@ -323,13 +307,11 @@ class WisparseQuantizer(HfQuantizer):
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
         asked = {name: getattr(self.quantization_config, name) for name in ("prefill", "sparsity")}
         self.remove_quantization_config(model)
-        folder = self._folder
-        if folder is not None and (folder / "wisparse.safetensors").is_file():
-            return sparsify(model, folder, **asked)
+        if self._folder is not None and (self._folder / "wisparse.safetensors").is_file():
+            return sparsify(model, self._folder, **asked)
         # transformers fetched the weights only.
         name, commit = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
-        local = Path(name).is_dir()
-        return sparsify(model, name, revision=None if local else commit, **asked)
+        return sparsify(model, name, revision=None if Path(name).is_dir() else commit, **asked)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True

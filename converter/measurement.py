@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,32 +18,26 @@ from .calibration import CalibrationTokens, load_calibration
 from .calibration_state import CalibrationState
 from .evaluation import Quality, evaluate_text
 from .masking import MaskedModel
-from .processes import ALONE, Processes, Progress
+from .processes import SILENT, Progress
 from .search.allocation import MAX_SPARSITY
 from .search.search import SearchResult, SparsityLevels
 from .source import SourceModel
-from .state import NO_STATE, Stages
 
 _log = logging.getLogger("wisparse")
 
 # The curves of the paper's Fig. 2.
 LEVELS = (0.4, 0.5, 0.6)
-
 # Far from any seed that a person chooses beside the calibration's.
 _SEED_OFFSET, _CHOICE_SEED_OFFSET = 1_000_003, 2_000_003
 _SAMPLES, _SEQ_LEN = 8, 256
 _SENSITIVITY_TOKENS = 1024
-
 # Below this a mask saves less than it costs to compute.
 LOWEST = 0.05
-
 # The KL grows about like this power of the sparsity (docs/choosing.md), until two measurements say more.
 _POWER, _GUESS = 3.5, 0.4
 _SMALLEST, _LARGEST = 1e-6, 1e6
 _PATIENCE = 5
-
-# Sparsities are a tenth of a point apart, where the KL differs by about a percent. With this much of the budget spent
-# the rest is not looked for: a text of thousands of tokens tells no finer.
+# Sparsities are a tenth of a point apart, about a percent of KL. This much of a budget is enough: no text tells finer.
 _GRID, _ENOUGH = 0.001, 0.98
 
 
@@ -57,16 +51,15 @@ class BlockSensitivity:
 
 
 @torch.no_grad()
-def block_sensitivity(
-    calib: CalibrationState, levels: Sequence[float] = LEVELS, advance: Callable[[], None] = lambda: None
-) -> BlockSensitivity:
+def block_sensitivity(calib: CalibrationState, levels: Sequence[float], progress: Progress) -> BlockSensitivity:
     """Measure every block: blocks x levels runs of, on average, half the model. Every projection has a scale."""
     table = []
-    for view in calib.blocks():
-        view.build_tables()
-        runs = (dict.fromkeys(view.names, level) for level in levels)
-        table.append([calib.kl(run, start=view.index, hidden=view.hidden) for run in runs])
-        advance()
+    with progress.stage("Block sensitivity", len(calib.groups)) as stage:
+        for view in calib.blocks():
+            view.build_tables()
+            runs = (calib.thresholds(dict.fromkeys(view.names, level)) for level in levels)
+            table.append([calib.kl(thresholds, view=view) for thresholds in runs])
+            stage.advance()
     return BlockSensitivity(tuple(levels), tuple(zip(*table, strict=True)), calib.flow.num_counted)
 
 
@@ -80,11 +73,9 @@ class Measurement:
     curve: tuple[tuple[float, Quality], ...] = ()
 
 
-class MaskedLogits:
-    """A search's result as the callable, and the counter, that `evaluate_text` takes; a context manager.
-
-    ``thresholds`` by projection are those of the result, until others are put there.
-    """
+class MaskedLogits(AbstractContextManager["MaskedLogits"]):
+    """A search's result as the callable, and the counter, that `evaluate_text` takes; a context manager. ``thresholds``
+    by projection are those of the result, until others are put there."""
 
     def __init__(self, source: SourceModel, result: SearchResult) -> None:
         self._source = source
@@ -93,9 +84,6 @@ class MaskedLogits:
         self.thresholds: Mapping[str, float] = result.apply_to(self._masked)
         self._counting = ExitStack()
         self._realised: Callable[[], Mapping[str, float]] | None = None
-
-    def __enter__(self) -> MaskedLogits:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._counting.close()
@@ -127,15 +115,13 @@ def measure(
     source: SourceModel,
     tokens: CalibrationTokens,
     results: Mapping[float, SearchResult],
-    *,
-    default: float,
     calibration: str | Sequence[str] = "self",
-    sensitivity: bool = True,
+    sensitivity_at: float | None = None,
     fresh: CalibrationTokens | None = None,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Measurement:
-    """Measure what searches on ``tokens``, which came from ``calibration``, found by sparsity."""
-    progress = progress or Progress(enabled=False)
+    """Measure what searches on ``tokens``, which came from ``calibration``, found by sparsity; of the result at one
+    sparsity also how sensitive each block is."""
     num_samples, seq_len, seed = fresh_text(tokens.num_samples, tokens.seq_len, tokens.seed)
     try:
         if fresh is None:
@@ -168,13 +154,12 @@ def measure(
                     found = evaluate_text(logits, fresh.input_ids, ["all"], **options)["all"]
                     (levels if sparsity == target else others)[sparsity] = found
     by_block = None
-    if sensitivity:
+    if sensitivity_at is not None:
         few = min(4, tokens.num_samples)  # enough for a figure that nothing is decided by
         with CalibrationState(source, _beginnings(tokens, few, _SENSITIVITY_TOKENS // few)) as calib:
             for name in calib.names:
-                calib.set_scale(name, results[default].channel_scales[name])
-            with progress.stage("Block sensitivity", len(calib.groups)) as stage:
-                by_block = block_sensitivity(calib, advance=stage.advance)
+                calib.set_scale(name, results[sensitivity_at].channel_scales[name])
+            by_block = block_sensitivity(calib, LEVELS, progress)
     return Measurement(levels, text, by_block, tuple(sorted({**others, **levels}.items())))
 
 
@@ -220,11 +205,9 @@ class Choice:
 
 
 def highest(loss: Callable[[float], float]) -> float | None:
-    """A sparsity whose loss is within the limit, 1, and at most 2% below it, or that of the next one on the grid.
-
-    ``loss`` of a sparsity is asked for at most once each. It is taken to rise with the sparsity: where it does not, the
-    outcome is one of the sparsities at which it crosses the limit. None if not even `LOWEST` is within the limit.
-    """
+    """A sparsity whose loss is within the limit, 1, and at most 2% below it, or that of the next one on the grid; None
+    if not even `LOWEST` is within the limit. ``loss`` is asked for at most once each. It is taken to rise with the
+    sparsity: where it does not, the outcome is one of the sparsities at which it crosses the limit."""
     first, last = round(LOWEST / _GRID), round(MAX_SPARSITY / _GRID)
     known: dict[int, float] = {}
     step = round(_GUESS / _GRID)
@@ -249,23 +232,13 @@ def highest(loss: Callable[[float], float]) -> float | None:
         step = min(max(guess, low), high)
 
 
-def choose(
-    source: SourceModel,
-    tokens: CalibrationTokens,
-    calibration: str | Sequence[str],
-    levels: SparsityLevels,
-    budget: Budget,
-    progress: Progress,
-    stages: Stages = NO_STATE,
-    processes: Processes = ALONE,
-) -> Choice:
-    """The highest sparsity that keeps a budget, see `highest`. Several processes call it alike; the first measures.
-
-    It is measured on another text of the size of ``tokens``, which came from ``calibration``. UsageError if no sparsity
-    keeps the budget; the sentence says what the lowest one costs.
-    """
+def choose(levels: SparsityLevels, calibration: str | Sequence[str], budget: Budget) -> Choice:
+    """The highest sparsity that keeps a budget, see `highest`. Several processes call it alike; the first measures, on
+    another text of the size of ``tokens``, which came from ``calibration``. UsageError if no sparsity keeps the
+    budget."""
     fresh: list[CalibrationTokens] = []
     found: dict[float, tuple[float, float, int]] = {}
+    source, tokens, stages, progress = levels.source, levels.tokens, levels.stages, levels.stages.progress
     size = tokens.num_samples, tokens.seq_len, tokens.seed + _CHOICE_SEED_OFFSET
 
     def spent(sparsity: float) -> float:
@@ -273,13 +246,13 @@ def choose(
 
         def measure() -> Any:
             values = None
-            if processes.leads:
+            if stages.processes.leads:
                 if not fresh:
                     fresh.append(load_calibration(calibration, source.tokenizer, source.model, *size, progress))
                 with MaskedLogits(source, result) as logits, progress.stage("Trying", tokens.num_samples) as stage:
                     quality = evaluate_text(logits, fresh[0].input_ids, ["all"], advance=stage.advance)["all"].sparse
                 values = [quality.kl, quality.top1_agreement, quality.num_tokens]
-            return processes.broadcast(values)
+            return stages.processes.broadcast(values)
 
         kl, top1, num_tokens = stages.run(f"choice-{sparsity!r}", measure)
         found[sparsity] = (kl, top1, num_tokens)

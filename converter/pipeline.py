@@ -131,7 +131,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         fetched = fetch_source(settings.model, plan.source.commit) if processes.leads else plan.source
         fetched = processes.broadcast(fetched)
         checkpoint = Checkpoint.open(fetched.folder, complete=full_config)
-    stages, small_files, complete = Stages(processes=processes), {}, False
+    stages, small_files, complete = Stages(processes=processes, progress=progress), {}, False
     if processes.leads:
         small_files = small_digests(checkpoint.folder, checkpoint.error)
         with progress.stage("Reading the weights"):
@@ -149,8 +149,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         report = Report(Bundle.open(settings.output_dir).recipe, plan.config, None)
         return Conversion(settings.output_dir, plan, report, progress.seconds)
     if processes.leads and settings.resume:
-        default = settings.work_dir is None
-        stages = Stages.open(settings.state_dir, fingerprint, default=default, processes=processes)
+        stages.open(settings.state_dir, fingerprint, default=settings.work_dir is None)
     with closing(stages):
         with progress.stage("Loading the model"):
             source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory)
@@ -162,30 +161,23 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         if tokens is None:
             sizes = {"calibration": size, "measurement": fresh_text(*size)}
             sizes |= {"rotation": directions} if settings.rotation != "none" else {}
-            texts = _self_texts(source, sizes, stages, progress, processes)
+            texts = _self_texts(source, sizes, stages)
             tokens = texts["calibration"]
         record = None
         if settings.rotation != "none":
             generate = partial(load_calibration, settings.calibration, source.tokenizer, source.model)
             text = partial(texts.__getitem__, "rotation") if texts else partial(generate, *directions, progress)
-            source, checkpoint, record = rotate(source, checkpoint, tokens, text, progress, stages, processes)
+            source, checkpoint, record = rotate(source, checkpoint, tokens, text, stages)
         if settings.weights != "native":  # `source` computes with the quantized weights from here on
             kind, numbers = cast(Kind, settings.weights), checkpoint.dtype
-            matrices = quantise_weights(source, tokens, kind, numbers, progress, stages)
+            matrices = quantise_weights(source, tokens, kind, numbers, stages)
             checkpoint = checkpoint.quantize(matrices, numbers)
-        results, choice = _search(source, tokens, settings, progress, stages, processes)
+        results, choice = _search(source, tokens, settings, stages)
         if not processes.leads:
             return None
-        measurement = measure(
-            source,
-            tokens,
-            results,
-            default=settings.default_of(results),
-            calibration=settings.calibration,
-            sensitivity=settings.full_report(plan.device.type),
-            fresh=texts.get("measurement"),
-            progress=progress,
-        )
+        at = settings.default_of(results) if settings.full_report(plan.device.type) else None
+        fresh = texts.get("measurement")
+        measurement = measure(source, tokens, results, settings.calibration, at, fresh, progress)
         del source  # the writer copies from the files and needs its memory more than a model does
         recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, record)
         report = Report(recipe, plan.config, measurement)
@@ -242,43 +234,34 @@ def _fingerprint(plan: Plan, fetched: Source, files: Mapping[str, str]) -> dict[
 
 
 def _self_texts(
-    source: SourceModel,
-    sizes: Mapping[str, tuple[int, int, int]],
-    stages: Stages,
-    progress: Progress,
-    processes: Processes,
+    source: SourceModel, sizes: Mapping[str, tuple[int, int, int]], stages: Stages
 ) -> dict[str, CalibrationTokens]:
     """What the model writes, by the first process and side by side."""
 
     def write() -> dict[str, list[list[int]]]:
-        found = (
-            write_calibration(source.model, source.tokenizer, [*sizes.values()], progress) if processes.leads else []
-        )
-        return processes.broadcast({name: one.input_ids.tolist() for name, one in zip(sizes, found, strict=False)})
+        found = {}
+        if stages.processes.leads:
+            texts = write_calibration(source.model, source.tokenizer, [*sizes.values()], stages.progress)
+            found = {name: text.input_ids.tolist() for name, text in zip(sizes, texts, strict=True)}
+        return stages.processes.broadcast(found)
 
     rows = stages.run("calibration", write)
     return {name: CalibrationTokens.from_rows(rows[name], "self", seed) for name, (_, _, seed) in sizes.items()}
 
 
 def _search(
-    source: SourceModel,
-    tokens: CalibrationTokens,
-    settings: ConvertSettings,
-    progress: Progress,
-    stages: Stages,
-    processes: Processes,
+    source: SourceModel, tokens: CalibrationTokens, settings: ConvertSettings, stages: Stages
 ) -> tuple[dict[float, SearchResult], Choice | None]:
     """The sparsity levels, ascending, and how a budget was met."""
     names = ("method", "num_generations", "num_offspring", "seed")
     search = SearchSettings(search=settings.chosen_search, **{name: getattr(settings, name) for name in names})
-    with SparsityLevels(source, tokens, search, progress, stages, processes) as levels:
+    with SparsityLevels(source, tokens, search, stages) as levels:
         choice = None
         # The highest first: there is most to gain from the steps that only the first one goes all of.
         wanted: Sequence[float] = sorted(settings.levels, reverse=True)
         others: tuple[float, ...] = OTHER_SPARSITIES if len(wanted) == 1 else ()
         if settings.has_budget:
-            budget = Budget(settings.max_kl, settings.min_top1)
-            choice = choose(source, tokens, settings.calibration, levels, budget, progress, stages, processes)
+            choice = choose(levels, settings.calibration, Budget(settings.max_kl, settings.min_top1))
             wanted = [choice.sparsity]
             beside = (round(choice.sparsity + step, 4) for step in (-_NEIGHBOURS, _NEIGHBOURS))
             others = tuple(one for one in beside if 0.0 < one <= MAX_SPARSITY)

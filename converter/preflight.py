@@ -22,7 +22,7 @@ from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .calibration import CalibrationTokens, describe_spec, load_calibration
 from .gptq import group_size
-from .processes import Progress
+from .processes import SILENT, Progress
 from .rotation import why_fixed
 from .sensitivity import LARGEST_LOGITS
 from .settings import ConvertSettings, auto_seq_len
@@ -89,9 +89,8 @@ class Plan:
         }
 
 
-def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Plan:
+def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     """Check everything that can be checked without the weights; any `WisparseError` but damage to the weights."""
-    progress = progress or Progress(enabled=False)
     parse_size(settings.max_shard_size)
     device = choose_device(settings.device, "--device")
     with progress.stage("Checking", 4) as stage:
@@ -136,10 +135,8 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
             sizes = settings.num_samples, settings.length, settings.seed
             tokens = load_calibration(settings.calibration, tokenizer, None, *sizes, progress)
             if (largest := int(tokens.input_ids.max())) >= config.vocab_size:
-                raise UnsupportedModelError(
-                    f"the tokenizer gives token {largest}, but the model knows {config.vocab_size}; they do not belong "
-                    "together"
-                )
+                differs = f"the tokenizer gives token {largest}, but the model knows {config.vocab_size}"
+                raise UnsupportedModelError(f"{differs}; they do not belong together")
         stage.advance()
     dtype = choose_dtype(config.dtype, device)
     free, working = available_bytes(device), working_bytes(config, dtype, settings)

@@ -104,15 +104,14 @@ class Progress:
             task = self._bars.tasks[self._running[-1]]
             done = "" if task.total is None else f": {task.completed:.0f} of {task.total:.0f}"
             note = f", {task.fields['note']}" if task.fields["note"] else ""
-            print(
-                f"{time.monotonic() - self._began:4.0f} s  {task.description}{done}{note}", file=sys.stderr, flush=True
-            )
+            seconds = time.monotonic() - self._began
+            print(f"{seconds:4.0f} s  {task.description}{done}{note}", file=sys.stderr, flush=True)
 
 
+SILENT = Progress(enabled=False)
 T = TypeVar("T")
 
-# The others wait while the first one writes a text, measures or writes a bundle; torchrun notices a process that failed
-# within a second, so this ends only one that hangs.
+# The others wait while the first one measures or writes; it ends one that hangs: torchrun itself sees one that failed.
 _TIMEOUT = timedelta(hours=2)
 _FAILED = "wisparse/failed"
 
@@ -121,12 +120,8 @@ class Processes:
     """Process ``index`` of ``size`` that work together; made by `joined`, or `ALONE`. The first one leads."""
 
     def __init__(self, index: int = 0, size: int = 1, objects: Any = None) -> None:
-        self.index, self.size = index, size
+        self.index, self.size, self.leads = index, size, index == 0
         self._objects = objects  # the process group for Python objects
-
-    @property
-    def leads(self) -> bool:
-        return self.index == 0
 
     def add(self, counts: Tensor) -> Tensor:
         """The sum of an integer tensor over all processes, in its place."""
@@ -147,15 +142,6 @@ class Processes:
         if self.size > 1:
             torch.distributed.broadcast_object_list(box, src=0, group=self._objects)
         return box[0]
-
-    def rounds(self, count: int) -> Iterator[list[int]]:
-        """``count`` units in rounds of one per process: per round, which unit is whose.
-
-        Every other round runs backwards, so that units that become steadily cheaper are shared evenly.
-        """
-        for first in range(0, count, self.size):
-            mine = list(range(first, min(first + self.size, count)))
-            yield mine if (first // self.size) % 2 == 0 else mine[::-1]
 
     def in_order(self, values: Sequence[T]) -> list[T]:
         """What every process found for its own items (every ``size``-th one), in the order of all items."""
@@ -186,12 +172,10 @@ ALONE = Processes()
 
 
 @contextmanager
-def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
-    """Join the processes that torchrun started; yields them, and the device of this one. Without torchrun: `ALONE`.
-
-    An error in any process ends all: it is raised where it happened, and the others leave silently with its exit code,
-    or are ended by torchrun.
-    """
+def joined(device: str) -> Iterator[tuple[Processes, str]]:
+    """Join the processes that torchrun started; yields them, and the device of this one. Without torchrun: `ALONE`. An
+    error in any process ends all: it is raised where it happened, and the others leave silently with its exit code, or
+    are ended by torchrun."""
     from torch import distributed
 
     place, gpus = torchrun_place(), torch.cuda.device_count()
@@ -201,17 +185,13 @@ def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
         return
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    wrong = None
     if place.local_size != size:
-        wrong = "processes of several machines cannot convert together; start all of them on one"
-    elif device not in ("cpu", "cuda"):
-        wrong = f"--device {device}: under torchrun every process takes a GPU of its own; leave it at auto"
-    elif device == "cuda" and size > gpus:
-        wrong = (
-            f"{size} processes, but {gpus} GPU(s); start as many as there are GPUs: torchrun --nproc-per-node {gpus} …"
-        )
-    if wrong is not None:
-        raise UsageError(wrong)
+        raise UsageError("processes of several machines cannot convert together; start all of them on one")
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: under torchrun every process takes a GPU of its own; leave it at auto")
+    if device == "cuda" and size > gpus:
+        advice = f"start as many as there are GPUs: torchrun --nproc-per-node {gpus} …"
+        raise UsageError(f"{size} processes, but {gpus} GPU(s); {advice}")
     cuda = device == "cuda"
     if cuda:
         torch.cuda.set_device(place.local)

@@ -31,9 +31,8 @@ FIGURES: Mapping[str, str] = {
 # Lists of numbers longer than this are thinned out: the report is for reading.
 _LONGEST_HISTORY = 60
 
-# At most this KL in nats per token, at least this top-1 agreement, at most this rise of perplexity -> a word for it.
-# Rules of thumb, from the example models, where the three go together: at a KL of 0.05 hardly an answer changes, at 0.2
-# they make mistakes a reader notices.
+# At most this KL in nats per token, at least this top-1 agreement, at most this rise of perplexity -> a word for it: of
+# the example models at a KL of 0.05 hardly an answer changes, at 0.2 they make mistakes a reader notices.
 _GRADES = (
     (0.02, 0.92, 0.03, "nearly indistinguishable from dense"),
     (0.08, 0.84, 0.1, "close to dense"),
@@ -171,10 +170,7 @@ class Report:
         }
 
     def files(self, inherited: Inherited, repo_id: str | None = None) -> dict[str, bytes]:
-        """Card, report and figures as files of the bundle: relative name -> bytes.
-
-        ``repo_id``: where the bundle is going to be on the Hub.
-        """
+        """Card, report and figures as files of the bundle, by name. ``repo_id``: where it is going to be on the Hub."""
         report = self.to_json()
         figures = render_figures(report)
         captions = [(name, caption) for name, caption in FIGURES.items() if name in figures]

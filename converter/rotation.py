@@ -18,7 +18,6 @@ from wisparse.formats.model_config import LM_HEAD, ModelConfig
 from .calibration import CalibrationTokens
 from .flow import BlockFlow
 from .masking import MaskedModel
-from .processes import ALONE, Processes, Progress
 from .sensitivity import kl_rows
 from .source import SourceModel
 from .state import NO_STATE, Stages
@@ -38,13 +37,10 @@ _TOKENS, _MOST = 256, 0.02
 
 @dataclass(frozen=True)
 class Rotation:
-    """Q (hidden_size, hidden_size), and per block R of its key-value heads (num_kv_heads, head_dim, head_dim).
+    """float32 on the CPU."""
 
-    float32 on the CPU.
-    """
-
-    residual: Tensor
-    heads: tuple[Tensor, ...]
+    residual: Tensor  # Q (hidden_size, hidden_size)
+    heads: tuple[Tensor, ...]  # per block R of its key-value heads (num_kv_heads, head_dim, head_dim)
 
 
 def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
@@ -61,11 +57,7 @@ def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
 
 
 def find_rotation(
-    source: SourceModel,
-    checkpoint: Checkpoint,
-    input_ids: Tensor,
-    keep: Tensor,
-    advance: Callable[[], None] = lambda: None,
+    source: SourceModel, checkpoint: Checkpoint, tokens: CalibrationTokens, advance: Callable[[], None] = lambda: None
 ) -> Rotation:
     """Principal directions over the tokens that count, in the dense model."""
     config = source.config
@@ -78,14 +70,11 @@ def find_rotation(
     first_readers = (f"self_attn.{arch.qkv[0]}", f"mlp.{arch.gate_up[0]}")
     first = {f"model.layers.{i}.{reader}" for i in range(config.num_blocks) for reader in first_readers}
     outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
-    # Transformers' names may have more in front.
-    plain = dict(zip(source.projections, (p.name for p in config.projections()), strict=True))
     norms = {name: _norm(checkpoint, readers[name]) for name in first}
-    flow = BlockFlow(source.model, config, input_ids, keep, _BATCH)
+    flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH)
     batch = 0
 
     def observe(name: str, x: Tensor) -> None:
-        name = plain[name]
         if name in first:
             x = x[flow.counted[batch].to(x.device)].float()
             weight = norms[name].to(x.device)
@@ -184,21 +173,18 @@ def rotate(
     checkpoint: Checkpoint,
     tokens: CalibrationTokens,
     text: Callable[[], CalibrationTokens],
-    progress: Progress | None = None,
     stages: Stages = NO_STATE,
-    processes: Processes = ALONE,
 ) -> tuple[SourceModel, Checkpoint, RotationRecord]:
     """Rotate ``source``, in place, to the principal directions over a text; gives the checkpoint of the rotated weights
     and the recipe's record. Several processes call it alike."""
-    progress = progress or Progress(enabled=False)
 
     def find() -> Any:
         mine = None
-        if processes.leads:
+        if stages.processes.leads:
             given = text()
-            with progress.stage("Principal directions", -(-given.num_samples // _BATCH)) as stage:
-                mine = vars(find_rotation(source, checkpoint, given.input_ids, given.keep, advance=stage.advance))
-        return processes.broadcast(mine)
+            with stages.progress.stage("Principal directions", -(-given.num_samples // _BATCH)) as stage:
+                mine = vars(find_rotation(source, checkpoint, given, stage.advance))
+        return stages.processes.broadcast(mine)
 
     def log_probs() -> Tensor:
         ids = tokens.input_ids[:1, :_TOKENS].to(source.device)
@@ -212,7 +198,7 @@ def rotate(
         output.weight = nn.Parameter(torch.empty_like(output.weight), requires_grad=False)
         model.config.tie_word_embeddings = False
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    with progress.stage("Rotating", len(made.tensors)) as stage:
+    with stages.progress.stage("Rotating", len(made.tensors)) as stage:
         for name in made.tensors:
             (output.weight if name == LM_HEAD else parameters[name]).copy_(made.tensor(name))
             stage.advance()

@@ -38,9 +38,7 @@ def rows_at_once(flow: BlockFlow) -> int:
 
 class DenseReference:
     """The dense model's distributions over the counted tokens of a flow, computed when they are first asked for.
-
-    KL(dense || sparse) = sum p log p - sum p log q, the first sum once for all sparse models.
-    """
+    KL(dense || sparse) = sum p log p - sum p log q, the first sum once for all sparse models."""
 
     def __init__(self, flow: BlockFlow, masked: MaskedModel) -> None:
         self.flow, self.masked = flow, masked
@@ -50,7 +48,8 @@ class DenseReference:
 
     @torch.no_grad()
     def distribution(self, batch: int, index: int) -> tuple[Tensor, Tensor]:
-        """p (T, V) float32 and sum p log p (T,) of chunk ``index`` of `rows_at_once` counted tokens of a micro-batch."""
+        """p (T, V) float32 and sum p log p (T,) of chunk ``index`` of `rows_at_once` counted tokens of a
+        micro-batch."""
         if batch not in self._kept:
             with self.masked.masking({}), self.masked.during(dense_tokens=None):
                 final = self.flow.final(batch)
@@ -93,15 +92,10 @@ def backward(
     gradient_of: Callable[[Tensor], Tensor],
     receive: Callable[[str, Tensor, Tensor], None],
 ) -> None:
-    """Gradients of a loss with respect to the input of every projection, each through that projection alone.
-
-    Goes forward without a graph, keeping a hidden state every few blocks, then forward with a graph and backward over
-    those blocks. No weight gets a gradient.
-
-    Args:
-        gradient_of: from the last hidden states of the counted tokens (T, hidden_size) to the loss's gradient in them.
-        receive: called with a projection's name, its input before the mask (T, K) and the gradient (T, K).
-    """
+    """Gradients of a loss with respect to the input of every projection, each through that projection alone: forward
+    without a graph, keeping a hidden state every few blocks, then forward with a graph and backward over those blocks.
+    No weight gets a gradient. ``gradient_of`` gives the loss's gradient in the last hidden states of the counted tokens
+    (T, hidden_size); ``receive`` gets a projection's name, its input before the mask (T, K) and the gradient (T, K)."""
     counted, config = flow.counted[batch], flow.config
     bytes_per_block = counted.numel() * (14 * config.hidden_size + 5 * config.intermediate_size) * flow.item_size
     span = max(1, _LARGEST_GRAPH_BYTES // bytes_per_block)
@@ -160,10 +154,8 @@ def _label_gradient(flow: BlockFlow, generator: torch.Generator) -> Callable[[Te
 
 
 def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Sum over the counted tokens of one micro-batch of ``gradient_i^2``: per projection (K,) float64 on the CPU.
-
-    The generator is on the CPU and draws a label for each token; a second draw changes the KL by less than 1%.
-    """
+    """Sum over the counted tokens of one micro-batch of ``gradient_i^2``: per projection (K,) float64 on the CPU. The
+    generator is on the CPU and draws a label for each token; a second draw changes the KL by less than 1%."""
     sums: dict[str, Tensor] = {}
 
     def add(name: str, x: Tensor, gradient: Tensor) -> None:
@@ -176,10 +168,8 @@ def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator:
 
 
 def loss_weighted_norm(norm: Tensor, diagonal: Tensor) -> Tensor:
-    """The geometric mean of g (K,) and sqrt(h) (K,), each divided by its own geometric mean: (K,) float32.
-
-    h is estimated from few tokens and g is exact: half-way (in logarithms) is better than either (benchmarks/LOG.md).
-    """
+    """The geometric mean of g (K,) and sqrt(h) (K,), each divided by its own geometric mean: (K,) float32. h is
+    estimated from few tokens and g is exact: half-way (in logarithms) is better than either (benchmarks/LOG.md)."""
     return (channel_scale(norm, 0.5) * channel_scale(diagonal.sqrt().float().to(norm.device), 0.5)).float()
 
 
@@ -191,10 +181,8 @@ def quadratic_damage(
     scales: Mapping[str, Tensor],
     thresholds: Mapping[str, Sequence[float]],
 ) -> dict[str, list[float]]:
-    """Sum over the counted tokens of ``1/2 (gradient . d)^2``: per projection, one number per threshold.
-
-    d is what falls below a threshold of the scores ``|x| * scale``.
-    """
+    """Sum over the counted tokens of ``1/2 (gradient . d)^2``: per projection, one number per threshold; d is what
+    falls below a threshold of the scores ``|x| * scale``."""
     sums: dict[str, Tensor] = {}
 
     def add(name: str, x: Tensor, gradient: Tensor) -> None:

@@ -1,7 +1,5 @@
-"""The model to convert, as transformers runs it: configuration, weights, tokenizer, projections by name.
-
-It computes statistics and losses; the weights of the bundle are copied from the source's files.
-"""
+"""The model to convert, as transformers runs it: configuration, weights, tokenizer, projections by name. It computes
+statistics and losses; the weights of the bundle are copied from the source's files."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
         open_regular(checkpoint.folder, name, checkpoint.error, identity).close()  # unchanged meanwhile
         return found
 
-    names = [path.name for path in checkpoint.files()]
+    names = [*checkpoint.identities]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(digest, names), strict=True))
 
@@ -65,19 +63,14 @@ _ACCELERATE = (1, 15)
 
 @dataclass(frozen=True)
 class SourceModel:
-    """transformers' model and tokenizer, in evaluation mode, without gradients and without a cache.
-
-    ``projections`` maps full names to modules in the order of `ModelConfig.projections`; token ids go in on ``device``;
-    ``dtype`` is that of the computation, not of the bundle.
-    """
+    """transformers' model and tokenizer, in evaluation mode, without gradients and without a cache."""
 
     model: Any
     config: ModelConfig
     tokenizer: Any
-    projections: Mapping[str, nn.Linear]
-    blocks: nn.ModuleList
-    device: torch.device
-    dtype: torch.dtype
+    projections: Mapping[str, nn.Linear]  # by full name, in the order of `ModelConfig.projections`
+    device: torch.device  # where token ids go in
+    dtype: torch.dtype  # of the computation, not of the bundle
 
     def weight(self, name: str) -> Tensor:
         """A projection's weight (N, K), fetched from where it is kept if the device has no room for it."""
@@ -116,12 +109,9 @@ def load_source(
     max_memory: Mapping[int | str, int] | None = None,
     bundle: bool = False,
 ) -> SourceModel:
-    """Load a Hugging Face checkpoint from a local folder; nothing from the folder is executed.
-
-    Args:
-        max_memory: accelerate's limits in bytes by GPU and for ``cpu``, for a model larger than one device. Blocks are
-            spread over the GPUs; what they cannot hold stays in memory, and what that cannot hold in the files.
-    """
+    """Load a Hugging Face checkpoint from a local folder; nothing from the folder is executed. ``max_memory``:
+    accelerate's limits in bytes by GPU and for ``cpu``, for a model larger than one device. Blocks are spread over the
+    GPUs; what they cannot hold stays in memory, and what that cannot hold in the files."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     folder = Path(folder)
@@ -180,10 +170,8 @@ def load_source(
         # transformers and safetensors raise about a dozen kinds here; all of them mean: these files are no model.
         raise UnsupportedModelError(f"{shown(folder)}: the weights cannot be loaded: {first_line(error)}") from error
     if missing:  # transformers fills what is missing with random numbers and only warns
-        raise UnsupportedModelError(
-            f"{shown(folder)}: {len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}; "
-            "download the checkpoint again"
-        )
+        lack = f"{len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}"
+        raise UnsupportedModelError(f"{shown(folder)}: {lack}; download the checkpoint again")
     if not placement:
         model.to(device)
     model.eval()
@@ -192,16 +180,13 @@ def load_source(
     for name, parameter in model.named_parameters():
         # A sum is not finite if any element is not; in float64 it cannot overflow on its own, and needs no copy.
         if not parameter.is_meta and not torch.isfinite(parameter.detach().sum(dtype=torch.float64)):
-            raise UnsupportedModelError(
-                f"{shown(folder)}: {name} holds NaN or Inf, so no statistic of this model means anything; "
-                "use an intact checkpoint"
-            )
+            wrong = f"{name} holds NaN or Inf, so no statistic of this model means anything"
+            raise UnsupportedModelError(f"{shown(folder)}: {wrong}; use an intact checkpoint")
     return SourceModel(
         model=model,
         config=config,
         tokenizer=tokenizer,
         projections={projection.name: model.get_submodule(projection.name) for projection in config.projections()},
-        blocks=model.get_decoder().layers,
         device=input_device(model),
         dtype=dtype,
     )
@@ -211,10 +196,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.t
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a checkpoint, taken literally from ``tokenizer.json``, as the runtime does.
-
-    transformers 5 picks a class by ``model_type``, and some (Qwen2's) replace the file's pre-tokenizer by their own.
-    """
+    """The tokenizer of a checkpoint, taken literally from ``tokenizer.json``, as the runtime does. transformers 5 picks
+    a class by ``model_type``, and some (Qwen2's) replace the file's pre-tokenizer by their own."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(folder)
@@ -223,15 +206,13 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         with _quiet_transformers():
             return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        there = sorted(name for name in _TOKENIZER_FILES if (folder / name).is_file())
+        there, why = sorted(name for name in _TOKENIZER_FILES if (folder / name).is_file()), str(error).split()
+        wrong = f" can be made from {', '.join(there)}: {' '.join(why)[:300]}"
         if not there:
-            raise UnsupportedModelError(
-                f"{shown(folder)}: no tokenizer: expected tokenizer.json beside config.json, found none; copy it from "
-                "the model that this one was made from"
-            ) from None
-        raise UnsupportedModelError(
-            f"{shown(folder)}: no tokenizer can be made from {', '.join(there)}: {' '.join(str(error).split())[:300]}"
-        ) from error
+            wrong = (
+                ": expected tokenizer.json beside config.json, found none; copy it from the model this was made from"
+            )
+        raise UnsupportedModelError(f"{shown(folder)}: no tokenizer{wrong}") from error
 
 
 @contextmanager
@@ -261,10 +242,8 @@ _PICTURE_POSITIONS = ("mrope_section", "mrope_interleaved")
 
 
 def full_config(config: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
-    """The text model's ``config.json`` from a source's, with every field in transformers 5's spelling.
-
-    What the source states in an older spelling stays beside it, for tools that know no other.
-    """
+    """The text model's ``config.json`` from a source's, with every field in transformers 5's spelling. What the source
+    states in an older spelling stays beside it, for tools that know no other."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     model_type = config.get("model_type")
@@ -311,12 +290,9 @@ def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     if not isinstance(inner, str) or inner not in known:
         raise UnsupportedModelError(f"unsupported text model inside {model_type}: {why_refused(given, inner, known)}")
     if config.get("quantization_config") or given.get("quantization_config"):
-        raise UnsupportedModelError(
-            f"the model is quantised, which is not known of text models inside {model_type}: use the unquantised "
-            "checkpoint"
-        )
-    # The wrapper's own token ids are those that transformers uses; types are taken from it where the text model's
-    # config has none.
+        unknown = f"the model is quantised, which is not known of text models inside {model_type}"
+        raise UnsupportedModelError(f"{unknown}: use the unquantised checkpoint")
+    # The wrapper's own token ids are those in use; types are taken from it where the text model's config has none.
     first = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
     types = ("dtype", "torch_dtype", "transformers_version")
     last = {key: config[key] for key in types if key in config and given.get(key) is None}
@@ -332,11 +308,9 @@ def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def _tied(config: Mapping[str, Any], given: Mapping[str, Any], names: Collection[str] | None) -> bool | None:
-    """Whether the output layer is the embedding; None where nothing says so and the class's default holds.
-
-    Both configs have the key in some versions of transformers, one or none in others. Where they contradict each other
-    or say nothing the weights tell.
-    """
+    """Whether the output layer is the embedding; None where nothing says so and the class's default holds. Both configs
+    have the key in some versions of transformers, one or none in others. Where they contradict each other or say
+    nothing the weights tell."""
     stated = [one["tie_word_embeddings"] for one in (config, given) if one.get("tie_word_embeddings") is not None]
     if names is None or not all(isinstance(value, bool) for value in stated):
         return stated[0] if stated else None

@@ -22,17 +22,18 @@ from wisparse.formats.folder import entries, lock_file, remove_files, require_wr
 from wisparse.formats.guard import file_digest
 from wisparse.formats.manifest import MANIFEST
 
-from .processes import ALONE, Processes
+from .processes import ALONE, SILENT, Processes, Progress
 
 _log = logging.getLogger("wisparse")
 
 
 @dataclass
 class Stages:
-    """Results of finished stages; nothing is kept without a folder. Several processes share those of the first."""
+    """Results of finished stages, kept once `open` has given a folder. Several processes share those of the first."""
 
     folder: Path | None = None
     processes: Processes = ALONE
+    progress: Progress = SILENT
     lock: IO[str] | None = None
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -52,31 +53,28 @@ class Stages:
             self._write(path.name, _digest(name, buffer.getvalue()) + buffer.getvalue())
         return value
 
-    @classmethod
-    def open(
-        cls, folder: Path, fingerprint: dict[str, Any], *, default: bool = False, processes: Processes = ALONE
-    ) -> Stages:
-        """The results in ``folder``, emptied if of another ``fingerprint``; a ``default`` folder is ours to remove."""
+    def open(self, folder: Path, fingerprint: dict[str, Any], *, default: bool = False) -> Stages:
+        """Keep results in ``folder``, emptied if of another ``fingerprint``; a ``default`` folder is ours to remove."""
         check_folder(folder)
         folder = Path(os.path.realpath(folder))
         with _disk_errors(folder):
             made = default or not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            stages = cls(folder, processes, _lock(folder))
+            self.lock, self.folder = _lock(folder), folder
             found, wanted = _read_state(folder), json.loads(json.dumps(fingerprint))
             before = found.get("fingerprint", {})
-            stages.state |= {"fingerprint": wanted, "made folder": made or found.get("made folder", False)}
+            self.state |= {"fingerprint": wanted, "made folder": made or found.get("made folder", False)}
             if before != wanted:
                 remove_files(folder, [name for name in entries(folder) if name != "lock"], keep=True)
                 # After the results are gone: a kill in between leaves an empty folder, never a wrong result.
-                stages._write("state.json", json.dumps(stages.state).encode())
+                self._write("state.json", json.dumps(self.state).encode())
         changed = [name for name in {**wanted, **before} if before.get(name) != wanted.get(name)]
         if found and changed:
             words = (f"{name}: was {before.get(name)!r:.60}, is {wanted.get(name)!r:.60}" for name in changed)
             _log.warning("starting over, because this differs from the interrupted run: %s", "; ".join(words))
         elif finished := sorted(path.stem for path in folder.glob("*.stage")):
             _log.warning("resuming from %s (finished: %s)", folder, ", ".join(finished))
-        return stages
+        return self
 
     def mark_bundle(self, manifest_sha256: str) -> None:
         """Note which bundle is about to be renamed to its place."""

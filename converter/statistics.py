@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,16 +14,12 @@ from wisparse.kernels import reference
 from .processes import ALONE, Processes
 
 _SMALLEST = 1e-4
-
 # How far from the quantile a threshold may be, as a fraction of all scores: a tenth of a point of sparsity.
 _NEAR = 1e-3
-
 # Scores sorted at once, at most: 256 MiB of float32.
 _SORT_LIMIT = 1 << 26
-
 # Scores counted at once, about: each takes some 20 bytes on the way.
 _CHUNK = 1 << 24
-
 _BINS = 1 << 16
 
 
@@ -34,36 +29,30 @@ def weight_norm(weight: Tensor) -> Tensor:
 
 
 def channel_scale(norm: Tensor, alpha: float) -> Tensor:
-    """``clamp(g / gmean(g), 1e-4) ** alpha``, (K,) float32.
-
-    The geometric mean is over the non-zero columns: a zero column contributes nothing to the output, and must neither
-    drag the mean to 0 nor get a scale of 0 (a threshold of 0 means dense).
-    """
+    """``clamp(g / gmean(g), 1e-4) ** alpha``, (K,) float32. The geometric mean is over the non-zero columns: a zero
+    column contributes nothing to the output, and must neither drag the mean to 0 nor get a scale of 0 (a threshold of 0
+    means dense)."""
     positive = norm[norm > 0].double()
     mean = positive.log().mean().exp() if positive.numel() else norm.new_ones((), dtype=torch.float64)
     return (norm.double() / mean).clamp(min=_SMALLEST).pow(alpha).float()
 
 
-class Scores(Sequence[Tensor]):
-    """|x| * scale of inputs (T, K) and scale (K,), float32, in chunks: never all in memory at once.
-
-    ``total`` counts the scores of all processes.
-    """
+class Scores:
+    """|x| * scale of inputs (T, K) and scale (K,), float32, in chunks: never all in memory at once. ``total`` counts
+    the scores of all processes."""
 
     def __init__(self, inputs: Tensor, scale: Tensor, processes: Processes = ALONE) -> None:
         self._chunks = inputs.split(max(1, _CHUNK // inputs.shape[1]))
-        self._scale = scale.to(inputs.device)
+        self.device, self.processes = inputs.device, processes
+        self._scale = scale.to(self.device)
         self._only = reference.scores(inputs, self._scale) if len(self._chunks) == 1 else None
-        self.processes = processes
-        self.total = int(processes.add(torch.tensor(inputs.numel(), device=inputs.device)))
+        self.total = int(processes.add(torch.tensor(inputs.numel(), device=self.device)))
 
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def __getitem__(self, index: Any) -> Any:
-        return (
-            self._only if self._only is not None and index == 0 else reference.scores(self._chunks[index], self._scale)
-        )
+    def __iter__(self) -> Iterator[Tensor]:
+        if self._only is not None:
+            yield self._only
+        else:
+            yield from (reference.scores(chunk, self._scale) for chunk in self._chunks)
 
     def dropped(self, threshold: float) -> int:
         """How many a mask of ``threshold`` drops, of all processes."""
@@ -71,14 +60,12 @@ class Scores(Sequence[Tensor]):
         return self.total - int(self.processes.add(kept))
 
 
-def score_quantiles(scores: Sequence[Tensor], sparsities: Sequence[float]) -> list[float]:
-    """Thresholds that drop given fractions, in [0, 1), of float32 scores >= 0 on one device.
-
-    With ``score >= threshold`` kept, the fraction dropped is as close to the sparsity as the values allow: within half
-    a value, and beyond that only where values tie. The threshold of sparsity 0 is 0. `Scores` of several processes are
-    taken together.
-    """
-    total = _total(scores)
+def score_quantiles(scores: Scores, sparsities: Sequence[float]) -> list[float]:
+    """Thresholds that drop given fractions, in [0, 1), of float32 scores >= 0 on one device. With ``score >=
+    threshold`` kept, the fraction dropped is as close to the sparsity as the values allow: within half a value, and
+    beyond that only where values tie. The threshold of sparsity 0 is 0. `Scores` of several processes are taken
+    together."""
+    total = scores.total
     found = ranked(scores, [min(round(s * total), total - 1) for s in sparsities])
     result = []
     for sparsity, (value, below, through) in zip(sparsities, found, strict=True):
@@ -94,16 +81,15 @@ def next_float(value: float) -> float:
     return _float(struct.unpack("<i", struct.pack("<f", value))[0] + 1)
 
 
-def ranked(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[float, int, int]]:
+def ranked(scores: Scores, ranks: Sequence[int]) -> list[tuple[float, int, int]]:
     """The values at ``ranks`` of the sorted scores, from 0: (value, how many are smaller, how many are not larger)."""
-    processes = scores.processes if isinstance(scores, Scores) else ALONE
-    on_cpu = scores[0].device.type == "cpu"
+    on_cpu = scores.device.type == "cpu"
     # On a GPU a few values are found faster by counting.
-    if _total(scores) > _SORT_LIMIT or (not on_cpu and len(ranks) <= 4):
-        return _counted_ranks(scores, ranks, processes)
+    if scores.total > _SORT_LIMIT or (not on_cpu and len(ranks) <= 4):
+        return _counted_ranks(scores, ranks)
     values = torch.cat([chunk.reshape(-1) for chunk in scores])
-    if processes.size > 1:
-        values = torch.cat(processes.gather(values.cpu())).to(values.device)
+    if scores.processes.size > 1:
+        values = torch.cat(scores.processes.gather(values.cpu())).to(values.device)
     if on_cpu:  # numpy sorts ten times as fast as torch, which finds the permutation too
         array = values.numpy()
         if len(ranks) <= 4:
@@ -117,28 +103,20 @@ def ranked(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[float, 
     return list(zip(chosen.tolist(), below.tolist(), through.tolist(), strict=True))
 
 
-def _total(scores: Sequence[Tensor]) -> int:
-    return scores.total if isinstance(scores, Scores) else sum(chunk.numel() for chunk in scores)
-
-
 def _float(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<i", bits))[0]
 
 
-def _counted_ranks(
-    scores: Sequence[Tensor], ranks: Sequence[int], processes: Processes
-) -> list[tuple[float, int, int]]:
-    """`ranked` by counting bits, which order like the floats where these are not negative.
-
-    The upper 16 bits of all scores first, then the lower 16 of those in the bin that holds a rank.
-    """
+def _counted_ranks(scores: Scores, ranks: Sequence[int]) -> list[tuple[float, int, int]]:
+    """`ranked` by counting bits, which order like the floats where these are not negative: the upper 16 bits of all
+    scores first, then the lower 16 of those in the bin that holds a rank."""
 
     def count(bits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Running sums of the bins' counts."""
-        counts = torch.zeros(_BINS, dtype=torch.int64, device=scores[0].device)
+        counts = torch.zeros(_BINS, dtype=torch.int64, device=scores.device)
         for chunk in scores:
             counts += torch.bincount(bits_of(chunk.reshape(-1).contiguous().view(torch.int32)), minlength=_BINS)
-        return processes.add(counts).cumsum(0).cpu()
+        return scores.processes.add(counts).cumsum(0).cpu()
 
     def find(sums: Tensor, rank: int) -> tuple[int, int, int]:
         """The bin of a rank, and how many are below it and through it."""
@@ -169,10 +147,8 @@ class Gaps:
 
     @staticmethod
     def _around(scores: Scores, sparsity: float) -> tuple[float, float]:
-        """Two scores such that any threshold above the one, up to the other, drops ``sparsity`` within `_NEAR`.
-
-        Further off only where so many scores tie that they decide: then they and a neighbour.
-        """
+        """Two scores such that any threshold above the one, up to the other, drops ``sparsity`` within `_NEAR`; further
+        off only where so many scores tie that they decide: then they and a neighbour."""
         total = scores.total
         wanted, near = sparsity * total, _NEAR * total
         fewest = max(1, min(round(wanted), math.ceil(wanted - near)))

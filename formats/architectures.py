@@ -50,12 +50,9 @@ class QKNorm:
 class Architecture:
     class_name: str
     norms: Norms = _BEFORE
-    # Norms multiply by 1 + weight, in float32 (Gemma), instead of by weight.
-    norm_offset: bool = False
-    # Projections that read the attention's input: q, k, v, or the one that all three are fused in.
-    qkv: tuple[str, ...] = _QKV[0]
-    # Projections that read the MLP's input: gate, up, or the one that both are fused in.
-    gate_up: tuple[str, ...] = _GATE_UP[0]
+    norm_offset: bool = False  # norms multiply by 1 + weight, in float32 (Gemma), instead of by weight
+    qkv: tuple[str, ...] = _QKV[0]  # projections that read the attention's input: q, k, v, or all three fused
+    gate_up: tuple[str, ...] = _GATE_UP[0]  # projections that read the MLP's input: gate, up, or both fused
     # True or False where the architecture fixes it, else the config key that says so.
     qkv_bias: bool | str = False
     o_bias: bool | str = False
@@ -67,30 +64,23 @@ class Architecture:
     # Blocks without a window have a head_dim and num_key_value_heads of their own, in ``per_layer_config``, or
     # ``global_head_dim`` and, with ``attention_k_eq_v``, ``num_global_key_value_heads``.
     full_heads: bool = False
-    # Config key; where it is true, blocks without a window have no ``v_proj``: their values are the output of ``k_proj``,
-    # neither normalised as keys are nor rotated.
+    # Config key; where true, values of blocks without a window are ``k_proj``'s output, neither normalised nor rotated.
     shared_values: str | None = None
-    # Each head's values are divided by their root mean square; there is no weight.
-    value_norm: bool = False
-    # Name of a tensor (1,) of each block that the block's output is multiplied by.
-    block_scalar: str | None = None
+    value_norm: bool = False  # each head's values are divided by their root mean square; there is no weight
+    block_scalar: str | None = None  # name of a tensor (1,) of each block that the block's output is multiplied by
     # ``q_proj`` gives each head its query and then a gate of the same width, whose sigmoid multiplies the head's output.
     attention_gate: bool = False
     # Each block's entry in ``layer_types`` says what it is: ``full_attention``, ``sliding_attention``, or, where
     # ``recurrent``, ``linear_attention``: a gated DeltaNet. Without, all blocks have the config's window, if there is one.
     layer_types: bool = False
     recurrent: bool = False
-    # The rotary embedding rotates neighbours (2i, 2i + 1), not halves (i, i + rotary_dim / 2).
-    interleaved: bool = False
+    interleaved: bool = False  # the rotary embedding rotates neighbours (2i, 2i + 1), not halves
     # Blocks with a window have a rotary embedding of their own: ``rope_parameters`` has one for each layer type.
     local_rope: bool = False
-    # Blocks without a rotary embedding: ``full``, those without a window in a model where others have one; ``listed``,
-    # those whose entry in ``no_rope_layers`` is 0.
+    # Blocks without a rotary embedding: ``full``, without a window where others have one; ``listed`` in the config.
     unrotated: Literal["full", "listed"] | None = None
-    # What scores are multiplied by; None for head_dim**-0.5.
-    attention_scale: Power | None = None
-    # Queries grow with the logarithm of the position, by ``llama_4_scaling_beta``.
-    query_scaling: bool = False
+    attention_scale: Power | None = None  # what scores are multiplied by; None for head_dim**-0.5
+    query_scaling: bool = False  # queries grow with the logarithm of the position, by ``llama_4_scaling_beta``
     # Config keys of c in c * tanh(x / c); None where there is no such thing.
     attention_softcap: str | None = None
     logits_softcap: str | None = None
@@ -116,6 +106,8 @@ _NEWER_GEMMA: dict[str, Any] = {
     "attention_scale": ("query_pre_attn_scalar", -0.5),
     "logits_softcap": "final_logit_softcapping",
 }
+_QWEN3: dict[str, Any] = {**_BIASES, **_WINDOWS, "qk_norm": QKNorm()}
+_OLMO: dict[str, Any] = {**_BIASES, "norms": _AFTER, "qk_norm": QKNorm(per_head=False)}
 _GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "interleaved": True}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -124,16 +116,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ministral": Architecture("MinistralForCausalLM", **_WINDOWS),
     "ministral3": Architecture("Ministral3ForCausalLM", query_scaling=True),
     "qwen2": Architecture("Qwen2ForCausalLM", **_WINDOWS, qkv_bias=True),
-    "qwen3": Architecture("Qwen3ForCausalLM", **_WINDOWS, **_BIASES, qk_norm=QKNorm()),
-    "qwen3_5_text": Architecture(
-        "Qwen3_5ForCausalLM",
-        **_WINDOWS,
-        **_BIASES,
-        norm_offset=True,
-        qk_norm=QKNorm(),
-        attention_gate=True,
-        recurrent=True,
-    ),
+    "qwen3": Architecture("Qwen3ForCausalLM", **_QWEN3),
+    "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", **_QWEN3, norm_offset=True, attention_gate=True, recurrent=True),
     "phi3": Architecture("Phi3ForCausalLM", qkv=_QKV[1], gate_up=_GATE_UP[1]),
     # The first files of Gemma say "gelu" and mean the one by tanh.
     "gemma": Architecture("GemmaForCausalLM", **_GEMMA, activations={**ACTIVATIONS, "gelu": "gelu_tanh"}),
@@ -141,24 +125,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3_text": Architecture("Gemma3ForCausalLM", **_NEWER_GEMMA, qk_norm=QKNorm(), local_rope=True),
     "gemma4_text": Architecture(
         "Gemma4ForCausalLM",
-        **_BIASES,
-        **_WINDOWS,
-        norms=_SANDWICH,
+        **{**_NEWER_GEMMA, "norm_offset": False, "attention_scale": ("head_dim", 0)},  # 1, whatever the width
         qk_norm=QKNorm(),
-        activation="hidden_activation",
         full_heads=True,
         shared_values="attention_k_eq_v",
         value_norm=True,
         block_scalar="layer_scalar",
         local_rope=True,
-        attention_scale=("head_dim", 0),  # 1, whatever the width
-        logits_softcap="final_logit_softcapping",
-        embedding_multiplier=("hidden_size", 0.5),
     ),
-    "olmo2": Architecture("Olmo2ForCausalLM", **_BIASES, norms=_AFTER, qk_norm=QKNorm(per_head=False)),
-    "olmo3": Architecture(
-        "Olmo3ForCausalLM", **_BIASES, **_WINDOWS, norms=_AFTER, qk_norm=QKNorm(per_head=False), local_rope=True
-    ),
+    "olmo2": Architecture("Olmo2ForCausalLM", **_OLMO),
+    "olmo3": Architecture("Olmo3ForCausalLM", **_OLMO, **_WINDOWS, local_rope=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", **_BIASES, **_WINDOWS, mlp_bias="mlp_bias", unrotated="listed"),
     "granite": Architecture(
         "GraniteForCausalLM",
@@ -201,8 +177,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
 }
-# Beginnings of a text model's tensors in a wrapper, in every spelling that transformers has published -> in the plain
-# model. What begins otherwise has its plain name already.
+# Beginnings of a text model's tensors in a wrapper, in every spelling of transformers -> those in the plain model.
 RENAMED: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",

@@ -121,7 +121,7 @@ class Bundle:
                 raise BundleError(f"config.json: wisparse.{key}: expected {wanted!r}, found {found!r:.80}")
         checkpoint = Checkpoint.open(folder, error=BundleError)
         # Manifest, index and folder name the same files.
-        needed = {"config.json", INDEX, SIDECAR} | {path.name for path in checkpoint.files()}
+        needed = {"config.json", INDEX, SIDECAR, *checkpoint.identities}
         present = guard.list_files(folder, _MAX_FILES, BundleError)
         for name in sorted((needed | (SMALL_FILES.keys() & present)) - set(manifest.sha256)):
             raise BundleError(f"{MANIFEST}: files: no entry for {name}")
@@ -145,9 +145,8 @@ class Bundle:
                 missing = [name for name in names if name not in listed]
                 extra = [name for name in listed if name not in names]
                 what = f"no entry for {missing[0]}" if missing else f"unknown or repeated {(extra or listed)[0]!r:.200}"
-                raise BundleError(
-                    f"{MANIFEST}: projections{at}: expected the model's {len(names)} in their order, {what}; convert again"
-                )
+                wanted = f"expected the model's {len(names)} in their order"
+                raise BundleError(f"{MANIFEST}: projections{at}: {wanted}, {what}; convert again")
             if blocks != num_blocks:
                 raise BundleError(f"{MANIFEST}: block_sparsities{at}: expected {num_blocks} values, found {blocks}")
         levels = read_masks(_read_checked(folder, SIDECAR, manifest), projections, manifest)
@@ -172,9 +171,8 @@ def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def _damaged(name: str, expected: str, found: str) -> BundleError:
-    return BundleError(
-        f"{name}: expected sha256 {expected:.16}…, found {found:.16}…; the file is damaged or was edited: fetch it again"
-    )
+    differs = f"expected sha256 {expected:.16}…, found {found:.16}…"
+    return BundleError(f"{name}: {differs}; the file is damaged or was edited: fetch it again")
 
 
 def read_masks(
@@ -226,9 +224,8 @@ def read_masks(
             for key, number in (("threshold", threshold), ("sparsity", sparsity)):
                 stated = getattr(recipe, key)
                 if float(np.float32(stated)) != number:
-                    raise BundleError(
-                        f"{recipe.name}: {MANIFEST} says {key} {stated!r}, {SIDECAR} says {number!r}; convert again"
-                    )
+                    said = f"{MANIFEST} says {key} {stated!r}, {SIDECAR} says {number!r}"
+                    raise BundleError(f"{recipe.name}: {said}; convert again")
             # The recipe's double, so that 0.35 is printed as 0.35.
             levels[level.sparsity][recipe.name] = ProjectionMask(scale.copy(), threshold, float(recipe.sparsity))
     return levels
@@ -270,7 +267,7 @@ def verify_bundle(folder: str | os.PathLike[str], *, unfinished: bool = False) -
     bundle = Bundle.open(folder, unfinished=unfinished)
     checkpoint, sha256 = bundle.checkpoint, bundle.manifest.sha256
     notes: list[str] = []
-    weights = {path.name for path in checkpoint.files()}
+    weights = set(checkpoint.identities)
 
     def check_file(name: str) -> int:
         """Check the sha256 of one file; returns its size. A document that is missing or edited is a note."""

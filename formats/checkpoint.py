@@ -29,14 +29,12 @@ INDEX = "model.safetensors.index.json"
 _OF_DECODERS = re.compile("ForCausalLM|ForConditionalGeneration|LMHead|None")  # classes that write text, or none named
 _SINGLE = "model.safetensors"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt", "model.bin")
-# Tensors that add nothing to what decoding computes: rotary frequencies in old Llama checkpoints, and Qwen3.5's block
-# that guesses several tokens at once, which transformers leaves out as well.
+# Tensors that decoding does without: rotary frequencies of old Llamas, Qwen3.5's block that guesses several tokens.
 _DERIVED = re.compile(r"model\.layers\..*\.self_attn\.rotary_emb\.inv_freq|mtp\..*", re.DOTALL)
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES, _MAX_HEADER_BYTES = 1 << 20, 16 << 20, 32 << 20
-# An integer of the same size, and infinity's pattern. Integers are all finite; fp8 has no infinity, and its NaN is
-# looked for where the weight is put together.
+# An integer of the same size, and infinity's pattern. fp8 has no infinity, and its NaN is looked for by `Plain.decode`.
 _INFINITY = {"float32": ("int32", 0x7F800000), "bfloat16": ("int16", 0x7F80), "float16": ("int16", 0x7C00)}
 # Small tensors that say how the others are to be read: looked at before any weight is.
 _READ_FIRST = ("weight_shape", "g_idx")
@@ -48,8 +46,7 @@ _OF_QUANTISED = (
 # Small enough that the bytes are still in the cache when they are looked at.
 _COPY_BYTES = 1 << 20
 
-# Weights that are numbers, and what else stands for weights in few bits.
-# safetensors' names of types, and torch's with their bytes.
+# safetensors' names of types, and torch's with their bytes: of weights that are numbers, and of all that are read.
 DTYPES: Mapping[str, tuple[str, int]] = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 _STORED_DTYPES: Mapping[str, tuple[str, int]] = dict(
     DTYPES, I8=("int8", 1), I32=("int32", 4), I64=("int64", 8), F8_E4M3=("float8_e4m3fn", 1)
@@ -139,9 +136,8 @@ class Checkpoint:
     folder: Path
     config_dict: Mapping[str, Any]  # ``config.json``; of a wrapper (vision and text) what its text model's would be
     config: ModelConfig
-    # name -> info, in the order a decoder meets them; exactly the expected ones, plus ``lm_head.weight`` where a tied
-    # checkpoint stores it nevertheless. Names are those of a plain text model. Where a weight is stored in few bits,
-    # the tensors that stand for it take its place
+    # plain name -> info, in the order a decoder meets them: the expected ones, and ``lm_head.weight`` where a tied
+    # checkpoint stores it nevertheless. The tensors that stand for a weight in few bits take its place
     tensors: Mapping[str, TensorInfo]
     quantised: Mapping[str, StoredWeight]  # name of every weight that is stored in few bits -> how
     vision_tensors: int  # how many tensors of a wrapper are not the text model's; 0 for a plain model
@@ -183,9 +179,7 @@ class Checkpoint:
             config_dict = complete(stored_config, stored)
             config = ModelConfig.from_dict(config_dict)
         if config.num_blocks > len(stored):
-            raise error(
-                f"config.json: num_hidden_layers is {config.num_blocks}, but there are only {len(stored)} tensors"
-            )
+            raise error(f"config.json: num_hidden_layers is {config.num_blocks}, but there are {len(stored)} tensors")
         expected = expected_tensors(config)
         quantised = {name: StoredWeight(packing, *expected[name]) for name, packing in packings.items()}
         if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
@@ -215,9 +209,8 @@ class Checkpoint:
             but = "; quantization_config does not say what the files hold" if lies else ""
             if "embed_tokens.weight" in stored or not _OF_DECODERS.search(str(stored_config.get("architectures"))):
                 but += "; an embedding, reward or classification model writes no text: give the causal LM"
-            raise error(
-                f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(differs)}{but}"
-            )
+            kind = config.architecture.class_name
+            raise error(f"the weights do not fit config.json ({kind}): {'; '.join(differs)}{but}")
         tensors = {}
         for name, part in parts.items():
             file = weight_map[stored[name]]
@@ -294,9 +287,6 @@ class Checkpoint:
     def identities(self) -> Mapping[str, guard.FileIdentity]:
         """File -> which one it was when it was opened; reading from another raises."""
         return {name: file.identity for name, file in self._files.items()}
-
-    def files(self) -> tuple[Path, ...]:
-        return tuple(self.folder / name for name in self._files)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -405,9 +395,7 @@ def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError
     config = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
     # The entry in config.json does not say: transformers copies it into a dense checkpoint saved from a bundle.
     if not is_bundle and any((folder / name).exists() for name in (MANIFEST, SIDECAR)):
-        raise error(
-            f"{guard.shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
-        )
+        raise error(f"{guard.shown(folder)}: already a sparse bundle; expected a dense model: convert its base model")
     return config
 
 
@@ -424,8 +412,7 @@ def is_finite(values: Tensor) -> bool:
     name = _name_of(values.dtype)
     if name not in _INFINITY:
         return True
-    # Bit patterns in their order: infinity and NaN come last, negative ones last of all. Two maxima are twenty times
-    # faster than isfinite().all(), and wake no threads.
+    # Of bit patterns infinity and NaN come last, negative ones last of all: twenty times as fast as isfinite().all().
     integer, infinity = _INFINITY[name]
     signed = values.detach().cpu().contiguous().view(getattr(torch, integer)).numpy()
     unsigned = signed.view(f"u{signed.itemsize}")

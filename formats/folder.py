@@ -222,9 +222,7 @@ def _owned(folder: Path, kind: Kind) -> set[str]:
         raise UsageError(f"{folder}: not {kind.name}, so --overwrite will not replace it; choose another output folder")
     for name in found:
         if name not in known and not (name.endswith("/") and any(one.startswith(name) for one in known)):
-            raise UsageError(
-                f"{folder}: holds {name!r:.200}, which is not part of {kind.name}; move it elsewhere first"
-            )
+            raise UsageError(f"{folder}: holds {name!r:.200}, which is not part of {kind.name}; move it away first")
     return set(found)
 
 

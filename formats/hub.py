@@ -20,8 +20,7 @@ from .guard import WANTED, WANTED_BUNDLE, file_digest, find_folder, list_files, 
 from .lazy import hub_errors as hub
 from .manifest import MANIFEST, listed_files
 
-# What a conversion or a decoder reads. Mistral's repositories hold every weight a second time (consolidated*), others
-# keep exports in sub-folders: neither is wanted.
+# What is read. Mistral's repositories hold every weight twice (consolidated*), others keep exports in sub-folders.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "README.md", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"]
 _SMALL_FILES += ["wisparse.safetensors"]
 # Of the folders only additional_chat_templates/ is wanted: a pattern cannot say "but".
@@ -137,10 +136,8 @@ def check_write_access(repo: str) -> None:
         # It does not exist (or is somebody's private one, which then shows at creation).
         roles = {org.get("name"): org.get("roleInOrg", "write") for org in account.get("orgs") or []}
         if owner != account.get("name") and roles.get(owner, "read") == "read":
-            raise AccessError(
-                f"cannot push to {repo_id!r}: you are logged in as {account.get('name')!r}, who may not create "
-                f"repositories under {owner!r}"
-            ) from None
+            who = f"you are logged in as {account.get('name')!r}, who may not create repositories under {owner!r}"
+            raise AccessError(f"cannot push to {repo_id!r}: {who}") from None
 
 
 def is_reachable() -> bool:
@@ -257,9 +254,8 @@ def _repo_id(model: str | os.PathLike[str], must_have_owner: bool = False) -> st
         if not _OWNER_AND_NAME.fullmatch(text):
             raise UsageError(f"expected a Hub repository as USER/NAME, found {quoted(text)}")
     elif not isinstance(model, str) or not (_OWNER_AND_NAME.fullmatch(text) or _NAME.fullmatch(text)):
-        raise AccessError(
-            f"cannot open model {quoted(text)}: there is no such folder, and it is not a Hub id of the form USER/NAME"
-        )
+        neither = "there is no such folder, and it is not a Hub id of the form USER/NAME"
+        raise AccessError(f"cannot open model {quoted(text)}: {neither}")
     return text
 
 

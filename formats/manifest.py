@@ -140,9 +140,8 @@ class Manifest:
     sha256: Mapping[str, str]
 
     def to_bytes(self) -> bytes:
-        return dump_json(
-            {**self.recipe.to_dict(), "files": {name: {"sha256": self.sha256[name]} for name in sorted(self.sha256)}}
-        )
+        files = {name: {"sha256": digest} for name, digest in sorted(self.sha256.items())}
+        return dump_json({**self.recipe.to_dict(), "files": files})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -177,10 +176,8 @@ def sidecar_metadata(recipe: Recipe) -> dict[str, str]:
 
 def require_version(value: Any, where: str) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and value > FORMAT_VERSION:
-        raise BundleError(
-            f"{where}: the bundle has format version {value!r:.60}, this wisparse reads version {FORMAT_VERSION}; "
-            "install a newer wisparse"
-        )
+        newer = f"the bundle has format version {value!r:.60}, this wisparse reads version {FORMAT_VERSION}"
+        raise BundleError(f"{where}: {newer}; install a newer wisparse")
     if isinstance(value, bool) or value != FORMAT_VERSION:
         raise BundleError(f"{where}: format_version: expected {FORMAT_VERSION}, found {value!r:.60}; convert again")
 

@@ -247,9 +247,9 @@ class ModelConfig:
 
         for key, what in _NOT_GEMMA4.items() if arch.full_heads else ():
             if config.get(key):
-                value = "" if key == "enable_moe_block" else f" {config[key]!r:.20}"
+                found = key if key == "enable_moe_block" else f"{key} {config[key]!r:.20}"
                 raise UnsupportedModelError(
-                    f"unsupported architecture: model_type {model_type!r} with {key}{value} is {what}"
+                    f"unsupported architecture: model_type {model_type!r} with {found} is {what}"
                 )
         sizes = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
         dimensions: dict[str, Any] = {key: dimension(config, key) for key in sizes}

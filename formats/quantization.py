@@ -237,9 +237,7 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
         name = str(method).replace("_fp4", "").lower()
         methods = refusals()["quantization"].items()
         by = next((f"{names[name]}: {why};" for why, names in methods if name in names), f"{method!r:.80};")
-        raise UnsupportedModelError(
-            f"the model is quantised by {by} known are {_KNOWN}: use the unquantised checkpoint"
-        )
+        raise UnsupportedModelError(f"the model is quantised by {by} known are {_KNOWN}: use an unquantised checkpoint")
     layers = [projection.name for projection in config.projections()]
     if not config.tie_word_embeddings:
         layers.append(_HEAD)
@@ -248,10 +246,8 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
     for first, *others in (shared for block in range(config.num_blocks) for shared in config.shared_inputs(block)):
         for other in others:
             if packings.get(other.name) != packings.get(first.name):
-                raise _refused(
-                    f": {first.name} and {other.role} read one input but are stored in different ways; expected one "
-                    "scheme for both"
-                )
+                differ = f"{first.name} and {other.role} read one input but are stored in different ways"
+                raise _refused(f": {differ}; expected one scheme for both")
     return {f"{layer}.weight": packing for layer, packing in packings.items()}
 
 

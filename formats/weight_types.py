@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 from . import guard
 from .lazy import Tensor, torch
@@ -26,8 +25,7 @@ Kind = Literal["int8", "int4", "fp8"]
 _STORED = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn"}
 _RANGE = {"int8": (-128, 127), "int4": (0, 15), "fp8": (-448, 448)}
 _MIDDLE = {"int8": 0, "int4": 8, "fp8": 0}
-# What the largest number of a group becomes, without zero points. int8 leaves -128 unused; of four bits' sixteen codes
-# none is spared: half a step is lost at either end.
+# What the largest number of a group becomes. int8 leaves -128 unused; int4 loses half a step at either end.
 _LARGEST = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}
 # A scale below this would round to zero or lose its digits.
 _SMALLEST_NORMAL = 2.0**-126
@@ -83,56 +81,30 @@ def unpack_int4(packed: Tensor, columns: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :columns]
 
 
-def _quantise(
-    kind: Kind,
-    weight: Tensor,
-    *,
-    group: int | None = None,
-    zero_points: bool = False,
-    scale_dtype: torch.dtype | None = None,
+def quantise(
+    kind: Kind, weight: Tensor, *, group: int | None = None, scale_dtype: torch.dtype | None = None
 ) -> QuantizedMatrix:
-    """Round a weight (N, K), floating and finite; ``group`` neighbouring channels share a scale, or None: whole rows.
-    Scales are numbers of ``scale_dtype``, float32 if None."""
+    """Round a weight (N, K), floating and finite, without zero points; ``group`` neighbouring channels share a scale,
+    or None: whole rows. Scales are numbers of ``scale_dtype``, float32 if None."""
     rows, columns = weight.shape
     groups = 1 if group is None else columns // group
-    low, high = _RANGE[kind]
     width = (columns + 1) // 2 if kind == "int4" else columns
-    stored, scale_dtype = getattr(torch, _STORED[kind]), scale_dtype or torch.float32
-    codes = torch.empty(rows, width, dtype=stored, device=weight.device)
+    scale_dtype = scale_dtype or torch.float32
+    smallest, largest = max(_SMALLEST_NORMAL, torch.finfo(scale_dtype).tiny), torch.finfo(scale_dtype).max
+    codes = torch.empty(rows, width, dtype=getattr(torch, _STORED[kind]), device=weight.device)
     scales = torch.empty(rows, groups, device=weight.device)
-    zeros = torch.empty(rows, groups, dtype=stored, device=weight.device) if zero_points else None
     for part in _row_slices(rows, columns):
         values = weight[part].to(torch.float32).unflatten(1, (groups, -1))
-        if zero_points:
-            least, largest = values.amin(2).clamp_(max=0), values.amax(2).clamp_(min=0)
-            # Divided before they are subtracted: the difference alone can overflow.
-            scale = _as_scales(largest / (high - low) - least / (high - low), scale_dtype)
-            zero = (low + torch.round(-least / scale)).clamp_(low, high)
-        else:
-            scale = _as_scales(values.abs().amax(2) / _LARGEST[kind], scale_dtype)
-            zero = torch.full_like(scale, _MIDDLE[kind])
+        scale = values.abs().amax(2) / _LARGEST[kind]
+        # One for a group of zeros, which any scale stands for.
+        scale = torch.where(scale > 0, scale.clamp(smallest, largest), 1.0).to(scale_dtype).to(torch.float32)
         code = values / scale.unsqueeze(2)
         if kind != "fp8":
-            # Rounded before the zero point is added: what is halfway then rounds as it does without one.
-            code = torch.round(code) + zero.unsqueeze(2)
-        code = code.clamp_(low, high).flatten(1)
+            code = torch.round(code) + _MIDDLE[kind]
+        code = code.clamp_(*_RANGE[kind]).flatten(1)
         codes[part] = pack_int4(code) if kind == "int4" else code.to(codes.dtype)
         scales[part] = scale
-        if zeros is not None:
-            zeros[part] = zero.to(zeros.dtype)
-    return QuantizedMatrix(kind, codes, scales, zeros, group, (rows, columns))
-
-
-quantise_int8 = partial(_quantise, "int8")
-quantise_int4 = partial(_quantise, "int4")
-quantise_fp8 = partial(_quantise, "fp8")
-
-
-def _as_scales(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Positive float32 scales that are numbers of ``dtype``; one for a group of zeros, which any scale stands for."""
-    smallest = max(_SMALLEST_NORMAL, torch.finfo(dtype).tiny)
-    values = torch.where(values > 0, values.clamp(smallest, torch.finfo(dtype).max), 1.0)
-    return values.to(dtype).to(torch.float32).contiguous()
+    return QuantizedMatrix(kind, codes, scales, None, group, (rows, columns))
 
 
 def _row_slices(rows: int, columns: int) -> list[slice]:
@@ -192,6 +164,8 @@ def group_of(k: int) -> int:
 
 
 def round_weight(weight: Tensor, weights: str) -> QuantizedMatrix:
-    """A weight (N, K), floating and finite, as it is held with ``weights``, not ``native``; ValueError from `group_of`."""
-    held, quantise = WEIGHT_TYPES[weights], {"int8": quantise_int8, "int4": quantise_int4, "fp8": quantise_fp8}[weights]
-    return quantise(weight, group=group_of(weight.shape[1]) if held.grouped else None, scale_dtype=held.scale_dtype)
+    """A weight (N, K), floating and finite, as it is held with ``weights``, not ``native``; ValueError from
+    `group_of`."""
+    held = WEIGHT_TYPES[weights]
+    group = group_of(weight.shape[1]) if held.grouped else None
+    return quantise(cast(Kind, weights), weight, group=group, scale_dtype=held.scale_dtype)

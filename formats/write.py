@@ -69,17 +69,13 @@ def write_bundle(
         needed = total + len(levels) * sidecar + sum(map(len, files.values())) + (1 << 20)
         free = shutil.disk_usage(out.parent).free
         if free < needed:
-            raise ResourceError(
-                f"{out.parent}: expected {needed:,} bytes of free disk, found {free:,}; free some space"
-            )
-        sha256 = {
-            file: _write_hashed(partial / file, _shard(source, tensors, dtype)) for file, tensors in weights.items()
-        }
+            raise ResourceError(f"{out.parent}: expected {needed:,} bytes of free disk, found {free:,}; make room")
+        sha256 = {name: _write_hashed(partial / name, _shard(source, shard, dtype)) for name, shard in weights.items()}
         if second:
             embedding = "model.embed_tokens.weight"
-            if source.tensors[embedding].dtype != source.tensors[LM_HEAD].dtype or not all(
-                torch.equal(a, b) for a, b in zip(source.chunks(embedding), source.chunks(LM_HEAD), strict=True)
-            ):
+            same = source.tensors[embedding].dtype == source.tensors[LM_HEAD].dtype
+            pairs = zip(source.chunks(embedding), source.chunks(LM_HEAD), strict=True)
+            if not same or not all(torch.equal(one, other) for one, other in pairs):
                 raise UnsupportedModelError(
                     f"config.json says that the embeddings are tied, but {LM_HEAD} differs from {embedding}; "
                     "set tie_word_embeddings to false or remove the tensor"

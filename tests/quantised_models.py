@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from wisparse.formats.weight_types import quantise_fp8, quantise_int4, quantise_int8, unpack_int4
+from wisparse.formats.weight_types import QuantizedMatrix, pack_int4, quantise, unpack_int4
 
 Parts = dict[str, Tensor]
 Pack = Callable[[Tensor], Parts]
@@ -91,10 +91,10 @@ def _scale_and_zero(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
     if args.strategy == "tensor":
         weight = weight.reshape(1, -1)
     if args.type == "float":
-        scale = quantise_fp8(weight).scales
+        scale = quantise("fp8", weight).scales
         return (scale[0] if args.strategy == "tensor" else scale), torch.zeros(1)
-    rounded = quantise_int4 if args.num_bits == 4 else quantise_int8
-    matrix = rounded(weight, group=args.group_size, zero_points=not args.symmetric)
+    rounded = quantise if args.symmetric else quantise_with_zeros
+    matrix = rounded("int4" if args.num_bits == 4 else "int8", weight, group=args.group_size)
     zeros = torch.zeros(matrix.scales.shape, dtype=torch.int8)
     if matrix.zeros is not None:
         zeros = (matrix.zeros.to(torch.int16) - (8 if args.num_bits == 4 else 0)).to(torch.int8)
@@ -109,9 +109,23 @@ def words(values: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.nd
     return (places << (4 * np.arange(8, dtype=np.uint32))).sum(2, dtype=np.uint32).view(np.int32)
 
 
+def quantise_with_zeros(
+    kind: str, weight: Tensor, *, group: int | None = None, scale_dtype: torch.dtype = torch.float32
+) -> QuantizedMatrix:
+    low, high = (0, 15) if kind == "int4" else (-128, 127)
+    values = weight.float().unflatten(1, (-1, group or weight.shape[1]))
+    least, largest = values.amin(2).clamp_(max=0), values.amax(2).clamp_(min=0)
+    scales = ((largest - least) / (high - low)).to(scale_dtype).float()
+    scales = torch.where(scales > 0, scales, 1.0)
+    zeros = (low + torch.round(-least / scales)).clamp_(low, high)
+    codes = (torch.round(values / scales[..., None]) + zeros[..., None]).clamp_(low, high).flatten(1)
+    codes = pack_int4(codes) if kind == "int4" else codes.to(torch.int8)
+    return QuantizedMatrix(kind, codes, scales, zeros.to(codes.dtype), group, tuple(weight.shape))
+
+
 def int4_parts(weight: Tensor, group: int, zero_points: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A rounded weight's codes (N, K), scales (N, G) and zero points (N, G), as numpy has them."""
-    matrix = quantise_int4(weight, group=group, zero_points=zero_points, scale_dtype=torch.float16)
+    matrix = (quantise_with_zeros if zero_points else quantise)("int4", weight, group=group, scale_dtype=torch.float16)
     zeros = torch.full(matrix.scales.shape, 8, dtype=torch.uint8) if matrix.zeros is None else matrix.zeros
     return unpack_int4(matrix.codes, matrix.shape[1]).numpy(), matrix.scales.numpy(), zeros.numpy()
 

@@ -58,7 +58,7 @@ def test_figures_are_those_of_before(
 
 def test_cats_by_hand() -> None:
     source = tiny_source()
-    mlp = source.blocks[0].mlp
+    mlp = source.model.model.layers[0].mlp
     x = 3 * torch.randn(7, 32)
     with baselines.cats(source, tiny_tokens(8), 0.3) as found:
         with MaskedModel(found.places) as masked, masked.masking(found.result.apply_to(masked)):

@@ -23,6 +23,7 @@ from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.evaluation import evaluate_text, same_text
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.measurement import MaskedLogits, block_sensitivity, measure
+from wisparse.converter.processes import SILENT
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.sensitivity import kl_rows
 from wisparse.converter.settings import ConvertSettings
@@ -356,7 +357,7 @@ def test_masked_logits_are_the_runtimes(source: SourceModel, found: SearchResult
 
 
 def test_measure(source: SourceModel, found: SearchResult) -> None:
-    first, second = (measure(source, tokens(), {0.5: found}, default=0.5) for _ in range(2))
+    first, second = (measure(source, tokens(), {0.5: found}, sensitivity_at=0.5) for _ in range(2))
     assert first == second
     assert first.text == "text that the model wrote, not what it was calibrated on"
     assert first.levels[0.5].sparse.num_tokens == 3 * 24
@@ -370,7 +371,7 @@ def test_a_data_set_that_went_away_does_not_cost_the_search(
     source: SourceModel, found: SearchResult, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(measurement, "load_calibration", Mock(side_effect=AccessError("no network")))
-    result = measure(source, tokens(), {0.5: found}, default=0.5, calibration=["org/corpus"], sensitivity=False)
+    result = measure(source, tokens(), {0.5: found}, ["org/corpus"])
     assert result.text == "the calibration text itself"
     assert "flatters it: no network" in caplog.text
 
@@ -379,7 +380,7 @@ def test_blocks_are_measured_alone_only_where_the_report_shows_it(
     source: SourceModel, found: SearchResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measurement, "block_sensitivity", Mock(side_effect=AssertionError("nobody asked for it")))
-    assert measure(source, tokens(), {0.5: found}, default=0.5, sensitivity=False).sensitivity is None
+    assert measure(source, tokens(), {0.5: found}).sensitivity is None
     for report, expected in (("auto", (False, True)), ("full", (True, True)), ("brief", (False, False))):
         given = ConvertSettings("model", Path("out"), report=report)
         assert (given.full_report("cpu"), given.full_report("cuda")) == expected
@@ -390,7 +391,7 @@ def test_block_sensitivity_by_hand(source: SourceModel, found: SearchResult) -> 
     with CalibrationState(source, tokens(), batch_size=2) as calib:
         for name in calib.names:
             calib.set_scale(name, found.channel_scales[name])
-        sensitivity = block_sensitivity(calib, (level,))
+        sensitivity = block_sensitivity(calib, (level,), SILENT)
     ids, keep = tokens().input_ids, tokens().keep
     inputs: dict[str, Tensor] = {}
 

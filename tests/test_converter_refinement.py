@@ -52,7 +52,7 @@ def test_the_gradient_is_that_of_the_straight_through_mask() -> None:
         found = batch_gradient(calib.reference, 0, channels, logits)
         measured = measure_batch(calib.reference, 0, channels, logits)
         assert measure_batch(calib.reference, 0, channels, logits, with_kl=False)[-2] == 0.0
-    at_u, _, found_kept, found_kl = channels.unpack(found[:-1])
+    at_u, _, found_kept, found_kl = found[:-1].split([len(logits), len(logits), len(channels.widths), 1])
     leaves = {name: u.clone().requires_grad_(True) for name, u in channels.split(logits).items()}
     kept = dict.fromkeys(leaves, 0)
 
@@ -98,7 +98,7 @@ def test_a_score_on_the_threshold_counts_as_the_mask_has_it() -> None:
     expected = keep_mask(seen[name], parts[name].exp(), 1.0)
     by_logarithm = seen[name].abs().log() + parts[name] >= 0
     assert not torch.equal(expected, by_logarithm)
-    assert int(channels.unpack(found[:-1])[2][0]) == int(expected.sum())
+    assert int(found[2 * sum(channels.widths.values())]) == int(expected.sum())
 
 
 def test_steps_lower_the_kl_and_keep_the_budget() -> None:
@@ -110,7 +110,8 @@ def test_steps_lower_the_kl_and_keep_the_budget() -> None:
         def measured(logits: torch.Tensor) -> tuple[float, float]:
             parts = torch.tensor([measure_batch(calib.reference, b, channels, logits) for b in range(2)]).double()
             *kept, kl, num_tokens = parts.sum(0)
-            shares = channels.shares(parts.device)
+            total = sum(channels.sizes.values())
+            shares = torch.tensor([channels.sizes[n] / total / width for n, width in channels.widths.items()])
             return 1 - float((torch.stack(kept) * shares).sum() / num_tokens), float(kl / num_tokens)
 
         target, before = measured(begun)

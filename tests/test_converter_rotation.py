@@ -88,7 +88,7 @@ def test_directions_are_principal(tmp_path: Path) -> None:
     source, checkpoint = opened(folder)
     rows = torch.randint(3, VOCAB, (4, 48), generator=torch.Generator().manual_seed(1)).tolist()
     tokens = CalibrationTokens.from_rows(rows, "numbers", 1)
-    rotation = find_rotation(source, checkpoint, tokens.input_ids, tokens.keep)
+    rotation = find_rotation(source, checkpoint, tokens)
     seen: dict[str, list[torch.Tensor]] = {}
 
     def note(name: str, x: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from tiny_source import tiny_source, tiny_tokens
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.masking import MaskedModel
+from wisparse.converter.processes import ALONE, SILENT
 from wisparse.converter.search.allocation import mean_sparsity
 from wisparse.converter.search.search import Run, SearchResult, SearchSettings, SparsityLevels, search
 from wisparse.converter.source import SourceModel, load_source
@@ -80,7 +81,8 @@ def test_finished_stages_are_not_computed_again(kind: str, monkeypatch: pytest.M
         def run(name: str, compute) -> object:
             return kept[name] if name in kept else kept.setdefault(name, compute())
 
-        with SparsityLevels(source, tiny_tokens(8), settings, stages=SimpleNamespace(run=run)) as found:
+        stages = SimpleNamespace(run=run, processes=ALONE, progress=SILENT)
+        with SparsityLevels(source, tiny_tokens(8), settings, stages=stages) as found:
             return [flat(found.at(sparsity)) for sparsity in (0.5, 0.4)]
 
     whole: dict[str, object] = {}
@@ -102,7 +104,7 @@ def test_candidates_side_by_side_are_those_one_by_one(source) -> None:
         for batches in (None, 1):
             together = calib.kls(spreads, num_batches=batches)
             spent = calib.num_kl_evaluations
-            alone = [calib.kl(spread, num_batches=batches) for spread in spreads]
+            alone = [calib.kl(calib.thresholds(spread), num_batches=batches) for spread in spreads]
             assert together == pytest.approx(alone, rel=1e-4, abs=1e-7)
             assert calib.num_kl_evaluations == pytest.approx(2 * spent)
             assert calib.kls(spreads[:1], num_batches=batches)[0] == together[0], "whatever the neighbours"
@@ -167,7 +169,7 @@ def test_thresholds_are_from_inputs_as_sparse_as_at_run_time(source: SourceModel
 
 def test_in_block_0_no_token_of_the_vocabulary_is_on_a_threshold(source: SourceModel, found: SearchResult) -> None:
     """What q, k and v read there depends on the token alone, so a score on the threshold comes again and again."""
-    x = source.blocks[0].input_layernorm(source.model.get_input_embeddings().weight)
+    x = source.model.model.layers[0].input_layernorm(source.model.get_input_embeddings().weight)
     sparse = [entry for entry in list(found.projections.values())[:3] if entry.sparsity]
     assert sparse
     for entry in sparse:

@@ -51,7 +51,7 @@ def test_predicted_damage_is_the_measured_kl_while_it_is_small(calib: Calibratio
             sum(values) / len(draws) / calib.flow.num_counted for values in zip(*(d[name] for d in draws), strict=True)
         )
         assert 0 < low < high
-        predicted, measured = predicted + low, measured + calib.kl({name: 0.2})
+        predicted, measured = predicted + low, measured + calib.kl(calib.thresholds({name: 0.2}))
     assert predicted == pytest.approx(measured, rel=0.3)
 
 
@@ -95,10 +95,9 @@ def test_the_kl_is_that_of_the_whole_model(limit: int, monkeypatch: pytest.Monke
         for name, module in source.projections.items():
             calib.set_scale(name, torch.ones(module.in_features))
         dense = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
-        sparsities = dict.fromkeys(calib.names, 0.3)
-        assert calib.kl(sparsities, thresholds=dict.fromkeys(calib.names, 0.0)) == pytest.approx(0, abs=1e-6)
+        assert calib.kl(dict.fromkeys(calib.names, 0.0)) == pytest.approx(0, abs=1e-6)
         thresholds = dict.fromkeys(calib.names, 0.5)
-        found = calib.kl(sparsities, thresholds=thresholds)
+        found = calib.kl(thresholds)
         with calib.masked.masking(thresholds), calib.masked.during(dense_tokens=~tokens.keep):
             sparse = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
         with calib.masked.masking(thresholds), calib.masked.during(dense_tokens=~tokens.keep[:4]):

@@ -30,7 +30,7 @@ fail = Mock(side_effect=AssertionError)
 
 def saved(folder: Path, fingerprint: dict[str, Any] = FINGERPRINT, **stages: Any) -> Stages:
     """A state with these results, closed."""
-    state = Stages.open(folder, fingerprint)
+    state = Stages().open(folder, fingerprint)
     for name, value in stages.items():
         state.run(name, lambda value=value: value)
     state.close()
@@ -39,7 +39,7 @@ def saved(folder: Path, fingerprint: dict[str, Any] = FINGERPRINT, **stages: Any
 
 def test_finished_stages_are_not_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path / "work", first=VALUE, second=None)
-    state = Stages.open(tmp_path / "work", FINGERPRINT)
+    state = Stages().open(tmp_path / "work", FINGERPRINT)
     found = state.run("first", fail)
     assert torch.equal(found.pop("scale"), VALUE["scale"])
     assert found == {"rows": [[1, 2], [3]], "name": "x"}
@@ -55,7 +55,7 @@ def test_damaged_result_counts_as_not_done(damage: str, tmp_path: Path, caplog: 
     content = path.read_bytes()
     changed = {"flip": content[:-5] + b"z" + content[-4:], "cut": content[:-1], "empty": b"", "headless": content[64:]}
     path.write_bytes(changed.get(damage, other.read_bytes()))
-    state = Stages.open(tmp_path, FINGERPRINT)
+    state = Stages().open(tmp_path, FINGERPRINT)
     assert state.run("b", fail) == "y" * 100
     assert state.run("a", lambda: "again") == "again"
     assert "the state of stage a is damaged" in caplog.text
@@ -66,7 +66,7 @@ def test_damaged_result_counts_as_not_done(damage: str, tmp_path: Path, caplog: 
 def test_damaged_fingerprint_starts_over(content: str, tmp_path: Path) -> None:
     saved(tmp_path, a=1)
     (tmp_path / "state.json").write_text(content)
-    assert Stages.open(tmp_path, FINGERPRINT).run("a", lambda: 2) == 2
+    assert Stages().open(tmp_path, FINGERPRINT).run("a", lambda: 2) == 2
 
 
 def test_kill_between_emptying_and_fingerprint_leaves_nothing_wrong(
@@ -76,12 +76,12 @@ def test_kill_between_emptying_and_fingerprint_leaves_nothing_wrong(
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fail)
         with pytest.raises(AssertionError):
-            Stages.open(tmp_path, {"model": "other"})
-    assert Stages.open(tmp_path, FINGERPRINT).run("a", lambda: 2) == 2
+            Stages().open(tmp_path, {"model": "other"})
+    assert Stages().open(tmp_path, FINGERPRINT).run("a", lambda: 2) == 2
 
 
 def test_disk_full_loses_only_the_stage_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = Stages.open(tmp_path, FINGERPRINT)
+    state = Stages().open(tmp_path, FINGERPRINT)
     state.run("a", lambda: 1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
@@ -93,13 +93,13 @@ def test_disk_full_loses_only_the_stage_under_way(tmp_path: Path, monkeypatch: p
 
 
 def test_two_conversions_in_one_folder(tmp_path: Path) -> None:
-    state = Stages.open(tmp_path, FINGERPRINT)
+    state = Stages().open(tmp_path, FINGERPRINT)
     with pytest.raises(UsageError, match="another conversion"):
-        Stages.open(tmp_path, FINGERPRINT)
+        Stages().open(tmp_path, FINGERPRINT)
     with pytest.raises(UsageError, match="another conversion"):
         remove_state(tmp_path, default=True)
     state.close()
-    Stages.open(tmp_path, FINGERPRINT).close()
+    Stages().open(tmp_path, FINGERPRINT).close()
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "units/thesis.tex", ".git/HEAD"])
@@ -108,8 +108,8 @@ def test_other_files_are_never_removed(name: str, tmp_path: Path) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("years of work")
     for action in (
-        lambda: Stages.open(tmp_path, FINGERPRINT),
-        lambda: Stages.open(tmp_path, {"seed": 1}),
+        lambda: Stages().open(tmp_path, FINGERPRINT),
+        lambda: Stages().open(tmp_path, {"seed": 1}),
         lambda: remove_state(tmp_path, default=True),
         lambda: check_folder(tmp_path),
     ):
@@ -143,7 +143,7 @@ def test_a_read_only_file_system_is_one_sentence(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(os, "mkdir", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
         with pytest.raises(UsageError, match=r"--work-dir .*Read-only file system.*choose another"):
-            Stages.open(tmp_path / "work", FINGERPRINT)
+            Stages().open(tmp_path / "work", FINGERPRINT)
 
 
 HARNESS = Path(__file__).with_name("kill_conversion.py")

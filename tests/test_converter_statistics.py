@@ -46,7 +46,8 @@ def test_quantiles_come_as_close_as_the_values_allow(limit: int, values: list[fl
     scores = torch.tensor(values, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(statistics, "_SORT_LIMIT", limit)
-        thresholds = score_quantiles(list(scores.split(7)), sparsities)
+        patch.setattr(statistics, "_CHUNK", 7)
+        thresholds = score_quantiles(Scores(scores[:, None], torch.ones(1)), sparsities)
     possible = [dropped(scores, t) for t in [0.0, *values, *(torch.nextafter(scores, scores + 1).tolist())]]
     for sparsity, threshold in zip(sparsities, thresholds, strict=True):
         off = abs(dropped(scores, threshold) - sparsity)
@@ -59,7 +60,7 @@ def test_scores_and_what_is_dropped_are_the_masks(dtype: torch.dtype) -> None:
     x, scale = torch.randn(40, 12).to(dtype), torch.rand(12) + 0.5
     x[0, 0] = torch.nan  # kept, so that a broken activation shows
     found = Scores(x, scale)
-    assert torch.equal(found[0].nan_to_num(-1.0), scores(x, scale).nan_to_num(-1.0))
+    assert torch.equal(next(iter(found)).nan_to_num(-1.0), scores(x, scale).nan_to_num(-1.0))
     for threshold in (0.0, 0.5, float(scores(x, scale)[3, 4])):
         assert found.dropped(threshold) == int((~keep_mask(x, scale, threshold)).sum())
 

@@ -16,10 +16,9 @@ from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter import gptq
 from wisparse.converter.gptq import fit_int4, quantise_weights, search_scales
-from wisparse.converter.processes import Progress
 from wisparse.converter.state import Stages
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.weight_types import quantise_int4
+from wisparse.formats.weight_types import quantise
 from wisparse.runtime.backends import make_decoder
 
 Run = Callable[..., tuple[int, str, str]]
@@ -28,7 +27,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 def quantised(kind: str, stages: Stages) -> tuple[object, dict[str, torch.Tensor]]:
     source = tiny_source(**SIZES)
-    matrices = quantise_weights(source, tiny_tokens(), kind, torch.bfloat16, Progress(enabled=False), stages)
+    matrices = quantise_weights(source, tiny_tokens(), kind, torch.bfloat16, stages)
     return source, {
         name: torch.cat((m.codes.view(torch.uint8).flatten(), m.scales.flatten())) for name, m in matrices.items()
     }
@@ -48,7 +47,7 @@ def test_gptq_loses_less_than_rounding(columns: int) -> None:
     weight = torch.randn(48, columns, generator=torch.Generator().manual_seed(1))
     x, fresh = inputs(400, columns), inputs(400, columns, seed=0)[200:]
     fitted = fit_int4(weight, x.T @ x, 64, torch.float32)
-    rounded = quantise_int4(weight, group=64)
+    rounded = quantise("int4", weight, group=64)
 
     def loss(matrix: object) -> float:
         return float(((matrix.dequantise(torch.float32) - weight) @ fresh.T).square().mean())  # type: ignore[attr-defined]
@@ -71,7 +70,7 @@ def test_clipping_is_chosen_where_it_loses_less() -> None:
     weight = torch.cat((torch.linspace(-1, 1, 31), torch.tensor([1.6])))[None]
     little, much = torch.ones(32), torch.ones(32)
     little[-1], much[-1] = 1e-6, 1e6
-    full = quantise_int4(weight, group=32).scales
+    full = quantise("int4", weight, group=32).scales
     assert float(search_scales(weight, little, 32, torch.float32)) < 0.75 * float(full)
     met = float(search_scales(weight, much, 32, torch.float32))
     assert abs(7 * met - 1.6) < 0.02
@@ -93,7 +92,7 @@ def test_a_killed_run_goes_on_to_the_same_codes(kind: str, tmp_path: Path, monke
     source, whole = quantised(kind, Stages(tmp_path))
     assert (tmp_path / "weights.stage").exists()
     monkeypatch.setattr(gptq, "_moments", None)
-    monkeypatch.setattr(gptq, "quantise_int8", None)
+    monkeypatch.setattr(gptq, "quantise", None)
     again, resumed = quantised(kind, Stages(tmp_path))
     assert list(whole) == list(resumed) == list(source.projections)  # type: ignore[attr-defined]
     for name in whole:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantised_models import PUBLISHED, change_config, change_tensors, quantise_model
+from quantised_models import PUBLISHED, change_config, change_tensors, quantise_model, quantise_with_zeros
 from safetensors.torch import load_file
 from test_formats_architectures import JUNK
 from tiny_bundle import tiny_config, write_tiny_model
@@ -26,7 +26,7 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.quantization import read_quantisation
-from wisparse.formats.weight_types import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8
+from wisparse.formats.weight_types import QuantizedMatrix, quantise
 
 FIRST = "model.layers.0.self_attn.q_proj."
 
@@ -297,24 +297,24 @@ def weights(draw: st.DrawFn) -> tuple[torch.Tensor, int | None]:
     return weight, draw(st.sampled_from([None, group]))
 
 
-@given(weights(), st.sampled_from([quantise_int8, quantise_int4]), st.booleans(), st.sampled_from([1, 40, 10**6]))
-def test_rounding_to_integers_loses_at_most_half_a_step(given_weight, quantise, zero_points, piece):
+@given(weights(), st.sampled_from(["int8", "int4"]), st.sampled_from([1, 40, 10**6]))
+def test_rounding_to_integers_loses_at_most_half_a_step(given_weight, kind, piece):
     weight, group = given_weight
     with patch.object(weight_types, "_CHUNK", piece):
-        matrix = quantise(weight, group=group, zero_points=zero_points)
+        matrix = quantise(kind, weight, group=group)
         found = matrix.dequantise(torch.float32)
     np.testing.assert_allclose(found.double().numpy(), dequantised(matrix), rtol=2**-23)
     steps = matrix.scales.double().repeat_interleave(weight.shape[1] // matrix.scales.shape[1], dim=1)
     # A part in 2**18 for the rounding of scale and quotient to float32 before the code is chosen.
     assert ((found.double() - weight.double()).abs() <= steps * (0.5 + 2**-18)).all()
-    if matrix.kind == "int8" and not zero_points:
+    if matrix.kind == "int8":
         assert int(matrix.codes.min()) >= -127
 
 
 @given(weights())
 def test_rounding_to_fp8_loses_at_most_a_sixteenth_of_the_value(given_weight):
     weight, _ = given_weight
-    matrix = quantise_fp8(weight)
+    matrix = quantise("fp8", weight)
     found = matrix.dequantise(torch.float32)
     np.testing.assert_allclose(found.double().numpy(), dequantised(matrix), rtol=2**-23)
     # Three bits behind the point; below 2**-6 steps of 2**-9 that no longer shrink.
@@ -322,20 +322,19 @@ def test_rounding_to_fp8_loses_at_most_a_sixteenth_of_the_value(given_weight):
     assert ((found.double() - weight.double()).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("quantise", [quantise_int8, quantise_int4, quantise_fp8])
-def test_scales_are_numbers_of_the_type_they_are_stored_in_and_zeros_exact(quantise):
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_scales_are_numbers_of_the_type_they_are_stored_in_and_zeros_exact(kind):
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.bfloat16, torch.float16):
-        scales = quantise(weight, scale_dtype=dtype).scales
+        scales = quantise(kind, weight, scale_dtype=dtype).scales
         assert torch.equal(scales, scales.to(dtype).float())
-    for settings in [{}] if quantise is quantise_fp8 else [{"group": 4}, {"group": 4, "zero_points": True}]:
-        matrix = quantise(torch.zeros(3, 8), **settings)
-        assert (matrix.dequantise(torch.float32) == 0).all()
-        assert (matrix.scales == 1).all()
+    matrix = quantise(kind, torch.zeros(3, 8), group=None if kind == "fp8" else 4)
+    assert (matrix.dequantise(torch.float32) == 0).all()
+    assert (matrix.scales == 1).all()
 
 
 def test_rows_are_those_rows():
     weight = torch.randn(7, 10, generator=torch.Generator().manual_seed(0))
-    matrix = quantise_int4(weight, group=5, zero_points=True)
+    matrix = quantise_with_zeros("int4", weight, group=5)
     assert torch.equal(matrix.rows(2, 5).dequantise(torch.float32), matrix.dequantise(torch.float32)[2:5])
     assert matrix.nbytes == 7 * 5 + 7 * 2 * 4 + 7 * 2

@@ -21,7 +21,7 @@ from cpu_linear import quantize, sparse_linear, transpose
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.weight_types import QuantizedMatrix, pack_int4, quantise_int8
+from wisparse.formats.weight_types import QuantizedMatrix, pack_int4, quantise
 from wisparse.kernels.cpu import intrinsics, launch, layout, step
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
@@ -145,7 +145,7 @@ def test_weights_are_stored_in_pieces(dtype: torch.dtype) -> None:
     """Transposed or as they are."""
     for n, k in ((1, 1), (3, 200), (130, 65), (257, 31)):
         weight = torch.randn(n, k).to(dtype)
-        rounded = quantise_int8(weight)
+        rounded = quantise("int8", weight)
         for transposed in (True, False):
             shape = (k, n) if transposed else (n, k)
             plain = Matrix(StoredAs.BASE, torch.full(shape, float("nan"), dtype=dtype), (n, k), transposed)

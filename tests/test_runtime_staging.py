@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_models import PUBLISHED, quantise_model
+from quantised_models import PUBLISHED, quantise_model, quantise_with_zeros
 from tiny_bundle import change_tensor, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError
-from wisparse.formats.weight_types import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8, round_weight
+from wisparse.formats.weight_types import QuantizedMatrix, quantise, round_weight
 from wisparse.kernels.gpu.weights import dequantize, empty_weight, store_columns
 from wisparse.runtime.cuda.weights import load_weights, staged_reads
 
@@ -63,7 +63,7 @@ def test_nan_in_a_later_part_is_found(tmp_path: Path) -> None:
 
 def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
     checkpoint = make(tmp_path, "qwen2").checkpoint
-    path = checkpoint.files()[0]
+    path = checkpoint.folder / next(iter(checkpoint.identities))
     path.write_bytes(path.read_bytes()[:-40])
     damaged = pytest.raises(BundleError, match=r"changed on disk|truncated")
     with damaged, staged_reads(checkpoint, checkpoint.tensors, CPU, part_bytes=256) as read:
@@ -132,10 +132,7 @@ K = 30  # three groups of ten; no multiple of what a word holds
 
 def quantised(kind: str, group: int | None, zeros: bool) -> list[QuantizedMatrix]:
     weights = [torch.randn(width, K, generator=torch.Generator().manual_seed(width)) for width in WIDTHS]
-    if kind == "fp8":
-        return [quantise_fp8(weight) for weight in weights]
-    round_one = quantise_int4 if kind == "int4" else quantise_int8
-    return [round_one(weight, group=group, zero_points=zeros) for weight in weights]
+    return [(quantise_with_zeros if zeros else quantise)(kind, weight, group=group) for weight in weights]
 
 
 @pytest.mark.parametrize(

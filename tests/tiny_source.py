@@ -25,7 +25,7 @@ def tiny_source(kind: str = "llama", **changes: object) -> SourceModel:
     for module in projections.values():
         module.weight *= 4 * torch.logspace(-1, 0, module.in_features)[torch.randperm(module.in_features)]
     model.lm_head.weight *= 20
-    return SourceModel(model, described, None, projections, model.model.layers, torch.device("cpu"), torch.float32)
+    return SourceModel(model, described, None, projections, torch.device("cpu"), torch.float32)
 
 
 def tiny_tokens(num_samples: int = 6, seq_len: int = 24, seed: int = 0) -> CalibrationTokens:

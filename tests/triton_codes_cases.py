@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quantised_models import quantise_with_zeros
 from triton_cases import DEVICE, INTERPRETED, apply_linear, assert_close, make_linear, pairwise, rows, twin
 
-from wisparse.formats.weight_types import quantise_fp8, quantise_int4, quantise_int8
+from wisparse.formats.weight_types import quantise
 from wisparse.kernels.gpu.packed_gemv import keeps_subnormals
 from wisparse.kernels.gpu.plan import GemvTile, plan
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized
@@ -35,10 +36,7 @@ def quantized_linear(
     for i, width in enumerate(widths):
         numbers = torch.randn(width, k, generator=generator) / math.sqrt(k)
         numbers *= torch.rand(width, 1, generator=generator) + 0.5
-        if kind == "fp8":
-            part = quantise_fp8(numbers)
-        else:
-            part = (quantise_int4 if kind == "int4" else quantise_int8)(numbers, group=group, zero_points=zero_points)
+        part = (quantise_with_zeros if zero_points else quantise)(kind, numbers, group=group)
         store_columns(weight, i, part.codes, part.scales, part.zeros)
     # Codes of columns that do not exist: whatever stands there must not show.
     poisoned = weight.data.view(torch.uint8)

@@ -52,9 +52,8 @@ def compiled_rates(
             if run:
                 rates.append(workload.batch * workload.new_tokens / (time.perf_counter() - began))
     except torch._dynamo.exc.TorchDynamoException as error:
-        raise UnsupportedModelError(
-            f"--baseline {_BASELINE}: this model cannot be compiled whole here: {first_line(error)}; go without"
-        ) from error
+        why = f"this model cannot be compiled whole here: {first_line(error)}"
+        raise UnsupportedModelError(f"--baseline {_BASELINE}: {why}; go without") from error
     finally:
         torch._dynamo.reset()  # gives back the graphs' memory
     return tuple(rates)

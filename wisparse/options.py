@@ -36,9 +36,8 @@ def option_table(*table: tuple[str, Any, Any, str], show_default: bool = True) -
 
 
 revision_option = click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
-save_option = click.option(
-    "--save", is_flag=True, help="Write what was found into the bundle as well: its report and its model card."
-)
+_SAVED = "Write what was found into the bundle as well: its report and its model card."
+save_option = click.option("--save", is_flag=True, help=_SAVED)
 
 _LENGTH = "Tokens that prompt and answer may have together.  [default: the model's context, if memory allows]"
 _LEVEL = "A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  [default: the bundle's own]"
@@ -85,16 +84,15 @@ sampling_options = stacked(
 )  # fmt: skip
 
 
-def open_bundle(bundle: str, options: dict[str, Any]) -> Bundle:
-    """The bundle at ``options``' revision and sparsity, both taken out: before torch is imported, which takes seconds."""
-    revision, sparsity = options.pop("revision"), options.pop("sparsity")
+def open_bundle(bundle: str, revision: str | None, sparsity: float | None) -> Bundle:
+    """The bundle at its default sparsity or another; meant for before torch is imported, which takes seconds."""
     opened = Bundle.open(fetch_bundle(bundle, revision))
     return opened if sparsity is None else opened.at(sparsity)
 
 
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:
     """The bundle, loaded as `loading_options` say; what is left in ``options`` is of the answers, and checked first."""
-    opened = open_bundle(bundle, options)
+    opened = open_bundle(bundle, options.pop("revision"), options.pop("sparsity"))
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.request import GenerationSettings
 

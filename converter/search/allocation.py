@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -27,10 +28,8 @@ def mean_sparsity(sparsities: Sequence[float], sizes: Sequence[int]) -> float:
 
 
 def repair(sparsities: Mapping[str, float], sizes: Mapping[str, int], target: float) -> dict[str, float]:
-    """Shift all sparsities alike until their weighted mean is exactly ``target``, within [0, `MAX_SPARSITY`].
-
-    What reaches a bound stays there; the remainder falls on the others.
-    """
+    """Shift all sparsities alike until their weighted mean is exactly ``target``, within [0, `MAX_SPARSITY`]. What
+    reaches a bound stays there; the remainder falls on the others."""
     result = {name: min(max(p, 0.0), MAX_SPARSITY) for name, p in sparsities.items()}
     total = sum(sizes[name] for name in result)
     for _ in range(len(result) + 1):
@@ -45,16 +44,11 @@ def repair(sparsities: Mapping[str, float], sizes: Mapping[str, int], target: fl
 
 
 def interpolate(levels: Sequence[float], damages: Sequence[float]) -> Curve:
-    """A measured curve on the grid of `STEP`: damage is a power of the sparsity between two measurements.
-
-    Below the first level the damage falls to 0 like the power law through the first two. Damages are made positive and
-    non-decreasing first: at low sparsity a measurement is mostly noise.
-    """
-    points = []
-    highest = 1e-12
-    for level, damage in zip(levels, damages, strict=True):
-        highest = max(highest, damage)
-        points.append((math.log(level), math.log(highest)))
+    """A measured curve on the grid of `STEP`: damage is a power of the sparsity between two measurements. Below the
+    first level it falls to 0 like the power law through the first two. Damages are made positive and non-decreasing
+    first: at low sparsity a measurement is mostly noise."""
+    rising = accumulate((max(1e-12, damage) for damage in damages), max)
+    points = [(math.log(level), math.log(damage)) for level, damage in zip(levels, rising, strict=True)]
     curve: Curve = [(0.0, 0.0)]
     for i in range(1, round(levels[-1] / STEP) + 1):
         s = min(i * STEP, levels[-1])
@@ -80,12 +74,10 @@ def convex_hull(curve: Curve) -> Curve:
 
 
 def allocate(curves: Mapping[str, Curve], sizes: Mapping[str, int], target: float) -> dict[str, float]:
-    """Sparsity per projection, of least summed damage, whose parameter-weighted mean is exactly ``target``.
-
-    If damages add up this is a separable convex problem: spend the budget on the cheapest slopes (damage per parameter)
-    of the curves' convex hulls until it is met. All projections then stop at one slope, the Lagrange multiplier. Curves
-    begin at (0, 0) and end at a projection's highest sparsity.
-    """
+    """Sparsity per projection, of least summed damage, whose parameter-weighted mean is exactly ``target``. If damages
+    add up this is a separable convex problem: spend the budget on the cheapest slopes (damage per parameter) of the
+    curves' convex hulls until it is met. All projections then stop at one slope, the Lagrange multiplier. Curves begin
+    at (0, 0) and end at a projection's highest sparsity."""
     hulls = {name: convex_hull(curve) for name, curve in curves.items()}
     sparsities = dict.fromkeys(curves, 0.0)
     missing = target * sum(sizes.values())
@@ -111,58 +103,45 @@ def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 
 def search_alpha(loss: Callable[[Mapping[str, float]], float], names: Sequence[str]) -> dict[str, float]:
-    """Alphas of least ``loss``, the block's error with the given alpha per projection.
-
-    One alpha for all projections first, then each projection's own in the order of ``names``.
-    """
+    """Alphas of least ``loss``, the block's error with the given alpha per projection: one alpha for all projections
+    first, then each projection's own in the order of ``names``."""
     least, tied = min((loss(dict.fromkeys(names, alpha)), alpha) for alpha in ALPHAS)
     best = dict.fromkeys(names, tied)
     for name in names:
-        for alpha in ALPHAS:
-            if alpha == best[name]:
-                continue
-            error = loss({**best, name: alpha})
-            if error < least:
-                least, best = error, {**best, name: alpha}
+        error, alpha = min((loss({**best, name: alpha}), alpha) for alpha in ALPHAS if alpha != best[name])
+        if error < least:
+            least, best = error, {**best, name: alpha}
     return best
 
 
 def allocate_greedily(
     loss: Callable[[Mapping[str, float]], float], sizes: Mapping[str, int], target: float, *, step: float = 0.01
 ) -> dict[str, float]:
-    """Sparsity per projection whose parameter-weighted mean is ``target``.
-
-    Every step adds ``step`` to the sparsity of the whole block, at the projection where ``loss``, the block's error at
-    given sparsities, rises least.
-    """
+    """Sparsity per projection whose parameter-weighted mean is ``target``. Every step adds ``step`` to the sparsity of
+    the whole block, at the projection where ``loss``, the block's error at given sparsities, rises least."""
     total = sum(sizes.values())
     sparsities = dict.fromkeys(sizes, 0.0)
     spent = 0.0
     while target * total - spent > 1e-9 * total:
         amount = min(step * total, target * total - spent)
-        best: tuple[float, str, float] | None = None
-        for name, size in sizes.items():
-            if sparsities[name] >= MAX_SPARSITY:
-                continue
-            # What does not fit under the bound is left for the next step.
-            raised = min(sparsities[name] + amount / size, MAX_SPARSITY)
-            error = loss({**sparsities, name: raised})
-            if best is None or error < best[0]:
-                best = (error, name, raised)
-        if best is None:
+        # What does not fit under the bound is left for the next step.
+        raised = {
+            name: min(sparsity + amount / sizes[name], MAX_SPARSITY)
+            for name, sparsity in sparsities.items()
+            if sparsity < MAX_SPARSITY
+        }
+        if not raised:
             break
-        _, name, raised = best
-        spent += (raised - sparsities[name]) * sizes[name]
-        sparsities[name] = raised
+        best = min(raised, key=lambda name: loss({**sparsities, name: raised[name]}))
+        spent += (raised[best] - sparsities[best]) * sizes[best]
+        sparsities[best] = raised[best]
     return sparsities
 
 
 def mutate(parent: Candidate, sizes: Sequence[int], generator: torch.Generator) -> Candidate:
-    """One offspring: a tenth of the blocks up by `STEP`, others down until the weighted mean is the parent's again.
-
-    A block that would pass 0 or `MAX_SPARSITY` is not chosen. Where blocks differ in size the last step down is a
-    partial one.
-    """
+    """One offspring: a tenth of the blocks up by `STEP`, others down until the weighted mean is the parent's again. A
+    block that would pass 0 or `MAX_SPARSITY` is not chosen. Where blocks differ in size the last step down is a partial
+    one."""
 
     def choose(free: list[int]) -> int:
         return free[int(torch.randint(len(free), (), generator=generator))]
@@ -194,13 +173,9 @@ def evolve(
     stages: Sequence[tuple[int, int | None]] = ((1, None),),
     on_generation: Callable[[float], None] = lambda loss: None,
 ) -> tuple[Candidate, list[float]]:
-    """Search block sparsities of least loss whose weighted mean is ``target``, the paper's coarse search.
-
-    Args:
-        losses: of candidates, over so many micro-batches of tokens (None: all of them).
-
-    Returns: The best candidate, and its loss at the start and after every generation.
-    """
+    """Search block sparsities of least loss whose weighted mean is ``target``, the paper's coarse search; gives the
+    best candidate, and its loss at the start and after every generation. ``losses`` are of candidates, over so many
+    micro-batches of tokens (None: all of them)."""
     parent: Candidate = (target,) * len(sizes)
     [loss] = losses([parent], None)
     history = [loss]

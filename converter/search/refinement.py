@@ -1,4 +1,5 @@
-"""Gradient steps on the KL of the whole sparse model, by which channel scales and thresholds move and no weight does."""
+"""Gradient steps on the KL of the whole sparse model, by which channel scales and thresholds move and no weight
+does."""
 
 from __future__ import annotations
 
@@ -47,13 +48,11 @@ _FIRST_ORDER = 1 << 20
 
 
 def plan_steps(num_tokens: int, num_batches: int) -> tuple[int, int, int, float]:
-    """How many steps, micro-batches a step, micro-batches held out, and the distance a calibration text allows.
-
-    The distance is the root mean square of the change of u, were all steps as long as the first and in one direction.
-    Six times through the text, in the more and the larger steps, the longer it is: 24 of 8,192 tokens for 32,768, 48 of
-    16,384 for 131,072, and no more. A shorter text says too little of a channel to go the whole distance: half of it,
-    in 6 steps of 2,048, for 8,192 tokens.
-    """
+    """How many steps, micro-batches a step, micro-batches held out, and the distance a calibration text allows: the
+    root mean square of the change of u, were all steps as long as the first and in one direction. Six times through the
+    text, in the more and the larger steps, the longer it is: 24 of 8,192 tokens for 32,768, 48 of 16,384 for 131,072,
+    and no more. A shorter text says too little of a channel to go the whole distance: half of it, in 6 steps of 2,048,
+    for 8,192 tokens."""
     held_out = max(1, round(num_batches / 8)) if num_batches > 2 else 0
     steps = min(_MOST_STEPS, round(math.sqrt(num_tokens / _TOKENS_PER_SQUARED_STEP)))
     part = min(1.0, math.sqrt(num_tokens / _ENOUGH_TOKENS))
@@ -63,11 +62,8 @@ def plan_steps(num_tokens: int, num_batches: int) -> tuple[int, int, int, float]
 
 
 def micro_batches(draw: Callable[[int], torch.Generator], step: int, share: int, count: int) -> list[int]:
-    """The micro-batches of a step, one of every class of equal remainders modulo ``share``.
-
-    So each class has its process, which keeps its dense distributions. A class is gone through in epochs, each in an
-    order of its own.
-    """
+    """The micro-batches of a step, one of every class of equal remainders modulo ``share``. So each class has its
+    process, which keeps its dense distributions. A class is gone through in epochs, each in an order of its own."""
     found = []
     for first in range(share):
         members = range(first, count, share)
@@ -94,56 +90,38 @@ class Channels:
     def repeat(self, values: Tensor) -> Tensor:  # one value per projection (P,) to each of its channels
         return values.repeat_interleave(torch.tensor(list(self.widths.values()), device=values.device))
 
-    def unpack(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Two values per channel (C,) each, one per projection (P,), and a last one ()."""
-        count = sum(self.widths.values())
-        gradient, slope, kept, last = vector.split([count, count, len(self.widths), 1])
-        return gradient, slope, kept, last[0]
-
-    def means(self, vector: Tensor) -> Tensor:
-        """Per projection, (P,)."""
-        return torch.stack([part.mean() for part in vector.split(list(self.widths.values()))])
-
-    def shares(self, device: torch.device) -> Tensor:
-        """What part of all parameters one channel of each projection is, (P,) float64."""
-        total = sum(self.sizes.values())
-        share = [self.sizes[name] / total / width for name, width in self.widths.items()]
-        return torch.tensor(share, dtype=torch.float64, device=device)
-
 
 @dataclass
 class Refinement:
-    """The optimiser: u (C,) float32 and its running averages.
-
-    ``average`` of the last u (C,) is the outcome; ``momentum`` of the gradients (C,); ``square`` of the squared
-    gradients, per projection (P,); ``sensitivity`` is d (share of parameters kept) / d (a common shift of u).
-    """
+    """The optimiser: u (C,) float32 and its running averages."""
 
     logits: Tensor
     steps: int
     distance: float
     step: int = 0
     history: list[float] = field(default_factory=list)
-    average: Tensor | None = None
-    momentum: Tensor | None = None
-    square: Tensor | None = None
-    sensitivity: float = 0.0
+    average: Tensor | None = None  # of the last u (C,): the outcome
+    momentum: Tensor | None = None  # of the gradients (C,)
+    square: Tensor | None = None  # of the squared gradients, per projection (P,)
+    sensitivity: float = 0.0  # d (share of parameters kept) / d (a common shift of u)
 
     def advance(self, found: Sequence[Tensor], channels: Channels, start: Tensor, target: float) -> None:
-        """One step with the gradients of its micro-batches (`batch_gradient`).
-
-        ``start`` (C,) is u before the first one, ``target`` the share of all parameters to drop.
-        """
+        """One step with the gradients of its micro-batches (`batch_gradient`). ``start`` (C,) is u before the first
+        one, ``target`` the share of all parameters to drop."""
         summed = torch.stack(list(found)).cumsum(0)[-1]  # in their order, whatever the device
-        tokens = summed[-1]
-        gradient, slope, kept_channels, kl = channels.unpack(summed[:-1] / tokens)
-        shares = channels.shares(start.device)
+        widths, total = list(channels.widths.values()), sum(channels.sizes.values())
+        counts = [len(start), len(start), len(widths), 1]
+        gradient, slope, kept_channels, kl = (summed[:-1] / summed[-1]).split(counts)
+        # What part of all parameters one channel of each projection is.
+        share = [channels.sizes[name] / total / width for name, width in channels.widths.items()]
+        shares = torch.tensor(share, dtype=torch.float64, device=start.device)
         slope = slope * channels.repeat(shares)
         kept = (kept_channels * shares).sum()
         self.step += 1
         self.history.append(round(float(kl), 6))
         self.momentum = _average(self.momentum, gradient, 1 - _MOMENTUM).float()
-        self.square = _average(self.square, channels.means(gradient.square()), 1 - _SQUARE_DECAY)
+        means = torch.stack([part.mean() for part in gradient.square().split(widths)])
+        self.square = _average(self.square, means, 1 - _SQUARE_DECAY)
         size = (self.square / (1 - _SQUARE_DECAY**self.step)).sqrt().clamp_min(_SMALLEST)
         scaled_slope = slope / channels.repeat(size)
         price = (self.momentum * scaled_slope).sum() / (slope * scaled_slope).sum().clamp_min(_SMALLEST)
@@ -177,11 +155,9 @@ def _masks(masked: MaskedModel, logits: Mapping[str, Tensor], dense_tokens: Tens
 
 
 def batch_gradient(reference: DenseReference, batch: int, channels: Channels, logits: Tensor) -> Tensor:
-    """One pass of the sparse model forward and backward over a micro-batch; ``logits`` is u (C,) float32.
-
-    Returns: Sums over the counted tokens, in one float64 vector on the model's device, which processes can exchange:
-    d KL / du (C), d kept / du (C), the channels kept per projection (P), the KL, and the number of tokens.
-    """
+    """One pass of the sparse model forward and backward over a micro-batch; ``logits`` is u (C,) float32. Gives sums
+    over the counted tokens, in one float64 vector on the model's device, which processes can exchange: d KL / du (C), d
+    kept / du (C), the channels kept per projection (P), the KL, and the number of tokens."""
     flow, masked = reference.flow, reference.masked
     counted, device = flow.counted[batch], flow.device
     by_name = channels.split(logits.to(device))
@@ -242,12 +218,9 @@ def refine(
     processes: Processes,
     progress: Progress,
 ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Any], float, Trajectory | None]:
-    """Refine channel scales and thresholds over all tokens of ``calib`` at a target sparsity.
-
-    Returns: Channel scales by projection, (K,) float32 on the CPU, and the share of channels dropped with them; the KL
-    before every step, and on the held-out sequences by part of the way; the tokens of all steps; the trajectory, if a
-    step was taken.
-    """
+    """Refine channel scales and thresholds over all tokens of ``calib`` at a target sparsity. Gives channel scales by
+    projection, (K,) float32 on the CPU, and the share of channels dropped with them; the KL before every step, and on
+    the held-out sequences by part of the way; the tokens of all steps; the trajectory, if a step was taken."""
     flow, reference = calib.flow, calib.reference
     batches = range(flow.num_batches)
 
@@ -288,14 +261,14 @@ def refine(
             state.advance(found, channels, start, target)
             stage.advance()
             stage.note(f"KL {state.history[-1]:.4f}")
-        outcome, history = state.partway(1.0, start), {"refinement": state.history}
+        outcome, history = state.partway(1.0, start), dict[str, Any](refinement=state.history)
         if steps and held_out:
             candidates = []
             for part in PARTS:  # at the same sparsity, all of them
                 u = on_target(state.partway(part, start), held_out, state.sensitivity)
                 candidates.append((measured(u, held_out, with_kl=True)[1], part, u))
             outcome = min(candidates, key=lambda one: one[:2])[2]
-            history["held out"] = {f"{part:g} of the way": round(kl, 6) for kl, part, _ in candidates}  # type: ignore[assignment]
+            history["held out"] = {f"{part:g} of the way": round(kl, 6) for kl, part, _ in candidates}
         # Of a long text a part tells the shares well enough: every threshold is decided again on all of it.
         per_batch = max(1, flow.num_counted // flow.num_batches)
         dropped, _ = measured(outcome, batches[: -(-_SHARE_TOKENS // per_batch)])

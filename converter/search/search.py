@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,32 +16,20 @@ from wisparse.formats.manifest import ProjectionRecipe
 from ..calibration import CalibrationTokens
 from ..calibration_state import BlockView, CalibrationState, final_thresholds
 from ..masking import MaskedModel
-from ..processes import ALONE, Processes, Progress
+from ..processes import ALONE, Processes
 from ..sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from ..source import SourceModel
 from ..state import NO_STATE, Stages
 from ..statistics import channel_scale, weight_norm
-from .allocation import (
-    Candidate,
-    Curve,
-    allocate,
-    allocate_greedily,
-    evolve,
-    interpolate,
-    mean_sparsity,
-    repair,
-    search_alpha,
-)
+from .allocation import Curve, allocate, allocate_greedily, evolve, interpolate, mean_sparsity, repair, search_alpha
 from .refinement import Channels, Trajectory, refine
 
 Allocation = dict[str, float]
 
 # Sparsities at which ``fisher`` predicts each projection's damage.
 DAMAGE_LEVELS: tuple[float, ...] = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.95)
-
 # The report's curve of quality where there is one sparsity level, beside the target.
 OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
-
 # The KL after a stage is measured on about so many tokens.
 _REPORTED_TOKENS = 4096
 _LARGEST_LOGITS = 1 << 27
@@ -53,27 +42,17 @@ class SearchSettings:
     """What to search and how hard."""
 
     sparsity: float = 0.5  # the target, a fraction of the parameters of all projections
-    # the score. ``wisparse`` |x| g^alpha; ``teal`` |x|; ``wina`` |x| g; ``wina-code`` as WINA's published code has it,
-    # |x| g for k and gate and |x| elsewhere
-    method: str = "wisparse"
+    method: str = "wisparse"  # |x| g^alpha; teal: |x|; wina: |x| g; wina-code, its published code: |x| g for k and gate
     search: str = "refine"
     num_generations: int | None = None  # of ``paper``; None is 60, and 24 offspring. The paper's own are 400 and 64
     num_offspring: int | None = None
     seed: int = 0
-    # how many tokens the search measures on, about; None is 16,384 for ``fisher`` and ``refine``, which go through them
-    # only twice, and 4,096 for the others. Final thresholds, and ``refine``'s steps, use all
+    # measured on, about; None: 16,384 for fisher and refine, else 4,096. Final thresholds, and refine's steps, use all
     kl_tokens: int | None = None
-    # of the evolution, (survivors, micro-batches or None for all) in turn
-    stages: tuple[tuple[int, int | None], ...] = ((1, None),)
-    # sparsity that one greedy step adds to a block. TEAL's 5% is half of a small projection at once, and in models this
-    # small costs a third of the quality (benchmarks/LOG.md)
-    greedy_step: float = 0.01
+    stages: tuple[tuple[int, int | None], ...] = ((1, None),)  # of the evolution: (survivors, micro-batches, None: all)
+    greedy_step: float = 0.01  # of a block; TEAL's 5% costs small models a third of the quality (benchmarks/LOG.md)
     refine_steps: int | None = None  # None goes by the number of tokens, see `plan_steps`
     batch_size: int = 4  # sequences per forward pass
-
-    @property
-    def by_gradients(self) -> bool:
-        return self.search in ("fisher", "refine")
 
 
 @dataclass(frozen=True)
@@ -82,8 +61,7 @@ class SearchResult:
     channel_scales: Mapping[str, Tensor]  # by name, (K,) float32 on the CPU
     # JSON values: settings, losses by stage, KL evaluations. No times: equal runs give equal details
     details: dict[str, Any] = field(default_factory=dict)
-    # another sparsity -> thresholds by name with the same scales, for a curve of quality: from the dense model's
-    # inputs, so about right
+    # another sparsity -> thresholds by name with the same scales, from the dense model's inputs: for a curve of quality
     thresholds_at: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
 
     def apply_to(self, masked: MaskedModel) -> dict[str, float]:
@@ -97,32 +75,23 @@ def search(
     source: SourceModel, tokens: CalibrationTokens, settings: SearchSettings, processes: Processes = ALONE
 ) -> SearchResult:
     """Find sparsities, scales and thresholds at one sparsity; nothing about the model is changed."""
-    with SparsityLevels(source, tokens, settings, processes=processes) as levels:
+    with SparsityLevels(source, tokens, settings, stages=Stages(processes=processes)) as levels:
         return levels.with_curve(levels.at(settings.sparsity), OTHER_SPARSITIES)
 
 
-class SparsityLevels:
+class SparsityLevels(AbstractContextManager["SparsityLevels"]):
     """Searches at several sparsities of one model and text. Several processes call it alike, and all get the results.
-
-    What a search finds may depend on those before it: equal calls in equal order give equal results.
-    """
+    What a search finds may depend on those before it: equal calls in equal order give equal results."""
 
     def __init__(
-        self,
-        source: SourceModel,
-        tokens: CalibrationTokens,
-        settings: SearchSettings,
-        progress: Progress | None = None,
-        stages: Stages = NO_STATE,
-        processes: Processes = ALONE,
+        self, source: SourceModel, tokens: CalibrationTokens, settings: SearchSettings, stages: Stages = NO_STATE
     ) -> None:
-        self.source, self.tokens, self.settings = source, tokens, settings
-        self.progress, self.stages, self.processes = progress or Progress(enabled=False), stages, processes
-        kl_tokens = self.settings.kl_tokens or (16384 if self.settings.by_gradients else 4096)
+        self.source, self.tokens, self.settings, self.stages = source, tokens, settings, stages
+        kl_tokens = settings.kl_tokens or (16384 if settings.search in ("fisher", "refine") else 4096)
         num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
         # A backward pass holds a few float32 tensors (tokens, vocabulary), 512 MiB at most.
         most = _LARGEST_LOGITS // (source.config.vocab_size * tokens.seq_len)
-        size = self.batch_size = max(1, min(self.settings.batch_size, most))
+        size, processes = max(1, min(settings.batch_size, most)), stages.processes
         with torch.no_grad():
             self.calib = CalibrationState(source, tokens, num_samples=num_samples, batch_size=size)
             masked = self.calib.masked
@@ -131,21 +100,17 @@ class SparsityLevels:
                 self.everything = CalibrationState(source, tokens, batch_size=size, masked=masked)
             # Where all tokens are gone through once, each process goes through its own.
             self.share, self.all_shared = self.calib, self.everything
+            widest = max(module.in_features for module in source.projections.values())
             if processes.size > 1:
                 shared = partial(CalibrationState, source, tokens, batch_size=size, processes=processes, masked=masked)
                 self.share, self.all_shared = shared(num_samples=num_samples), shared()
                 self.share.scales, self.share.tables = self.calib.scales, self.calib.tables
-            elif (
-                tokens.input_ids.numel() * max(source.projections[n].in_features for n in source.projections) <= _SMALL
-            ):
+            elif tokens.input_ids.numel() * widest <= _SMALL:
                 # `final_thresholds` goes through one micro-batch once, through several up to five times.
                 self.all_shared = CalibrationState(source, tokens, batch_size=tokens.num_samples, masked=masked)
             self.norms = {name: weight_norm(source.weight(name)) for name in source.projections}
         self.fisher: dict[str, Any] | None = None
         self.trajectories: dict[float, Trajectory] = {}
-
-    def __enter__(self) -> SparsityLevels:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.calib.masked.close()
@@ -177,7 +142,7 @@ class SparsityLevels:
             return result
         for name, scale in result.channel_scales.items():
             calib.set_scale(name, scale)
-        with self.progress.stage("Quantiles"):
+        with self.stages.progress.stage("Quantiles"):
             self.share.build_tables()
         found = {}
         for sparsity in others:
@@ -191,7 +156,7 @@ class Run:
 
     def __init__(self, levels: SparsityLevels, settings: SearchSettings) -> None:
         self.levels, self.settings = levels, settings
-        self.calib, self.progress, self.processes = levels.calib, levels.progress, levels.processes
+        self.calib, self.progress, self.processes = levels.calib, levels.stages.progress, levels.stages.processes
         self.names, self.norms = self.calib.names, dict(levels.norms)
         self.losses: dict[str, float] = {}
         self.history: dict[str, Any] = {}
@@ -215,10 +180,10 @@ class Run:
 
     def paper(self) -> Allocation:
         self.prepare()
-        self.note("uniform", self.everywhere())
+        self.note("uniform", self.calib.thresholds(self.everywhere()))
         allocation = self.spread_within(self.evolve_blocks())
         if self.settings.method == "wisparse":
-            self.note("greedy", allocation)
+            self.note("greedy", self.calib.thresholds(allocation))
             self.choose_alphas(allocation)
         return allocation
 
@@ -229,13 +194,12 @@ class Run:
         settings, calib, levels = self.settings, self.calib, self.levels
         allocation = self.fisher()
         widths = {name: levels.source.projections[name].in_features for name in self.names}
-        near = min(
-            levels.trajectories, key=lambda other: (abs(other - settings.sparsity), -other), default=settings.sparsity
-        )
+        target = settings.sparsity
+        near = min(levels.trajectories, key=lambda other: (abs(other - target), -other), default=target)
         scales, dropped, history, num_tokens, self.trajectory = refine(
             levels.everything,
             Channels(widths, calib.sizes),
-            settings.sparsity,
+            target,
             calib.scales,
             calib.thresholds(allocation),
             self.draw,
@@ -255,6 +219,10 @@ class Run:
     def scale(self, name: str, alpha: float) -> Tensor:
         return channel_scale(self.norms[name], alpha)
 
+    def build_tables(self) -> None:
+        with self.progress.stage("Quantiles"):
+            self.levels.share.build_tables()
+
     def everywhere(self) -> Allocation:
         return dict.fromkeys(self.names, self.settings.sparsity)
 
@@ -262,32 +230,27 @@ class Run:
         """A generator for each unit of work, so that none depends on those before it."""
         return torch.Generator().manual_seed((self.settings.seed << 32) + index)
 
-    def note(self, stage: str, allocation: Allocation, thresholds: Mapping[str, float] | None = None) -> None:
-        """The joint KL after a stage, for the recipe; by default with the tables' thresholds."""
+    def note(self, stage: str, thresholds: Mapping[str, float]) -> None:
+        """The joint KL after a stage, for the recipe."""
         batches = max(1, _REPORTED_TOKENS // self.calib.flow.input_ids[0].numel())
-        self.losses[stage] = self.calib.kl(allocation, thresholds=thresholds, num_batches=batches)
+        self.losses[stage] = self.calib.kl(thresholds, num_batches=batches)
 
-    def by_block(self, compute: Callable[[BlockView], Any]) -> Iterator[Any]:
+    def by_block(self, title: str, compute: Callable[[BlockView], Any]) -> list[Any]:
         """``compute`` of every block in order, each by one process."""
-        calib, processes = self.calib, self.processes
-        rounds = list(processes.rounds(len(calib.groups)))
-        views = calib.blocks({mine[processes.index] for mine in rounds if processes.index < len(mine)})
-        for indices in rounds:
-            before, found = calib.num_kl_evaluations, None
-            if processes.index < len(indices):
-                found = compute(next(view for view in views if view.index == indices[processes.index]))
-            spent = calib.num_kl_evaluations - before
-            gathered = processes.gather((found, spent))[: len(indices)]
-            calib.num_kl_evaluations = before + sum(spent for _, spent in gathered)
-            yield from (outcome for _, (outcome, _) in sorted(zip(indices, gathered, strict=True), key=lambda p: p[0]))
+        mine = range(self.processes.index, len(self.calib.groups), self.processes.size)
+        found = []
+        with self.progress.stage(title, len(mine)) as stage:
+            for view in self.calib.blocks(mine):
+                found.append(compute(view))
+                stage.advance()
+        return self.processes.in_order(found)
 
     def prepare(self) -> None:
         """Scales and tables at the start, as the method has it."""
         if self.settings.method == "wisparse":
             self.choose_alphas(self.everywhere())
-            return
-        with self.progress.stage("Quantiles"):
-            self.levels.share.build_tables()
+        else:
+            self.build_tables()
 
     def choose_alphas(self, allocation: Allocation) -> None:
         """Alphas per projection at given sparsities, and the tables that follow."""
@@ -310,23 +273,18 @@ class Run:
             view.build_tables()
             return {name: (alpha, calib.tables[name]) for name, alpha in alphas.items()}
 
-        with self.progress.stage("Alpha", len(calib.groups)) as stage:
-            for found in self.by_block(compute):
-                for name, (alpha, table) in found.items():
-                    self.alphas[name] = alpha
-                    calib.set_scale(name, self.scale(name, alpha))
-                    calib.tables[name] = table
-                stage.advance()
+        for found in self.by_block("Alpha", compute):
+            for name, (alpha, table) in found.items():
+                self.alphas[name] = alpha
+                calib.set_scale(name, self.scale(name, alpha))
+                calib.tables[name] = table
 
     def evolve_blocks(self) -> list[float]:
         """The paper's coarse search: one sparsity per block."""
         settings, calib = self.settings, self.calib
 
-        def losses(candidates: Sequence[Candidate], num_batches: int | None) -> list[float]:
-            spreads = [
-                {n: p for group, p in zip(calib.groups, candidate, strict=True) for n in group}
-                for candidate in candidates
-            ]
+        def losses(candidates: Sequence[Sequence[float]], num_batches: int | None) -> list[float]:
+            spreads = [{n: p for group, p in zip(calib.groups, one, strict=True) for n in group} for one in candidates]
             size, before = calib.side_by_side, calib.num_kl_evaluations
             together = [spreads[first : first + size] for first in range(0, len(spreads), size)]
             found = self.processes.spread(together, partial(calib.kls, num_batches=num_batches))
@@ -341,36 +299,29 @@ class Run:
                 stage.advance()
                 stage.note(f"KL {loss:.4f}")
 
-            sizes = [sum(calib.sizes[name] for name in group) for group in calib.groups]
-            generator = torch.Generator().manual_seed(settings.seed)
-            best, history = evolve(
+            best, self.history["evolution"] = evolve(
                 losses,
-                sizes,
+                [sum(calib.sizes[name] for name in group) for group in calib.groups],
                 settings.sparsity,
-                generator,
+                torch.Generator().manual_seed(settings.seed),
                 num_generations=generations,
                 num_offspring=offspring,
                 stages=settings.stages,
                 on_generation=show,
             )
-        self.history["evolution"] = history
         return list(best)
 
     def spread_within(self, block_sparsities: Sequence[float]) -> Allocation:
         """The paper's fine search: each block's sparsity over its projections, by block error."""
         calib = self.calib
-        result: Allocation = {}
 
         def compute(view: BlockView) -> Allocation:
             sizes = {name: calib.sizes[name] for name in view.names}
             target, step = block_sparsities[view.index], self.settings.greedy_step
             return allocate_greedily(lambda p: view.error(calib.thresholds(p)), sizes, target, step=step)
 
-        with self.progress.stage("Greedy within blocks", len(calib.groups)) as stage:
-            for found in self.by_block(compute):
-                result |= found
-                stage.advance()
-        return result
+        blocks = self.by_block("Greedy within blocks", compute)
+        return {name: sparsity for block in blocks for name, sparsity in block.items()}
 
     def sensitivities(self) -> Mapping[str, Curve]:
         """Loss-weighted scales and their tables, and each projection's damage curve: once for all sparsities."""
@@ -388,21 +339,16 @@ class Run:
         calib = self.calib
         flow, masked, batches = calib.flow, calib.masked, range(calib.flow.num_batches)
         with self.progress.stage("Sensitivities"):
-            diagonals = self.processes.spread(
-                batches,
-                lambda b: fisher_diagonal(flow, masked, b, self.draw(2 * b)),
-            )
+            diagonals = self.processes.spread(batches, lambda b: fisher_diagonal(flow, masked, b, self.draw(2 * b)))
             for name, norm in self.norms.items():
                 total = sum((one[name] for one in diagonals), torch.zeros_like(diagonals[0][name]))
                 weighted = loss_weighted_norm(norm, total / flow.num_counted)
                 calib.set_scale(name, channel_scale(weighted, 1.0))
-        with self.progress.stage("Quantiles"):
-            self.levels.share.build_tables()
+        self.build_tables()
         with self.progress.stage("Predicted damage"):
             points = {name: [calib.thresholds({name: s})[name] for s in DAMAGE_LEVELS] for name in self.names}
             found = self.processes.spread(
-                batches,
-                lambda b: quadratic_damage(flow, masked, b, self.draw(2 * b + 1), calib.scales, points),
+                batches, lambda b: quadratic_damage(flow, masked, b, self.draw(2 * b + 1), calib.scales, points)
             )
         damages = {
             name: [sum(row) / flow.num_counted for row in zip(*(one[name] for one in found), strict=True)]
@@ -415,7 +361,7 @@ class Run:
         calib = self.calib
         with self.progress.stage("Thresholds", len(calib.groups)) as stage:
             found = final_thresholds(self.levels.all_shared, calib.scales, allocation, stage.advance)
-        self.note("final", allocation, {name: threshold for name, (threshold, _) in found.items()})
+        self.note("final", {name: threshold for name, (threshold, _) in found.items()})
         mean = mean_sparsity([allocation[name] for name in self.names], list(calib.sizes.values()))
         return SearchResult(
             {name: ProjectionRecipe(name, allocation[name], self.alphas[name], *found[name]) for name in self.names},

@@ -62,7 +62,7 @@ def command(
     folders = folders_to_save([bundle], loading["sparsity"]) if save else []
     if loading["max_seq_len"] is None:
         loading["max_seq_len"] = prompt_length + max_new_tokens
-    opened = open_bundle(bundle, loading)
+    opened = open_bundle(bundle, loading.pop("revision"), loading.pop("sparsity"))
     from wisparse.runtime.backends import load
     from wisparse.runtime.benchmark import Workload, compare_weights
 

@@ -46,8 +46,7 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
         click.echo(json.dumps({"model": model, **recipe.to_dict()}, indent=2))
         return
     shape = f"{config.num_blocks} blocks, hidden {config.hidden_size}, MLP {config.intermediate_size}"
-    samples = f"{calibration.num_samples} samples of up to {calibration.seq_len} tokens"
-    samples += f" ({calibration.num_tokens:,} in all)"
+    each = f"{calibration.num_samples} samples of up to {calibration.seq_len} tokens"
     rows = (
         ("base model", recipe.base_model + (f" at {recipe.base_revision}" if recipe.base_revision else "")),
         ("left out", recipe.text_only),
@@ -55,7 +54,7 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
         ("model", f"{config.model_type}, {shape}, {num_bytes / 1e6:,.1f} MB {'/'.join(dtypes)}"),
         ("method", recipe.method),
         ("levels", ", ".join(f"{one:.1%}{' (the default)' * (one == recipe.default)}" for one in recipe.sparsities)),
-        ("calibration", f"{calibration.source}: {samples}, seed {calibration.seed}"),
+        ("calibration", f"{calibration.source}: {each} ({calibration.num_tokens:,} in all), seed {calibration.seed}"),
     )
     for name, value in rows:
         if value:

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import click
 
-from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.folder import check_target
 from wisparse.formats.guard import text
-from wisparse.formats.hub import fetch_bundle
 
 from ..console import FOLDER_OR_ID, NEW_FOLDER
-from ..options import option_table, revision_option
+from ..options import open_bundle, option_table, revision_option
 
 
 @click.command("export-onnx")
@@ -55,9 +53,7 @@ def command(
     text("OUT", str(out))  # as the onnx package can write it
     check_target(Path(os.path.abspath(out)), EXPORT, overwrite)  # before a bundle is fetched
     started = time.monotonic()
-    opened = Bundle.open(fetch_bundle(bundle, revision))
-    if sparsity is not None:
-        opened = opened.at(sparsity)
+    opened = open_bundle(bundle, revision, sparsity)
     report = export_onnx(opened, out, opset=opset, dtype=dtype, overwrite=overwrite, check=check)
     report["seconds"] = round(time.monotonic() - started, 3)
     for note in report["notes"]:

@@ -112,10 +112,8 @@ class Batch:
         whole = file.read().rpartition("\n")[0]
         digest, *lines = whole.split("\n")
         if digest != expected and lines:
-            raise UsageError(
-                f"{self._progress}: left by a run with other prompts, settings or another bundle; repeat that one, or "
-                "delete the file"
-            )
+            left = "left by a run with other prompts, settings or another bundle"
+            raise UsageError(f"{self._progress}: {left}; repeat that one, or delete the file")
         # Another run's progress without an answer is overwritten: nothing is lost.
         file.truncate(len(f"{whole}\n".encode()) if digest == expected else 0)
         file.seek(0, os.SEEK_END)

@@ -69,7 +69,7 @@ def command(
     for allowed in hosts:
         if not _HOST.fullmatch(allowed):
             raise UsageError(f"--allowed-host: expected * or a host name without a port, found {allowed!r:.80}")
-    opened = open_bundle(bundle, loading)
+    opened = open_bundle(bundle, loading.pop("revision"), loading.pop("sparsity"))
     from wisparse.runtime.backends import load
     from wisparse.runtime.serve.app import ServeSettings, serve
     from wisparse.runtime.serve.transport import allowed_hosts, open_socket
@@ -93,9 +93,8 @@ def command(
             serve(model, settings, listener, lambda: click.echo(serving, err=True))
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # the interpreter ends, and would print where it was interrupted
+            # The interpreter ends, and would print where it was interrupted.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _api_key(file: str | None) -> str | None:
