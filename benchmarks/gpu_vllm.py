@@ -323,7 +323,7 @@ def write_bundle(config: dict[str, Any], folder: Path) -> None:
     files[weights] = "0" * 64
     index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(shapes, weights)}
     write("model.safetensors.index.json", json.dumps(index).encode())
-    write("wisparse.safetensors", sidecar_bytes(model.projections(), recipe, [masks]))
+    write("wisparse.safetensors", sidecar_bytes(masks, recipe, [masks]))
     entry = {"format_version": 2, "sparsity": 0.5, "sparsities": [0.5], "sidecar": "wisparse.safetensors"}
     write("config.json", json.dumps(config | {"wisparse": entry}).encode())
     (folder / "wisparse.json").write_bytes(Manifest(recipe, files, dict.fromkeys(shapes, 0)).to_bytes())

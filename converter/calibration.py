@@ -1,5 +1,4 @@
-"""The calibration text, on which statistics and thresholds rest: read from documents, or written by the model
-itself."""
+"""The calibration text, on which statistics and thresholds rest: read from documents, or written by the model."""
 
 from __future__ import annotations
 
@@ -162,10 +161,9 @@ def pack(
                 if tokens and not again:
                     leftovers.append(tokens)
                     break
-    raise CalibrationError(
-        f"calibration text {source} is too short: {num_samples} samples of {seq_len} tokens need "
-        f"{num_samples * body} tokens, found {found}; give more text, or lower --num-samples or --seq-len"
-    )
+    lack = f"{num_samples} samples of {seq_len} tokens need {num_samples * body} tokens, found {found}"
+    advice = "give more text, or lower --num-samples or --seq-len"
+    raise CalibrationError(f"calibration text {source} is too short: {lack}; {advice}")
 
 
 def _passages(documents: Iterable[Document], tokenizer: Any, num_samples: int, seq_len: int) -> Iterator[str]:
@@ -235,10 +233,8 @@ def write_calibration(
     begins.append(tokenizer.eos_token_id)
     first = next((one for one in begins if isinstance(one, int) and 0 <= one < config.vocab_size), None)
     if first is None:
-        raise CalibrationError(
-            "calibration 'self': the model has neither a beginning-of-text nor an end-of-text token to begin with; "
-            "give text instead: --calibration PATH"
-        )
+        lack = "the model has neither a beginning-of-text nor an end-of-text token to begin with"
+        raise CalibrationError(f"calibration 'self': {lack}; give text instead: --calibration PATH")
     ends: set[int] = set()
     for value in (tokenizer.eos_token_id, config.eos_token_id, getattr(generation, "eos_token_id", None)):
         ends.update(value if isinstance(value, list) else [value] if value is not None else [])
@@ -306,9 +302,7 @@ class _Row:
 def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
     device, seq_len = input_device(model), max(row.seq_len for row in rows)
     cache = _preallocated_cache(model.config, seq_len)
-    generators, counts = zip(
-        *((one, len(list(some))) for one, some in groupby(row.generator for row in rows)), strict=True
-    )
+    groups = [(one, len(list(some))) for one, some in groupby(row.generator for row in rows)]
     noise = torch.empty(0)
     drawn = [0] * len(rows)  # never used: every row begins with a forced token
     for position in range(seq_len):
@@ -327,7 +321,7 @@ def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
             # argmax(p / -log u) is a sample from p, without a running sum, which is not reproducible on a GPU.
             if not len(noise):
                 noise = torch.empty_like(logits)
-            for part, generator in zip(noise.split(counts), generators, strict=True):
+            for part, (generator, _) in zip(noise.split([count for _, count in groups]), groups, strict=True):
                 part.uniform_(generator=generator)
             drawn = logits.softmax(dim=-1).div_(noise.log_().neg_()).argmax(dim=-1).tolist()
 

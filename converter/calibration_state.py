@@ -96,8 +96,8 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
             view.build_tables()
 
     def blocks(self, only: Collection[int] | None = None) -> Iterator[BlockView]:
-        """Every block in turn, or those in ``only``, with the dense model's hidden states as its input; one block's
-        inputs are in memory at a time."""
+        """Every block in turn, or those in ``only``, with dense hidden states as its input; only one's are in
+        memory."""
         hidden = self.flow.start()
         for index, names in enumerate(self.groups):
             self.masked.clear()
@@ -114,8 +114,8 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
     def kl(
         self, thresholds: Mapping[str, float], *, num_batches: int | None = None, view: BlockView | None = None
     ) -> float:
-        """Token-mean KL(dense || sparse) with the projections of ``thresholds``, none of them before the block of
-        ``view``, sparse and all others dense."""
+        """Token-mean KL(dense || sparse), the projections of ``thresholds`` sparse, none of them before ``view``'s
+        block."""
         flow = self.flow
         start, hidden = (0, flow.start()) if view is None else (view.index, view.hidden)
         found = []

@@ -71,10 +71,8 @@ def dataset_documents(name: str | Path, seed: int) -> Iterator[Document]:
     try:
         import datasets
     except ImportError as error:
-        raise CalibrationError(
-            "reading data sets needs the package datasets: pip install 'wisparse[datasets]'; "
-            "or calibrate with --calibration self, or on text files"
-        ) from error
+        needed = "reading data sets needs the package datasets: pip install 'wisparse[datasets]'"
+        raise CalibrationError(f"{needed}; or calibrate with --calibration self, or on text files") from error
     datasets.disable_progress_bars()
     path = name if isinstance(name, Path) else None
     identifier, _, split = (str(path), "", "") if path else str(name).partition(":")

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 
 from .sensitivity import kl_rows
@@ -56,8 +55,8 @@ class Quality:
 
 
 def json_values(value: Any, digits: int | None = None, longest: int | None = None) -> Any:
-    """JSON values: null for NaN and infinity, floats of so many digits, and of a longer list of numbers evenly spaced
-    ones, the first and the last included."""
+    """JSON values: null for NaN and infinity, floats of so many digits, of a longer list of numbers evenly spaced
+    ones."""
     if isinstance(value, Mapping):
         return {str(key): json_values(entry, digits, longest) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -131,12 +130,9 @@ def evaluate_text(
     counter: Any = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Quality]:
-    """The quality by prefill policy over ``sequences``, each (T,) int64, T >= 1, without padding. The dense
-    ``reference`` is ``logits`` itself with ``sparse_from = T``, or another one, where more than the masks differs
-    (rounded weights). ``counter`` counts dropped channels by ``measure_sparsity`` and ``realised_sparsity``, as the
-    decoders do."""
-    for policy in policies:
-        sparse_from(policy, 1)
+    """The quality by prefill policy over ``sequences``, each (T,) int64, T >= 1, without padding. ``reference`` gives
+    the dense logits where more than the masks differs (rounded weights). ``counter`` counts dropped channels by
+    ``measure_sparsity`` and ``realised_sparsity``, as the decoders do."""
     inside: dict[str, list[Tensor]] = {policy: [] for policy in policies}
     overall: dict[str, list[Tensor]] = {policy: [] for policy in policies}
     dropped: dict[str, list[tuple[float, int]]] = {policy: [] for policy in policies}
@@ -160,8 +156,6 @@ def evaluate_text(
         advance()
     result = {}
     for policy in policies:
-        if not inside[policy]:
-            raise UsageError("evaluation: expected at least one sequence, found none")
         counted = dropped[policy]
         shares = [share for share, _ in counted]
         result[policy] = Quality(

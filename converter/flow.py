@@ -25,8 +25,8 @@ def input_device(model: Any) -> torch.device:
 
 class BlockFlow:
     """The blocks of a causal LM, run one at a time over micro-batches of ``input_ids`` (S, L) int64. ``keep`` (S, L)
-    bool: the tokens that count, neither padding nor the first one of a sequence (the attention sink); the others are
-    run, and left dense by a search."""
+    bool: the tokens that count, not padding nor the first of a sequence (the attention sink), which a search leaves
+    dense."""
 
     def __init__(self, model: Any, config: ModelConfig, input_ids: Tensor, keep: Tensor, batch_size: int = 4) -> None:
         self.model, self.config = model, config
@@ -47,10 +47,8 @@ class BlockFlow:
 
         def record(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if any(one is not None for one in args):
-                raise UnsupportedModelError(
-                    f"{type(self.blocks[index]).__name__}: expected keyword arguments after the hidden state, "
-                    f"found {len(args)} positional ones"
-                )
+                wanted = f"expected keyword arguments after the hidden state, found {len(args)} positional ones"
+                raise UnsupportedModelError(f"{type(self.blocks[index]).__name__}: {wanted}")
             if index == 0:
                 self._start.append(hidden)
             self._kwargs[index].append(kwargs)

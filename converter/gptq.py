@@ -50,8 +50,7 @@ def fit_int4(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dty
 
 
 def search_scales(weight: Tensor, importance: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
-    """Scales (N, K / group), float32: of some that clip more or less, those of least rounding error, each channel's
-    error weighted by ``importance`` (K,)."""
+    """Scales (N, K / group), float32, of least rounding error, each channel's weighted by ``importance`` (K,)."""
     groups = weight.to(torch.float32).unflatten(1, (-1, group))
     weights = importance.to(torch.float32).clamp(min=0).unflatten(0, (-1, group))
     # A channel that was never used still counts a little: a group of such has to have a scale.
@@ -88,10 +87,8 @@ def group_size(config: ModelConfig) -> int:
     inputs = sorted({projection.in_features for projection in config.projections(0)})
     group = next((group for group in (128, 64, 32) if not any(size % group for size in inputs)), None)
     if group is None:
-        inside = f"the projections' inputs ({', '.join(map(str, inputs))})"
-        raise UnsupportedModelError(
-            f"--weights int4: no group of 128, 64, 32 channels divides {inside}; choose int8 or fp8"
-        )
+        lack = f"no group of 128, 64, 32 channels divides the projections' inputs ({', '.join(map(str, inputs))})"
+        raise UnsupportedModelError(f"--weights int4: {lack}; choose int8 or fp8")
     return group
 
 

@@ -250,10 +250,9 @@ def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
         raise UsageError(f"model: expected a transformers causal LM, found {type(model).__name__}")
     found = getattr(model.config, "model_type", None)
     if found != bundle.config.model_type:
-        raise UnsupportedModelError(
-            f"the bundle's masks are for a {bundle.config.model_type} model, found {found!r}; load the bundle's own "
-            "weights with AutoModelForCausalLM.from_pretrained"
-        )
+        differs = f"the bundle's masks are for a {bundle.config.model_type} model, found {found!r}"
+        advice = "load the bundle's own weights with AutoModelForCausalLM.from_pretrained"
+        raise UnsupportedModelError(f"{differs}; {advice}")
     # Both feed a projection's weight something else than the projection's own input.
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise UsageError("sparsify: a tensor-parallel model splits its channels; load it without tp_plan")
@@ -262,17 +261,14 @@ def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     missing = [name for name in bundle.masks if name not in modules]
     if missing:
-        raise UnsupportedModelError(
-            f"{missing[0]}: expected a projection of that name in the model, found none ({len(missing)} of "
-            f"{len(bundle.masks)} missing); pass the causal LM itself, not a part or a wrapper of it"
-        )
+        lack = f"found none ({len(missing)} of {len(bundle.masks)} missing)"
+        wanted = f"{missing[0]}: expected a projection of that name in the model, {lack}"
+        raise UnsupportedModelError(f"{wanted}; pass the causal LM itself, not a part or a wrapper of it")
     for name, mask in bundle.masks.items():
         width = getattr(modules[name], "in_features", None)
         if width != len(mask.channel_scale):
-            here = len(mask.channel_scale)
-            raise UnsupportedModelError(
-                f"{name}: the bundle's mask has {here} channels, the model's projection {width}"
-            )
+            own = len(mask.channel_scale)
+            raise UnsupportedModelError(f"{name}: the bundle's mask has {own} channels, the model's projection {width}")
     return {name: modules[name] for name in bundle.masks}
 
 

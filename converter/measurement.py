@@ -120,8 +120,8 @@ def measure(
     fresh: CalibrationTokens | None = None,
     progress: Progress = SILENT,
 ) -> Measurement:
-    """Measure what searches on ``tokens``, which came from ``calibration``, found by sparsity; of the result at one
-    sparsity also how sensitive each block is."""
+    """Measure what searches on ``tokens``, from ``calibration``, found by sparsity; at one also how sensitive blocks
+    are."""
     num_samples, seq_len, seed = fresh_text(tokens.num_samples, tokens.seq_len, tokens.seed)
     try:
         if fresh is None:
@@ -233,9 +233,8 @@ def highest(loss: Callable[[float], float]) -> float | None:
 
 
 def choose(levels: SparsityLevels, calibration: str | Sequence[str], budget: Budget) -> Choice:
-    """The highest sparsity that keeps a budget, see `highest`. Several processes call it alike; the first measures, on
-    another text of the size of ``tokens``, which came from ``calibration``. UsageError if no sparsity keeps the
-    budget."""
+    """The highest sparsity that keeps a budget, see `highest`; UsageError if none does. Several processes call it
+    alike; the first measures, on another text of the size of the calibration text, which came from ``calibration``."""
     fresh: list[CalibrationTokens] = []
     found: dict[float, tuple[float, float, int]] = {}
     source, tokens, stages, progress = levels.source, levels.tokens, levels.stages, levels.stages.progress
@@ -261,9 +260,8 @@ def choose(levels: SparsityLevels, calibration: str | Sequence[str], budget: Bud
     sparsity = highest(spent)
     if sparsity is None:
         kl, top1, _ = found[LOWEST]
-        raise UsageError(
-            f"{budget}: no sparsity from {LOWEST:.0%} on keeps that; the best is KL {kl:.2g} nats/token and top-1 "
-            f"agreement {top1:.2%} at {LOWEST:.0%}; allow more, or leave the model dense"
-        )
+        best = f"KL {kl:.2g} nats/token and top-1 agreement {top1:.2%} at {LOWEST:.0%}"
+        wrong = f"{budget}: no sparsity from {LOWEST:.0%} on keeps that; the best is {best}"
+        raise UsageError(f"{wrong}; allow more, or leave the model dense")
     tried = tuple((one, kl, top1) for one, (kl, top1, _) in sorted(found.items()))
     return Choice(sparsity, tried, found[sparsity][2])

@@ -97,19 +97,17 @@ def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversi
     with joined(settings.device) as (processes, device):
         plan = cast(Plan, processes.broadcast(preflight(settings, progress) if processes.leads else None))
         if processes.size > 1 and plan.max_memory is not None:
-            raise ResourceError(
-                f"{plan.source.name}: with {processes.size} processes each GPU must hold the whole model, and it "
-                "is too large; start one process, without torchrun, which spreads the model over all GPUs"
-            )
+            wrong = f"with {processes.size} processes each GPU must hold the whole model, and it is too large"
+            advice = "start one process, without torchrun, which spreads the model over all GPUs"
+            raise ResourceError(f"{plan.source.name}: {wrong}; {advice}")
         if not processes.leads:
             progress, plan = Progress(enabled=False), replace(plan, device=choose_device(device))
         try:
             conversion = _convert(plan, progress, processes)
         except torch.cuda.OutOfMemoryError as error:
-            raise ResourceError(
-                f"{plan.source.name}: {plan.device} has too little memory for the conversion; "
-                "lower --seq-len or --num-samples, or choose another --device"
-            ) from error
+            lack = f"{plan.source.name}: {plan.device} has too little memory for the conversion"
+            advice = "lower --seq-len or --num-samples, or choose another --device"
+            raise ResourceError(f"{lack}; {advice}") from error
     if conversion is None:
         return None
     try:

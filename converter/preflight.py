@@ -98,10 +98,8 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         if settings.upload_repo is not None:
             check_write_access(settings.upload_repo)
             if settings.private and is_public(settings.upload_repo):
-                raise AccessError(
-                    f"{settings.upload_repo!r} exists and is public, but --private was given; choose a new name for "
-                    "--upload-repo, or leave --private out"
-                )
+                public = f"{settings.upload_repo!r} exists and is public, but --private was given"
+                raise AccessError(f"{public}; choose a new name for --upload-repo, or leave --private out")
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
         read = read_config(source.folder)
@@ -229,21 +227,17 @@ def _check_resources(plan: Plan) -> None:
     sizes = (plan.bundle_bytes, plan.disk_free_bytes, plan.memory_bytes, plan.memory_free_bytes)
     bundle, disk, memory, free = (f"{size / 1e9:.1f} GB" for size in sizes)
     if settings.weights != "native" and plan.max_memory is not None:
-        raise ResourceError(
-            f"{name} does not fit into the memory of {device}, and weights that stay in their files cannot "
-            f"become {settings.weights}; choose a larger device, or leave --weights out"
-        )
+        large = f"{name} does not fit into the memory of {device}"
+        stuck = f"weights that stay in their files cannot become {settings.weights}"
+        raise ResourceError(f"{large}, and {stuck}; choose a larger device, or leave --weights out")
     if plan.bundle_bytes > plan.disk_free_bytes:
-        raise ResourceError(
-            f"{settings.output_dir}: the bundle takes about {bundle} of disk, {disk} are free; free some space or "
-            "choose another --output-dir"
-        )
+        lack = f"the bundle takes about {bundle} of disk, {disk} are free"
+        raise ResourceError(f"{settings.output_dir}: {lack}; free some space or choose another --output-dir")
     if plan.max_memory is not None and (lack := lacks_accelerate()) is not None:
         where = "it can be spread over GPUs, memory and its own files"
         raise ResourceError(f"{name} is larger than the memory of {device}; {where}, but {lack}")
     if plan.memory_bytes > plan.memory_free_bytes and plan.max_memory is None:
         where = "GPU memory" if device.type == "cuda" else "memory"
-        raise ResourceError(
-            f"{name}: the conversion takes about {memory} of {where} on {device}, {free} are free; close other "
-            "programs, choose another --device, or lower --num-samples or --seq-len"
-        )
+        lack = f"the conversion takes about {memory} of {where} on {device}, {free} are free"
+        advice = "close other programs, choose another --device, or lower --num-samples or --seq-len"
+        raise ResourceError(f"{name}: {lack}; {advice}")

@@ -174,8 +174,7 @@ ALONE = Processes()
 @contextmanager
 def joined(device: str) -> Iterator[tuple[Processes, str]]:
     """Join the processes that torchrun started; yields them, and the device of this one. Without torchrun: `ALONE`. An
-    error in any process ends all: it is raised where it happened, and the others leave silently with its exit code, or
-    are ended by torchrun."""
+    error in any process ends all: it is raised where it happened; the others leave silently with its exit code."""
     from torch import distributed
 
     place, gpus = torchrun_place(), torch.cuda.device_count()

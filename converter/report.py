@@ -76,9 +76,6 @@ class Report:
     def quality(self, sparsity: float) -> Quality | None:
         return self.measurement.levels[sparsity] if self.measurement else None
 
-    def verdict(self, sparsity: float) -> str:
-        return verdict(sparsity, self.quality(sparsity))
-
     @property
     def measured_on(self) -> str | None:
         if self.measurement is None:
@@ -126,7 +123,7 @@ class Report:
             blocks.append({"block": index, **means, "projections": shown})
         return {
             "report_version": REPORT_VERSION,
-            "verdict": self.verdict(recipe.default),
+            "verdict": verdict(recipe.default, quality),
             "model": {
                 **{key: getattr(recipe, key) for key in ("base_model", "base_revision")},
                 **{key: getattr(config, key) for key in ("model_type", "num_blocks")},
@@ -150,11 +147,11 @@ class Report:
                 {
                     "sparsity": sparsity,
                     "realised_on_calibration": self.realised(sparsity),
-                    "verdict": self.verdict(sparsity),
-                    "grade": grade(measurement.levels[sparsity]),
-                    "quality": _rounded(measurement.levels[sparsity].to_dict()),
+                    "verdict": verdict(sparsity, level),
+                    "grade": grade(level),
+                    "quality": _rounded(level.to_dict()),
                 }
-                for sparsity in recipe.sparsities
+                for sparsity, level in measurement.levels.items()
             ],
             "quality_against_sparsity": [{"sparsity": at, **_rounded(one.to_dict())} for at, one in measurement.curve],
             "block_sensitivity": None if sensitivity is None else _rounded(asdict(sensitivity)),

@@ -205,8 +205,7 @@ def rotate(
     # Of two models that differ by less than the sums' own rounding it can come out below 0.
     kl = max(0.0, float(kl_rows(before, log_probs()).double().mean()))
     if not kl <= _MOST:
-        raise UnsupportedModelError(
-            f"{checkpoint.folder.name}: rotated, the model is {kl:.2g} nats/token from what it was, expected less than "
-            f"{_MOST:g}: {source.dtype} is too coarse for it; convert it with --rotation none"
-        )
+        far = f"rotated, the model is {kl:.2g} nats/token from what it was, expected less than {_MOST:g}"
+        advice = f"{source.dtype} is too coarse for it; convert it with --rotation none"
+        raise UnsupportedModelError(f"{checkpoint.folder.name}: {far}: {advice}")
     return replace(source, config=made.config), made, RotationRecord("pca", kl, len(before))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +49,7 @@ class DenseReference:
 
     @torch.no_grad()
     def distribution(self, batch: int, index: int) -> tuple[Tensor, Tensor]:
-        """p (T, V) float32 and sum p log p (T,) of chunk ``index`` of `rows_at_once` counted tokens of a
-        micro-batch."""
+        """p (T, V) float32 and sum p log p (T,) of chunk ``index`` of `rows_at_once` counted tokens of a batch."""
         if batch not in self._kept:
             with self.masked.masking({}), self.masked.during(dense_tokens=None):
                 final = self.flow.final(batch)
@@ -130,27 +130,23 @@ def backward(
                 receive(name, seen[name].detach()[here], at_input[here])
 
 
-def _label_gradient(flow: BlockFlow, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+def _label_gradient(flow: BlockFlow, generator: torch.Generator, final: Tensor) -> Tensor:
     """The gradient of -log p(y) in the last hidden states, for a label y a token from the model's own distribution."""
-
-    def gradient_of(final: Tensor) -> Tensor:
-        # By inversion, from numbers made on the CPU: the same on every device.
-        drawn = torch.rand(final.shape[0], 1, generator=generator)
-        size, found = rows_at_once(flow), []
-        for rows, u in zip(final.split(size), drawn.split(size), strict=True):
-            rows = rows.detach().requires_grad_(True)
-            logits = flow.logits(rows)
-            probabilities = logits.detach().softmax(-1)
-            cumulative = probabilities.cumsum(-1)
-            labels = torch.searchsorted(cumulative, u.to(cumulative.device) * cumulative[:, -1:])
-            labels = labels.clamp(max=cumulative.shape[1] - 1)
-            del cumulative
-            # d -log p(y) / d logits = softmax(logits) - onehot(y), in place: a copy of them is large
-            probabilities.scatter_add_(1, labels, probabilities.new_full(labels.shape, -1.0))
-            found.append(torch.autograd.grad(logits, rows, probabilities)[0])
-        return torch.cat(found)
-
-    return gradient_of
+    # By inversion, from numbers made on the CPU: the same on every device.
+    drawn = torch.rand(final.shape[0], 1, generator=generator)
+    size, found = rows_at_once(flow), []
+    for rows, u in zip(final.split(size), drawn.split(size), strict=True):
+        rows = rows.detach().requires_grad_(True)
+        logits = flow.logits(rows)
+        probabilities = logits.detach().softmax(-1)
+        cumulative = probabilities.cumsum(-1)
+        labels = torch.searchsorted(cumulative, u.to(cumulative.device) * cumulative[:, -1:])
+        labels = labels.clamp(max=cumulative.shape[1] - 1)
+        del cumulative
+        # d -log p(y) / d logits = softmax(logits) - onehot(y), in place: a copy of them is large
+        probabilities.scatter_add_(1, labels, probabilities.new_full(labels.shape, -1.0))
+        found.append(torch.autograd.grad(logits, rows, probabilities)[0])
+    return torch.cat(found)
 
 
 def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -163,7 +159,7 @@ def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator:
         sums[name] = gradient.float().square().sum(0).double()
 
     masked.clear()
-    backward(flow, masked, batch, _label_gradient(flow, generator), add)
+    backward(flow, masked, batch, partial(_label_gradient, flow, generator), add)
     return {name: sums[name].cpu() for name in masked.projections}
 
 
@@ -193,5 +189,5 @@ def quadratic_damage(
         sums[name] = torch.stack(dropped).square().sum(1, dtype=torch.float64) / 2
 
     masked.clear()
-    backward(flow, masked, batch, _label_gradient(flow, generator), add)
+    backward(flow, masked, batch, partial(_label_gradient, flow, generator), add)
     return {name: sums[name].tolist() for name in thresholds}

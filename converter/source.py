@@ -136,10 +136,9 @@ def load_source(
             hf_config = CONFIG_MAPPING[config.model_type].from_dict(plain)
             if checkpoint.quantised:
                 if max_memory is not None:
-                    raise ResourceError(
-                        f"{shown(folder)}: the dequantised weights do not fit into the memory of {device}, and quantised "
-                        "ones cannot stay in their files; choose a larger device, or convert the unquantised model"
-                    )
+                    large = f"{shown(folder)}: the dequantised weights do not fit into the memory of {device}"
+                    advice = "choose a larger device, or convert the unquantised model"
+                    raise ResourceError(f"{large}, and quantised ones cannot stay in their files; {advice}")
                 model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
                 # Tensor by tensor: the plain numbers are never there twice.
                 parameters = dict(model.to(device).named_parameters(remove_duplicate=False))
@@ -209,9 +208,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         there, why = sorted(name for name in _TOKENIZER_FILES if (folder / name).is_file()), str(error).split()
         wrong = f" can be made from {', '.join(there)}: {' '.join(why)[:300]}"
         if not there:
-            wrong = (
-                ": expected tokenizer.json beside config.json, found none; copy it from the model this was made from"
-            )
+            wrong = ": expected tokenizer.json beside config.json, found none; copy it from the base model"
         raise UnsupportedModelError(f"{shown(folder)}: no tokenizer{wrong}") from error
 
 
@@ -309,8 +306,7 @@ def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 
 def _tied(config: Mapping[str, Any], given: Mapping[str, Any], names: Collection[str] | None) -> bool | None:
     """Whether the output layer is the embedding; None where nothing says so and the class's default holds. Both configs
-    have the key in some versions of transformers, one or none in others. Where they contradict each other or say
-    nothing the weights tell."""
+    have the key, one or none. Where they contradict each other or say nothing the weights tell."""
     stated = [one["tie_word_embeddings"] for one in (config, given) if one.get("tie_word_embeddings") is not None]
     if names is None or not all(isinstance(value, bool) for value in stated):
         return stated[0] if stated else None

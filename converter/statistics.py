@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -30,8 +29,8 @@ def weight_norm(weight: Tensor) -> Tensor:
 
 def channel_scale(norm: Tensor, alpha: float) -> Tensor:
     """``clamp(g / gmean(g), 1e-4) ** alpha``, (K,) float32. The geometric mean is over the non-zero columns: a zero
-    column contributes nothing to the output, and must neither drag the mean to 0 nor get a scale of 0 (a threshold of 0
-    means dense)."""
+    column adds nothing to the output, and must not drag the mean to 0 nor get a scale of 0 (a threshold of 0 means
+    dense)."""
     positive = norm[norm > 0].double()
     mean = positive.log().mean().exp() if positive.numel() else norm.new_ones((), dtype=torch.float64)
     return (norm.double() / mean).clamp(min=_SMALLEST).pow(alpha).float()
@@ -61,10 +60,9 @@ class Scores:
 
 
 def score_quantiles(scores: Scores, sparsities: Sequence[float]) -> list[float]:
-    """Thresholds that drop given fractions, in [0, 1), of float32 scores >= 0 on one device. With ``score >=
-    threshold`` kept, the fraction dropped is as close to the sparsity as the values allow: within half a value, and
-    beyond that only where values tie. The threshold of sparsity 0 is 0. `Scores` of several processes are taken
-    together."""
+    """Thresholds that drop given fractions, in [0, 1), of float32 scores >= 0. With ``score >= threshold`` kept, the
+    fraction dropped is as close to the sparsity as the values allow: within half a value, and beyond that only where
+    values tie. The threshold of sparsity 0 is 0. `Scores` of several processes are taken together."""
     total = scores.total
     found = ranked(scores, [min(round(s * total), total - 1) for s in sparsities])
     result = []
@@ -78,7 +76,7 @@ def score_quantiles(scores: Scores, sparsities: Sequence[float]) -> list[float]:
 
 def next_float(value: float) -> float:
     """The float32 after a non-negative one."""
-    return _float(struct.unpack("<i", struct.pack("<f", value))[0] + 1)
+    return torch.nextafter(torch.tensor(value, dtype=torch.float32), torch.tensor(math.inf)).item()
 
 
 def ranked(scores: Scores, ranks: Sequence[int]) -> list[tuple[float, int, int]]:
@@ -101,10 +99,6 @@ def ranked(scores: Scores, ranks: Sequence[int]) -> list[tuple[float, int, int]]
     chosen = values[torch.tensor(ranks, device=values.device)]
     below, through = (torch.searchsorted(values, chosen, right=right) for right in (False, True))
     return list(zip(chosen.tolist(), below.tolist(), through.tolist(), strict=True))
-
-
-def _float(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<i", bits))[0]
 
 
 def _counted_ranks(scores: Scores, ranks: Sequence[int]) -> list[tuple[float, int, int]]:
@@ -131,7 +125,8 @@ def _counted_ranks(scores: Scores, ranks: Sequence[int]) -> list[tuple[float, in
         if high not in lower:
             lower[high] = count(lambda bits, high=high: bits[bits >> 16 == high] & 0xFFFF)  # type: ignore[misc]
         low, below, through = find(lower[high], rank - before)
-        result.append((_float(high << 16 | low), before + below, before + through))
+        value = torch.tensor(high << 16 | low, dtype=torch.int32).view(torch.float32).item()
+        result.append((value, before + below, before + through))
     return result
 
 

@@ -32,9 +32,7 @@ class Norms:
 
 _BEFORE = Norms()
 _AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-_SANDWICH = Norms(
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-)
+_BOTH = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,6 @@ class Architecture:
     residual_multiplier: Power | None = None
     logits_multiplier: Power | None = None
 
-    def __post_init__(self) -> None:
-        for name, given, known in (("qkv", self.qkv, _QKV), ("gate_up", self.gate_up, _GATE_UP)):
-            if given not in known:
-                raise ValueError(f"{self.class_name}: expected {name} to be one of {known}, found {given}")
-
 
 _BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _WINDOWS: dict[str, Any] = {"layer_types": True}
@@ -101,7 +94,7 @@ _GEMMA: dict[str, Any] = {**_BIASES, "norm_offset": True, "embedding_multiplier"
 _NEWER_GEMMA: dict[str, Any] = {
     **_GEMMA,
     **_WINDOWS,
-    "norms": _SANDWICH,
+    "norms": _BOTH,
     "activation": "hidden_activation",
     "attention_scale": ("query_pre_attn_scalar", -0.5),
     "logits_softcap": "final_logit_softcapping",
@@ -152,9 +145,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         norms=Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ),
     "helium": Architecture("HeliumForCausalLM", qkv_bias="attention_bias", mlp_bias="mlp_bias", interleaved=True),
-    "seed_oss": Architecture(
-        "SeedOssForCausalLM", qkv_bias="attention_bias", o_bias="attention_out_bias", mlp_bias="mlp_bias"
-    ),
+    "seed_oss": Architecture("SeedOssForCausalLM", **{**_BIASES, "o_bias": "attention_out_bias"}, mlp_bias="mlp_bias"),
     "exaone4": Architecture("Exaone4ForCausalLM", **_WINDOWS, norms=_AFTER, qk_norm=QKNorm(), unrotated="full"),
     "hunyuan_v1_dense": Architecture(
         "HunYuanDenseV1ForCausalLM",

@@ -22,7 +22,7 @@ from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint, En
 from .errors import BundleError, UsageError, printable
 from .lazy import Tensor, torch
 from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, Recipe, require_version, sidecar_metadata
-from .model_config import ModelConfig, Projection
+from .model_config import ModelConfig
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 SMALL_FILES: Mapping[str, int] = {
@@ -136,8 +136,8 @@ class Bundle:
                 document = guard.parse_json(data, name, BundleError) if name in _JSON else None
                 if name == "config.json" and not document == checkpoint.config_dict == config_dict:
                     raise BundleError(f"{name}: changed while the bundle was opened; open it again")
-        projections = {projection.name: projection for projection in checkpoint.config.projections()}
-        names, num_blocks = list(projections), checkpoint.config.num_blocks
+        widths = {projection.name: projection.in_features for projection in checkpoint.config.projections()}
+        names, num_blocks = list(widths), checkpoint.config.num_blocks
         for level in recipe.levels:
             at = f" of the sparsity level {level.sparsity!r:.20}" if len(recipe.levels) > 1 else ""
             listed, blocks = [entry.name for entry in level.projections], len(level.block_sparsities)
@@ -149,7 +149,7 @@ class Bundle:
                 raise BundleError(f"{MANIFEST}: projections{at}: {wanted}, {what}; convert again")
             if blocks != num_blocks:
                 raise BundleError(f"{MANIFEST}: block_sparsities{at}: expected {num_blocks} values, found {blocks}")
-        levels = read_masks(_read_checked(folder, SIDECAR, manifest), projections, manifest)
+        levels = read_masks(_read_checked(folder, SIDECAR, manifest), widths, manifest)
         return cls(folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest)
 
     def read_bytes(self, name: str) -> bytes | None:
@@ -175,12 +175,11 @@ def _damaged(name: str, expected: str, found: str) -> BundleError:
     return BundleError(f"{name}: {differs}; the file is damaged or was edited: fetch it again")
 
 
-def read_masks(
-    data: bytes, projections: Mapping[str, Projection], manifest: Manifest
-) -> dict[float, dict[str, ProjectionMask]]:
+def read_masks(data: bytes, widths: Mapping[str, int], manifest: Manifest) -> dict[float, dict[str, ProjectionMask]]:
     """The masks of every sparsity level, from the bytes of a sidecar. Raises BundleError unless it belongs to
-    ``manifest``, holds the tensors of these projections alone, and every value is in its range and the manifest's."""
-    tensors, metadata = parse_tensors(data, SIDECAR, BundleError)
+    ``manifest``, holds the tensors of projections of these names and ``widths`` alone, and every value is in its range
+    and the manifest's."""
+    tensors, metadata = parse_tensors(data, SIDECAR)
     if metadata.get("format") != "wisparse":
         raise BundleError(f"{SIDECAR}: format: expected 'wisparse', found {metadata.get('format')!r:.80}")
     version = metadata.get("format_version", "")
@@ -190,8 +189,8 @@ def read_masks(
         raise BundleError(f"{SIDECAR} and {MANIFEST} do not belong together (recipe_sha256 differs); convert again")
     rows = len(manifest.recipe.levels)
     expected: dict[str, tuple[int, ...]] = {}
-    for name, projection in projections.items():
-        expected[f"{name}.channel_scale"] = (rows, projection.in_features)
+    for name, width in widths.items():
+        expected[f"{name}.channel_scale"] = (rows, width)
         expected |= dict.fromkeys((f"{name}.threshold", f"{name}.sparsity"), (rows,))
     for tensor, shape in expected.items():
         name, _, what = tensor.rpartition(".")
@@ -231,12 +230,10 @@ def read_masks(
     return levels
 
 
-def sidecar_bytes(
-    projections: Iterable[Projection], recipe: Recipe, levels: Sequence[Mapping[str, ProjectionMask]]
-) -> bytes:
-    """The file; ``levels`` in the recipe's order, checked."""
+def sidecar_bytes(names: Iterable[str], recipe: Recipe, levels: Sequence[Mapping[str, ProjectionMask]]) -> bytes:
+    """The file, of projections of these names; ``levels`` in the recipe's order, checked."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for name in (projection.name for projection in projections):
+    for name in names:
         masks = [level[name] for level in levels]
         arrays |= {
             f"{name}.channel_scale": torch.stack([mask.channel_scale.detach().cpu() for mask in masks]).numpy(),

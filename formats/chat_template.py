@@ -126,24 +126,21 @@ class ChatTemplate:
         given = _length(values)
         if given > _MAX_INPUT:
             raise UsageError(f"messages: expected at most {_MAX_INPUT:,} characters, found {given:,}")
-        most = _MAX_OUTPUT + _MAX_GROWTH * given
+        most, advice = _MAX_OUTPUT + _MAX_GROWTH * given, "use --ignore-chat-template"
         chunks, length = [], 0
         try:
             for chunk in template.generate(add_generation_prompt=add_generation_prompt, **values):
                 chunks.append(chunk)
                 length += len(chunk)
                 if length > most:
-                    raise BundleError(
-                        f"the chat template fails (it makes more than {most:,} characters); use --ignore-chat-template"
-                    )
+                    raise BundleError(f"the chat template fails (it makes more than {most:,} characters); {advice}")
         except _Refusal as error:
             raise UsageError(f"the model's chat template refuses these messages: {error!s:.300}") from error
         except BundleError:
             raise
         except Exception as error:  # a template can raise whatever its expressions do
-            raise BundleError(
-                f"the chat template fails ({type(error).__name__}: {error!s:.300}); use --ignore-chat-template"
-            ) from error
+            failed = f"{type(error).__name__}: {error!s:.300}"
+            raise BundleError(f"the chat template fails ({failed}); {advice}") from error
         return "".join(chunks)
 
 

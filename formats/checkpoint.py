@@ -239,16 +239,15 @@ class Checkpoint:
         return opened
 
     def derive(self, made: Mapping[str, Callable[[], Tensor]], **changes: Any) -> Checkpoint:
-        """This checkpoint with other attributes (``tensors``, ``config``, …), and with these tensors made when they are
-        read, beside its own."""
+        """This checkpoint with other attributes (``tensors``, …) and with these tensors made when they are read."""
         tensors = changes.get("tensors", self.tensors)
         every = {name: make for name, make in {**self._made, **made}.items() if name in tensors}
         return replace(self, _made=every, **changes)
 
     def quantize(self, matrices: Mapping[str, QuantizedMatrix], scale_dtype: torch.dtype) -> Checkpoint:
-        """This checkpoint, not quantized, with the weights of projections replaced by codes as compressed-tensors
-        stores them. ``matrices``, by projection, have no zero points and are all of one kind and group; ``scale_dtype``
-        is that of the stored scales."""
+        """This checkpoint, not quantized, with projections' weights replaced by codes as compressed-tensors stores
+        them: by projection, all of one kind and group, without zero points. ``scale_dtype`` is that of the stored
+        scales."""
         kind, grouping = next((matrix.kind, matrix.group) for matrix in matrices.values())
         packing: Packed | Plain = Plain("fp8") if kind == "fp8" else Packed(kind, grouping)
         tensors: dict[str, TensorInfo] = {}
@@ -284,7 +283,7 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     @property
-    def identities(self) -> Mapping[str, guard.FileIdentity]:
+    def identities(self) -> Mapping[str, guard.Identity]:
         """File -> which one it was when it was opened; reading from another raises."""
         return {name: file.identity for name, file in self._files.items()}
 
@@ -419,33 +418,28 @@ def is_finite(values: Tensor) -> bool:
     return bool(signed.max() < infinity and unsigned.max() < infinity + 2 ** (8 * signed.itemsize - 1))
 
 
-def _open_files(
-    folder: Path, is_bundle: bool, error: type[WisparseError]
-) -> tuple[dict[str, str], dict[str, TensorFile]]:
+def _open_files(folder: Path, bundle: bool, error: type[WisparseError]) -> tuple[dict[str, str], dict[str, TensorFile]]:
     """Tensor name -> file name, from the index or the only file's header; and the opened files, which agree with it."""
     # Both at once: transformers takes the single file, and a bundle must not mean two things.
-    if os.path.lexists(folder / _SINGLE) and not is_bundle:
+    if os.path.lexists(folder / _SINGLE) and not bundle:
         single = TensorFile(folder, _SINGLE, error)
         return dict.fromkeys(single.entries, _SINGLE), {_SINGLE: single}
     if not os.path.lexists(folder / INDEX):
         pickles = [name for name in _PICKLES if os.path.lexists(folder / name)]
         if pickles:
-            raise error(
-                f"{guard.shown(folder)}: expected safetensors weights, found {pickles[0]}; pickle files can run code and are "
-                "never loaded: save the model again with save_pretrained()"
-            )
+            found = f"{guard.shown(folder)}: expected safetensors weights, found {pickles[0]}"
+            advice = "pickle files can run code and are never loaded: save the model again with save_pretrained()"
+            raise error(f"{found}; {advice}")
         gguf = any(name.endswith(".gguf") for name in os.listdir(folder))
         hint = "; found GGUF files, which are llama.cpp's: give the checkpoint they were made from" if gguf else ""
-        expected = INDEX if is_bundle else f"{INDEX} or {_SINGLE}"
+        expected = INDEX if bundle else f"{INDEX} or {_SINGLE}"
         raise error(f"{guard.shown(folder)}: no weights: expected {expected}{hint}")
     weight_map = guard.read_json(folder, INDEX, MAX_INDEX_BYTES, error).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise error(f"{INDEX}: expected an object weight_map, found {type(weight_map).__name__}")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _SHARD.fullmatch(file):
-            raise error(
-                f"{INDEX}: {name!r:.200}: expected the name of a .safetensors file in the folder, found {file!r:.200}"
-            )
+            raise error(f"{INDEX}: {name!r:.200}: expected a .safetensors file in the folder, found {file!r:.200}")
     files = {name: TensorFile(folder, name, error) for name in dict.fromkeys(weight_map.values())}
     for file, opened in files.items():
         for name in opened.entries:
@@ -454,13 +448,12 @@ def _open_files(
     return weight_map, files
 
 
-def parse_tensors(
-    data: bytes, name: str, error: type[WisparseError]
-) -> tuple[dict[str, tuple[Entry, bytearray]], dict[str, str]]:
+def parse_tensors(data: bytes, name: str) -> tuple[dict[str, tuple[Entry, bytearray]], dict[str, str]]:
+    """The tensors and the metadata of a bundle's file, read whole."""
     try:
         found = {tensor: (Entry(e["dtype"], tuple(e["shape"])), e["data"]) for tensor, e in deserialize(data)}
     except SafetensorError as reason:
-        raise error(f"{name}: no valid safetensors file, truncated or damaged: {reason!s:.300}") from None
+        raise BundleError(f"{name}: no valid safetensors file, truncated or damaged: {reason!s:.300}") from None
     (length,) = struct.unpack("<Q", data[:8])
     metadata: dict[str, str] = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
     return found, metadata

@@ -90,10 +90,8 @@ def text(name: str, value: Any, *, empty: bool = True) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UsageError(
-            f"{name}: expected text, found half of a surrogate pair in {quoted(value)}, which no text holds; was it "
-            "read as another encoding than UTF-8?"
-        ) from None
+        half = f"half of a surrogate pair in {quoted(value)}, which no text holds"
+        raise UsageError(f"{name}: expected text, found {half}; was it read as another encoding than UTF-8?") from None
     if not empty and not value:
         raise UsageError(f"{name}: expected a text of at least one character, found an empty one")
     return str(value)
@@ -117,10 +115,10 @@ def place(name: str, value: Any) -> str:
 
 
 # Device, inode, size and time of the last change (ns): tells whether a file was replaced or changed.
-FileIdentity = tuple[int, int, int, int]
+Identity = tuple[int, int, int, int]
 
 
-def identity(file: io.FileIO) -> FileIdentity:
+def identity(file: io.FileIO) -> Identity:
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -144,9 +142,7 @@ def resolve_inside(folder: Path, name: str, error: type[WisparseError]) -> Path:
     raise error(f"{name}: a symlink that leaves the folder; copy the file itself into {Path(folder).name}")
 
 
-def open_regular(
-    folder: Path, name: str, error: type[WisparseError], expected: FileIdentity | None = None
-) -> io.FileIO:
+def open_regular(folder: Path, name: str, error: type[WisparseError], expected: Identity | None = None) -> io.FileIO:
     """Open ``folder/name`` for reading, unbuffered; ``error`` unless it is a regular file, and the expected one."""
     path = resolve_inside(folder, name, error)
 
@@ -345,10 +341,8 @@ def folder_kind(folder: Path) -> str | None:
             adapter = read_json(folder, "adapter_config.json", _MAX_JSON_BYTES, WisparseError)
             base = adapter.get("base_model_name_or_path")
         of = f" of {base!r:.120}" if isinstance(base, str) and base else ""
-        return (
-            f"a LoRA (PEFT) adapter{of}, not a whole model: merge the two with peft's merge_and_unload(), save them "
-            "with save_pretrained(), and give that folder"
-        )
+        how = "merge the two with peft's merge_and_unload(), save them with save_pretrained(), and give that folder"
+        return f"a LoRA (PEFT) adapter{of}, not a whole model: {how}"
     if "config.json" in files:
         return None
     if "snapshots" in folders:

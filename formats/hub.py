@@ -232,11 +232,9 @@ def push_command(folder: Path, repo: str, private: bool) -> str:
 
 def public_repository(folder: Path, repo: str) -> str:
     """What to say to ``--private`` and a public repository."""
-    return (
-        f"{repo!r} exists and is public, but --private was given; nothing was uploaded. Publish it there with: "
-        f"{push_command(folder, repo, False)}, or keep it private under a new name: "
-        f"{push_command(folder, f'{repo}-private', True)}"
-    )
+    publish, keep = push_command(folder, repo, False), push_command(folder, f"{repo}-private", True)
+    public = f"{repo!r} exists and is public, but --private was given; nothing was uploaded"
+    return f"{public}. Publish it there with: {publish}, or keep it private under a new name: {keep}"
 
 
 def _bundle_files(folder: Path) -> list[str]:
@@ -287,10 +285,8 @@ def _hub_errors(repo_id: str, revision: str | None = None, no_folder: bool = Fal
         elif status:
             explanation = f"{repo_id!r}: {_BY_STATUS.get(status) or first_line(root)}"
         elif isinstance(root, hub.HTTPError):
-            explanation = (
-                f"cannot reach the Hub for {repo_id!r} ({type(root).__name__}), and it is not complete in the cache: "
-                "check the network, or give a folder"
-            )
+            failed = f"cannot reach the Hub for {repo_id!r} ({type(root).__name__})"
+            explanation = f"{failed}, and it is not complete in the cache: check the network, or give a folder"
         else:
             raise
         if no_folder and not status and not isinstance(root, hub.RevisionNotFoundError | hub.LocalTokenNotFoundError):

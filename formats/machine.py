@@ -8,15 +8,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-if TYPE_CHECKING:
-    import torch
-
 from .errors import UsageError
 from .guard import quoted
+from .lazy import torch
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -53,11 +51,7 @@ def _affinity() -> set[int]:
 
 
 def available_bytes(device: torch.device) -> int:
-    import torch
-
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return free_memory_bytes()
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory_bytes()
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
@@ -100,8 +94,6 @@ def _read(path: Path) -> str:
 
 def choose_device(requested: Any = "auto", name: str = "device") -> torch.device:
     """``auto`` is the first NVIDIA GPU, or the CPU where there is none; else ``cpu``, ``cuda`` or ``cuda:N``."""
-    import torch
-
     if isinstance(requested, str) and requested == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     spelled = str(requested) if isinstance(requested, torch.device) else requested
@@ -112,10 +104,8 @@ def choose_device(requested: Any = "auto", name: str = "device") -> torch.device
         return torch.device("cpu")
     index, count = int(match[1] or 0), torch.cuda.device_count()
     if index >= count:
-        raise UsageError(
-            f"{name}: expected a device of this machine, found {spelled!r}, and torch sees {count} NVIDIA GPUs here; "
-            "use cpu, or a torch with CUDA"
-        )
+        found = f"found {spelled!r}, and torch sees {count} NVIDIA GPUs here"
+        raise UsageError(f"{name}: expected a device of this machine, {found}; use cpu, or a torch with CUDA")
     return torch.device("cuda", index)
 
 

@@ -231,10 +231,9 @@ class ModelConfig:
             raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, ARCHITECTURES)}")
         # Gemma 4's "vision" is about pictures' tokens alone.
         if config.get("use_bidirectional_attention") not in (None, False, "vision"):
-            raise UnsupportedModelError(
-                f"unsupported architecture: model_type {model_type!r} with use_bidirectional_attention is an encoder, "
-                "whose tokens see those that follow, and which writes no text"
-            )
+            why = "is an encoder, whose tokens see those that follow, and which writes no text"
+            found = f"model_type {model_type!r} with use_bidirectional_attention"
+            raise UnsupportedModelError(f"unsupported architecture: {found} {why}")
         arch = ARCHITECTURES[model_type]
 
         def power(value: Power | None, default: float = 1.0) -> float:
@@ -385,9 +384,8 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
     require(even, "rotary embedding", "an even number of dimensions", rotary_dim)
     # As in transformers, the config's own number comes first.
     maximum = config.get("max_position_embeddings")
-    parameters["original_max_position_embeddings"] = (
-        config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or maximum
-    )
+    original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    parameters["original_max_position_embeddings"] = original or maximum
     parameters.setdefault("max_position_embeddings", maximum)
     if rope_type == "yarn" and parameters.get("factor") is None:
         parameters["factor"] = positive("max_position_embeddings") / positive("original_max_position_embeddings")
@@ -413,8 +411,7 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor, in the order of execution; weights are (out, in). With tied embeddings there is no
-    ``lm_head.weight``."""
+    """Name -> shape of every tensor, in the order of execution; weights are (out, in), tied embeddings have no head."""
     hidden, vocab = (config.hidden_size,), (config.vocab_size, config.hidden_size)
     expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocab}
     arch = config.architecture

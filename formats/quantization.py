@@ -337,8 +337,7 @@ def _block(given: Any, where: str) -> tuple[int, int]:
 
 
 def _matcher(key: str, given: Any, num_layers: int) -> Callable[[str], int]:
-    """How exactly these names, patterns (``re:…``) or classes name a layer: 0 not at all, 1 by its class, 2 by a pattern,
-    3 by its name."""
+    """How exactly names, patterns (``re:…``) or classes name a layer: 0 not, 1 by class, 2 by pattern, 3 by name."""
     given = _strings(key, given)
     patterns = [name[3:] for name in given if name.startswith("re:")]
     exact = {name for name in given if not name.startswith("re:")}

@@ -114,9 +114,7 @@ def _row_slices(rows: int, columns: int) -> list[slice]:
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Given as a dtype, but not one.
-NOT_DTYPES = {
-    name: f"{name} weights are chosen by --weights {name} (weights={name!r})" for name in ("int8", "int4", "fp8")
-}
+NOT_DTYPES = {one: f"{one} weights are chosen by --weights {one} (weights={one!r})" for one in ("int8", "int4", "fp8")}
 
 _GROUP, _SMALLEST_GROUP = 128, 32
 
@@ -164,8 +162,7 @@ def group_of(k: int) -> int:
 
 
 def round_weight(weight: Tensor, weights: str) -> QuantizedMatrix:
-    """A weight (N, K), floating and finite, as it is held with ``weights``, not ``native``; ValueError from
-    `group_of`."""
+    """A weight (N, K), floating and finite, as ``weights``, not ``native``, hold it; ValueError from `group_of`."""
     held = WEIGHT_TYPES[weights]
     group = group_of(weight.shape[1]) if held.grouped else None
     return quantise(cast(Kind, weights), weight, group=group, scale_dtype=held.scale_dtype)

@@ -60,11 +60,12 @@ def write_bundle(
     check_output(out, overwrite, source=source.folder)
     files = {**dict(copied_files(source.folder, source.error)), **(extra_files or {})}
     weights = {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
-    names = [*weights, INDEX, SIDECAR, *files, "config.json", MANIFEST]
-    with replaced_folder(out, BUNDLE, names, overwrite=overwrite) as partial:
+    written = [*weights, INDEX, SIDECAR, *files, "config.json", MANIFEST]
+    projections = {projection.name: projection.in_features for projection in source.config.projections()}
+    with replaced_folder(out, BUNDLE, written, overwrite=overwrite) as partial:
         weight_map = {name: file for file, tensors in weights.items() for name in tensors}
         total = sum(_nbytes(source.tensors[name], dtype) for name in weight_map)
-        sidecar = sum(4 * projection.in_features + 512 for projection in source.config.projections())
+        sidecar = sum(4 * width + 512 for width in projections.values())
         # Within about a percent: a megabyte is for what is made later.
         needed = total + len(levels) * sidecar + sum(map(len, files.values())) + (1 << 20)
         free = shutil.disk_usage(out.parent).free
@@ -76,10 +77,8 @@ def write_bundle(
             same = source.tensors[embedding].dtype == source.tensors[LM_HEAD].dtype
             pairs = zip(source.chunks(embedding), source.chunks(LM_HEAD), strict=True)
             if not same or not all(torch.equal(one, other) for one, other in pairs):
-                raise UnsupportedModelError(
-                    f"config.json says that the embeddings are tied, but {LM_HEAD} differs from {embedding}; "
-                    "set tie_word_embeddings to false or remove the tensor"
-                )
+                differs = f"config.json says that the embeddings are tied, but {LM_HEAD} differs from {embedding}"
+                raise UnsupportedModelError(f"{differs}; set tie_word_embeddings to false or remove the tensor")
         # auto_map names Python files of the source's repository, which are not part of a bundle.
         config = {key: value for key, value in source.config_dict.items() if key != "auto_map"}
         if dtype != "auto":
@@ -89,7 +88,7 @@ def write_bundle(
         config["wisparse"] |= {"sparsities": list(recipe.sparsities), "sidecar": SIDECAR}
         files = {
             INDEX: dump_json({"metadata": {"total_size": total}, "weight_map": weight_map}),
-            SIDECAR: sidecar_bytes(source.config.projections(), recipe, list(levels.values())),
+            SIDECAR: sidecar_bytes(projections, recipe, [*levels.values()]),
             **files,
             "config.json": dump_json(config),
         }

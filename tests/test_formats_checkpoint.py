@@ -167,7 +167,7 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
         assert str(caught.value).isprintable()
 
 
-_NO_NAME = "expected the name of a .safetensors file in the folder"
+_NO_NAME = "expected a .safetensors file in the folder"
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_safetensors_files_that_lie_are_refused_in_bounded_time(header: Any, dat
     started = time.monotonic()
     content = _content(header, data)
     (tmp_path / "x").write_bytes(content)
-    for read in (lambda: TensorFile(tmp_path, "x", BundleError), lambda: parse_tensors(content, "x", BundleError)):
+    for read in (lambda: TensorFile(tmp_path, "x", BundleError), lambda: parse_tensors(content, "x")):
         with pytest.raises(BundleError, match="x: no valid safetensors file, truncated or damaged"):
             read()
     assert time.monotonic() - started < 5
@@ -342,10 +342,10 @@ def test_round_trip_with_the_library(tensors: dict, metadata: dict, tmp_path: Pa
     (tmp_path / "theirs").write_bytes(theirs)
     for name, content in (("ours", ours), ("theirs", theirs)):
         opened = TensorFile(tmp_path, name, BundleError)
-        found, _ = parse_tensors(content, name, BundleError)
+        found, _ = parse_tensors(content, name)
         assert {
             key: (getattr(torch, DTYPES[entry.code][0]), entry.shape) for key, entry in opened.entries.items()
         } == shapes
         assert {key: entry for key, (entry, _) in found.items()} == opened.entries
         assert all(bytes(opened.read_bytes(key).numpy()) == bytes(data) for key, (_, data) in found.items())
-    assert parse_tensors(ours, "ours", BundleError)[1] == metadata
+    assert parse_tensors(ours, "ours")[1] == metadata

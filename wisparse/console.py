@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -29,9 +28,7 @@ class _Place(click.types.StringParamType):
 class _NewFolder(click.Path):
     """A folder to be made: a path, and never the current folder because a variable was empty."""
 
-    def convert(
-        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | bytes | os.PathLike[str]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name = max(param.opts, key=len) if param is not None else "folder"
         return expand(place(name.upper() if isinstance(param, click.Argument) else name, value))
 

@@ -140,8 +140,7 @@ def allocate_greedily(
 
 def mutate(parent: Candidate, sizes: Sequence[int], generator: torch.Generator) -> Candidate:
     """One offspring: a tenth of the blocks up by `STEP`, others down until the weighted mean is the parent's again. A
-    block that would pass 0 or `MAX_SPARSITY` is not chosen. Where blocks differ in size the last step down is a partial
-    one."""
+    block that would pass 0 or `MAX_SPARSITY` is not chosen. Where sizes differ the last step down is a partial one."""
 
     def choose(free: list[int]) -> int:
         return free[int(torch.randint(len(free), (), generator=generator))]
@@ -174,8 +173,8 @@ def evolve(
     on_generation: Callable[[float], None] = lambda loss: None,
 ) -> tuple[Candidate, list[float]]:
     """Search block sparsities of least loss whose weighted mean is ``target``, the paper's coarse search; gives the
-    best candidate, and its loss at the start and after every generation. ``losses`` are of candidates, over so many
-    micro-batches of tokens (None: all of them)."""
+    best, and its loss at the start and after every generation. ``losses`` are over so many micro-batches (None:
+    all)."""
     parent: Candidate = (target,) * len(sizes)
     [loss] = losses([parent], None)
     history = [loss]

@@ -1,5 +1,4 @@
-"""Gradient steps on the KL of the whole sparse model, by which channel scales and thresholds move and no weight
-does."""
+"""Gradient steps on the KL of the whole sparse model, by which channel scales and thresholds move, and no weight."""
 
 from __future__ import annotations
 
@@ -50,9 +49,8 @@ _FIRST_ORDER = 1 << 20
 def plan_steps(num_tokens: int, num_batches: int) -> tuple[int, int, int, float]:
     """How many steps, micro-batches a step, micro-batches held out, and the distance a calibration text allows: the
     root mean square of the change of u, were all steps as long as the first and in one direction. Six times through the
-    text, in the more and the larger steps, the longer it is: 24 of 8,192 tokens for 32,768, 48 of 16,384 for 131,072,
-    and no more. A shorter text says too little of a channel to go the whole distance: half of it, in 6 steps of 2,048,
-    for 8,192 tokens."""
+    text, in the more and the larger steps, the longer it is: 24 of 8,192 tokens for 32,768, 48 of 16,384 for 131,072
+    and more. A shorter text says too little of a channel: half the distance, 6 steps of 2,048, for 8,192 tokens."""
     held_out = max(1, round(num_batches / 8)) if num_batches > 2 else 0
     steps = min(_MOST_STEPS, round(math.sqrt(num_tokens / _TOKENS_PER_SQUARED_STEP)))
     part = min(1.0, math.sqrt(num_tokens / _ENOUGH_TOKENS))
@@ -252,11 +250,9 @@ def refine(
     length = 2 * sum(channels.widths.values()) + len(channels.widths) + 2
     with progress.stage("Refinement", steps) as stage:
         for step in range(steps):
+            chosen = micro_batches(draw, step, share, num_trained)
             found = processes.spread_tensors(
-                micro_batches(draw, step, share, num_trained),
-                lambda b: batch_gradient(reference, b, channels, state.logits),
-                length,
-                flow.device,
+                chosen, lambda b: batch_gradient(reference, b, channels, state.logits), length, flow.device
             )
             state.advance(found, channels, start, target)
             stage.advance()

@@ -168,7 +168,7 @@ class Run:
             for name in self.names
         }
         for name, alpha in self.alphas.items():
-            self.calib.set_scale(name, self.scale(name, alpha))
+            self.calib.set_scale(name, channel_scale(self.norms[name], alpha))
 
     def uniform(self) -> Allocation:
         self.prepare()
@@ -216,9 +216,6 @@ class Run:
 
     # ------------------------------------------------------------------ stages
 
-    def scale(self, name: str, alpha: float) -> Tensor:
-        return channel_scale(self.norms[name], alpha)
-
     def build_tables(self) -> None:
         with self.progress.stage("Quantiles"):
             self.levels.share.build_tables()
@@ -261,7 +258,7 @@ class Run:
 
             def error(alphas: Mapping[str, float]) -> float:
                 for name, alpha in alphas.items():
-                    scale = self.scale(name, alpha)
+                    scale = channel_scale(self.norms[name], alpha)
                     calib.masked.set_scale(name, scale)
                     if (name, alpha) not in thresholds:
                         thresholds[name, alpha] = view.threshold(name, scale, allocation[name])
@@ -269,14 +266,14 @@ class Run:
 
             alphas = search_alpha(error, view.names)
             for name, alpha in alphas.items():
-                calib.set_scale(name, self.scale(name, alpha))
+                calib.set_scale(name, channel_scale(self.norms[name], alpha))
             view.build_tables()
             return {name: (alpha, calib.tables[name]) for name, alpha in alphas.items()}
 
         for found in self.by_block("Alpha", compute):
             for name, (alpha, table) in found.items():
                 self.alphas[name] = alpha
-                calib.set_scale(name, self.scale(name, alpha))
+                calib.set_scale(name, channel_scale(self.norms[name], alpha))
                 calib.tables[name] = table
 
     def evolve_blocks(self) -> list[float]:

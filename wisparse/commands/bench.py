@@ -110,10 +110,8 @@ def _finding(comparison: Comparison) -> Finding:
     requests = "one request" if work.batch == 1 else f"{work.batch} requests"
     weights = comparison.dtype if comparison.weights == "native" else comparison.weights
     threads = f", {machine['threads']} thread{'s' * (machine['threads'] != '1')}" if "threads" in machine else ""
-    conditions = (
-        f"{requests}, {work.new_tokens} tokens after {work.prompt_length}; {weights} weights, {comparison.backend} on "
-        f"{machine['device']}{threads}"
-    )
+    where = f"{comparison.backend} on {machine['device']}{threads}"
+    conditions = f"{requests}, {work.new_tokens} tokens after {work.prompt_length}; {weights} weights, {where}"
     dense, sparse = comparison.dense.tok_per_s, comparison.sparse.tok_per_s
     return Finding("tok/s", conditions, comparison.sparsity, dense, sparse)
 

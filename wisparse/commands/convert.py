@@ -232,7 +232,7 @@ def _print_conversion(conversion: Conversion) -> None:
         ("rotation", str(recipe.rotation or not_rotated)),
         ("chosen", chosen),
         ("by block", f"{at_default}{min(blocks):.1%} to {max(blocks):.1%}"),
-        *(("quality" if level == levels[0] else "", report.verdict(level)) for level in levels),
+        *(("quality" if one == levels[0] else "", verdict(one, report.quality(one))) for one in levels),
         *(("less" if one < default else "more", verdict(one, found)) for one, found in neighbours if one != default),
         ("measured on", report.measured_on),
         # One exponent for all (fisher and refine have 1, TEAL 0) says nothing.

@@ -152,10 +152,9 @@ def _read_text(
     first = bundles[0]
     for other in bundles[1:]:
         if other.read_bytes("tokenizer.json") != first.read_bytes("tokenizer.json"):
-            raise UsageError(
-                f"--compare: {other.folder.name} and {first.folder.name} have different tokenizers, so no token is the "
-                "same in both; compare bundles of one model"
-            )
+            differ = f"{other.folder.name} and {first.folder.name} have different tokenizers"
+            advice = "so no token is the same in both; compare bundles of one model"
+            raise UsageError(f"--compare: {differ}, {advice}")
     limit = first.config.max_position_embeddings
     if seq_len > limit:
         raise UsageError(f"--seq-len {seq_len}: the model's context has {limit} tokens")
