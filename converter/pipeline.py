@@ -179,13 +179,10 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         del source  # the writer copies from the files and needs its memory more than a model does
         recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, record)
         report = Report(recipe, plan.config, measurement)
-        masks = {
-            sparsity: {
-                name: ProjectionMask(result.channel_scales[name], entry.threshold, entry.sparsity)
-                for name, entry in result.projections.items()
-            }
-            for sparsity, result in results.items()
-        }
+        masks = {}
+        for sparsity, result in results.items():
+            entries, scales = result.projections.items(), result.channel_scales
+            masks[sparsity] = {name: ProjectionMask(scales[name], one.threshold, one.sparsity) for name, one in entries}
         with progress.stage("Writing the bundle"):
             # The weights are compared with what was opened wherever they are read; these are read anew.
             for name, digest in small_digests(checkpoint.folder, checkpoint.error).items():
@@ -290,10 +287,8 @@ def _recipe(
     shared = ("settings", "kl_tokens")
     search = {key: next(iter(results.values())).details[key] for key in shared}
     search["settings"] = {key: value for key, value in search["settings"].items() if key != "sparsity"}
-    search["levels"] = [
-        {"sparsity": sparsity, **{key: value for key, value in result.details.items() if key not in shared}}
-        for sparsity, result in results.items()
-    ]
+    own = ({key: value for key, value in one.details.items() if key not in shared} for one in results.values())
+    search["levels"] = [{"sparsity": sparsity, **details} for sparsity, details in zip(results, own, strict=True)]
     if choice is not None:
         search["budget"] = {"max_kl": settings.max_kl, "min_top1": settings.min_top1, **choice.to_dict()}
     return Recipe(

@@ -156,9 +156,8 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     settings = replace(settings, rotation="none" if fixed or settings.rotation == "none" else "pca")
     untied = untied if settings.rotation == "pca" else 0
     needed = (num_parameters + untied) * dtype.itemsize + working
-    existing = Path(os.path.abspath(settings.output_dir))
-    while not existing.exists():
-        existing = existing.parent
+    out = Path(os.path.abspath(settings.output_dir))
+    existing = next(folder for folder in (out, *out.parents) if folder.exists())
     plan = Plan(
         settings=settings,
         source=source,

@@ -162,11 +162,8 @@ class Run:
         self.history: dict[str, Any] = {}
         self.trajectory: Trajectory | None = None
         self.calib.num_kl_evaluations = 0.0
-        method = settings.method
-        self.alphas = {
-            name: float(method == "wina" or (method == "wina-code" and name.endswith(("k_proj", "gate_proj"))))
-            for name in self.names
-        }
+        chosen = {"wina": self.names, "wina-code": [n for n in self.names if n.endswith(("k_proj", "gate_proj"))]}
+        self.alphas = {name: float(name in chosen.get(settings.method, ())) for name in self.names}
         for name, alpha in self.alphas.items():
             self.calib.set_scale(name, channel_scale(self.norms[name], alpha))
 
@@ -347,10 +344,8 @@ class Run:
             found = self.processes.spread(
                 batches, lambda b: quadratic_damage(flow, masked, b, self.draw(2 * b + 1), calib.scales, points)
             )
-        damages = {
-            name: [sum(row) / flow.num_counted for row in zip(*(one[name] for one in found), strict=True)]
-            for name in self.names
-        }
+        rows = {name: zip(*(one[name] for one in found), strict=True) for name in self.names}
+        damages = {name: [sum(row) / flow.num_counted for row in rows[name]] for name in self.names}
         return {"scales": dict(calib.scales), "tables": dict(calib.tables), "damages": damages}
 
     def result(self, allocation: Allocation) -> SearchResult:
