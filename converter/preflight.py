@@ -230,13 +230,13 @@ def _check_resources(plan: Plan) -> None:
         stuck = f"weights that stay in their files cannot become {settings.weights}"
         raise ResourceError(f"{large}, and {stuck}; choose a larger device, or leave --weights out")
     if plan.bundle_bytes > plan.disk_free_bytes:
-        lack = f"the bundle takes about {bundle} of disk, {disk} are free"
-        raise ResourceError(f"{settings.output_dir}: {lack}; free some space or choose another --output-dir")
+        few = f"the bundle takes about {bundle} of disk, {disk} are free"
+        raise ResourceError(f"{settings.output_dir}: {few}; free some space or choose another --output-dir")
     if plan.max_memory is not None and (lack := lacks_accelerate()) is not None:
         where = "it can be spread over GPUs, memory and its own files"
         raise ResourceError(f"{name} is larger than the memory of {device}; {where}, but {lack}")
     if plan.memory_bytes > plan.memory_free_bytes and plan.max_memory is None:
         where = "GPU memory" if device.type == "cuda" else "memory"
-        lack = f"the conversion takes about {memory} of {where} on {device}, {free} are free"
+        few = f"the conversion takes about {memory} of {where} on {device}, {free} are free"
         advice = "close other programs, choose another --device, or lower --num-samples or --seq-len"
-        raise ResourceError(f"{name}: {lack}; {advice}")
+        raise ResourceError(f"{name}: {few}; {advice}")

@@ -397,17 +397,13 @@ def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError
     return config
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def code_of(dtype: torch.dtype) -> str:
     """The name that safetensors has for a type."""
-    return _CODES[_name_of(dtype)]
+    return _CODES[str(dtype).removeprefix("torch.")]
 
 
 def is_finite(values: Tensor) -> bool:
-    name = _name_of(values.dtype)
+    name = str(values.dtype).removeprefix("torch.")
     if name not in _INFINITY:
         return True
     # Of bit patterns infinity and NaN come last, negative ones last of all: twenty times as fast as isfinite().all().

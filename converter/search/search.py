@@ -20,7 +20,7 @@ from ..processes import ALONE, Processes
 from ..sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from ..source import SourceModel
 from ..state import NO_STATE, Stages
-from ..statistics import channel_scale, weight_norm
+from ..statistics import Scores, channel_scale, score_quantiles, weight_norm
 from .allocation import Curve, allocate, allocate_greedily, evolve, interpolate, mean_sparsity, repair, search_alpha
 from .refinement import Channels, Trajectory, refine
 
@@ -39,8 +39,6 @@ _SMALL = 1 << 24
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """What to search and how hard."""
-
     sparsity: float = 0.5  # the target, a fraction of the parameters of all projections
     method: str = "wisparse"  # |x| g^alpha; teal: |x|; wina: |x| g; wina-code, its published code: |x| g for k and gate
     search: str = "refine"
@@ -258,7 +256,8 @@ class Run:
                     scale = channel_scale(self.norms[name], alpha)
                     calib.masked.set_scale(name, scale)
                     if (name, alpha) not in thresholds:
-                        thresholds[name, alpha] = view.threshold(name, scale, allocation[name])
+                        scores = Scores(view.inputs[name], scale)
+                        thresholds[name, alpha] = score_quantiles(scores, [allocation[name]])[0]
                 return view.error({name: thresholds[name, alpha] for name, alpha in alphas.items()})
 
             alphas = search_alpha(error, view.names)
