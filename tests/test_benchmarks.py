@@ -214,9 +214,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return run
 
 
-def test_one_command_writes_every_table(
-    make: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_command_writes_all(make: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert make("one", "two") == 2 * (3 + 16)
     names = [*(f"{kind}-{model}" for kind in ("ablation", "methods") for model in ("one", "two")), "summary"]
     wanted = {f"{name}.{end}" for name in names for end in ("md", "json")}
@@ -230,9 +228,7 @@ def test_one_command_writes_every_table(
 
 
 @pytest.mark.slow
-def test_the_stages_of_a_search_give_their_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_stages_of_a_search_give_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the searches themselves, which the fake above stands in for; but for the alphas, which take longest."""
     few = ["--num-samples", "1", "--seq-len", "8", "--eval-tokens", "8", "--kl-tokens", "8", "--device", "cpu"]
     quick = ["--num-generations", "1", "--num-offspring", "2", "--parts", "paper", "additive"]
@@ -252,9 +248,7 @@ def test_the_stages_of_a_search_give_their_rows(
     assert [row["recipe"] for row in document["rows"]] == [ablation.ROWS[key] for key in made]
 
 
-def test_a_piece_that_fails_is_told(
-    make: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_piece_is_told(make: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         make("one", "broken")
     assert caught.value.code == 1

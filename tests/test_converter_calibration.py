@@ -117,9 +117,7 @@ def test_fields_of_a_record(record: Any, expected: Any) -> None:
         document_of(record, "file.jsonl")
 
 
-def test_folder_is_read_recursively_without_hidden_and_binary_files(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_is_read_without_hidden_and_binary_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / ".git").mkdir()
     table = "text,stars\n" + "".join(f"line {row},{row}\n" for row in range(250))
@@ -256,9 +254,7 @@ def test_conversations_go_through_the_chat_template(tokenizer, tmp_path: Path) -
         load_calibration(path, tokenizer)
 
 
-def test_a_sources_hostile_template_is_ended(
-    source, tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hostile_template_is_ended(source, tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a bundle's is: a conversation of the data is refused, and the model writes documents alone."""
     tokenizer.chat_template = None
     expected = load_calibration("self", tokenizer, source.model, 2, 16, 0)

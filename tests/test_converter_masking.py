@@ -57,9 +57,7 @@ def sparse_from(policy: str, length: int) -> int:
 
 @pytest.mark.parametrize("policy", ["dense", "half", "all"])
 @pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
-def test_tokens_of_our_runtime_on_every_architecture(
-    variant: str, policy: str, variant_bundle: Callable[[str], Path]
-) -> None:
+def test_tokens_are_our_runtimes(variant: str, policy: str, variant_bundle: Callable[[str], Path]) -> None:
     tiny = variant_bundle(variant)
     model = sparsify(load(tiny), tiny, prefill=policy)
     prompts = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18], [9]]
@@ -138,9 +136,7 @@ def test_moving_to_bf16_keeps_the_scales(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [None, {"quantization_config": wisparse.WisparseConfig()}])
-def test_a_saved_model_is_a_plain_dense_checkpoint(
-    options: dict[str, Any] | None, bundle: Path, tmp_path: Path
-) -> None:
+def test_a_saved_model_is_a_dense_checkpoint(options: dict[str, Any] | None, bundle: Path, tmp_path: Path) -> None:
     model = sparsify(load(bundle), bundle) if options is None else load(bundle, **options)
     model.save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())

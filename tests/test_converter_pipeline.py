@@ -125,9 +125,7 @@ def test_command_prints_what_it_did(model: Path, out: Path, run: Run) -> None:
         assert words in shown
 
 
-def test_command_prints_json_and_names_the_folder(
-    model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_prints_json(model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     document = json.loads(run(model, "--json", *FLAGS, "--sparsity", "0.4")[1])
     assert document["bundle"] == "tiny-wisparse-40"
@@ -170,9 +168,7 @@ def test_interrupt_says_how_to_go_on(model: Path, out: Path, run: Run, monkeypat
     assert names(out.parent) == ["bundle"]
 
 
-def test_several_sparsities_are_levels_of_one_bundle(
-    model: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_sparsities_are_levels(model: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--num-samples", "4", "--seq-len", "16", "--device", "cpu"]
     drawn = []
     fisher = search_module.fisher_diagonal
@@ -310,9 +306,7 @@ def test_a_source_that_changes_under_way_is_an_error(model: Path, out: Path, mon
 
 
 @pytest.mark.parametrize("changed", ["generation_config.json", "LICENSE"])
-def test_a_killed_overwrite_is_not_finished_by_the_old_bundle(
-    changed: str, model: Path, out: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_overwrite_starts_over(changed: str, model: Path, out: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Old and new bundle share settings and recipe: only what the recipe does not speak of is another."""
     (model / changed).write_text('{"eos_token_id": 1}')
     convert(model, out, **FAST)
@@ -327,9 +321,7 @@ def test_a_killed_overwrite_is_not_finished_by_the_old_bundle(
     assert names(out.parent) == ["bundle"]
 
 
-def test_a_run_killed_after_the_swap_is_finished_by_the_next(
-    model: Path, out: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_killed_after_the_swap_is_finished(model: Path, out: Path, caplog: pytest.LogCaptureFixture) -> None:
     interrupt("wisparse.converter.pipeline.remove_state", model, out)
     before = digests(out)
     assert names(out.parent) == ["bundle", "bundle.work"]

@@ -145,9 +145,7 @@ def test_settings_that_cannot_be(changes: dict[str, Any], words: str, settings: 
     assert words in refused(settings, UsageError, **changes)
 
 
-def test_a_bundle_is_refused_and_what_transformers_saves_of_it_is_dense_again(
-    settings: ConvertSettings, tmp_path: Path
-) -> None:
+def test_a_bundle_is_refused_and_what_is_saved_of_it_is_dense(settings: ConvertSettings, tmp_path: Path) -> None:
     bundle = write_tiny_bundle(tmp_path / "bundle", Path(settings.model))
     assert "already a sparse bundle" in refused(settings, UnsupportedModelError, model=str(bundle))
     saved = tmp_path / "saved"

@@ -152,9 +152,7 @@ def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("large weights", r"lm_head.weight: .* beyond torch.float16's range"),
     ],
 )
-def test_a_model_that_is_not_what_it_was_is_refused(
-    damage: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_model_is_refused(damage: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_source("llama", tmp_path / "source")
     if damage == "norms":
         monkeypatch.setattr("wisparse.converter.rotation._norm", lambda checkpoint, name: torch.full((64,), 3.0))

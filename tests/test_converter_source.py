@@ -259,9 +259,7 @@ def respelled(folder: Path, out: Path, spelling: Callable[[str], str]) -> tuple[
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_tensors_are_found_under_every_name_they_were_published_with(
-    spelling: str, wrapper: Path, tmp_path: Path
-) -> None:
+def test_tensors_are_found_under_every_published_name(spelling: str, wrapper: Path, tmp_path: Path) -> None:
     source, others = respelled(wrapper, tmp_path / "respelled", SPELLINGS[spelling])
     checkpoint = Checkpoint.open(source, complete=full_config)
     assert checkpoint.vision_tensors == others > 0

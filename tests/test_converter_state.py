@@ -69,9 +69,7 @@ def test_damaged_fingerprint_starts_over(content: str, tmp_path: Path) -> None:
     assert Stages.open(tmp_path, FINGERPRINT).run("a", lambda: 2) == 2
 
 
-def test_kill_between_emptying_and_fingerprint_leaves_nothing_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_between_emptying_and_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, a=1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fail)
@@ -178,9 +176,7 @@ def conversions() -> Iterator[Callable[..., list[dict[str, Any]]]]:
     ("search", "num_kills"),
     [("refine", 1), *(pytest.param(search, 3, marks=pytest.mark.exhaustive) for search in SEARCHES)],
 )
-def test_killed_runs_end_with_the_same_bytes(
-    search: str, num_kills: int, conversions: Any, model: Path, tmp_path: Path
-) -> None:
+def test_killed_runs_end_alike(search: str, num_kills: int, conversions: Any, model: Path, tmp_path: Path) -> None:
     """Kill a conversion at so many points of each kind, and compare what the last run ends with."""
     settings = {"model": str(model), "search": search, "num_samples": 4, "seq_len": 24, "device": "cpu"}
     settings |= SEARCHES[search]

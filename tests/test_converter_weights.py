@@ -108,9 +108,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("fp8", 8), ("int4", 4)])
-def test_what_is_written_loads_in_transformers_with_equal_logits(
-    kind: str, bits: int, plain: Path, tmp_path: Path, run: Run
-) -> None:
+def test_what_is_written_loads_in_transformers(kind: str, bits: int, plain: Path, tmp_path: Path, run: Run) -> None:
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "out"

@@ -115,9 +115,7 @@ def test_a_family_is_converted_and_decoded_as_transformers_does(variant: str, se
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "qwen3-vl" else pytest.mark.exhaustive) for name in WRAPPERS]
 )
-def test_the_text_model_of_a_wrapper_is_converted_alone(
-    name: str, bundles: Bundles, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_a_wrapper_is_converted_as_text(name: str, bundles: Bundles, run: Callable[..., tuple[int, str, str]]) -> None:
     from transformers import AutoModelForImageTextToText
 
     source, bundle = bundles.source(name, "wrapper"), bundles.folder(name, "wrapper") / "bundle"

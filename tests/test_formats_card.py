@@ -138,7 +138,7 @@ def test_tags_are_inherited_and_how_it_is_stored_is_not(tmp_path: Path) -> None:
     ],
 )
 def test_the_licence_is_inherited(
-    tmp_path: Path, card: str, files: list[str], expected: tuple[str | None, str | None, str | None]
+    tmp_path: Path, card: str, files: list[str], expected: tuple[str | None, ...]
 ) -> None:
     (tmp_path / "README.md").write_text(card)
     for name in files:

@@ -90,9 +90,7 @@ def test_a_foreign_file_is_named_and_kept(name: str, out: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["", "pictures"])
-def test_one_that_may_not_be_deleted_is_seen_before_the_work(
-    inside: str, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_may_not_be_deleted_is_refused(inside: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = os.access  # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != out / inside and plain(path, mode))
     refused(out, f"{out / inside} may not be written to: no permission; change that")

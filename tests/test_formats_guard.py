@@ -60,9 +60,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, names: str) -> None:
         ("model", "is a file, not a folder: give a folder with config.json"),
     ],
 )
-def test_a_file_is_never_taken_for_a_hub_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
-) -> None:
+def test_a_file_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_text("x")
     with pytest.raises(AccessError) as caught:

@@ -230,9 +230,7 @@ def test_a_link_in_the_place_of_a_file_is_refused(name: str, standin: HubStandIn
     assert standin.requests == []
 
 
-def test_what_is_there_already_is_known_beforehand(
-    standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_already_is_known(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_push(bundle, "alice/model-50").send == {
         name: len(content) for name, content in files_of(bundle).items()
     }
@@ -247,9 +245,7 @@ def test_what_is_there_already_is_known_beforehand(
     assert {*plan_push(bundle, "alice/model-50").send} == changed
 
 
-def test_an_interrupted_push_says_how_to_go_on(
-    standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_push_says_how_to_go_on(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HfApi, "upload_folder", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt) as caught:
         push_bundle(bundle, "alice/model-50", private=True)

@@ -276,9 +276,7 @@ def test_disk_really_full(model: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-def test_damage_on_the_way_to_disk_is_seen_before_the_rename(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_on_the_way_to_disk_is_seen(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = write_room._write_all
 
     def flip(file: Any, piece: Any) -> None:

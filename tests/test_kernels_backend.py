@@ -53,9 +53,7 @@ def test_compiling_is_said_once_and_only_where_something_is_compiled(
     ]
 
 
-def test_a_compiled_gpu_kernel_is_told_from_one_found_on_disk(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_compiled_gpu_kernel_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     triton = pytest.importorskip("triton")
     from wisparse.kernels import backend
 

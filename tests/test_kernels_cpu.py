@@ -159,9 +159,7 @@ def test_weights_are_stored_in_pieces(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_prompt_in_16_bits_is_not_multiplied_in_a_slow_type(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_in_16_bits_is_multiplied_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without AVX-512 torch takes 50 to 80 times as long for a transposed 16-bit matrix as for a float32 one."""
     multiplied = []
 
@@ -247,9 +245,7 @@ def test_a_compiler_that_fails_is_told_with_its_words(monkeypatch: pytest.Monkey
         launch.prepare(REGION)
 
 
-def test_a_long_compilation_says_that_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_compilation_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(launch, "_LINE_S", 0.05)
     code = "import sys, time; time.sleep(0.5); print('done', file=sys.stderr)"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as compiler:
@@ -349,9 +345,7 @@ class Machine:
 
 
 @pytest.mark.parametrize(("most", "cores"), [(2, 1), (4, 3), (8, 2)])
-def test_a_team_is_as_large_as_the_machine_has_cores_left(
-    most: int, cores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_team_is_as_large_as_cores_are_left(most: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, cores)
     machine.run(0.2, most)
     assert machine.team.size == cores

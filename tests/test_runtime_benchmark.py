@@ -91,9 +91,7 @@ def test_options_that_do_not_fit_are_refused(bundle: Path, options: list[str], s
 
 
 @pytest.mark.parametrize("kind", [None, "pack int4 groups", "fp8 rows", "gptq"])
-def test_the_baseline_is_the_same_dense_model(
-    kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_baseline_is_the_dense_model(kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are our dense ones, whatever the weights are stored as; each run begins at the prompt again."""
     source = write_tiny_model(tmp_path / "source", tiny_config(tie_word_embeddings=False))
     if kind:

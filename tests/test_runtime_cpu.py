@@ -142,7 +142,7 @@ def test_decodes_as_the_reference_does(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("which", ["example", "gemma3"])
-def test_low_precision_is_no_worse_than_the_references(
+def test_low_precision_is_as_good(
     bundle: Path, opened: Callable[[str], Bundle], which: str, dtype: torch.dtype
 ) -> None:
     """gemma3: norms by 1 + weight on both sides of each half, and an embedding's multiplier that no 16 bits hold."""
@@ -170,9 +170,7 @@ def test_low_precision_is_no_worse_than_the_references(
         ("qwen3.5", torch.bfloat16, "native"),
     ],
 )
-def test_bits_depend_neither_on_the_batch_nor_on_threads(
-    opened: Callable[[str], Bundle], variant: str, dtype: torch.dtype, weights: str
-) -> None:
+def test_bits_are_reproducible(opened: Callable[[str], Bundle], variant: str, dtype: torch.dtype, weights: str) -> None:
     bundle = opened(variant)
     steps = tokens(12, 3)
     results = []
@@ -220,9 +218,7 @@ def test_a_short_prompt_is_read_by_the_step(
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_codes_refuse_weights_that_are_not_finite(
-    opened: Callable[[str], Bundle], monkeypatch: pytest.MonkeyPatch, weights: str
-) -> None:
+def test_codes_refuse_infinity(opened: Callable[[str], Bundle], monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
     bundle = opened("llama-bias")
     name = "model.layers.0.mlp.up_proj.weight"
     weight = bundle.checkpoint.tensor(name)

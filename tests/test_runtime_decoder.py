@@ -81,9 +81,7 @@ def test_dense_logits_equal_transformers(variant: str, variant_bundle: Callable[
 
 @pytest.mark.parametrize("policy", PREFILL_POLICIES)
 @pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
-def test_sparse_greedy_tokens_equal_transformers(
-    variant: str, policy: str, variant_bundle: Callable[[str], Path]
-) -> None:
+def test_sparse_tokens_equal_transformers(variant: str, policy: str, variant_bundle: Callable[[str], Path]) -> None:
     folder = variant_bundle(variant)
     tokens = random_tokens(9, seed=1)
     expected = greedy_by_transformers(folder, tokens, policy, 16)

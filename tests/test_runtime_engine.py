@@ -206,9 +206,7 @@ def test_stopping_finishes_what_is_under_way_unless_told_not_to(model: Model, mo
     assert all(chunk.finish_reason is None for reader in readers for chunk in reader.rest())
 
 
-def test_no_memory_for_a_prompt_is_that_requests_failure(
-    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_a_prompt_ends_its_request(model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answer_of(model, "def f(x):", 24)
     prefill = model.decoder.prefill
 
@@ -240,9 +238,7 @@ def test_tokens_of_slow_steps_are_handed_on_one_by_one(model: Model, monkeypatch
     assert seen == [1, 2, 3, 4, 5, 6, 7]  # each step finds every token before it handed on
 
 
-def test_tokens_of_fast_steps_come_together_and_keep_nobody_waiting(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_of_fast_steps_come_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [model.generate(prompt, max_new_tokens=40).token_ids for prompt in ("import", "def f(x):")]
     monkeypatch.setattr(TOGETHER, 1e9)
     together = list(model.stream_together("import", max_new_tokens=40))
@@ -289,9 +285,7 @@ def test_what_a_failed_step_left_behind_is_handed_on_first(model: Model, monkeyp
     assert reader.answer().token_ids == expected[prompt]
 
 
-def test_what_fails_twice_ends_one_request_and_not_the_engine(
-    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_twice_ends_one_request(model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step fails, and so does the text of the tokens that it left behind."""
     monkeypatch.setattr(TOGETHER, 1e9)
     add, failed = Detokenizer.add, []
@@ -313,9 +307,7 @@ def test_what_fails_twice_ends_one_request_and_not_the_engine(
     assert len(answer_of(model, "import", 5)) == 5
 
 
-def test_a_failure_of_one_request_spares_its_neighbours(
-    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_request_spares_its_neighbours(model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver that fails, a future that fails or that nobody waits for any more, and a tokenizer that fails."""
     expected = answer_of(model, "def f(x):", 60)
     good, _ = ask(model, "def f(x):", 60)
@@ -427,9 +419,7 @@ def test_chunks_for_an_event_loop(model: Model) -> None:
         model.astream(["x", "y"])
 
 
-def test_an_error_of_a_step_reaches_every_caller_as_it_was_raised(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_step_reaches_every_caller(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (lambda: model.generate(["x", "y"], max_new_tokens=3), lambda: list(model.stream("x"))):
         with monkeypatch.context() as patch:
             before_steps(model, patch, fail_at(1, ZeroDivisionError("a bug")))
@@ -440,9 +430,7 @@ def test_an_error_of_a_step_reaches_every_caller_as_it_was_raised(
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
-def test_an_interrupted_call_leaves_the_others_what_they_have(
-    model: Model, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_spares_the_others(model: Model, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [chunk.text for chunk in model.stream("import", max_new_tokens=20)]
     stream = model.stream("import", max_new_tokens=20)
     found = [next(stream).text]

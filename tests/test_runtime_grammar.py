@@ -113,9 +113,7 @@ def _pid(grammars: Grammars) -> int:
     return grammars._process._process.pid
 
 
-def test_what_would_end_the_process_is_refused_and_not_tried_again(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_end_the_process_is_refused_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda case: _refused_as(grammars, case), HEAVY + DEEP))
     assert _allowed(grammars.begin(Grammar("grammar", 'start: "a"')))
@@ -166,9 +164,7 @@ def test_the_process_is_started_again_when_it_has_died(grammars: Grammars, caplo
     assert works()
 
 
-def test_refusals_and_compiled_grammars_that_are_kept_are_bounded(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_KEPT", "_KEPT_REFUSALS"):
         monkeypatch.setattr(grammar_module, name, 3)
     good = [Grammar("grammar", f'start: "{number}"') for number in range(5)]

@@ -363,9 +363,7 @@ def test_data_that_are_neither_here_nor_to_be_had_are_named_at_once(
     )
 
 
-def test_without_a_network_the_cache_serves_and_nothing_is_left_switched_off(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_the_cache_serves(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def switches() -> list[bool]:
         return [hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE, evaluate.config.HF_EVALUATE_OFFLINE]
 

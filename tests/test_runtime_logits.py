@@ -49,7 +49,7 @@ def test_repetition_is_transformers(prompt: list[int], answer: list[int], penalt
 
 
 @given(prompt=tokens, answer=tokens, frequency=st.floats(-2, 2), presence=st.floats(-2, 2))
-def test_frequency_and_presence_are_of_the_answer_alone(
+def test_frequency_and_presence_penalties(
     prompt: list[int], answer: list[int], frequency: float, presence: float
 ) -> None:
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(len(prompt)))
@@ -131,9 +131,7 @@ def test_scores_are_the_models_own(model: Model) -> None:
     assert tuple(streamed) == answer.scores
 
 
-def test_a_prompts_scores_change_no_answer_and_its_logits_are_never_held_at_once(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_scored_without_all_its_logits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = (model.tokenizer.encode("def f(x):\n    return x + 1\n") * 12)[:120]
     expected = score_tokens(model.decoder.logits(torch.tensor(ids), len(ids))[:-1], ids[1:], 2)
     rows, compute = [], model.decoder._logits  # type: ignore[attr-defined]

@@ -328,7 +328,7 @@ def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Run
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 640), (320, 568), (640, 360)])
-def test_an_open_form_of_settings_leaves_the_button_to_send_on_the_screen(
+def test_open_settings_leave_the_button_on_the_screen(
     browser: Browser, server: Running, width: int, height: int
 ) -> None:
     tab = opened(browser, server, width=width, height=height)

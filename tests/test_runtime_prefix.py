@@ -56,9 +56,7 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
         ),
     ],
 )
-def test_a_prompt_in_chunks_is_the_prompt_read_at_once(
-    bundles: dict[str, Bundle], variant: str, backend: str, sparse_from: int
-) -> None:
+def test_a_prompt_is_read_in_chunks(bundles: dict[str, Bundle], variant: str, backend: str, sparse_from: int) -> None:
     decoder = small_chunks(bundles[variant], backend, max_batch=3)
     prompt = torch.tensor(tokens_of(45))
     whole = decoder.prefill(0, prompt, sparse_from).clone()
@@ -93,9 +91,7 @@ def watch_prefill(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tup
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
-def test_the_next_turn_reads_what_is_new(
-    bundles: dict[str, Bundle], backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_next_turn_reads_the_rest(bundles: dict[str, Bundle], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_chunks(bundles["llama"], backend)
     scheduler, first = Scheduler(decoder), tokens_of(21)
     answer = run(scheduler, Request(first, 9))
@@ -193,9 +189,7 @@ def test_chunks_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkey
 
 
 @pytest.mark.parametrize("scored", [False, True])
-def test_others_go_on_while_a_prompt_is_scored(
-    bundles: dict[str, Bundle], scored: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_go_on_beside_scoring(bundles: dict[str, Bundle], scored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token after each chunk, and never more positions between two tokens than beside a prompt that is only read."""
     decoder = small_chunks(bundles["llama"], max_batch=2)
     monkeypatch.setattr("wisparse.runtime.generation.scheduler._SCORE_CHUNK", 6)

@@ -43,9 +43,7 @@ def test_greedy_takes_the_first_of_the_most_probable() -> None:
     min_p=st.sampled_from([0.0, 0.02, 0.3]),
     seed=st.integers(0, 2**62),
 )
-def test_filters_keep_what_transformers_keeps(
-    temperature: float, top_k: int, top_p: float, min_p: float, seed: int
-) -> None:
+def test_filters_are_transformers(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> None:
     settings = SamplingParams(temperature, top_k, top_p, min_p, seed)
     logits = random_logits(200, seed % 1000)
     probabilities = their_probabilities(logits, settings)

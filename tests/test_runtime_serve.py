@@ -305,7 +305,7 @@ def test_what_lm_eval_asks(server: Running, model: Model) -> None:
 
 
 @pytest.mark.parametrize(("stream", "name"), [(False, "complete"), (True, "events")])
-def test_a_long_answer_is_formatted_beside_the_others(
+def test_a_long_answer_holds_up_nobody(
     server: Running, stream: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Log-probabilities of thousands of tokens take a while to write out: nobody else waits."""
@@ -520,7 +520,7 @@ def test_a_bad_body(server: Running) -> None:
         assert server.post("/v1/completions", {"prompt": "a"}, **header)[0] == 415
 
 
-def test_an_unforeseen_exception_is_openais_error(
+def test_a_bug_is_status_500(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*args: Any) -> Any:
@@ -685,9 +685,7 @@ def test_a_body_that_does_not_come_and_one_that_is_too_large(server: Running, mo
     assert server.client().models.list()
 
 
-def test_connections_without_a_request_are_closed(
-    server: Running, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_without_a_request_are_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "CLIENT_SECONDS", 0.3)
     asking = _raw(server, {"prompt": "def f(x):", "max_tokens": 100, "temperature": 0})
     whole = "GET /health HTTP/1.1\r\nhost: a\r\n\r\n"

@@ -138,9 +138,7 @@ _SCRAPS = [
 @EACH_SYNTAX
 @settings(max_examples=200)
 @given(scraps=st.lists(st.sampled_from(_SCRAPS), max_size=14), cuts=_CUTS)
-def test_whatever_a_model_writes_pieces_make_no_difference(
-    syntax: ToolSyntax, scraps: list[str], cuts: list[int]
-) -> None:
+def test_where_pieces_end_makes_no_difference(syntax: ToolSyntax, scraps: list[str], cuts: list[int]) -> None:
     text = "".join(scraps)
     for whole in (True, False):
         found = _split(syntax, [text], whole=whole)
