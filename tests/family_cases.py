@@ -68,6 +68,15 @@ def greedy(decoder: Decoder, prompt: Tensor, count: int, start: int | None = Non
     return rows.argmax(1).tolist(), rows
 
 
+def runtime_tokens(
+    folder: Path, prompt: list[int], count: int, start: int | None = None, sparsity: float | None = None
+) -> list[int]:
+    """Greedy tokens of the plain decoder in float32."""
+    bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
+    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
+    return greedy(decoder, torch.tensor(prompt), count, start)[0]
+
+
 @dataclass(frozen=True)
 class ClearAnswer:
     """What transformers says to a prompt after which rounding decides nothing."""

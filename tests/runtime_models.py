@@ -16,9 +16,7 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5],
     "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
 }
-YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
-}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
 _NEAR = {"rope_type": "default", "rope_theta": 100.0}  # of the blocks with a window
 _WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 

@@ -180,10 +180,9 @@ def test_convert_and_upload_in_one_command_then_load_by_hub_id(
     assert run(*shlex.split(retry)[1:])[0] == 0
     pushed = standin.repos["alice/pycode-50"].commits
     assert len(pushed) == 2
-    assert {name: content for name, content in pushed[-1][1].items() if name != ".gitattributes"} == files_of(
-        Path("out")
-    )
-    card = ModelCard(pushed[-1][1]["README.md"].decode()).data
+    files = {name: content for name, content in pushed[-1][1].items() if name != ".gitattributes"}
+    assert files == files_of(Path("out"))
+    card = ModelCard(files["README.md"].decode()).data
     assert (card.license, card.language, card.library_name) == ("mit", ["code"], "wisparse")
     assert (card.base_model, card.base_model_relation) == ("org/pycode", "quantized")
     assert card.eval_results

@@ -69,9 +69,8 @@ def test_same_seed_same_rows_other_seed_other_rows(tokenizer, tmp_path: Path) ->
 
 
 def test_a_sequence_begins_as_the_tokenizer_begins_a_text(tokenizer, tmp_path: Path) -> None:
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", BOS)]
-    )
+    begins = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokenizer.backend_tokenizer.post_processor = begins
     (tmp_path / "a.txt").write_text(text(100))
     tokens = load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=3, seq_len=32)
     assert (tokens.input_ids == BOS).sum(dim=1).tolist() == [1, 1, 1]

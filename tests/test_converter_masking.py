@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from bundle_maker import make_bundle
-from family_cases import greedy
+from family_cases import runtime_tokens
 from runtime_models import HYBRIDS, VARIANTS, make_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -23,23 +23,14 @@ import wisparse
 from wisparse.converter.masking import MaskedModel, desparsify, sparsify
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
+from wisparse.formats.weight_types import sparse_from
 from wisparse.kernels.reference import keep_mask
-from wisparse.runtime.torch.decoder import TorchDecoder
 
 PROMPT = "def fibonacci(n):\n"
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
-
-
-def runtime_tokens(
-    folder: Path, prompt: list[int], count: int, sparse_from: int, sparsity: float | None = None
-) -> list[int]:
-    """Greedy tokens of our own decoder."""
-    bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
-    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
-    return greedy(decoder, torch.tensor(prompt), count, sparse_from)[0]
 
 
 def generate(model: Any, prompts: list[list[int]], count: int, **kwargs: Any) -> list[list[int]]:
@@ -49,10 +40,6 @@ def generate(model: Any, prompts: list[list[int]], count: int, **kwargs: Any) ->
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     kwargs |= {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "eos_token_id": None}
     return model.generate(ids, attention_mask=mask, pad_token_id=0, **kwargs)[:, longest:].tolist()
-
-
-def sparse_from(policy: str, length: int) -> int:
-    return {"dense": length, "half": length - length // 2, "all": 0}[policy]
 
 
 @pytest.mark.parametrize("policy", ["dense", "half", "all"])
@@ -79,9 +66,7 @@ def test_every_level(policy: str, tmp_path: Path) -> None:
         starts = [sparse_from(policy, len(prompt)) for prompt in prompts]
         expected = [runtime_tokens(folder, p, 12, start, sparsity) for p, start in zip(prompts, starts, strict=True)]
         assert generate(model, prompts, 12) == expected
-    with pytest.raises(
-        UsageError, match=r"one of the bundle's sparsity levels, 0\.3, 0\.5, or 0 for the dense model, found 0\.4"
-    ):
+    with pytest.raises(UsageError, match=r"bundle's sparsity levels, 0\.3, 0\.5, or 0 for the dense model, found 0\.4"):
         sparsify(model, folder, sparsity=0.4)
 
 

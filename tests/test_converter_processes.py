@@ -27,9 +27,8 @@ SCRIPT = Path(__file__).with_name("search_together.py")
 def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
+    command += map(str, arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
 
 
 @pytest.mark.parametrize("enabled", [None, False])

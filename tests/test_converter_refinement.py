@@ -132,10 +132,9 @@ def test_a_step_goes_its_distance_whatever_the_gradients_size() -> None:
     for factor in (1.0, 1000.0):
         begun = torch.zeros(800)
         state = Refinement(begun, 10, 0.385)
-        slope, kept, kl_and_tokens = (
-            torch.full((n,), value).double() for n, value in ((800, 0.1), (2, 200.0), (2, 1.0))
-        )
-        state.advance([torch.cat([factor * noise, slope, kept, kl_and_tokens])], channels, begun, 0.5)
+        # The slopes, what was kept, and the KL and its tokens.
+        more = [torch.full((n,), value).double() for n, value in ((800, 0.1), (2, 200.0), (2, 1.0))]
+        state.advance([torch.cat([factor * noise, *more])], channels, begun, 0.5)
         moved.append(state.logits)
     torch.testing.assert_close(moved[0], moved[1])
     assert float(moved[0].square().mean().sqrt()) == pytest.approx(0.0385 * 0.98, rel=1e-3)

@@ -71,9 +71,8 @@ def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
         measurement = measured(levels={0.5: quality}) if quality else None
         return Report(recipe, model, measurement).expectation(0.5)
 
-    assert words(made).startswith(
-        "50.0% of the weights are left unread on the calibration text, 49.0% on the text measured on"
-    )
+    unread = "50.0% of the weights are left unread on the calibration text, 49.0% on the text measured on"
+    assert words(made).startswith(unread)
     assert "(47.8% to 51.2% by passage)" in words(made)
     assert "text of another kind expect up to about 3 points more or less" in words(made)
     assert "measured on" not in words(made, None)

@@ -172,7 +172,6 @@ def test_a_conversion_turns_first(weights: str, tmp_path: Path) -> None:
     common = {"sparsity": [0.0, 0.5], "search": "fisher", "num_samples": 2, "seq_len": 24, "device": "cpu"}
     out = convert(folder, tmp_path / "out", weights=weights, **common)
     rotation = Bundle.open(out).recipe.rotation
-    assert rotation is not None
     assert rotation.kind == "pca"
     assert "rotation of the weights: pca" in (out / "README.md").read_text("utf-8")
     prompt = _rows(1)[0]

@@ -180,9 +180,8 @@ def test_a_mutation_is_local_and_from_the_grid_to_the_grid() -> None:
     [((0.3, 0.4, 0.5, 0.6, 0.7), [1] * 5, 150), ((0.1, 0.9, 0.5), [1, 2, 3], 30), ((0.5,) * 4, [1] * 4, 5)],
 )
 def test_evolution_only_gets_better(best: tuple[float, ...], sizes: list[int], generations: int) -> None:
-    runs = [
-        evolve(bowl(best), sizes, 0.5, generator(1), num_generations=generations, num_offspring=16) for _ in range(2)
-    ]
+    how = {"num_generations": generations, "num_offspring": 16}
+    runs = [evolve(bowl(best), sizes, 0.5, generator(1), **how) for _ in range(2)]
     assert runs[0] == runs[1]
     parent, history = runs[0]
     assert mean_sparsity(parent, sizes) == pytest.approx(0.5, abs=1e-9)
@@ -237,7 +236,6 @@ def test_a_budget_is_spent_and_soon(power: float, factor: float, bump: float) ->
 def test_a_power_law_takes_three_searches(crossing: float) -> None:
     asked = []
     found = highest(lambda s: asked.append(s) or (s / crossing) ** 3.8)
-    assert found is not None
     assert 0.98 <= (found / crossing) ** 3.8 <= 1.0
     assert len(asked) <= 3
 

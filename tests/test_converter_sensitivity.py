@@ -47,9 +47,7 @@ def test_predicted_damage_is_the_measured_kl_while_it_is_small(calib: Calibratio
     draws = [quadratic_damage(calib.flow, calib.masked, 0, generator, calib.scales, thresholds) for _ in range(60)]
     predicted = measured = 0.0
     for name in calib.names:
-        low, high = (
-            sum(values) / len(draws) / calib.flow.num_counted for values in zip(*(d[name] for d in draws), strict=True)
-        )
+        low, high = torch.tensor([draw[name] for draw in draws]).double().mean(0).div(calib.flow.num_counted).tolist()
         assert 0 < low < high
         predicted, measured = predicted + low, measured + calib.kl({name: 0.2})
     assert predicted == pytest.approx(measured, rel=0.3)

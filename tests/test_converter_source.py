@@ -190,9 +190,8 @@ def test_keys_left_out_mean_what_they_mean_to_transformers(model_type: str) -> N
         assert [block.rotary is not None for block in config.blocks] == [bool(one) for one in rotated]
     layers = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 7
     window = getattr(theirs, "sliding_window", None)
-    assert [block.window for block in config.blocks] == [
-        window if kind == "sliding_attention" else None for kind in layers
-    ]
+    windows = [window if kind == "sliding_attention" else None for kind in layers]
+    assert [block.window for block in config.blocks] == windows
     assert [block.recurrent for block in config.blocks] == [kind == "linear_attention" for kind in layers]
     assert full_config(found) == found
 

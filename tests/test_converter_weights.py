@@ -30,17 +30,16 @@ def quantised(kind: str, stages: Stages) -> tuple[object, dict[str, torch.Tensor
     source = tiny_source(**SIZES)
     matrices = quantise_weights(source, tiny_tokens(), kind, torch.bfloat16, Progress(enabled=False), stages)
     return source, {
-        name: torch.cat((m.codes.view(torch.uint8).flatten(), m.scales.flatten())) for name, m in matrices.items()
+        n: torch.cat((m.codes.view(torch.uint8).flatten(), m.scales.flatten())) for n, m in matrices.items()
     }
 
 
 def inputs(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     """Correlated, of very different sizes, as activations are."""
     generator = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(rows, columns // 4, generator=generator) @ torch.randn(
-        columns // 4, columns, generator=generator
-    )
-    return (mixed + torch.randn(rows, columns, generator=generator)) * torch.logspace(-1, 1, columns)
+    shapes = (rows, columns // 4), (columns // 4, columns), (rows, columns)
+    few, mix, own = (torch.randn(shape, generator=generator) for shape in shapes)
+    return (few @ mix + own) * torch.logspace(-1, 1, columns)
 
 
 @pytest.mark.parametrize("columns", [128, 192])

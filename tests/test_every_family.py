@@ -187,7 +187,6 @@ def test_the_row_in_the_page_makes_an_unknown_model_work(tmp_path: Path, monkeyp
     message = re.search(r"^wisparse: (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
     with pytest.raises(UnsupportedModelError) as refused:
         Checkpoint.open(source, complete=full_config)
-    assert message is not None
     assert str(refused.value) == message[1]
 
     ((model_type, facts),) = rows.items()

@@ -43,9 +43,8 @@ LLAMA = "---\nlicense: llama3.1\nlanguage:\n- en\n- de\nbase_model: x/y\nextra_g
 
 
 def recipe(base_model: str = "org/Llama-3.1-8B-Instruct", revision: str | None = "a" * 40) -> Recipe:
-    entries = tuple(
-        ProjectionRecipe(f"model.layers.{i}.mlp.down_proj", 0.4 + 0.1 * i, 0.5 * i, 1.0, 0.5) for i in range(3)
-    )
+    name = "model.layers.{}.mlp.down_proj"
+    entries = tuple(ProjectionRecipe(name.format(i), 0.4 + 0.1 * i, 0.5 * i, 1.0, 0.5) for i in range(3))
     calibration = CalibrationRecord("self", 64, 512, 32768, 0, "d" * 64)
     return Recipe(base_model, revision, "wisparse", 0.5, (SparsityLevel(0.5, entries, (0.4, 0.5, 0.6)),), calibration)
 
@@ -53,7 +52,6 @@ def recipe(base_model: str = "org/Llama-3.1-8B-Instruct", revision: str | None =
 def check(text: str) -> dict[str, Any]:
     """The Hub's rules for model cards, as its documentation and its client state them. Returns the metadata."""
     match = re.match(r"---\n(.*?)\n---\n\n", text, re.DOTALL)
-    assert match is not None
     metadata = yaml.safe_load(match[1])
     allowed = {"base_model", "base_model_relation", "language", "library_name", "license", "license_name"}
     assert set(metadata) <= allowed | {"license_link", "pipeline_tag", "tags", "model-index"}

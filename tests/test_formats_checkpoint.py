@@ -245,9 +245,8 @@ def test_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_is_finite(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
-    ordinary = torch.tensor(
-        [0.0, -0.0, 1.0, info.max, info.min, info.tiny, -info.tiny, info.smallest_normal / 2], dtype=dtype
-    )
+    numbers = [0.0, -0.0, 1.0, info.max, info.min, info.tiny, -info.tiny, info.smallest_normal / 2]
+    ordinary = torch.tensor(numbers, dtype=dtype)
     assert is_finite(ordinary)
     assert is_finite(-ordinary.abs() - 1)
     for odd in (float("nan"), float("inf"), -float("inf")):
@@ -343,9 +342,8 @@ def test_round_trip_with_the_library(tensors: dict, metadata: dict, tmp_path: Pa
     for name, content in (("ours", ours), ("theirs", theirs)):
         opened = TensorFile(tmp_path, name, BundleError)
         found, _ = parse_tensors(content, name, BundleError)
-        assert {
-            key: (getattr(torch, DTYPES[entry.code][0]), entry.shape) for key, entry in opened.entries.items()
-        } == shapes
+        entries = opened.entries.items()
+        assert {key: (getattr(torch, DTYPES[entry.code][0]), entry.shape) for key, entry in entries} == shapes
         assert {key: entry for key, (entry, _) in found.items()} == opened.entries
         assert all(bytes(opened.read_bytes(key).numpy()) == bytes(data) for key, (_, data) in found.items())
     assert parse_tensors(ours, "ours", BundleError)[1] == metadata

@@ -231,9 +231,8 @@ def test_a_link_in_the_place_of_a_file_is_refused(name: str, standin: HubStandIn
 
 
 def test_what_is_there_already_is_known(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan_push(bundle, "alice/model-50").send == {
-        name: len(content) for name, content in files_of(bundle).items()
-    }
+    sizes = {name: len(content) for name, content in files_of(bundle).items()}
+    assert plan_push(bundle, "alice/model-50").send == sizes
     push_bundle(bundle, "alice/model-50")
     with monkeypatch.context() as patched:  # what verifying has read is not read once more
         patched.setattr(hub, "file_digest", lambda path: pytest.fail(f"reads {path.name}"))

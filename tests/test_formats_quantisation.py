@@ -80,7 +80,6 @@ def test_weights_are_near_those_they_were_made_from(name: str, plain: Path, publ
     checkpoint, source = Checkpoint.open(published(name)), Checkpoint.open(plain)
     for weight in checkpoint.quantised:
         matrix, exact = checkpoint.matrix(weight), source.tensor(weight)
-        assert isinstance(matrix, QuantizedMatrix)
         step = matrix.scales.repeat_interleave(matrix.shape[1] // matrix.scales.shape[1], dim=1)
         # Half a step; of fp8 the largest numbers are 32 steps apart. Scales in half precision are a little off.
         bound = step * (16 if matrix.kind == "fp8" else 0.51)

@@ -83,9 +83,8 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
 def test_plain_transformers_loads_it_dense(tied: bool, tmp_path: Path) -> None:
     import transformers
 
-    model = write_tiny_model(
-        tmp_path / "model", tiny_config(tie_word_embeddings=tied, dtype="bfloat16"), dtype=torch.bfloat16
-    )
+    config = tiny_config(tie_word_embeddings=tied, dtype="bfloat16")
+    model = write_tiny_model(tmp_path / "model", config, dtype=torch.bfloat16)
     out = write_tiny_bundle(tmp_path / "out", model, max_shard_size="8KB")
     assert len(list(out.glob("model-*.safetensors"))) > 1
     ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (out, model))

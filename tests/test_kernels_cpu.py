@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numba
 import numpy as np
@@ -265,9 +266,8 @@ def test_the_first_process_computes_the_bits_of_all_later_ones(example_model: Pa
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""}
     command = [sys.executable, "-c", code, str(bundle)]
-    first, later = (
-        subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(2)
-    )
+    how: dict[str, Any] = {"env": environment, "check": True, "capture_output": True, "text": True}
+    first, later = (subprocess.run(command, **how) for _ in range(2))
     assert "compiling 1 kernel for" in first.stderr
     assert "compiling" not in later.stderr
     assert first.stdout == later.stdout
@@ -385,9 +385,8 @@ def test_short_waits_are_forgiven_and_long_ones_are_not(monkeypatch: pytest.Monk
 
 def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:
     tanh = numba.vectorize(["float32(float32)"])(intrinsics.tanh32.py_func)
-    x = torch.cat(
-        (torch.linspace(-12, 12, 100_001), torch.logspace(-30, 2, 10_001), torch.tensor([0.0, 1e30, -torch.inf]))
-    )
+    ends = torch.tensor([0.0, 1e30, -torch.inf])
+    x = torch.cat((torch.linspace(-12, 12, 100_001), torch.logspace(-30, 2, 10_001), ends))
     wanted = x.double().tanh()
     with np.errstate(all="ignore"):  # the branch that is not taken
         error = (torch.from_numpy(tanh(x.numpy())).double() - wanted).abs()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from click.testing import CliRunner
-from family_cases import greedy
+from family_cases import runtime_tokens
 from runtime_models import FAMILIES, VARIANTS, make_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_bundle import digests
@@ -69,12 +69,6 @@ def properties(folder: Path) -> dict[str, str]:
     return {entry.key: entry.value for entry in load(folder).metadata_props}
 
 
-def runtime_tokens(folder: Path, prompt: list[int], count: int, sparsity: float | None = None) -> list[int]:
-    bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
-    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
-    return greedy(decoder, torch.tensor(prompt), count)[0]
-
-
 def onnx_tokens(decoder: OnnxDecoder, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy tokens of prompts decoded in one batch, padded on the left."""
     longest = max(map(len, prompts))
@@ -117,7 +111,7 @@ def test_every_level(variant: str, tmp_path: Path) -> None:
     folder = make_bundle(make_checkpoint(variant, tmp_path / "source"), tmp_path / "bundle", 0.3, 0.5)
     seen = set()
     for sparsity in (0.0, 0.3, 0.5):
-        expected = [runtime_tokens(folder, prompt, 16, sparsity) for prompt in PROMPTS]
+        expected = [runtime_tokens(folder, prompt, 16, sparsity=sparsity) for prompt in PROMPTS]
         out = export(folder, tmp_path / f"at {sparsity}", sparsity, check=True)
         assert onnx_tokens(OnnxDecoder(out), PROMPTS, 16) == expected
         assert properties(out)["sparsity"] == str(sparsity)
@@ -266,9 +260,8 @@ def test_a_wrong_graph_is_noticed_and_not_written(
 
         def broken(self: OnnxDecoder, *args: object) -> dict[str, np.ndarray]:
             found = run(self, *args)
-            return {
-                name: value * np.nan if name.endswith("1.mlp.up_proj_out") else value for name, value in found.items()
-            }
+            (wrong,) = (name for name in found if name.endswith("1.mlp.up_proj_out"))
+            return {**found, wrong: found[wrong] * np.nan}
 
         monkeypatch.setattr(OnnxDecoder, "run", broken)
     monkeypatch.setattr(onnx_export, "check_export", lambda folder, _, dtype: check_export(folder, right, dtype))

@@ -18,7 +18,6 @@ import pytest
 from tiny_bundle import resign
 
 import wisparse
-from wisparse.cli import main
 from wisparse.commands.generate import Batch
 from wisparse.formats.errors import UsageError
 
@@ -26,16 +25,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Exit code, stdout and stderr of ``wisparse VERB BUNDLE ARGS``."""
-
-    def run(verb: str, *args: object, bundle: Path = bundle) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_info:
-            main([verb, str(bundle), *map(str, args)])
-        out, err = capsys.readouterr()
-        return int(exit_info.value.code or 0), out, err
-
-    return run
+def run(run: Run, bundle: Path) -> Run:
+    """Of ``wisparse VERB BUNDLE ARGS``."""
+    return lambda verb, *args, bundle=bundle: run(verb, bundle, *args)
 
 
 def test_generate_prints_the_text_and_a_footer(bundle: Path, run: Run) -> None:

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
-from bundle_maker import cpu_decoder, make_bundle, run
+from bundle_maker import cpu_decoder, make_bundle
+from bundle_maker import run as run_to_the_end
 from served import with_template
 
 import wisparse
-from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 from wisparse.formats.weight_types import sparse_from
@@ -84,8 +85,7 @@ def test_seeds(model: Model) -> None:
 def test_the_context_is_filled_to_its_last_position(tiny: Bundle, bundle: Path) -> None:
     for prompt_length in (1, 20, 31, 32):
         scheduler = tiny_scheduler(tiny)
-        request = scheduler.add(Request([5] * prompt_length))
-        run(scheduler)
+        request = run_to_the_end(scheduler, Request([5] * prompt_length))
         assert request.finish_reason == "length"
         # The last token needs no position: nothing is read after it.
         assert request.num_tokens == 33
@@ -103,8 +103,8 @@ def test_stop_tokens_end_a_text_and_have_no_text(model: Model, monkeypatch: pyte
     free = model.generate("def f(", max_new_tokens=10)
     stop = free.token_ids[4]
     scheduler = Scheduler(model.decoder)
-    request = scheduler.add(Request(model.text.encode("def f("), 10, stop_token_ids=frozenset({stop})))
-    run(scheduler)
+    asked = Request(model.text.encode("def f("), 10, stop_token_ids=frozenset({stop}))
+    request = run_to_the_end(scheduler, asked)
     assert request.finish_reason == "stop"
     assert tuple(request.output_token_ids) == free.token_ids[: free.token_ids.index(stop) + 1]
     # A special token's name can be a stop string.
@@ -278,15 +278,8 @@ def test_what_weights_take_is_counted_in_memory_not_on_disk(bundle: Path) -> Non
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
                                    RuntimeError("CUDA error: out of memory"), MemoryError()])  # fmt: skip
 def test_no_memory_while_loading_is_a_sentence(
-    bundle: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, run: Callable[..., tuple[int, str, str]]
 ) -> None:
-    def full(*args: object, **more: object) -> None:
-        raise error
-
-    monkeypatch.setattr("wisparse.runtime.torch.decoder.KVCache", full)
-    with pytest.raises(SystemExit) as ended:
-        main(["generate", str(bundle), "--backend", "torch", "--prompt", "x"])
-    assert ended.value.code == 5
-    said = capsys.readouterr().err
-    assert "not enough memory on cpu to load the model" in said
-    assert "Traceback" not in said
+    monkeypatch.setattr("wisparse.runtime.torch.decoder.KVCache", Mock(side_effect=error))
+    code, _, said = run("generate", bundle, "--backend", "torch", "--prompt", "x")
+    assert (code, "not enough memory on cpu to load the model" in said, "Traceback" in said) == (5, True, False)

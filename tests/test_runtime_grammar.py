@@ -108,8 +108,6 @@ def _allowed(constraint: Constraint) -> list[int]:
 
 
 def _pid(grammars: Grammars) -> int:
-    assert grammars._process is not None
-    assert grammars._process._process is not None
     return grammars._process._process.pid
 
 
@@ -268,12 +266,6 @@ def test_hostile_grammars_take_no_memory_of_the_server(grammars: Grammars, count
     while psutil.Process(pid).children():  # the last one is about to end
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-@pytest.fixture(scope="module")
-def server(chat_bundle: Path) -> Iterator[Running]:
-    with Running(chat_bundle) as running:
-        yield running
 
 
 def _good(server: Running, number: int) -> float:

@@ -19,7 +19,6 @@ import torch
 from huggingface_hub.errors import HTTPError
 from torch import Tensor
 
-from wisparse.cli import main
 from wisparse.formats import hub
 from wisparse.formats.bundle import verify_bundle
 from wisparse.formats.card import read_findings
@@ -108,9 +107,8 @@ def test_long_contexts_lose_their_beginning(model: Model, seen: list[tuple[int, 
     limit = model.max_seq_len
     long = [5 + i % 90 for i in range(limit + 50)]
     lm = WisparseLM(model, prefill="all")
-    (cut, _), (short, _) = lm._loglikelihood_tokens(
-        [(("", "a"), long, [7, 8]), (("", "b"), long[-(limit - 1) :], [7, 8])], disable_tqdm=True
-    )
+    asked = [(("", "a"), long, [7, 8]), (("", "b"), long[-(limit - 1) :], [7, 8])]
+    (cut, _), (short, _) = lm._loglikelihood_tokens(asked, disable_tqdm=True)
     assert seen == [(limit, 0)]  # the same tokens: one pass
     assert cut == short
     assert lm._loglikelihood_tokens([(("x", ""), [5, 6], [])], disable_tqdm=True) == [(0.0, True)]
@@ -194,9 +192,8 @@ def test_text_edge(model: Model, bundle: Path) -> None:
 
 
 def test_the_harness_makes_one_by_name(bundle: Path) -> None:
-    made = get_model("wisparse").create_from_arg_string(
-        f"pretrained={bundle},prefill=half,backend=torch,max_seq_len=64", {"batch_size": 1, "device": "cpu"}
-    )
+    asked = f"pretrained={bundle},prefill=half,backend=torch,max_seq_len=64"
+    made = get_model("wisparse").create_from_arg_string(asked, {"batch_size": 1, "device": "cpu"})
     assert (made.prefill, made.model.max_seq_len) == ("half", 64)
     made.model.close()
     with pytest.raises(UsageError, match="pretrained=BUNDLE"):
@@ -262,11 +259,9 @@ def test_greedy_loops(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness asks for 256 greedy tokens that nothing stops, and counts the answers that loop."""
 
     def answers(adapter: WisparseLM, requests: list[Instance], **_: Any) -> list[str]:
-        assert [request.args[0] for request in requests] == generators.make_prompts(
-            generators.NUM_LOOPS, generators.SEED
-        )[:3]
         wanted = {"until": [], "max_gen_toks": 256, "do_sample": False}
-        assert [request.args[1] for request in requests] == 3 * [wanted]
+        prompts = generators.make_prompts(generators.NUM_LOOPS, generators.SEED)[:3]
+        assert [request.args for request in requests] == [(prompt, wanted) for prompt in prompts]
         return [64 * "round ", "ends.", 64 * "and "]
 
     monkeypatch.setattr(WisparseLM, "generate_until", answers)
@@ -316,19 +311,21 @@ def test_the_questions_of_a_group_are_those_of_its_tasks() -> None:
     assert [_questions(outcome, name) for name in outcome["results"]] == [7, 3, 3, 4]
 
 
-def refusal(bundle: Path, capsys: pytest.CaptureFixture[str], tasks: str, code: int = 4) -> list[str]:
+Run = Callable[..., tuple[int, str, str]]
+
+
+def refusal(run: Run, bundle: Path, tasks: str, code: int = 4) -> list[str]:
     """What ``wisparse eval`` writes before it ends with ``code``."""
-    with pytest.raises(SystemExit) as exit_info:
-        main(["eval", str(bundle), "--tasks", tasks, "--backend", "torch", "--device", "cpu"])
-    assert exit_info.value.code == code
-    return [line for line in capsys.readouterr().err.splitlines() if "compiling" not in line]
+    ended, _, err = run("eval", bundle, "--tasks", tasks, "--backend", "torch", "--device", "cpu")
+    assert ended == code
+    return [line for line in err.splitlines() if "compiling" not in line]
 
 
 @pytest.mark.parametrize(
     "failure", [ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub"), HTTPError("[Errno -2] unknown")]
 )
 def test_without_a_network_it_ends_in_one_sentence(
-    failure: Exception, bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    failure: Exception, bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
         logging.getLogger("huggingface_hub.utils").warning("thrown while requesting HEAD; retrying in 1s [Retry 1/5].")
@@ -336,14 +333,14 @@ def test_without_a_network_it_ends_in_one_sentence(
 
     monkeypatch.setattr(adapter, "is_reachable", lambda: True)  # it goes away later
     monkeypatch.setattr(lm_eval, "simple_evaluate", unreachable)
-    assert refusal(bundle, capsys, "gsm8k,mmlu") == [
+    assert refusal(run, bundle, "gsm8k,mmlu") == [
         f"wisparse: the data of gsm8k, mmlu cannot be read: {failure}; check the network and the harness's version"
     ]
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_data_that_are_neither_here_nor_to_be_had_are_named_at_once(
-    silent: bool, bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_data_that_cannot_be_had_are_named_at_once(
+    silent: bool, bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The real harness and the real client: a Hub that refuses, and one that takes the call and says nothing."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
@@ -355,7 +352,7 @@ def test_data_that_are_neither_here_nor_to_be_had_are_named_at_once(
         monkeypatch.setattr(hub.constants, "ENDPOINT", address)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
         started = time.monotonic()
-        *_, last = refusal(bundle, capsys, "gsm8k")
+        *_, last = refusal(run, bundle, "gsm8k")
     assert time.monotonic() - started < 20
     assert last == (
         "wisparse: the data of gsm8k (openai/gsm8k) are not in the cache, and the Hub cannot be reached: check the "
@@ -404,13 +401,11 @@ def test_what_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path
         evaluate_tasks(model, ["interpreter_lines"], include_path=[tmp_path / "missing"])
 
 
-def test_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(bundle: Path, tmp_path: Path, run: Run) -> None:
     copy = shutil.copytree(bundle, tmp_path / "copy")
-    arguments = ["eval", str(copy), "--tasks", "interpreter_lines", "--limit", "8", "--prefill", "half", "--json"]
-    with pytest.raises(SystemExit) as exit_info:
-        main([*arguments, "--backend", "torch", "--save"])
-    out, err = capsys.readouterr()
-    assert not exit_info.value.code, err
+    options = ["--tasks", "interpreter_lines", "--limit", 8, "--prefill", "half", "--backend", "torch"]
+    code, out, err = run("eval", copy, *options, "--json", "--save")
+    assert code == 0, err
     document = json.loads(out)
     assert document["text"] is None
     (row,) = document["bundles"]
@@ -425,12 +420,7 @@ def test_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert verify_bundle(copy).notes == ()
 
 
-def test_without_the_harness_the_command_says_what_to_install(
-    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_without_the_harness(bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: find(name, *rest) if name != "lm_eval" else None
-    )
-    said = refusal(bundle, capsys, "gsm8k", code=2)
-    assert "pip install 'wisparse[eval]'" in said[-1]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "lm_eval" else find(name))
+    assert "pip install 'wisparse[eval]'" in refusal(run, bundle, "gsm8k", code=2)[-1]

@@ -132,7 +132,6 @@ class Tab:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert PROGRAM is not None
     browser = Browser(PROGRAM, tmp_path_factory.mktemp("browser"))
     yield browser
     browser.close()
@@ -170,8 +169,7 @@ def ask(tab: Tab, question: str) -> None:
 
 
 def texts(tab: Tab, selector: str) -> list[str]:
-    found: list[str] = tab.value(f"[...document.querySelectorAll({selector!r})].map((one) => one.textContent)")
-    return found
+    return tab.value(f"[...document.querySelectorAll({selector!r})].map((one) => one.textContent)")
 
 
 def answers(tab: Tab) -> list[str]:
@@ -179,8 +177,7 @@ def answers(tab: Tab) -> list[str]:
 
 
 def status(tab: Tab) -> str:
-    found: str = tab.value("by('status').textContent")
-    return found
+    return tab.value("by('status').textContent")
 
 
 def test_a_conversation(tab: Tab, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,11 +315,9 @@ def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Run
     ]
     assert len(controls) > 8
     assert [node for node in controls if not node["name"]["value"].strip()] == []
-    grounds = []
-    for scheme in ("light", "dark"):
+    for scheme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 26)")):
         tab.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        grounds.append(tab.value("getComputedStyle(document.body).backgroundColor"))
-    assert grounds == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
+        assert tab.value("getComputedStyle(document.body).backgroundColor") == ground
     assert tab.complaints() == []
     tab.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import cpu_decoder, make_bundle, run
+from bundle_maker import make_bundle, run, small_chunks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_models import make_checkpoint
@@ -21,7 +21,7 @@ from wisparse.runtime.generation.scheduler import PrefixCache, Scheduler
 
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")
-CHUNK = 8
+CHUNK = 8  # as small_chunks has it
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +31,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
         name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name, 0.3, 0.6))
         for name in VARIANTS
     }
-
-
-def small_chunks(bundle: Bundle, backend: str = "torch", max_batch: int = 1) -> Decoder:
-    decoder = cpu_decoder(bundle, backend, max_seq_len=64, max_batch=max_batch)
-    decoder.prefill_chunk = decoder.prefix_block_size = CHUNK
-    return decoder
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:

@@ -31,9 +31,8 @@ BYTE_LEVEL = Library.from_buffer(DATA)
 def byte_fallback() -> Library:
     """Llama 2's kind: words with a leading space, bytes where no word fits, the first space dropped."""
     chunks = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁cat", "s", "▁"]
-    tokenizer = Library(
-        models.BPE(vocab={piece: i for i, piece in enumerate(chunks)}, merges=[], byte_fallback=True, unk_token="<unk>")
-    )
+    vocab = {piece: i for i, piece in enumerate(chunks)}
+    tokenizer = Library(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
     tokenizer.decoder = decoders.Sequence(steps)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from bundle_maker import make_bundle
-from family_cases import greedy
+from family_cases import runtime_tokens
 from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
 
@@ -80,12 +80,9 @@ def test_the_operator_is_the_reference_row_by_row() -> None:
     thresholds, masked = torch.tensor([0.5, 0.9]), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
     found = masked_linear(x, weight, bias, scales, thresholds, masked, [5, 3])
     assert found.shape == (2, 3, 8)
-    for row in range(6):
-        for first, width, i in ((0, 5, 0), (5, 3, 1)):
-            part = slice(first, first + width)
-            expected = sparse_linear(
-                x.reshape(6, 16)[row], weight[part], bias[part], scales[i], thresholds[i] * masked[row]
-            )
+    for row, one in enumerate(x.reshape(6, 16)):
+        for i, part in enumerate((slice(0, 5), slice(5, 8))):
+            expected = sparse_linear(one, weight[part], bias[part], scales[i], thresholds[i] * masked[row])
             torch.testing.assert_close(found.reshape(6, 8)[row, part], expected)
     # What compilers and graphs see of it.
     torch.library.opcheck(masked_linear, (x, weight, bias, scales, thresholds, masked, [5, 3]))
@@ -120,9 +117,8 @@ def test_products_of_the_projections_own_inputs(widths: list[int], with_bias: bo
     bias = torch.randn(sum(widths), generator=generator) if with_bias else None
     layer = Layer(weight_t.t(), bias, torch.ones(len(widths), 16), torch.zeros(len(widths)), widths)
     inputs = torch.randn(len(widths), 5, 16, generator=generator)
-    expected = torch.cat(
-        [torch.nn.functional.linear(x, w, b) for x, (w, b) in zip(inputs, layer.parts(), strict=True)], -1
-    )
+    parts = [torch.nn.functional.linear(x, w, b) for x, (w, b) in zip(inputs, layer.parts(), strict=True)]
+    expected = torch.cat(parts, -1)
     torch.testing.assert_close(products(inputs, layer), expected)
     piece = min(widths)
     if len(set(widths)) > 1:
@@ -260,9 +256,7 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def own_tokens(bundle: Path, prompts: list[list[int]], prefill: str) -> list[list[int]]:
     """What our plain decoder answers in float32."""
-    decoder = TorchDecoder(Bundle.open(bundle), device=torch.device("cpu"), dtype=torch.float32, max_seq_len=256)
-    ids = map(torch.tensor, prompts)
-    return [greedy(decoder, prompt, 24, sparse_from(prefill, len(prompt)))[0] for prompt in ids]
+    return [runtime_tokens(bundle, prompt, 24, sparse_from(prefill, len(prompt))) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
@@ -385,10 +379,9 @@ def test_the_server_answers(python: str, bundle: Path, tmp_path: Path) -> None:
         "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager",
     ]  # fmt: skip
     log = tmp_path / "server.log"
+    own = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
     with open(log, "w") as file:
-        server = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
-        )
+        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=own)
         try:
             client = [python, str(PEER), "client", f"http://127.0.0.1:{port}/v1", "def fibonacci(n):\n"]
             done = subprocess.run(client, capture_output=True, text=True, timeout=240, env=environment())

@@ -77,9 +77,8 @@ def dense(prompts: str, bundle: str) -> None:
     answers = [done.outputs[0] for done in llm.generate(ids, sampling, use_tqdm=False)]
     found: dict[str, Any] = {"method": llm.llm_engine.vllm_config.model_config.quantization}
     found["tokens"] = [list(answer.token_ids) for answer in answers]
-    found["logprobs"] = [
-        [[place[token].logprob for token in range(len(place))] for place in answer.logprobs] for answer in answers
-    ]
+    places = [answer.logprobs for answer in answers]
+    found["logprobs"] = [[[one[token].logprob for token in range(len(one))] for one in each] for each in places]
     print(json.dumps(found), flush=True)
 
 
