@@ -143,15 +143,8 @@ def watch_inputs(model: torch.nn.Module, bundle: Bundle) -> Inputs:
 
 def generate(model: Any, prompt: Tensor) -> tuple[list[int], Tensor]:
     """Greedy tokens by transformers, and the logits (COUNT, V) that they were chosen from."""
-    out = model.generate(
-        prompt[None],
-        max_new_tokens=COUNT,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(prompt[None], max_new_tokens=COUNT, output_logits=True, return_dict_in_generate=True, **how)
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
 
 

@@ -38,14 +38,12 @@ def quantise_model(plain: Path, out: Path, pack: Pack, config: Mapping[str, Any]
 
 
 def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change ``config.json`` in place."""
     document = json.loads((folder / "config.json").read_text())
     change(document)
     (folder / "config.json").write_text(json.dumps(document))
 
 
 def change_tensors(folder: Path, change: Callable[[Parts], Any]) -> None:
-    """Change the tensors of the only file of weights."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}

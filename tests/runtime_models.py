@@ -151,12 +151,8 @@ def make_wrapper(name: str, out: Path, *, vocab_size: int = 101) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     model_type, settings, text, vision = WRAPPERS[name]
-    config = AutoConfig.for_model(
-        model_type,
-        text_config={"vocab_size": vocab_size, **_SIZES, **text},
-        vision_config=vision,
-        **settings,
-    )
+    text = {"vocab_size": vocab_size, **_SIZES, **text}
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **settings)
     return _save(AutoModelForImageTextToText, config, name, out)
 
 

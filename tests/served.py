@@ -30,8 +30,6 @@ TEMPLATE = (
 
 
 class Running:
-    """A server in a thread of this process."""
-
     def __init__(self, bundle: Path, **more: Any) -> None:
         self.settings = ServeSettings(NAME, **more)
         self._listener = open_socket("127.0.0.1", 0)
@@ -85,7 +83,6 @@ class Running:
             time.sleep(0.02)
 
     def idle(self) -> None:
-        """Wait until nothing runs and nothing waits."""
         self.until(lambda: self.metric("wisparse_running ") + self.metric("wisparse_waiting ") == 0, 30)
 
 

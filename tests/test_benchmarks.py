@@ -290,9 +290,7 @@ def test_every_script_says_what_it_is_for() -> None:
     assert all((BENCHMARKS / name).exists() or (BENCHMARKS.parent / name).exists() for name in named)
 
 
-def test_the_front_is_drawn_of_runs_that_belong_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_front_is_drawn_of_runs_that_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces by kind and by model, in any order, become the published document, table and figure."""
     results = BENCHMARKS / "results"
     published = json.loads((results / "front-quality.json").read_text())

@@ -94,9 +94,8 @@ def test_pipeline(bundle: Path) -> None:
 def test_device_map_with_offloading(bundle: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="device maps need accelerate")
     config = Bundle.open(bundle).config
-    places: dict[str, Any] = {f"model.layers.{i}": "cpu" for i in range(config.num_blocks)}
-    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places["model.layers.1"] = "disk"
+    places = {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(config.num_blocks)}
+    places |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     model = load(bundle, device_map=places, offload_folder=tmp_path)
     sparsify(model, bundle)
     prompt = AutoTokenizer.from_pretrained(bundle)(PROMPT).input_ids
@@ -125,8 +124,7 @@ def test_a_saved_model_is_a_dense_checkpoint(options: dict[str, Any] | None, bun
     model = sparsify(load(bundle), bundle) if options is None else load(bundle, **options)
     model.save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert "wisparse" not in config
-    assert "quantization_config" not in config
+    assert not {"wisparse", "quantization_config"} & config.keys()
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     original = load(bundle).state_dict()
     assert set(saved) <= set(original)
@@ -149,7 +147,7 @@ def test_masks_are_replaced_and_taken_off(bundle: Path) -> None:
     assert torch.equal(desparsify(model)(tokens).logits, dense)
 
 
-def test_wrong_models_are_refused(bundle: Path, tmp_path: Path) -> None:
+def test_wrong_models_and_bundles_are_refused(bundle: Path, tmp_path: Path) -> None:
     other = make_bundle(make_checkpoint("qwen2", tmp_path / "q"), tmp_path / "qb")
     tiny = make_checkpoint("llama", tmp_path / "l")
     changed = load(bundle)
@@ -165,9 +163,7 @@ def test_wrong_models_are_refused(bundle: Path, tmp_path: Path) -> None:
             sparsify(model, folder)
     with pytest.raises(UsageError, match="prefill: expected one of dense, half, all"):
         sparsify(load(bundle), bundle, prefill="some")
-
-
-def test_a_missing_entry_is_an_error(bundle: Path, tmp_path: Path) -> None:
+    # A missing entry is an error.
     broken = shutil.copytree(bundle, tmp_path / "broken")
     (broken / "wisparse.safetensors").unlink()
     with pytest.raises(BundleError):
@@ -176,7 +172,7 @@ def test_a_missing_entry_is_an_error(bundle: Path, tmp_path: Path) -> None:
         load(broken, quantization_config=wisparse.WisparseConfig())
 
 
-def test_from_pretrained_with_our_config_is_sparse_and_can_be_moved(bundle: Path) -> None:
+def test_from_pretrained_with_our_config(bundle: Path) -> None:
     model = load(bundle, quantization_config=wisparse.WisparseConfig(prefill="half"))
     tokens = torch.arange(3, 30)[None]
     assert torch.equal(model(tokens).logits, sparsify(load(bundle), bundle, prefill="half")(tokens).logits)
@@ -189,9 +185,7 @@ def test_from_pretrained_with_our_config_is_sparse_and_can_be_moved(bundle: Path
         with pytest.raises(UsageError, match=re.escape(words)):
             wisparse.WisparseConfig(**wrong)
     assert torch.isfinite(model.half().float()(tokens).logits).all()
-
-
-def test_our_config_takes_a_level(bundle: Path) -> None:
+    # Our config takes a level.
     tokens, config = torch.arange(3, 30)[None], wisparse.WisparseConfig("all", sparsity=0)
     again = wisparse.WisparseConfig.from_dict(config.to_dict())
     assert again.to_dict() == config.to_dict()
@@ -203,8 +197,7 @@ def test_our_config_takes_a_level(bundle: Path) -> None:
 def test_plain_from_pretrained_is_silent(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     """That it is dense is in tests/test_formats_write.py."""
     logging.getLogger("transformers").propagate = True
-    with caplog.at_level(logging.WARNING):
-        _, info = AutoModelForCausalLM.from_pretrained(bundle, output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(bundle, output_loading_info=True)
     assert [record.getMessage() for record in caplog.records] == []
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
 

@@ -18,15 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_bundle import digests, write_tiny_model
 
+from wisparse import UnsupportedModelError, UsageError, convert
 from wisparse.cli import convert_main
 from wisparse.converter import pipeline, settings
 from wisparse.converter.measurement import Budget
-from wisparse.converter.pipeline import convert
 from wisparse.converter.search import search as search_module
 from wisparse.converter.source import small_digests
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import UnsupportedModelError, UsageError
 
 FAST: dict[str, Any] = {"sparsity": 0.5, "search": "uniform", "method": "teal"}
 FAST |= {"num_samples": 2, "seq_len": 16, "device": "cpu"}
@@ -66,8 +65,6 @@ def run(run: Run) -> Run:
 
 
 def interrupt(target: str, model: Path, out: Path, **settings: Any) -> None:
-    """A conversion that ends where ``target`` would be called."""
-
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(target, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -206,20 +203,21 @@ def test_the_default_level(model: Path, out: Path, run: Run) -> None:
     assert Bundle.open(out).recipe.default == 0.6
     assert "20.0% and 60.0% (default) asked for; at 60.0%, 60" in " ".join(shown.split())
     one = settings.ConvertSettings("model", out)
-    assert one.default_of(one.levels) == 0.4
-    assert one.default_of([0.3, 0.5]) == 0.3, "of two equally near the one that costs less"
-    assert one.default_of([0.0, 0.5]) == 0.5
+    # Of two equally near the one that costs less.
+    assert [one.default_of(levels) for levels in (one.levels, [0.3, 0.5], [0.0, 0.5])] == [0.4, 0.3, 0.5]
 
 
-def test_what_a_budget_is_spent_on() -> None:
+def test_a_budget(model: Path, out: Path, run: Run) -> None:
     assert Budget(max_kl=0.02).spent(0.03, 0.0) == pytest.approx(1.5)
     assert Budget(min_top1=0.95).spent(9.0, 0.97) == pytest.approx(0.6)
     assert Budget(0.02, 0.95).spent(0.01, 0.9) == pytest.approx(2.0)
     assert Budget(0.0).spent(0.0, 1.0) == 0.0
     assert Budget(min_top1=1.0).spent(0.0, 0.99) == math.inf
-
-
-def test_max_kl_writes_the_sparsity_that_keeps_it(model: Path, out: Path, run: Run) -> None:
+    # A budget that nothing keeps says what is best.
+    code, _, said = run(model, "-o", out, "--max-kl", "1e-12", "--min-top1", "0.5", *FLAGS[2:])
+    assert (code, "Traceback" in said, out.exists()) == (2, False, False)
+    assert "--max-kl 1e-12 and --min-top1 0.5: no sparsity from 5% on keeps that; the best is KL " in said
+    # Max kl writes the sparsity that keeps it.
     document = json.loads(run(model, "-o", out, "--max-kl", "5e-3", "--json", *FLAGS[2:])[1])
     choice, recipe = document["choice"], Bundle.open(out).recipe
     assert recipe.sparsities == (choice["sparsity"],) == (document["sparsity"],)
@@ -231,12 +229,6 @@ def test_max_kl_writes_the_sparsity_that_keeps_it(model: Path, out: Path, run: R
     beside = [point["sparsity"] for point in report["quality_against_sparsity"]]
     expected = [recipe.default - 0.05, recipe.default, recipe.default + 0.05]
     assert beside == pytest.approx(expected), "what a bit less and a bit more would cost"
-
-
-def test_a_budget_that_nothing_keeps_says_what_is_best(model: Path, out: Path, run: Run) -> None:
-    code, _, said = run(model, "-o", out, "--max-kl", "1e-12", "--min-top1", "0.5", *FLAGS[2:])
-    assert (code, "Traceback" in said, out.exists()) == (2, False, False)
-    assert "--max-kl 1e-12 and --min-top1 0.5: no sparsity from 5% on keeps that; the best is KL " in said
 
 
 @pytest.mark.parametrize(
@@ -251,12 +243,7 @@ def test_a_budget_that_nothing_keeps_says_what_is_best(model: Path, out: Path, r
     ],
 )
 def test_an_interrupted_run_goes_on_or_starts_over(
-    change: str | dict[str, Any],
-    words: str,
-    model: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    change: Any, words: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Everything that the bundle's bytes depend on has to be as it was; the end is that of an undisturbed run."""
     interrupt("wisparse.converter.pipeline.write_bundle", model, out)
@@ -270,8 +257,7 @@ def test_an_interrupted_run_goes_on_or_starts_over(
     if "finished" in words:
         monkeypatch.setattr(pipeline, "write_calibration", None)
         monkeypatch.setattr(search_module, "Run", None)
-    with caplog.at_level(logging.WARNING, "wisparse"):
-        convert(model, out, **changed)
+    convert(model, out, **changed)
     assert words in caplog.text
     assert digests(out) == expected
     assert names(out.parent) == ["bundle", "undisturbed"]
@@ -314,8 +300,7 @@ def test_a_killed_overwrite_starts_over(changed: str, model: Path, out: Path, ca
     # All is written, the mark too, and nothing is in place.
     interrupt("wisparse.formats.folder._exchange", model, out, overwrite=True)
     assert (out / changed).read_text() == '{"eos_token_id": 1}'
-    with caplog.at_level(logging.WARNING, "wisparse"):
-        convert(model, out, **FAST, overwrite=True)
+    convert(model, out, **FAST, overwrite=True)
     assert "complete already" not in caplog.text
     assert (out / changed).read_text() == '{"eos_token_id": 2}'
     assert names(out.parent) == ["bundle"]
@@ -325,8 +310,7 @@ def test_a_run_killed_after_the_swap_is_finished(model: Path, out: Path, caplog:
     interrupt("wisparse.converter.pipeline.remove_state", model, out)
     before = digests(out)
     assert names(out.parent) == ["bundle", "bundle.work"]
-    with caplog.at_level(logging.WARNING, "wisparse"):
-        convert(model, out, **FAST)
+    convert(model, out, **FAST)
     assert "was complete already" in caplog.text
     assert digests(out) == before
     assert names(out.parent) == ["bundle"]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_every_family import hugging_face, make_source
 from tiny_bundle import VOCAB
 
-from wisparse import convert, load
+from wisparse import ResourceError, UnsupportedModelError, convert, load
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.preflight import preflight
@@ -24,7 +24,6 @@ from wisparse.converter.source import SourceModel, full_config, load_source
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import ResourceError, UnsupportedModelError
 
 
 def _is_fixed(kind: str) -> bool:
@@ -66,12 +65,11 @@ def test_a_turned_model_says_the_same(variant: str, tmp_path: Path) -> None:
         assert torch.equal(written(tokens, use_cache=False).logits, found)
 
 
-def _rows(count: int, length: int = 24) -> list[list[int]]:
-    return torch.randint(3, VOCAB, (count, length), generator=torch.Generator().manual_seed(2)).tolist()
+def _rows(count: int) -> list[list[int]]:
+    return torch.randint(3, VOCAB, (count, 24), generator=torch.Generator().manual_seed(2)).tolist()
 
 
 def _copy_of(checkpoint: Checkpoint, source: Path, out: Path) -> Path:
-    """The weights that a checkpoint gives, as files."""
     out.mkdir()
     for file in source.iterdir():
         if file.name.startswith("tokenizer"):

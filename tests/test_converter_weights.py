@@ -48,25 +48,18 @@ def test_gptq_loses_less_than_rounding(columns: int) -> None:
     x, fresh = inputs(400, columns), inputs(400, columns, seed=0)[200:]
     fitted = fit_int4(weight, x.T @ x, 64, torch.float32)
     rounded = quantise_int4(weight, group=64)
-
-    def loss(matrix: object) -> float:
-        return float(((matrix.dequantise(torch.float32) - weight) @ fresh.T).square().mean())  # type: ignore[attr-defined]
-
-    assert loss(fitted) < 0.5 * loss(rounded)
-    assert fitted.group == 64
-    assert fitted.zeros is None
+    lost, rounding = (((one.dequantise(torch.float32) - weight) @ fresh.T).square().mean() for one in (fitted, rounded))
+    assert lost < 0.5 * rounding
+    assert (fitted.group, fitted.zeros) == (64, None)
 
 
-def test_without_correlation_gptq_is_rounding_with_the_best_scale() -> None:
+def test_scales_are_those_that_lose_least() -> None:
     weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
     matrix = fit_int4(weight, torch.eye(128), 32, torch.bfloat16)
     scales = search_scales(weight, torch.ones(128), 32, torch.bfloat16)
     steps = scales.repeat_interleave(32, dim=1)
     torch.testing.assert_close(matrix.dequantise(torch.float32), (weight / steps).round().clamp(-8, 7) * steps)
-
-
-def test_clipping_is_chosen_where_it_loses_less() -> None:
-    """One value far out that hardly matters is clipped; where it alone matters it is met."""
+    # One value far out that hardly matters is clipped; where it alone matters it is met.
     weight = torch.cat((torch.linspace(-1, 1, 31), torch.tensor([1.6])))[None]
     little, much = torch.ones(32), torch.ones(32)
     little[-1], much[-1] = 1e-6, 1e6

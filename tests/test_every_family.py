@@ -101,7 +101,6 @@ def check_bundle(bundle: Path, dense: torch.nn.Module, theirs: ClearAnswer) -> N
 
 
 def assert_answers(theirs: ClearAnswer, backend: str, tokens: list[int], logits: torch.Tensor) -> None:
-    """The same tokens, from the same logits: neither masks nor arithmetic differ."""
     assert tokens == theirs.tokens[: len(tokens)], backend
     assert (logits - theirs.logits[: len(tokens)]).abs().max() < 1e-4, backend
 
@@ -151,7 +150,6 @@ def by_triton(request: pytest.FixtureRequest, bundles: Bundles) -> Iterator[Ask]
     items = [item for item in request.session.items if getattr(item, "originalname", None) == name]
     cases = [(item.callspec.params["name"], item.callspec.params["kind"]) for item in items]
     jobs: dict[tuple[str, str], Future] = {}
-
     with ProcessPoolExecutor(
         min(workers, len(cases)), multiprocessing.get_context("spawn"), triton_worker.start, (INTERPRETED,)
     ) as pool:
@@ -188,7 +186,6 @@ def test_the_row_in_the_page_makes_an_unknown_model_work(tmp_path: Path, monkeyp
     with pytest.raises(UnsupportedModelError) as refused:
         Checkpoint.open(source, complete=full_config)
     assert str(refused.value) == message[1]
-
     ((model_type, facts),) = rows.items()
     monkeypatch.setitem(architectures.ARCHITECTURES, model_type, facts)
     folder = make_bundle(source, tmp_path / "bundle")

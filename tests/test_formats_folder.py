@@ -31,9 +31,9 @@ OTHER = Kind("another thing", "maker", "other.json", lambda folder: None)
 
 def write(out: Path, text: str, *, overwrite: bool = True, fail: BaseException | None = None) -> None:
     with replaced_folder(out, THING, FILES, overwrite=overwrite) as partial:
-        (partial / "a.bin").write_text(text)
         (partial / "pictures").mkdir()
-        (partial / "pictures/b.png").write_text(text)
+        for name in FILES[:2]:
+            (partial / name).write_text(text)
         if fail is not None:
             raise fail
         (partial / "list.json").write_text(json.dumps(FILES))
@@ -219,9 +219,7 @@ def test_a_failed_swap_puts_the_old_one_back(two_renames: None, out: Path, monke
     assert content(out.parent) == {f"out/{name}": text for name, text in whole("one").items()}
 
 
-def test_an_interrupt_right_after_the_exchange_leaves_the_new_one(
-    one_step: None, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_after_the_swap(one_step: None, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (out / "pictures/b.png").rename(out / "pictures/c.png")  # a name that the new one does not have
     (out / "list.json").write_text(json.dumps(["a.bin", "pictures/c.png", "list.json"]))
     plain = folder._exchange

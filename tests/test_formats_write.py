@@ -38,16 +38,11 @@ def model(tmp_path: Path) -> Path:
 def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("round-trip")
     heads = data.draw(st.sampled_from([(4, 2), (3, 3), (2, 1)]))
-    config = tiny_config(
-        data.draw(st.sampled_from(list(CLASSES))),
-        hidden_size=data.draw(st.integers(1, 9)) * 2,
-        intermediate_size=data.draw(st.integers(1, 20)),
-        num_hidden_layers=data.draw(st.integers(1, 3)),
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        tie_word_embeddings=data.draw(st.booleans()),
-        vocab_size=data.draw(st.integers(1, 40)),
-    )
+    sizes = {"intermediate_size": 20, "num_hidden_layers": 3, "vocab_size": 40}
+    drawn = {name: data.draw(st.integers(1, most)) for name, most in sizes.items()}
+    drawn |= {"hidden_size": 2 * data.draw(st.integers(1, 9)), "tie_word_embeddings": data.draw(st.booleans())}
+    heads = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
+    config = tiny_config(data.draw(st.sampled_from(CLASSES)), **drawn, **heads)
     stored = data.draw(st.sampled_from(list(DTYPES.values())))
     write_tiny_model(folder / "model", config, dtype=stored, shards=data.draw(st.integers(1, 3)))
     source = Checkpoint.open(folder / "model")
@@ -57,7 +52,6 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
     dtype = data.draw(st.sampled_from(["auto", *DTYPES]))
     size = data.draw(st.integers(1, 20_000))
     write_bundle(source, recipe, levels, folder / "out", dtype=dtype, max_shard_size=size)
-
     bundle = Bundle.open(folder / "out")
     verify_bundle(folder / "out")
     assert bundle.recipe == recipe
@@ -95,9 +89,8 @@ def test_plain_transformers_loads_it_dense(tied: bool, tmp_path: Path) -> None:
 
 
 def test_files(model: Path, tmp_path: Path) -> None:
-    (model / "USE_POLICY.md").write_text("Be kind.")
-    (model / "train_stats.json").write_text("{}")
-    (model / "modeling_evil.py").write_text("boom")
+    for name in ("USE_POLICY.md", "train_stats.json", "modeling_evil.py"):
+        (model / name).write_text("{}")
     config = json.loads((model / "config.json").read_text()) | {"auto_map": {"AutoModel": "modeling_evil.X"}}
     (model / "config.json").write_text(json.dumps(config))
     extra = {"README.md": b"# Card", "figures/alpha.png": b"png", "conversion_report.json": b"{}"}

@@ -191,7 +191,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_region_is_compiled_once_into_the_folder_asked_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_is_compiled_once_into_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch.prepare(REGION)
     # Loaded, also the first time: what this process compiled itself might compute other bits than what later ones load.
     assert launch._regions[REGION].cache_hits == 1
@@ -203,9 +203,7 @@ def test_a_region_is_compiled_once_into_the_folder_asked_for(cache: Path, monkey
     folder = launch._cache_folder()
     monkeypatch.setattr(numba, "__version__", "another")
     assert launch._cache_folder() != folder
-
-
-def test_the_users_cache_is_the_default(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The users cache is the default.
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     assert launch._cache_folder().parent == cache / "wisparse"
@@ -222,11 +220,7 @@ def test_the_users_cache_is_the_default(cache: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_cache_that_cannot_be_written_is_said_and_survived(
-    compiler: str | None,
-    words: tuple[str, ...],
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    compiler: Any, words: Any, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if compiler is None:
         (cache / "file").touch()
@@ -360,7 +354,7 @@ def test_a_team_is_as_large_as_cores_are_left(most: int, cores: int, monkeypatch
     assert machine.team.size == 1
 
 
-def test_a_thread_that_has_to_share_its_core_does_not_try_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_team_knows_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 1)
     machine.run(0.1)
     machine.shared = True
@@ -369,9 +363,7 @@ def test_a_thread_that_has_to_share_its_core_does_not_try_a_second_one(monkeypat
     machine.shared, machine.cores = False, 2  # the other programs end
     machine.run(2)
     assert machine.team.size == 2
-
-
-def test_short_waits_are_forgiven_and_long_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Short waits are forgiven and long ones are not.
     machine = Machine(monkeypatch, 2, slice_ms=0.3)
     for _ in range(20):
         machine.cores = 1
@@ -391,7 +383,6 @@ def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:
     with np.errstate(all="ignore"):  # the branch that is not taken
         error = (torch.from_numpy(tanh(x.numpy())).double() - wanted).abs()
     assert bool((error <= 2**-23 * wanted.abs()).all())
-
     x = x[x.isfinite()]
     gate, up = x.clone(), torch.full_like(x, 0.5)
     step.activate_times(gate.data_ptr(), up.data_ptr(), len(x), 1, len(x), 1)

@@ -130,7 +130,7 @@ def test_every_opset(variant_bundle: Callable[[str], Path], tmp_path: Path, vari
     assert onnx_tokens(OnnxDecoder(out), PROMPTS, 8) == expected
 
 
-def test_names_are_those_others_expect(bundle: Path, exported: Path) -> None:
+def test_names_and_weights_are_where_others_expect_them(bundle: Path, exported: Path) -> None:
     model, opened = load(exported), Bundle.open(bundle)
     config, graph = opened.config, model.graph
     pasts = [f"past_key_values.{i}.{what}" for i in range(config.num_blocks) for what in ("key", "value")]
@@ -162,9 +162,7 @@ def test_names_are_those_others_expect(bundle: Path, exported: Path) -> None:
     assert (described["model"]["type"], described["model"]["eos_token_id"]) == ("decoder", 2)
     assert (decoder["num_key_value_heads"], decoder["head_size"]) == (config.num_kv_heads, config.head_dim)
     assert described["search"]["past_present_share_buffer"] is False
-
-
-def test_weights_are_external_aligned_and_stored_once(bundle: Path, exported: Path) -> None:
+    # Weights are external aligned and stored once.
     initializers = load(exported).graph.initializer
     outside = {t.name: t for t in initializers if t.data_location == onnx.TensorProto.EXTERNAL}
     checkpoint = Bundle.open(bundle).checkpoint

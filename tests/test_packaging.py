@@ -84,7 +84,7 @@ def installs(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     }
 
 
-def test_what_is_declared_is_what_is_imported() -> None:
+def test_dependencies() -> None:
     # A dependency that nothing imports is downloaded in vain; one that is not declared is there by luck.
     distributions = importlib.metadata.packages_distributions()
     imported = set()
@@ -99,9 +99,7 @@ def test_what_is_declared_is_what_is_imported() -> None:
     brought = {"evaluate", "llvmlite", "tqdm"}  # parts of numba and of lm-eval, which pin the version that fits
     assert needed <= imported
     assert imported - brought == needed | optional
-
-
-def test_lower_bounds_are_printed_as_pins() -> None:
+    # Lower bounds are printed as pins.
     # What CI installs: every dependency, the test extra, and the extras that it takes in.
     command = [sys.executable, ROOT / ".ci" / "lower_bounds.py", "test"]
     pins = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()

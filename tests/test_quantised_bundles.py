@@ -77,10 +77,14 @@ def test_back_ends_the_converters_model_and_transformers_agree(name: str, made: 
         torch.testing.assert_close(logits(bundle, "numba"), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_quantised_model_keeps_its_type(made: Made, tmp_path: Path) -> None:
+def test_what_a_quantised_model_cannot_be(made: Made, tmp_path: Path) -> None:
     source, _ = made("gptq")
     with pytest.raises(UsageError, match="expected auto for a quantised model"):
         write_tiny_bundle(tmp_path / "out", source, dtype="bfloat16")
+    # Fp8 at load is refused where nothing multiplies with it.
+    opened = Bundle.open(made("gptq")[1])
+    with pytest.raises(UsageError, match="no back end can run this model on cpu: numba cannot: it has no fp8 weights;"):
+        cpu_decoder(opened, "auto", max_seq_len=8, weights="fp8")
 
 
 def test_an_onnx_export_is_widened_and_says_so(made: Made, tmp_path: Path) -> None:
@@ -114,9 +118,3 @@ def test_what_is_widened_is_said_and_counted(made: Made, caplog: pytest.LogCaptu
             decoder.close()
     assert taken["pack int4 groups", "numba"] < taken["pack int4 groups", "torch"] / 2
     assert taken["fp8 rows", "numba"] == taken["fp8 rows", "torch"]
-
-
-def test_fp8_at_load_is_refused_where_nothing_multiplies_with_it(made: Made) -> None:
-    opened = Bundle.open(made("gptq")[1])
-    with pytest.raises(UsageError, match="no back end can run this model on cpu: numba cannot: it has no fp8 weights;"):
-        cpu_decoder(opened, "auto", max_seq_len=8, weights="fp8")

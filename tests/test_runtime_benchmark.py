@@ -14,12 +14,11 @@ from family_cases import greedy
 from quantised_models import PUBLISHED, quantise_model
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
+from wisparse import UnsupportedModelError, UsageError, load
 from wisparse.commands import bench as bench_module
 from wisparse.commands.bench import command
 from wisparse.compiled import compiled_rates, time_compiled
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import UnsupportedModelError, UsageError
-from wisparse.runtime.backends import load
 from wisparse.runtime.benchmark import Workload, compare_weights, prompts
 
 
@@ -76,18 +75,15 @@ def test_command_prints_a_whole_table(bundle: Path, columns: str) -> None:
     assert "{" not in result.stdout  # JSON is for --json
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--sparsity", "0"], "sparsity: expected a sparsity level to compare with the dense model, found 0"),
-        (["--kernels"], "--kernels: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
-        (["--tune"], "--tune: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(bundle: Path, options: list[str], sentence: str) -> None:
-    result = bench(bundle, "--backend", "torch", *options)
-    assert isinstance(result.exception, UsageError)
-    assert sentence in str(result.exception)
+def test_options_that_do_not_fit_are_refused(bundle: Path) -> None:
+    for option, sentence in (
+        ("--sparsity=0", "sparsity: expected a sparsity level to compare with the dense model, found 0"),
+        ("--kernels", "--kernels: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
+        ("--tune", "--tune: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
+    ):
+        result = bench(bundle, "--backend", "torch", option)
+        assert isinstance(result.exception, UsageError)
+        assert sentence in str(result.exception)
 
 
 @pytest.mark.parametrize("kind", [None, "pack int4 groups", "fp8 rows", "gptq"])
@@ -160,7 +156,7 @@ def test_the_baseline_is_really_compiled(tmp_path: Path) -> None:
     assert found.dtype == "bfloat16"
 
 
-def test_a_baseline_without_a_compiler_is_refused_at_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_that_cannot_be(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
     monkeypatch.setattr("wisparse.runtime.backends.load", lambda *_, **__: pytest.fail("loaded first"))
     result = bench(bundle, "--baseline", "torch.compile")
@@ -169,8 +165,7 @@ def test_a_baseline_without_a_compiler_is_refused_at_once(bundle: Path, monkeypa
         "--baseline torch.compile needs a C++ compiler on a CPU, and there is none: install g++, or let CXX name one"
     )
 
-
-def test_what_cannot_be_compiled_is_said() -> None:
+    # What cannot be compiled is said.
     def step(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return token

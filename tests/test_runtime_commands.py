@@ -30,16 +30,14 @@ def run(run: Run, bundle: Path) -> Run:
     return lambda verb, *args, bundle=bundle: run(verb, bundle, *args)
 
 
-def test_generate_prints_the_text_and_a_footer(bundle: Path, run: Run) -> None:
+def test_generate_prints_a_footer_or_json(bundle: Path, run: Run) -> None:
     code, out, err = run("generate", "--prompt", ">>> 12 + 30", "--max-new-tokens", 20, "--backend", "torch")
     expected = wisparse.load(bundle, backend="torch").generate(">>> 12 + 30", max_new_tokens=20)
     assert (code, out) == (0, expected.text + "\n")
     parts = "prompt 4 tokens", "generation 20 tokens", "tok/s", "peak memory", "realised sparsity", "torch on cpu"
     assert [part for part in parts if part not in err] == []
     assert len(err.splitlines()) == 1
-
-
-def test_generate_as_json(run: Run) -> None:
+    # Generate as json.
     settings = ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5)
     command = ("generate", "--prompt", "def f(", "--max-new-tokens", 9, "--json", *settings)
     code, out, _ = run(*command)
@@ -142,7 +140,7 @@ def start(*args: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=interruptible, **pipes)
 
 
-def test_an_interrupt_ends_generate_with_130_and_a_closed_pipe_without_traceback(bundle: Path) -> None:
+def test_interrupts_and_a_closed_pipe(bundle: Path) -> None:
     command = "generate", bundle, "--prompt", "x", "--max-new-tokens", 2000, "--backend", "torch"
     process = start(*command)
     assert process.stdout.read(1)
@@ -155,9 +153,7 @@ def test_an_interrupt_ends_generate_with_130_and_a_closed_pipe_without_traceback
     err = process.stderr.read()
     process.wait(60)
     assert b"Traceback" not in err
-
-
-def test_an_interrupt_stops_an_answer_and_not_the_chat(bundle: Path) -> None:
+    # An interrupt stops an answer and not the chat.
     process = start("chat", bundle, "--max-new-tokens", 1500, "--backend", "torch")
     process.stdin.write(b"x = 1\n")
     process.stdin.flush()

@@ -142,9 +142,7 @@ def test_decodes_as_the_reference_does(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("which", ["example", "gemma3"])
-def test_low_precision_is_as_good(
-    bundle: Path, opened: Callable[[str], Bundle], which: str, dtype: torch.dtype
-) -> None:
+def test_16_bits_are_as_good(bundle: Path, opened: Callable[[str], Bundle], which: str, dtype: torch.dtype) -> None:
     """gemma3: norms by 1 + weight on both sides of each half, and an embedding's multiplier that no 16 bits hold."""
     model = (Bundle.open(bundle) if which == "example" else opened(which)).at(0)
     if which == "gemma3":

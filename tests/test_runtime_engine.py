@@ -16,11 +16,10 @@ import pytest
 import torch
 
 import wisparse
-from wisparse.formats.errors import ResourceError, UsageError, WisparseError
+from wisparse import Model, ResourceError, UsageError, WisparseError
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.engine import Engine, EngineState, QueueFullError
 from wisparse.runtime.generation.request import Chunk, Generation, Request
-from wisparse.runtime.model import Model
 from wisparse.runtime.tokenizer import Detokenizer
 
 TOGETHER = "wisparse.runtime.generation.scheduler._TOGETHER_SECONDS"
@@ -40,8 +39,6 @@ def engine(model: Model) -> Iterator[Engine]:
 
 
 class Reader:
-    """Collects what one request delivers."""
-
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[Chunk | WisparseError] = queue.SimpleQueue()
         self.text = ""
@@ -65,7 +62,6 @@ class Reader:
         return item
 
     def rest(self) -> list[Chunk]:
-        """What has come so far."""
         return [self.next() for _ in range(self.items.qsize())]
 
 

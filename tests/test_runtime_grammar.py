@@ -223,11 +223,9 @@ def test_a_grammar_that_costs_much_at_a_later_token_fails_there(grammars: Gramma
         follow()
 
 
-def test_parts_are_counted_outside_of_literals() -> None:
+def test_parts_and_depth() -> None:
     assert count_parts('start: a b? "a?*" /[ab]?*/ // a?\na: b*\nb: %json {"a": "b*"}\n') == 5
-
-
-def test_depth_is_that_of_references() -> None:
+    # Depth is that of references.
     tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}, "all": {"$ref": "#"}}}
     assert depth(json.dumps({"$defs": {"tree": tree}, "$ref": "#/$defs/tree"}), True) == 2
     assert depth(_references(5), True) == 7

@@ -70,7 +70,6 @@ def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str, wei
 def test_a_running_model_switches(backend: str, example: Path) -> None:
     """Token for token what loading at the sparsity level gives."""
     prompts = ["def f(x):\n", "import os\n", ">>> 12 + 30\n", "# The "]
-
     where = {"backend": backend, "device": "cpu", "dtype": "float32", "max_seq_len": 64}
     seen = set()
     model = wisparse.load(example, **where)
@@ -110,7 +109,6 @@ def test_what_cannot_be_set(example: Path) -> None:
 
 
 def test_verbs_take_a_level(example: Path) -> None:
-    """And what they print is that sparsity level's answer."""
     model = wisparse.load(example, device="cpu", sparsity=0.3)
     expected = model.generate("def f", max_new_tokens=8).text
     run = CliRunner().invoke
@@ -118,12 +116,8 @@ def test_verbs_take_a_level(example: Path) -> None:
     found = run(cli, ["generate", str(example), "--sparsity", "0.3", *wanted])
     assert found.exit_code == 0
     assert found.stdout.strip() == expected.strip()
-    for verb, more in {
-        "generate": wanted,
-        "inspect": [],
-        "bench": [],
-        "eval": ["--text", str(example / "wisparse.json")],
-    }.items():
+    options = {"generate": wanted, "inspect": [], "bench": [], "eval": ["--text", str(example / "wisparse.json")]}
+    for verb, more in options.items():
         refused = run(cli, [verb, str(example), "--sparsity", "0.4", *more])
         assert isinstance(refused.exception, UsageError), (verb, refused.output)
         assert "one of the bundle's sparsity levels, 0.3, 0.5, 0.7, or 0" in str(refused.exception)
@@ -157,7 +151,7 @@ def alone(bundle: Bundle, request: Request) -> list[int]:
     return run(scheduler, replace(request, sparsity=None)).output_token_ids
 
 
-def test_a_switch_that_fails_is_that_requests_failure(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_spares_the_other_levels(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Bundle.open(bundle)
     engine = Engine(small_chunks(opened, max_batch=2), None, opened)
     set_masks, failures = engine.decoder.set_masks, [torch.OutOfMemoryError("no memory")]
@@ -175,6 +169,22 @@ def test_a_switch_that_fails_is_that_requests_failure(bundle: Path, monkeypatch:
     assert failed.output_token_ids == []
     for request in requests:
         assert request.output_token_ids == alone(opened, request)
+    # A failed step spares the other levels.
+    monkeypatch.setattr(scheduling, "TURN_SECONDS", 0.0)
+    opened = Bundle.open(bundle)
+    engine = Engine(make(opened, "torch"), None, opened)
+    step = engine.decoder.step
+
+    def broken(tokens: torch.Tensor, *more: Any) -> torch.Tensor:
+        if engine.scheduler.sparsity == 0.3:
+            raise RuntimeError("the device is lost")
+        return step(tokens, *more)
+
+    monkeypatch.setattr(engine.decoder, "step", broken)
+    good, bad = (engine.submit(wish(level, 8), lambda item: None) for level in (0.7, 0.3))
+    engine.drive(lambda: engine.state == EngineState(0, 0))
+    assert "the device is lost" in str(bad.error)
+    assert (good.error, good.output_token_ids) == (None, alone(opened, good))
 
 
 @pytest.fixture(scope="module")
@@ -245,24 +255,6 @@ def test_levels_take_turns(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert switches == [5, 8, 11, 13]
 
 
-def test_a_failed_step_spares_the_other_levels(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduling, "TURN_SECONDS", 0.0)
-    opened = Bundle.open(bundle)
-    engine = Engine(make(opened, "torch"), None, opened)
-    step = engine.decoder.step
-
-    def broken(tokens: torch.Tensor, *more: Any) -> torch.Tensor:
-        if engine.scheduler.sparsity == 0.3:
-            raise RuntimeError("the device is lost")
-        return step(tokens, *more)
-
-    monkeypatch.setattr(engine.decoder, "step", broken)
-    good, bad = (engine.submit(wish(level, 8), lambda item: None) for level in (0.7, 0.3))
-    engine.drive(lambda: engine.state == EngineState(0, 0))
-    assert "the device is lost" in str(bad.error)
-    assert (good.error, good.output_token_ids) == (None, alone(opened, good))
-
-
 @pytest.mark.parametrize("backend", ["torch", "numba"])
 def test_what_is_left_unread_is_counted_over_all_levels(bundle: Path, backend: str) -> None:
     opened, levels = Bundle.open(bundle), (0.7, 0.0, 0.3)
@@ -290,7 +282,6 @@ def test_what_was_read_dense_serves_at_every_level(bundle: Path, prefill: str, k
 
 
 def test_a_model_keeps_its_own_level(example: Path) -> None:
-    """Whatever others name."""
     model = wisparse.load(example, backend="torch", device="cpu", dtype="float32", max_seq_len=64, sparsity=0.5)
     expected = model.generate("def f", max_new_tokens=8).token_ids
     model.engine.start(max_queue=9)

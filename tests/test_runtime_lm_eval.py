@@ -19,14 +19,12 @@ import torch
 from huggingface_hub.errors import HTTPError
 from torch import Tensor
 
+from wisparse import AccessError, Model, UsageError, load
 from wisparse.formats import hub
 from wisparse.formats.bundle import verify_bundle
 from wisparse.formats.card import read_findings
-from wisparse.formats.errors import AccessError, UsageError
 from wisparse.formats.weight_types import sparse_from
-from wisparse.runtime.backends import load
 from wisparse.runtime.generation.scheduler import Stats
-from wisparse.runtime.model import Model
 from wisparse.runtime.tasks import generators
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra `eval`)")
@@ -164,7 +162,7 @@ def test_generate_until_lets_no_slot_wait_for_another_answer(model: Model, monke
     assert stats.seconds > 0
 
 
-def test_generation_settings(model: Model) -> None:
+def test_settings_prompts_and_texts(model: Model, bundle: Path) -> None:
     lm = WisparseLM(model)
     assert lm._options({"until": "\n"}) == {"stop": ["\n"], "max_new_tokens": 255, "temperature": 0.0}
     sampled = lm._options({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5})
@@ -172,17 +170,13 @@ def test_generation_settings(model: Model) -> None:
     assert lm._options({"do_sample": False, "temperature": 0.7})["temperature"] == 0.0
     with pytest.raises(UsageError, match="does not have: num_beams"):
         lm._options({"num_beams": 4})
-
-
-def test_a_prompt_too_long_keeps_its_end(model: Model) -> None:
+    # A prompt too long keeps its end.
     prompt = "x = 1\n" * 200 + "y ="
     request = prompt, {"until": ["\n"], "max_gen_toks": 8}
     (text,) = ask(WisparseLM(model, prefill="all"), "generate_until", request)
     end = model.text.encode(prompt)[-(model.max_seq_len - 8) :]
     assert text == model.generate(end, max_new_tokens=8, stop="\n", prefill="all").text
-
-
-def test_text_edge(model: Model, bundle: Path) -> None:
+    # Text edge.
     lm = WisparseLM(model)
     assert lm.eot_token_id == lm.prefix_token_id == 0
     assert lm.apply_chat_template([{"role": "user", "content": "hi"}]) == "<|user|>hi<|assistant|>"
@@ -203,11 +197,10 @@ def test_the_harness_makes_one_by_name(bundle: Path) -> None:
 
 
 def answer(model: Model, prompt: str, policy: str) -> str:
-    """As the harness's tasks ask for it."""
     return model.generate(prompt, max_new_tokens=48, stop="\n", prefill=policy, chat_template=False).text
 
 
-def test_interpreter_lines(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_tasks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     # It brings its data.
     monkeypatch.setattr(adapter, "is_reachable", lambda: pytest.fail("asks the Hub"))
     found = evaluate_tasks(model, ["interpreter_lines"], prefill="dense", limit=12)
@@ -216,9 +209,7 @@ def test_interpreter_lines(model: Model, monkeypatch: pytest.MonkeyPatch) -> Non
     wanted = {"num_questions": 12, "exact_match": sum(right) / 12, "exact_match_stderr": error}
     assert found == {"interpreter_lines": wanted}
     assert 0 < sum(right) < 12
-
-
-def test_interpreter_chains(model: Model) -> None:
+    # Interpreter chains.
     found = evaluate_tasks(model, ["interpreter_chains"], prefill="all", limit=2)["interpreter_chains"]
     right = []
     for chain in generators.make_chains(generators.NUM_CHAINS, generators.SEED)[:2]:
@@ -242,7 +233,7 @@ def test_the_metrics_of_our_tasks_are_not_looked_up(
     assert "evaluate library" not in capfd.readouterr().err + caplog.text.lower()
 
 
-def test_chains_are_what_python_prints() -> None:
+def test_chains_and_loops() -> None:
     chains = generators.make_chains(60, 3)
     assert chains == generators.make_chains(60, 3)
     assert chains != generators.make_chains(60, 4)
@@ -253,23 +244,7 @@ def test_chains_are_what_python_prints() -> None:
         assert [repr(eval(source)) for source in chain.sources] == chain.answers
         for before, after in zip(chain.answers, chain.sources[1:], strict=False):
             assert before in after, "each line goes on from the value before"
-
-
-def test_greedy_loops(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness asks for 256 greedy tokens that nothing stops, and counts the answers that loop."""
-
-    def answers(adapter: WisparseLM, requests: list[Instance], **_: Any) -> list[str]:
-        wanted = {"until": [], "max_gen_toks": 256, "do_sample": False}
-        prompts = generators.make_prompts(generators.NUM_LOOPS, generators.SEED)[:3]
-        assert [request.args for request in requests] == [(prompt, wanted) for prompt in prompts]
-        return [64 * "round ", "ends.", 64 * "and "]
-
-    monkeypatch.setattr(WisparseLM, "generate_until", answers)
-    found = evaluate_tasks(model, ["greedy_loops"], limit=3)["greedy_loops"]
-    assert found == {"num_questions": 3, "loops": 2 / 3, "loops_stderr": pytest.approx(1 / 3)}
-
-
-def test_what_a_loop_is() -> None:
+    # What a loop is.
     piece = "".join(chr(33 + i) for i in range(64))
     for answer, looping in (
         ("once " + 3 * piece, True),
@@ -284,6 +259,20 @@ def test_what_a_loop_is() -> None:
     assert len(set(prompts)) == 500
     assert prompts[:100] == generators.make_prompts(100, 0)
     assert not any("{" in prompt for prompt in prompts)
+
+
+def test_greedy_loops(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness asks for 256 greedy tokens that nothing stops, and counts the answers that loop."""
+
+    def answers(adapter: WisparseLM, requests: list[Instance], **_: Any) -> list[str]:
+        wanted = {"until": [], "max_gen_toks": 256, "do_sample": False}
+        prompts = generators.make_prompts(generators.NUM_LOOPS, generators.SEED)[:3]
+        assert [request.args for request in requests] == [(prompt, wanted) for prompt in prompts]
+        return [64 * "round ", "ends.", 64 * "and "]
+
+    monkeypatch.setattr(WisparseLM, "generate_until", answers)
+    found = evaluate_tasks(model, ["greedy_loops"], limit=3)["greedy_loops"]
+    assert found == {"num_questions": 3, "loops": 2 / 3, "loops_stderr": pytest.approx(1 / 3)}
 
 
 def test_a_users_own_task(model: Model, tmp_path: Path) -> None:
@@ -315,7 +304,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def refusal(run: Run, bundle: Path, tasks: str, code: int = 4) -> list[str]:
-    """What ``wisparse eval`` writes before it ends with ``code``."""
     ended, _, err = run("eval", bundle, "--tasks", tasks, "--backend", "torch", "--device", "cpu")
     assert ended == code
     return [line for line in err.splitlines() if "compiling" not in line]
@@ -324,9 +312,7 @@ def refusal(run: Run, bundle: Path, tasks: str, code: int = 4) -> list[str]:
 @pytest.mark.parametrize(
     "failure", [ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub"), HTTPError("[Errno -2] unknown")]
 )
-def test_without_a_network_it_ends_in_one_sentence(
-    failure: Exception, bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network_is_a_sentence(failure: Exception, bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
         logging.getLogger("huggingface_hub.utils").warning("thrown while requesting HEAD; retrying in 1s [Retry 1/5].")
         raise failure

@@ -15,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wisparse
-from wisparse.formats.errors import UsageError
+from wisparse import Model, UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.grammar import Grammar, Grammars
 from wisparse.runtime.generation.logits import LogitsProcessor, score_tokens
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
-from wisparse.runtime.model import Model
 
 VOCABULARY = 50
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=200)
@@ -49,9 +48,7 @@ def test_repetition_is_transformers(prompt: list[int], answer: list[int], penalt
 
 
 @given(prompt=tokens, answer=tokens, frequency=st.floats(-2, 2), presence=st.floats(-2, 2))
-def test_frequency_and_presence_penalties(
-    prompt: list[int], answer: list[int], frequency: float, presence: float
-) -> None:
+def test_frequency_and_presence(prompt: list[int], answer: list[int], frequency: float, presence: float) -> None:
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(len(prompt)))
     counts = torch.tensor(answer, dtype=torch.int64).bincount(minlength=VOCABULARY)
     expected = logits - frequency * counts - presence * (counts > 0)
@@ -151,7 +148,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength
 SCHEMA |= {"required": ["name", "age"], "additionalProperties": False}
 
 
-def test_answers_are_what_the_schema_describes(model: Model) -> None:
+def test_answers_follow_schemas_and_grammars(model: Model) -> None:
     for temperature in (0.0, 1.5):
         answer = model.generate("person = ", temperature=temperature, seed=5, max_new_tokens=100, json_schema=SCHEMA)
         found = json.loads(answer.text)
@@ -160,9 +157,7 @@ def test_answers_are_what_the_schema_describes(model: Model) -> None:
         assert 0 <= found["age"] <= 99
         assert len(found["name"]) <= 10
         assert answer.finish_reason == "stop"
-
-
-def test_a_grammar_in_either_notation(model: Model) -> None:
+    # A grammar in either notation.
     for grammar in ('start: "yes" | "no"', 'root ::= "yes" | "no"', "start: /yes|no/"):
         assert model.generate("is it?", max_new_tokens=10, grammar=grammar).text in ("yes", "no")
 
@@ -223,7 +218,7 @@ def test_what_does_not_compile_is_one_sentence(model: Model, given: dict[str, An
     assert len(str(raised.value)) < 500
 
 
-def test_what_a_model_lacks_is_named(model: Model) -> None:
+def test_grammars_and_odd_tokenizers(model: Model) -> None:
     data = model.bundle.read_bytes("tokenizer.json")
     words = json.dumps({**json.loads(data), "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
     for tokenizer, stop_ids, sentence in (
@@ -233,9 +228,7 @@ def test_what_a_model_lacks_is_named(model: Model) -> None:
     ):
         with pytest.raises(UsageError, match=f"grammar: {sentence}"):
             Grammars(lambda found=tokenizer: found, frozenset(stop_ids)).begin(Grammar("grammar", "start: /a/"))
-
-
-def test_a_vocabulary_padded_beyond_the_tokenizer(model: Model) -> None:
+    # A vocabulary padded beyond the tokenizer.
     rule = model.grammars.begin(Grammar("grammar", "start: /a/"))
     logits = torch.zeros(model.config.vocab_size + 1000)
     rule.mask(logits)

@@ -174,7 +174,6 @@ def test_what_is_refused_is_named(server: Running) -> None:
                 assert server.post("/v1/messages/count_tokens", {"messages": ASK, **body}) == (status, found)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_message(server: Running, model: Model, stream: bool) -> None:
     expected = model.generate("user: def f(x):\nassistant:", max_new_tokens=12)
     found = ask(server, max_tokens=12, stream=stream)
@@ -186,7 +185,6 @@ def test_a_message(server: Running, model: Model, stream: bool) -> None:
     assert usage.output_tokens == len(expected.token_ids) == 12
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_several_turns_and_a_stop_sequence(server: Running, model: Model, stream: bool) -> None:
     said = (("user", "1 2 3"), ("assistant", "4"), ("user", "on"))
     turns = [{"role": role, "content": content} for role, content in said]
@@ -202,7 +200,6 @@ def test_several_turns_and_a_stop_sequence(server: Running, model: Model, stream
     assert [(block.type, block.text) for block in found.content] == [("text", "")]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_what_the_cache_held_is_told(server: Running, stream: bool) -> None:
     server.complete(["z = 3", "y = 3", "x = 3"], max_tokens=1)  # which take the place of what was there
     asked = [{"role": "user", "content": f"{stream}\n" + "x = 1\n" * 40}]
@@ -213,7 +210,6 @@ def test_what_the_cache_held_is_told(server: Running, stream: bool) -> None:
     assert again.input_tokens + again.cache_read_input_tokens == usage.input_tokens
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_tools_and_their_results(server: Running, stream: bool) -> None:
     tools: Any = {"tools": [WEATHER, CLOCK]}
     found = ask(server, stream=stream, extra_body=says(TWO), **tools)
@@ -235,7 +231,6 @@ def test_tools_and_their_results(server: Running, stream: bool) -> None:
     assert [(block.type, block.text) for block in none.content] == [("text", TWO)]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_that_has_to_be_called(server: Running, stream: bool) -> None:
     named = ask(server, stream=stream, tools=[WEATHER, CLOCK], tool_choice={"type": "tool", "name": "weather"})
     choice = {"type": "any", "disable_parallel_tool_use": True}
@@ -246,7 +241,6 @@ def test_a_tool_that_has_to_be_called(server: Running, stream: bool) -> None:
     assert named.content[0].name == "weather"
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_thought_is_a_block(server: Running, stream: bool) -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     found = ask(server, stream=stream, thinking=thinking, tools=[WEATHER], extra_body=says(f"cold?</think>\n\n{CALL}"))
@@ -318,7 +312,6 @@ def test_the_counters_count_messages(server: Running) -> None:
 
 
 def _refused(server: Running, status: int, **more: Any) -> str:
-    """The kind of the error that Anthropic's client raises."""
     with pytest.raises(anthropic.APIStatusError) as refused:
         ask(server, **more)
     body: Any = refused.value.body
@@ -353,9 +346,7 @@ def test_each_kind_of_error(server: Running, monkeypatch: pytest.MonkeyPatch) ->
     # Those of OpenAI's addresses stay as they are.
     status, found = server.post("/v1/chat/completions", {})
     assert (status, found["error"]["param"], "type" in found) == (400, "messages", False)
-
-
-def test_a_failure_in_the_middle_is_an_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A failure in the middle is an event.
     lose_device(monkeypatch)
     with pytest.raises(anthropic.APIError, match="the device is lost"):
         ask(server, stream=True)
@@ -381,8 +372,6 @@ _VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner),
     max_leaves=8,
 )
-
-
 _ROLES = st.sampled_from(["user", "assistant", "system"])
 _MESSAGE = st.fixed_dictionaries({"role": _ROLES, "content": st.lists(st.dictionaries(_KEYS, _VALUES), max_size=3)})
 

@@ -91,13 +91,11 @@ class Tab:
         return self._browser.ask(method, self._session, **parameters)
 
     def value(self, script: str) -> Any:
-        """What an expression of the page's gives."""
         found = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def until(self, script: str) -> None:
-        """Wait until an expression is true."""
         deadline = time.monotonic() + _SECONDS
         while not self.value(script):
             assert time.monotonic() < deadline, f"not so in a minute: {script}"
@@ -123,7 +121,6 @@ class Tab:
         return self.events("Runtime.exceptionThrown") + [entry for entry in logged if entry["level"] == "error"]
 
     def asked(self) -> list[str]:
-        """Every address that was asked for so far."""
         return [event["request"]["url"] for event in self.events("Network.requestWillBeSent")]
 
     def close(self) -> None:
@@ -203,9 +200,7 @@ def test_a_conversation(tab: Tab, model: Model, monkeypatch: pytest.MonkeyPatch)
     assert answers(tab) == []
 
 
-def test_dense_and_sparse_side_by_side(
-    browser: Browser, example_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_side_by_side(browser: Browser, example_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = with_template(example_model, tmp_path, TEMPLATE, 0.3, 0.6)
     talk: list[Any] = [{"role": "user", "content": "what?"}]
     expected: dict[float, list[str]] = {}
@@ -323,9 +318,7 @@ def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Run
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 640), (320, 568), (640, 360)])
-def test_open_settings_leave_the_button_on_the_screen(
-    browser: Browser, server: Running, width: int, height: int
-) -> None:
+def test_open_settings_leave_the_button_on_screen(browser: Browser, server: Running, width: int, height: int) -> None:
     tab = opened(browser, server, width=width, height=height)
     ask(tab, "x" * 300)
     tab.until("by('status').textContent.startsWith('Answered')")

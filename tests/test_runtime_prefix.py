@@ -72,7 +72,6 @@ def test_a_prompt_is_read_in_chunks(bundles: dict[str, Bundle], variant: str, ba
 
 
 def watch_prefill(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The positions that are read from here on."""
     read: list[tuple[int, int]] = []
     prefill = decoder.prefill
 
@@ -225,15 +224,9 @@ ACTIONS = st.lists(
 )
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
-    bundles: dict[str, Bundle],
-    decoders: dict[tuple[str, int], Decoder],
-    actions: list[tuple[Any, ...]],
-    variant: str,
-    policy: str,
-    max_batch: int,
-    turn: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    bundles: dict[str, Bundle], decoders: dict[tuple[str, int], Decoder], monkeypatch: pytest.MonkeyPatch,
+    actions: list[tuple[Any, ...]], variant: str, policy: str, max_batch: int, turn: float,
+) -> None:  # fmt: skip
     """Whatever sparsity levels the others name, and the first tokens come in the order of the requests."""
     monkeypatch.setattr("wisparse.runtime.generation.scheduler.TURN_SECONDS", turn)
     bundle = bundles[variant]

@@ -30,11 +30,10 @@ from served import NAME, TEMPLATE, Running, function, hold, lose_device, with_te
 from starlette.testclient import TestClient
 
 import wisparse
+from wisparse import Model, UsageError
 from wisparse.cli import cli
 from wisparse.commands import serve as serve_verb
-from wisparse.formats.errors import UsageError
 from wisparse.runtime.generation.engine import Engine
-from wisparse.runtime.model import Model
 from wisparse.runtime.protocol.formatter import CompletionFormatter, ThinkParser
 from wisparse.runtime.protocol.requests import ApiError, ChatRequest, CompletionRequest, validated
 from wisparse.runtime.protocol.responses import ResponsesRequest
@@ -127,7 +126,6 @@ def test_the_next_turn_is_read_from_where_it_parts(server: Running) -> None:
     assert several.usage.prompt_tokens_details.cached_tokens == 0  # as the first of them found it
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_more_prompts_than_go_at_once_and_token_ids(server: Running, model: Model, stream: bool) -> None:
     prompts = ["def", "import", "x =", "class", "for", "a, b", "return"]
     wanted = [prompt + model.generate(prompt, max_new_tokens=5).text for prompt in prompts]
@@ -170,7 +168,6 @@ def test_a_request_names_its_level(example_model: Path, tmp_path: Path) -> None:
         assert "one of the bundle's sparsity levels, 0.3, 0.6, or 0 for the dense model, found 0.4" in str(refused)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_a_completion(server: Running, model: Model, stream: bool) -> None:
     wanted = {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2}
     expected = model.generate("import os", max_new_tokens=8, logprobs=2, logit_bias={5: -3.0}, **wanted)
@@ -208,7 +205,6 @@ def test_thoughts_are_split_off_wherever_pieces_end_and_counted(thought: str, an
             assert ["".join(part) for part in zip(*parts, parser.add("", True), strict=True)] == expected
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_what_a_model_thinks_is_not_its_answer(server: Running, stream: bool) -> None:
     grammar = 'root ::= "two and two\\n</think>\\n\\nfour"'
     thinking: Any = {"extra_body": {"chat_template_kwargs": {"think": True}, "grammar": grammar}}
@@ -223,7 +219,6 @@ def test_what_a_model_thinks_is_not_its_answer(server: Running, stream: bool) ->
     assert "".join(one.content or "" for one in messages) == "four"
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_response(server: Running, model: Model, stream: bool) -> None:
     expected = model.generate("system: Count.\nuser: 1 2 3\nassistant: 4\nuser: on\nassistant:", max_new_tokens=12)
     messages: Any = [
@@ -303,9 +298,7 @@ def test_what_lm_eval_asks(server: Running, model: Model) -> None:
 
 
 @pytest.mark.parametrize(("stream", "name"), [(False, "complete"), (True, "events")])
-def test_a_long_answer_holds_up_nobody(
-    server: Running, stream: bool, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_answers_hold_up_nobody(server: Running, stream: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities of thousands of tokens take a while to write out: nobody else waits."""
     begun, go_on, method = threading.Event(), threading.Event(), getattr(CompletionFormatter, name)
 
@@ -344,7 +337,6 @@ def test_a_conversation(server: Running, model: Model) -> None:
     assert found.choices[0].message.content == loud
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_a_chat(server: Running, model: Model, stream: bool) -> None:
     expected = model.generate("user: 1 + 1\nassistant:", max_new_tokens=6, logprobs=3)
     found = server.chat("1 + 1", max_tokens=6, logprobs=True, top_logprobs=3, stream=stream)
@@ -514,9 +506,7 @@ def test_a_bad_body(server: Running) -> None:
         assert server.post("/v1/completions", {"prompt": "a"}, **header)[0] == 415
 
 
-def test_a_bug_is_status_500(
-    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bug_is_a_500(server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("secret")
 
@@ -580,9 +570,7 @@ def test_only_allowed_host_names_are_answered(bundle: Path) -> None:
             assert [status(host, path) for host in bad] == [400] * len(bad), path
             error = json.loads(found[-1])["error"]
             assert (error["code"], "--allowed-host" in error["message"]) == ("host_not_allowed", True)
-
-
-def test_names_by_the_address_of_the_server() -> None:
+    # Names by the address of the server.
     local = ["localhost", "127.0.0.1", "[::1]"]
     for address, names, expected in (
         *((address, [], local) for address in ("127.0.0.1", "::1")),
@@ -620,7 +608,6 @@ def _raw(server: Running, body: dict[str, Any]) -> socket.socket:
     return _send(server, _POST.format(len(data)), data)
 
 
-@pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_takes_its_request_with_it(server: Running, stream: bool) -> None:
     gone = server.metric("wisparse_cancelled_total")
     one = _raw(server, {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "stream": stream})
@@ -647,7 +634,7 @@ def test_a_client_that_does_not_read_is_dropped(server: Running, monkeypatch: py
     assert server.complete("import", max_tokens=3).choices
 
 
-def test_a_body_that_does_not_come_and_one_that_is_too_large(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_and_endless_clients(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with _send(server, _POST.format(99999999999)) as one:
         assert b" 413 " in one.recv(100)  # not waited for
     monkeypatch.setattr(transport, "CLIENT_SECONDS", 0.3)
@@ -660,9 +647,7 @@ def test_a_body_that_does_not_come_and_one_that_is_too_large(server: Running, mo
             endless.sendall(b"x: " + b"y" * 1000 + b"\r\n")
         assert b" 400 " in endless.recv(100)
     assert server.client().models.list()
-
-
-def test_connections_without_a_request_are_closed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Connections without a request are closed.
     monkeypatch.setattr(transport, "CLIENT_SECONDS", 0.3)
     asking = _raw(server, {"prompt": "def f(x):", "max_tokens": 100, "temperature": 0})
     whole = "GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -679,9 +664,7 @@ def test_connections_without_a_request_are_closed(server: Running, monkeypatch: 
     asking.close()
 
 
-def test_a_failure_in_the_middle_is_said_in_the_stream(
-    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_is_said(server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     lose_device(monkeypatch)
     with pytest.raises(openai.APIError, match="the device is lost"):
         list(server.complete("def", max_tokens=50, stream=True))

@@ -20,19 +20,9 @@ from tool_templates import PUBLISHED
 
 from wisparse.formats.chat_template import ChatTemplate
 from wisparse.runtime.generation.grammar import Grammars
+from wisparse.runtime.protocol import tools as protocol
 from wisparse.runtime.protocol.requests import ChatRequest, validated
-from wisparse.runtime.protocol.tools import (
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    Delta,
-    JsonScanner,
-    ToolCallParser,
-    ToolSyntax,
-    call_grammar,
-    short_ids,
-    syntax_of,
-)  # fmt: skip
+from wisparse.runtime.protocol.tools import HERMES, LLAMA, MISTRAL, Delta, ToolCallParser, ToolSyntax, syntax_of
 
 SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 EACH_SYNTAX = pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
@@ -85,7 +75,6 @@ def _pieces(text: str, cuts: Sequence[int]) -> list[str]:
 
 
 def _written(syntax: ToolSyntax, calls: Sequence[tuple[str, str]]) -> str:
-    """The calls as a model writes them."""
     objects = [f'{{"name": "{name}", "{syntax.key}": {arguments}}}' for name, arguments in calls]
     if syntax.listed:
         return f"{syntax.opens}[{', '.join(objects)}]"
@@ -180,9 +169,9 @@ def test_much_of_what_could_begin_a_call_costs_little(syntax: ToolSyntax, monkey
     """Each character is looked at so many times at most: an object ends, or is too deep, or breaks."""
     text = (syntax.opens + '{"id": {"name": "weather",\n') * 3000
     looked = 0
-    reaches_end = JsonScanner.reaches_end
+    reaches_end = protocol.JsonScanner.reaches_end
 
-    def counted(self: JsonScanner, text: str) -> bool:
+    def counted(self: protocol.JsonScanner, text: str) -> bool:
         nonlocal looked
         before = self.at
         try:
@@ -190,7 +179,7 @@ def test_much_of_what_could_begin_a_call_costs_little(syntax: ToolSyntax, monkey
         finally:
             looked += self.at - before
 
-    monkeypatch.setattr(JsonScanner, "reaches_end", counted)
+    monkeypatch.setattr(protocol.JsonScanner, "reaches_end", counted)
     calls = ToolCallParser(syntax, {"weather"})
     said, _ = _told(calls.add(text) + calls.finish())
     assert said == text
@@ -223,7 +212,7 @@ def test_what_the_published_templates_ask_for(template: str, opens: str, ends: s
         request = validated(ChatRequest, {"messages": [*ASK, said, *results], "tools": [WEATHER, CLOCK]})
         messages, variables = request.conversation(), request.template_variables()
         if syntax.short_ids:
-            short_ids(messages)
+            protocol.short_ids(messages)
         text = chat.render(messages, **variables)
         assert "weather" in chat.render(messages[:1], **variables)
         assert all(f"result {number}" in text for number in range(count))
@@ -237,23 +226,21 @@ def test_what_the_published_templates_ask_for(template: str, opens: str, ends: s
                 assert (name, json.loads(arguments)) == (right, json.loads(own))
 
 
-def test_a_thought_goes_back_with_the_calls_it_led_to() -> None:
-    called = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
-    said = {"role": "assistant", "content": None, "reasoning_content": "what time?", "tool_calls": [called]}
-    result = {"role": "tool", "tool_call_id": "1", "content": "5"}
-    request = validated(ChatRequest, {"messages": [*ASK, said, result], "tools": [CLOCK]})
-    text = ChatTemplate(PUBLISHED["qwen-3"][0], {}).render(request.conversation(), **request.template_variables())
-    assert "<|im_start|>assistant\n<think>\nwhat time?\n</think>\n\n<tool_call>" in text
-
-
-def test_what_is_offered() -> None:
+def test_what_a_request_tells_the_template() -> None:
     request = validated(ChatRequest, {"messages": ASK, "tools": [CLOCK], "tool_choice": "none"})
     assert (request.functions, "tools" in request.template_variables()) == ([], False)
     request = validated(ChatRequest, {"messages": ASK, "tools": [CLOCK]})
     filled = {"name": "clock", "description": "", "parameters": {"type": "object", "properties": {}}}
     assert request.template_variables() == {"tools": [{"type": "function", "function": filled}]}
     looks_like_gbnf = {"name": "f", "parameters": {"description": "a ::= b"}}
-    assert "::=" not in call_grammar([looks_like_gbnf], HERMES, {}, several=True).source
+    assert "::=" not in protocol.call_grammar([looks_like_gbnf], HERMES, {}, several=True).source
+    # A thought goes back with the calls it led to.
+    called = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "reasoning_content": "what time?", "tool_calls": [called]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "5"}
+    request = validated(ChatRequest, {"messages": [*ASK, said, result], "tools": [CLOCK]})
+    text = ChatTemplate(PUBLISHED["qwen-3"][0], {}).render(request.conversation(), **request.template_variables())
+    assert "<|im_start|>assistant\n<think>\nwhat time?\n</think>\n\n<tool_call>" in text
 
 
 # As pydantic writes nested models.
@@ -271,7 +258,7 @@ def test_parameters_with_definitions(syntax: ToolSyntax, others: int, example_mo
     # Another function's definition of the same name.
     same: dict[str, Any] = {**LISTED, "$defs": {"Node": {"type": "null"}}}
     functions = [{"name": f"other{number}", "parameters": same} for number in range(others)]
-    grammar = call_grammar([*functions, {"name": "weather", "parameters": LISTED}], syntax, {}, several=False)
+    grammar = protocol.call_grammar([*functions, {"name": "weather", "parameters": LISTED}], syntax, {}, several=False)
 
     def follows(arguments: str) -> bool:
         constraint = grammars.begin(grammar)
@@ -294,7 +281,7 @@ def test_only_references_are_moved() -> None:
     names = {"$ref": {"$ref": "#"}, "default": {"$ref": "#/$defs/a"}, "const": {"const": {"$ref": "#/a"}}}
     other = {"$id": "http://example.com/a", "items": {"$ref": "#/$defs/b"}}
     schema = {"properties": names, "anyOf": [{"$ref": "#name"}, other], "enum": [{"$ref": "#/a"}], "$ref": "b#/c"}
-    source = call_grammar([{"name": "f", "parameters": schema}], HERMES, {}, several=True).source
+    source = protocol.call_grammar([{"name": "f", "parameters": schema}], HERMES, {}, several=True).source
     moved = json.loads(source.partition("%json ")[2])["properties"]["arguments"]
     place = "#/properties/arguments"
     names["$ref"], names["default"] = {"$ref": place}, {"$ref": f"{place}/$defs/a"}
@@ -319,7 +306,6 @@ def chat_bundle(syntax: str, example_model: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def prompts(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the template made of each conversation."""
     rendered: list[str] = []
     render = server.text.render
 
@@ -351,7 +337,6 @@ def _ask(server: Running, text: str, syntax: str, stream: bool, most: int = 120,
     return choice.message.content or "", choice.message.tool_calls or [], str(choice.finish_reason)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_calls_and_the_turn_after_them(server: Running, syntax: str, stream: bool, prompts: list[str]) -> None:
     before = "Well.\n" if syntax == "llama" else "Well. "
     said, calls, reason = _ask(server, before + TWO[syntax], syntax, stream)
@@ -371,7 +356,6 @@ def test_calls_and_the_turn_after_them(server: Running, syntax: str, stream: boo
     assert '{"city": "Oslo"}' in second
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_one_call_where_several_are_not_wanted_and_none(server: Running, syntax: str, stream: bool) -> None:
     _, calls, reason = _ask(server, TWO[syntax], syntax, stream, parallel_tool_calls=False)
     assert ([call.function.name for call in calls], reason) == (["weather"], "tool_calls")
@@ -424,7 +408,6 @@ def test_a_thought_before_a_call(server: Running, syntax: str) -> None:
     assert (status, found["error"]["param"]) == (400, "tool_choice")
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_response_calls_and_goes_on(server: Running, syntax: str, stream: bool, prompts: list[str]) -> None:
     tools: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
     before = "Well.\n" if syntax == "llama" else "Well. "

@@ -68,9 +68,12 @@ def test_rows_of_the_next_batch() -> None:
     assert rows.on(torch.device("cpu")) is on_device
 
 
-def test_a_process_without_a_known_runner_is_refused() -> None:
+def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match="model runners"):
         watch_runners()
+    # A batch larger than announced is an error.
+    with pytest.raises(RuntimeError, match="at most 2 tokens, found 3"):
+        masked_linear(torch.ones(3, 4), torch.ones(2, 4), None, torch.ones(1, 4), torch.ones(1), torch.ones(2), [2])
 
 
 def test_the_operator_is_the_reference_row_by_row() -> None:
@@ -139,11 +142,6 @@ def test_masks_are_float32_whatever_type_a_model_is_built_with() -> None:
     for tensor, right in zip(found, expected, strict=True):
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, right)
-
-
-def test_a_batch_larger_than_announced_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="at most 2 tokens, found 3"):
-        masked_linear(torch.ones(3, 4), torch.ones(2, 4), None, torch.ones(1, 4), torch.ones(1), torch.ones(2), [2])
 
 
 @pytest.mark.parametrize(
@@ -216,7 +214,6 @@ def test_numbers_of_cards() -> None:
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """The interpreter that has vLLM."""
     found = os.environ.get("WISPARSE_VLLM_PYTHON")
     if not found:
         pytest.skip(
@@ -234,7 +231,6 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def ask(python: str, *arguments: str | Path, **changes: str) -> list[dict[str, Any]]:
-    """The peer's answers."""
     command = [python, str(PEER), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment(**changes))
     assert done.returncode == 0, done.stderr[-4000:]
@@ -255,7 +251,6 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def own_tokens(bundle: Path, prompts: list[list[int]], prefill: str) -> list[list[int]]:
-    """What our plain decoder answers in float32."""
     return [runtime_tokens(bundle, prompt, 24, sparse_from(prefill, len(prompt))) for prompt in prompts]
 
 
