@@ -172,8 +172,7 @@ def _save(auto: Any, config: Any, name: str, out: Path) -> Path:
     with torch.no_grad():
         scalars = [pair for pair in model.named_buffers() if pair[0].endswith("layer_scalar")]
         for name, parameter in [*model.named_parameters(), *scalars]:
-            # The usual initialisation is so small that every token gives nearly the same logits, and its zero biases
-            # would hide a forgotten one.
+            # The usual initialisation gives nearly the same logits to every token, and zero biases hide a forgotten one.
             if parameter.dim() == 2:
                 parameter.normal_(std=1.2 * parameter.shape[1] ** -0.5 if "embed" not in name else 0.5)
             elif name.endswith(("norm.weight", "layer_scalar")):

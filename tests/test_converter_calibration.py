@@ -120,7 +120,7 @@ def test_a_folder_is_read_without_hidden_and_binary_files(tmp_path: Path, caplog
     assert "2 empty or binary and left out" in caplog.text
 
 
-def test_a_folder_of_tables_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     for part in range(2):
         rows = "".join(f"line {part} {row},{row}\n" for row in range(3))
@@ -131,6 +131,13 @@ def test_a_folder_of_tables_is_a_data_set(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     for path in (str(tmp_path / "part-0.csv"), "part-0.csv", "./part-0.csv"):
         assert set(path_documents([path], seed=0)) == {f"line 0 {row}" for row in range(3)}
+    # What is a data set id.
+    monkeypatch.chdir(tmp_path)
+    assert all(map(is_dataset_id, ("mit-han-lab/pile-val-backup", "a/b:train[:100]")))
+    assert not any(map(is_dataset_id, ("texts", "./a/b", "/a/b", "a/b/c", "a/b.txt", "self")))
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert not is_dataset_id("a/b")
+    assert calibration.describe_spec(["a/b", "me/data"]) == "b, me/data"
 
 
 @pytest.mark.parametrize("kind", ["saved", "parquet", "csv"])
@@ -180,15 +187,6 @@ def test_hub_data_set_is_streamed(tokenizer, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(documents, "check_read_access", Mock(side_effect=AccessError("cannot reach the Hub")))
     with pytest.raises(AccessError, match="cannot reach the Hub"):
         load_calibration("someone/texts", tokenizer)
-
-
-def test_what_is_a_data_set_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert all(map(is_dataset_id, ("mit-han-lab/pile-val-backup", "a/b:train[:100]")))
-    assert not any(map(is_dataset_id, ("texts", "./a/b", "/a/b", "a/b/c", "a/b.txt", "self")))
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    assert not is_dataset_id("a/b")
-    assert calibration.describe_spec(["a/b", "me/data"]) == "b, me/data"
 
 
 @pytest.mark.parametrize(

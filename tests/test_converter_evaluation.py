@@ -61,7 +61,7 @@ def test_policies() -> None:
         evaluate_text(stand_in(1.0), sequences(3), ["most"])
     with pytest.raises(UsageError, match="at least one sequence"):
         evaluate_text(stand_in(1.0), [])
-    # Half goes by each sequences own length.
+    # Half goes by each sequence's own length.
     model = Mock(side_effect=stand_in(1.0))
     evaluate_text(model, sequences(5, 8, 1), ["half"])
     calls = [(len(ids), start) for (ids, start), _ in model.call_args_list]
@@ -69,7 +69,7 @@ def test_policies() -> None:
     # Dense policy costs nothing.
     quality = evaluate_text(stand_in(3.0), sequences(20), ["dense"])["dense"]
     assert (quality.sparse.num_tokens, quality.overall.kl, quality.overall.top1_agreement) == (0, 0.0, 1.0)
-    # JSON knows no nan.
+    # JSON knows no NaN.
     assert json.loads(json.dumps(quality.to_dict(), allow_nan=False))["sparse"]["kl"] is None
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,9 @@ FLAGS = [str(word) for name, value in FAST.items() for word in ("--" + name.repl
 
 
 @pytest.fixture(autouse=True)
-def _without_figures() -> Iterator[None]:
+def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer than the rest of a conversion; tests/test_converter_report.py draws them."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("wisparse.converter.report.render_figures", lambda report: {})
-        yield
+    monkeypatch.setattr("wisparse.converter.report.render_figures", lambda report: {})
 
 
 @pytest.fixture
@@ -217,7 +215,7 @@ def test_a_budget(model: Path, out: Path, run: Run) -> None:
     code, _, said = run(model, "-o", out, "--max-kl", "1e-12", "--min-top1", "0.5", *FLAGS[2:])
     assert (code, "Traceback" in said, out.exists()) == (2, False, False)
     assert "--max-kl 1e-12 and --min-top1 0.5: no sparsity from 5% on keeps that; the best is KL " in said
-    # Max kl writes the sparsity that keeps it.
+    # ``--max-kl`` writes the sparsity that keeps it.
     document = json.loads(run(model, "-o", out, "--max-kl", "5e-3", "--json", *FLAGS[2:])[1])
     choice, recipe = document["choice"], Bundle.open(out).recipe
     assert recipe.sparsities == (choice["sparsity"],) == (document["sparsity"],)
@@ -227,8 +225,8 @@ def test_a_budget(model: Path, out: Path, run: Run) -> None:
     assert kl[recipe.default] >= 0.98 * 5e-3 or min(kl[one] for one in kl if one > recipe.default) > 5e-3
     report = json.loads((out / "conversion_report.json").read_text())
     beside = [point["sparsity"] for point in report["quality_against_sparsity"]]
-    expected = [recipe.default - 0.05, recipe.default, recipe.default + 0.05]
-    assert beside == pytest.approx(expected), "what a bit less and a bit more would cost"
+    # What a bit less and a bit more would cost.
+    assert beside == pytest.approx([recipe.default - 0.05, recipe.default, recipe.default + 0.05])
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def measured(**changes: object) -> Measurement:
     return dataclasses.replace(Measurement({0.5: quality()}, "held out", None), **changes)
 
 
-def test_verdict() -> None:
+def test_what_the_report_says() -> None:
     assert verdict(0.5, quality()) == (
         "At 50% sparsity (every token sparse), KL 0.05 nats/token, top-1 agreement 88%, "
         "perplexity 8 -> 8.4 (+5.0%): close to dense."
@@ -60,9 +60,7 @@ def test_verdict() -> None:
     assert "clearly damaged" in verdict(0.3, quality(0.001, "all", 16.0, 0.97))
     assert "perplexity" not in verdict(0.5, quality(perplexity=math.nan))
     assert "not measured" in verdict(0.5, None)
-
-
-def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
+    # The report says what sparsity to expect on other text.
     found = dataclasses.replace(quality(), realised_range=(0.478, 0.512))
     model = config()
     made = recipe(model, realised=0.5)
@@ -122,7 +120,7 @@ def test_the_report_is_always_the_same() -> None:
     assert len(history) == 60
     assert history[0] is None  # infinity is no JSON
     assert history[-1] == pytest.approx(1 / 999)
-    # A users style changes nothing.
+    # A user's style changes nothing.
     model = config()
     expected = Report(recipe(model), model, measured()).files(Inherited())
     with matplotlib.rc_context({"figure.dpi": 50, "lines.linewidth": 9, "font.size": 30, "savefig.facecolor": "red"}):

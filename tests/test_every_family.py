@@ -32,16 +32,10 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 
 # One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values.
 FEATURES = ("llama", "seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")
-# ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default search, with the default
-# rotation.
+# ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default, with the rotation.
 CASES = [
-    pytest.param(
-        variant,
-        search,
-        marks=() if search == "uniform" and variant in FEATURES else pytest.mark.exhaustive,
-        id=f"{variant}-{search}",
-    )
-    for variant in PLAIN
+    pytest.param(name, search, marks=() if search == "uniform" and name in FEATURES else pytest.mark.exhaustive)
+    for name in PLAIN
     for search in ("uniform", "refine")
 ]
 SMALL = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]

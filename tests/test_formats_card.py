@@ -114,7 +114,7 @@ def test_what_a_card_inherits(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"---\nlicense: mit\n{tags}---\n")
     text = render_card(recipe(), read_inherited(tmp_path), REPORT)
     assert check(text)["tags"] == ["wisparse", "activation-sparsity", "code", "Math"]
-    # Other without a licence file points at the source.
+    # ``other`` without a licence file points at the source.
     inherited = Inherited("other")
     metadata = check(render_card(recipe(), inherited, REPORT))
     assert metadata["license_link"] == "https://huggingface.co/org/Llama-3.1-8B-Instruct"

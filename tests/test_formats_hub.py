@@ -82,10 +82,7 @@ def test_only_what_a_conversion_reads_is_fetched_at_one_commit(standin: HubStand
     assert (source.commit, source.name) == (repo.commits[0][0], "org/model")
     assert len(standin.seen(r"GET /api/models/org/model/revision/main$")) <= 2  # the plan, and the fetch: once each
     assert all(source.commit in request for request in standin.seen("/resolve/"))
-
-
-def test_a_revision_pins_the_commit(standin: HubStandIn) -> None:
-    repo = standin.add("org/model", MODEL)
+    # A revision pins the commit.
     old = repo.commits[0][0]
     repo.commit({**MODEL, "config.json": b'{"newer": true}'}, "newer")
     assert (fetch_source("org/model", old).folder / "config.json").read_bytes() == MODEL["config.json"]

@@ -203,7 +203,7 @@ def test_a_region_is_compiled_once_into_the_cache(cache: Path, monkeypatch: pyte
     folder = launch._cache_folder()
     monkeypatch.setattr(numba, "__version__", "another")
     assert launch._cache_folder() != folder
-    # The users cache is the default.
+    # The user's cache is the default.
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     assert launch._cache_folder().parent == cache / "wisparse"

@@ -211,13 +211,9 @@ def test_plans_are_printed() -> None:
 
 
 @given(
-    k=st.integers(1, 300).map(lambda n: 16 * n),
-    splits=st.integers(1, 64),
-    unroll=st.integers(1, 8),
-    chunk=st.integers(1, 200),
-    batch=st.integers(1, 16),
-    grouped=st.booleans(),
-)
+    k=st.integers(1, 300).map(lambda n: 16 * n), splits=st.integers(1, 64), unroll=st.integers(1, 8),
+    chunk=st.integers(1, 200), batch=st.integers(1, 16), grouped=st.booleans(),
+)  # fmt: skip
 def test_lists_hold_what_is_read_ahead(k, splits, unroll, chunk, batch, grouped):
     shape = shape_of(k, (512,), "int4", 16 if grouped else k, dtype=torch.float16)
     chosen = plan(shape, batch, H200, tile=GemvTile(256, 1, splits, 4, unroll=unroll, chunk=chunk))

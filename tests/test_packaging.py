@@ -99,7 +99,6 @@ def test_dependencies() -> None:
     brought = {"evaluate", "llvmlite", "tqdm"}  # parts of numba and of lm-eval, which pin the version that fits
     assert needed <= imported
     assert imported - brought == needed | optional
-    # Lower bounds are printed as pins.
     # What CI installs: every dependency, the test extra, and the extras that it takes in.
     command = [sys.executable, ROOT / ".ci" / "lower_bounds.py", "test"]
     pins = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -285,7 +284,7 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{block}\n{done.stderr}"
 
 
-def test_options_named_in_the_pages_exist() -> None:
+def test_pages_are_up_to_date() -> None:
     from wisparse.cli import _VERBS, load_verb
 
     known = {"--help", "--version", "--nproc-per-node"}
@@ -297,6 +296,12 @@ def test_options_named_in_the_pages_exist() -> None:
                 if line.startswith("$ wisparse"):
                     named = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", line))
                     assert named <= known, f"{page.name}: {line}"
+    # The requirements page is up to date.
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "benchmarks/requirements.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in (ROOT / "docs" / "requirements.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -304,11 +309,3 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_the_requirements_page_is_up_to_date() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "benchmarks/requirements.py"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in (ROOT / "docs" / "requirements.md").read_text("utf-8")

@@ -81,7 +81,7 @@ def test_what_a_quantised_model_cannot_be(made: Made, tmp_path: Path) -> None:
     source, _ = made("gptq")
     with pytest.raises(UsageError, match="expected auto for a quantised model"):
         write_tiny_bundle(tmp_path / "out", source, dtype="bfloat16")
-    # Fp8 at load is refused where nothing multiplies with it.
+    # ``--weights fp8`` is refused where nothing multiplies with it.
     opened = Bundle.open(made("gptq")[1])
     with pytest.raises(UsageError, match="no back end can run this model on cpu: numba cannot: it has no fp8 weights;"):
         cpu_decoder(opened, "auto", max_seq_len=8, weights="fp8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -37,7 +36,7 @@ def test_generate_prints_a_footer_or_json(bundle: Path, run: Run) -> None:
     parts = "prompt 4 tokens", "generation 20 tokens", "tok/s", "peak memory", "realised sparsity", "torch on cpu"
     assert [part for part in parts if part not in err] == []
     assert len(err.splitlines()) == 1
-    # Generate as json.
+    # As JSON.
     settings = ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5)
     command = ("generate", "--prompt", "def f(", "--max-new-tokens", 9, "--json", *settings)
     code, out, _ = run(*command)
@@ -137,7 +136,7 @@ def start(*args: object) -> subprocess.Popen[bytes]:
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     # A suite started in the background has SIGINT ignored, and children inherit that.
     interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=interruptible, **pipes)
+    return subprocess.Popen(command, preexec_fn=interruptible, **pipes)
 
 
 def test_interrupts_and_a_closed_pipe(bundle: Path) -> None:

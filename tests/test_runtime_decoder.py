@@ -239,13 +239,11 @@ def test_slots_join_and_leave_while_others_are_decoded(hybrid: Path) -> None:
     torch.testing.assert_close(found["numba"], found["torch"], rtol=1e-4, atol=3e-4)
 
 
-def test_no_export_without_recurrent_blocks(hybrid: Path, tmp_path: Path) -> None:
+def test_what_is_refused_of_recurrent_models(hybrid: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="recurrent"):
         export_onnx(Bundle.open(hybrid), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_nonsense_is_refused(hybrid: Path) -> None:
+    # Nonsense is refused.
     for changes, words in (
         ({"layer_types": ["linear_attention", "mamba", "full_attention"]}, "layer_types: expected linear_attention or"),
         ({"linear_num_value_heads": 3}, "expected a multiple of linear_num_key_heads"),

@@ -176,7 +176,6 @@ def test_settings_prompts_and_texts(model: Model, bundle: Path) -> None:
     (text,) = ask(WisparseLM(model, prefill="all"), "generate_until", request)
     end = model.text.encode(prompt)[-(model.max_seq_len - 8) :]
     assert text == model.generate(end, max_new_tokens=8, stop="\n", prefill="all").text
-    # Text edge.
     lm = WisparseLM(model)
     assert lm.eot_token_id == lm.prefix_token_id == 0
     assert lm.apply_chat_template([{"role": "user", "content": "hi"}]) == "<|user|>hi<|assistant|>"
@@ -325,9 +324,7 @@ def test_no_network_is_a_sentence(failure: Exception, bundle: Path, run: Run, mo
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_data_that_cannot_be_had_are_named_at_once(
-    silent: bool, bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_absent_data(silent: bool, bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The real harness and the real client: a Hub that refuses, and one that takes the call and says nothing."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr(hub, "_ANSWER_S", 0.2)

@@ -216,12 +216,9 @@ ACTIONS = st.lists(
 
 
 @given(
-    actions=ACTIONS,
-    variant=st.sampled_from(["llama", "phi3-long", "gemma3"]),
-    policy=st.sampled_from(["dense", "half", "all"]),
-    max_batch=st.integers(1, 3),
-    turn=st.sampled_from([0.0, 0.25]),
-)
+    actions=ACTIONS, variant=st.sampled_from(["llama", "phi3-long", "gemma3"]), max_batch=st.integers(1, 3),
+    policy=st.sampled_from(["dense", "half", "all"]), turn=st.sampled_from([0.0, 0.25]),
+)  # fmt: skip
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     bundles: dict[str, Bundle], decoders: dict[tuple[str, int], Decoder], monkeypatch: pytest.MonkeyPatch,

@@ -45,12 +45,9 @@ def test_greedy_and_extreme_logits() -> None:
 
 
 @given(
-    temperature=st.floats(0.3, 3),
-    top_k=st.sampled_from([0, 1, 5, 40, 300]),
-    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
-    min_p=st.sampled_from([0.0, 0.02, 0.3]),
-    seed=st.integers(0, 2**62),
-)
+    temperature=st.floats(0.3, 3), top_k=st.sampled_from([0, 1, 5, 40, 300]), seed=st.integers(0, 2**62),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]), min_p=st.sampled_from([0.0, 0.02, 0.3]),
+)  # fmt: skip
 def test_filters_are_transformers(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> None:
     settings = SamplingParams(temperature, top_k, top_p, min_p, seed)
     logits = random_logits(200, seed % 1000)

@@ -401,8 +401,7 @@ MESSAGES: dict[str, list[dict[str, Any]]] = {
     "function_call": [{"role": "assistant", "function_call": {"name": "f"}}],
     "reasoning_content": [{"role": "assistant", "content": "a", "reasoning_content": 5}],
 }
-# Of each endpoint what its request has anyway, and of each field that is named the values that are refused; the field
-# before a dot or bracket has the value.
+# Of each endpoint what its request has anyway, and the values refused by the field named (before a dot or bracket).
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     "completions": ({"prompt": "a"}, {
         "prompt": [5, [], [1, "a"], [True], None, "", ["a", ""], [-1], [2**32], [2**64], [[5], [-(2**40)]], [5, 2**33]],
@@ -570,7 +569,7 @@ def test_only_allowed_host_names_are_answered(bundle: Path) -> None:
             assert [status(host, path) for host in bad] == [400] * len(bad), path
             error = json.loads(found[-1])["error"]
             assert (error["code"], "--allowed-host" in error["message"]) == ("host_not_allowed", True)
-    # Names by the address of the server.
+    # Names go by the server's address.
     local = ["localhost", "127.0.0.1", "[::1]"]
     for address, names, expected in (
         *((address, [], local) for address in ("127.0.0.1", "::1")),
@@ -664,7 +663,7 @@ def test_slow_and_endless_clients(server: Running, monkeypatch: pytest.MonkeyPat
     asking.close()
 
 
-def test_a_failure_is_said(server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_said(server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     lose_device(monkeypatch)
     with pytest.raises(openai.APIError, match="the device is lost"):
         list(server.complete("def", max_tokens=50, stream=True))
@@ -679,8 +678,7 @@ def test_a_failure_is_said(server: Running, monkeypatch: pytest.MonkeyPatch, cap
     assert failed.response.error.message == error.message
     assert server.complete("import", max_tokens=3).choices
 
-
-def test_a_prompt_without_memory_is_told(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A prompt without memory is told.
     def scarce(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -723,8 +721,7 @@ def test_a_port_in_use() -> None:
 def _serving(bundle: Path, *options: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """``wisparse serve`` in a process of its own that ends well, and what it says when it serves."""
     command = [sys.executable, "-m", "wisparse", "serve", bundle, "--port", "0", "--backend", "torch", *options]
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=given) as server:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment) as server:
         try:
             yield server, server.stderr.readline()
             assert (server.wait(60), server.stderr.read()) == (0, "")

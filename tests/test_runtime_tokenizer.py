@@ -236,7 +236,7 @@ def test_templates_that_are_none_or_refuse() -> None:
         ChatTemplate(MISTRAL, {}).render([{"role": "assistant", "content": "x"}])
 
 
-def test_encode_leaves_the_beginning_to_the_post_processor() -> None:
+def test_special_tokens() -> None:
     plain = make_text()
     assert plain.encode(">>> 1") == BYTE_LEVEL.encode(">>> 1").ids
     tokenizer = Library.from_buffer(DATA)
@@ -247,9 +247,7 @@ def test_encode_leaves_the_beginning_to_the_post_processor() -> None:
     # A saved truncation is not applied.
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     assert len(with_changes(truncation=truncation).encode("a b c d e f g h")) > 3
-
-
-def test_special_tokens_are_left_out_of_text_unless_they_are_visible() -> None:
+    # Special tokens are left out of text unless they are visible.
     text = make_text()
     assert text.decode([0, *text.encode("x"), 3]) == "x"
     assert [text.is_special(token) for token in ("<|user|>", "x", "nowhere to be found")] == [True, False, False]
@@ -307,7 +305,7 @@ def test_texts_and_files_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ContextLengthError, match=r"the first .* of them are"):
         tokenizer.encode("a b " * 50_000, most=100)
     assert len(tokenizer.encode("a b " * 20, most=100)) <= 100
-    # The size of tokenizer json is limited.
+    # The size of tokenizer.json is limited.
     monkeypatch.setattr("wisparse.runtime.tokenizer._MAX_BYTES", 1000)
     with pytest.raises(BundleError, match=r"tokenizer\.json: expected at most 1,000 bytes"):
         make_text()

@@ -101,9 +101,8 @@ _CUTS = st.lists(st.integers(0, 200), max_size=12)
     ascii_only=st.booleans(),
     cuts=_CUTS,
 )
-def test_calls_are_found_wherever_pieces_end(
-    syntax: ToolSyntax, calls: list[tuple[str, dict[str, Any]]], before: str, ascii_only: bool, cuts: list[int]
-) -> None:
+def test_calls_are_found(syntax: ToolSyntax, calls: list[Any], before: str, ascii_only: bool, cuts: list[int]) -> None:
+    """Wherever pieces end."""
     if syntax.bare and before.strip():
         before += "\n"
     written = [(name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls]
