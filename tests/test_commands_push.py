@@ -156,8 +156,7 @@ def test_permission_comes_before_everything_else(standin: HubStandIn, bundle: Pa
     assert code == 4, said
     assert "'alice', who may not create repositories under 'bob'" in said
     assert not standin.seen("PUT|POST")
-    assert run("push", tmp_path / "nothing", "alice/tiny-50")[0] == 4
-    assert run("push", bundle, "tiny-50")[0] == 2
+    assert (run("push", tmp_path / "nothing", "alice/tiny-50")[0], run("push", bundle, "tiny-50")[0]) == (4, 2)
 
 
 def test_from_hub_id_to_hub_id(standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:

@@ -84,9 +84,8 @@ def test_text_that_just_suffices(tokenizer, tmp_path: Path) -> None:
         load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=2, seq_len=64)
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
+def test_fields_of_a_record() -> None:
+    for record, expected in (
         ({"text": "a"}, "a"),
         ({"content": "a"}, "a"),
         ({"prompt": "a", "completion": "b"}, "ab"),
@@ -96,15 +95,11 @@ def test_text_that_just_suffices(tokenizer, tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
         ({"conversations": [{"from": "human", "value": "a"}]}, [{"role": "user", "content": "a"}]),
         ("a", "a"),
-        *((record, None) for record in ({"label": 1}, {"text": 3}, {"messages": [{"role": "user"}]}, 7, None, {})),
-    ],
-)
-def test_fields_of_a_record(record: Any, expected: Any) -> None:
-    if expected is not None:
+    ):
         assert document_of(record, "x") == expected
-        return
-    with pytest.raises(CalibrationError, match=r"file\.jsonl"):
-        document_of(record, "file.jsonl")
+    for record in ({"label": 1}, {"text": 3}, {"messages": [{"role": "user"}]}, 7, None, {}):
+        with pytest.raises(CalibrationError, match=r"file\.jsonl"):
+            document_of(record, "file.jsonl")
 
 
 def test_a_folder_is_read_without_hidden_and_binary_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

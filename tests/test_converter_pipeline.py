@@ -257,8 +257,7 @@ def test_an_interrupted_run_goes_on_or_starts_over(
         monkeypatch.setattr(search_module, "Run", None)
     convert(model, out, **changed)
     assert words in caplog.text
-    assert digests(out) == expected
-    assert names(out.parent) == ["bundle", "undisturbed"]
+    assert (digests(out), names(out.parent)) == (expected, ["bundle", "undisturbed"])
 
 
 def test_every_file_of_the_source_counts(model: Path, tmp_path: Path) -> None:
@@ -300,8 +299,7 @@ def test_a_killed_overwrite_starts_over(changed: str, model: Path, out: Path, ca
     assert (out / changed).read_text() == '{"eos_token_id": 1}'
     convert(model, out, **FAST, overwrite=True)
     assert "complete already" not in caplog.text
-    assert (out / changed).read_text() == '{"eos_token_id": 2}'
-    assert names(out.parent) == ["bundle"]
+    assert ((out / changed).read_text(), names(out.parent)) == ('{"eos_token_id": 2}', ["bundle"])
 
 
 def test_a_run_killed_after_the_swap_is_finished(model: Path, out: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -310,8 +308,7 @@ def test_a_run_killed_after_the_swap_is_finished(model: Path, out: Path, caplog:
     assert names(out.parent) == ["bundle", "bundle.work"]
     convert(model, out, **FAST)
     assert "was complete already" in caplog.text
-    assert digests(out) == before
-    assert names(out.parent) == ["bundle"]
+    assert (digests(out), names(out.parent)) == (before, ["bundle"])
     with pytest.raises(UsageError, match="already exists"):  # it is over
         convert(model, out, **FAST)
 

@@ -92,8 +92,7 @@ def test_length_of_the_sequences_fits_the_device_and_the_model(settings: Convert
     # Also with the lowest and the highest sparsity there can be.
     plan = preflight(replace(settings, seq_len=None, sparsity=(0.0, 0.95)))
     assert plan.settings.seq_len == 128, "the model's context"
-    assert auto_seq_len("cpu", 4096) == 512
-    assert auto_seq_len("cuda", 131072) == 2048
+    assert (auto_seq_len("cpu", 4096), auto_seq_len("cuda", 131072)) == (512, 2048)
 
 
 # Of some options what they cannot be, refused with their name.

@@ -60,8 +60,7 @@ def test_other_sparsities_come_with_the_result(source) -> None:
         with MaskedModel(source.projections) as masked:
             result.apply_to(masked)
             found = evaluate(source.model, masked, tokens.input_ids, dict(thresholds))
-        assert set(thresholds) == set(sizes)
-        assert found.realised_sparsity == pytest.approx(sparsity, abs=0.04)
+        assert (set(thresholds), found.realised_sparsity) == (set(sizes), pytest.approx(sparsity, abs=0.04))
 
 
 @pytest.mark.parametrize("kind", ["refine", "paper"])

@@ -84,8 +84,7 @@ def test_disk_full_loses_only_the_stage_under_way(tmp_path: Path, monkeypatch: p
         patched.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(ResourceError, match="everything computed before is kept"):
             state.run("b", lambda: 2)
-    assert state.run("a", fail) == 1
-    assert state.run("b", lambda: 3) == 3
+    assert (state.run("a", fail), state.run("b", lambda: 3)) == (1, 3)
     assert not list(tmp_path.rglob("*.partial"))
 
 

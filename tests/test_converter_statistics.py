@@ -20,8 +20,7 @@ def dropped(scores: torch.Tensor, threshold: float) -> float:
 
 def test_norms_and_scales() -> None:
     norm = weight_norm(torch.tensor([[3.0, 0.0], [4.0, 2.0]], dtype=torch.bfloat16))
-    assert norm.dtype == torch.float32
-    assert norm.tolist() == [5.0, 2.0]
+    assert (norm.dtype, norm.tolist()) == (torch.float32, [5.0, 2.0])
     # Channel scale has geometric mean one.
     norm = torch.rand(100) + 0.01
     assert float(channel_scale(norm, 0.7).log().mean()) == pytest.approx(0, abs=1e-6)

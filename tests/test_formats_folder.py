@@ -66,8 +66,7 @@ def test_made_and_replaced(tmp_path: Path) -> None:
     write(out, "one")
     assert content(out) == whole("one")
     write(out, "two")
-    assert content(out) == whole("two")
-    assert os.listdir(out.parent) == ["out"]
+    assert (content(out), os.listdir(out.parent)) == (whole("two"), ["out"])
     with pytest.raises(UsageError, match="already exists; choose another output folder or pass --overwrite"):
         write(out, "three", overwrite=False)
     assert content(out) == whole("two")
@@ -234,8 +233,7 @@ def test_interrupted_after_the_swap(one_step: None, out: Path, tmp_path: Path, m
             write(out, "two")
     assert {name: text for name, text in content(out).items() if name != UNFINISHED} == whole("two")
     write(out, "three")
-    assert content(out) == whole("three")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "probe"]
+    assert (content(out), sorted(path.name for path in tmp_path.iterdir())) == (whole("three"), ["out", "probe"])
 
 
 @pytest.mark.parametrize("how", ["new", "one_step", "two_renames"])

@@ -98,8 +98,7 @@ def test_the_cache_serves_without_a_network(standin: HubStandIn, monkeypatch: py
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()  # the client reads the switch when it makes its session
     try:
-        assert fetch_source("org/model") == online
-        assert len(standin.requests) == before
+        assert (fetch_source("org/model"), len(standin.requests)) == (online, before)
         with pytest.raises(AccessError, match="HF_HUB_OFFLINE"):
             fetch_source("org/other")
     finally:
@@ -178,8 +177,7 @@ def test_a_push_that_broke_off_resumes(status: int, standin: HubStandIn, bundle:
     before = len(standin.requests)
     push_bundle(bundle, "alice/model-50")
     assert not standin.seen("^PUT", since=before)
-    assert standin.objects == stored
-    assert len(standin.repos["alice/model-50"].commits) == 2
+    assert (standin.objects, len(standin.repos["alice/model-50"].commits)) == (stored, 2)
 
 
 def test_private_never_goes_to_a_public_repository(standin: HubStandIn, bundle: Path) -> None:

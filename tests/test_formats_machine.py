@@ -66,8 +66,7 @@ def test_the_tightest_group_decides(tmp_path: Path) -> None:
 
 
 def test_a_system_without_control_groups_and_affinity_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usable_cores(tmp_path) == 8
-    assert free_memory_bytes(tmp_path) == 64 * GB
+    assert (usable_cores(tmp_path), free_memory_bytes(tmp_path)) == (8, 64 * GB)
     monkeypatch.delattr(machine.os, "sched_getaffinity", raising=False)
     assert usable_cores(tmp_path) == psutil.cpu_count()
 

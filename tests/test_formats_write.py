@@ -228,8 +228,7 @@ def test_failure_leaves_nothing(
         with pytest.raises(expected):
             write_tiny_bundle(folder, model, overwrite=overwrite)
         _fail_after(monkeypatch, 0, error)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "out"]
-    assert files_of(out) == before
+    assert (sorted(file.name for file in tmp_path.iterdir()), files_of(out)) == (["model", "out"], before)
 
 
 def test_too_little_room_is_seen_before_any_work(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

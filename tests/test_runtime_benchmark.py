@@ -125,9 +125,7 @@ def test_one_table_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPat
     result = bench(bundle, "--runs", "2", "--baseline", "torch.compile", "--all-weights")
     assert result.exit_code == 0, result.output
     ((found, baseline, _),) = shown
-    assert list(found) == ["native", "int8", "int4"]
-    assert baseline.name == "torch.compile"
-    assert len(baseline.runs) == 2
+    assert (list(found), baseline.name, len(baseline.runs)) == (["native", "int8", "int4"], "torch.compile", 2)
     table = result.stdout.splitlines()
     (head,) = [line for line in table if line.startswith("weights ")]
     assert head.index("sparsity") < head.index("tok/s") < head.index("over torch.compile") < head.index("over own")
@@ -135,8 +133,7 @@ def test_one_table_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPat
     (row,) = [line.split() for line in table if line.startswith("native ") and "dense" in line]
     assert row[4:6] == [f"{own / baseline.tok_per_s:.2f}x", "1.00x"]
     alone = json.loads(bench(bundle, "--baseline", "torch.compile", "--json").stdout)
-    assert alone["workload"]["new_tokens"] == 3
-    assert alone["baseline"]["name"] == "torch.compile"
+    assert (alone["workload"]["new_tokens"], alone["baseline"]["name"]) == (3, "torch.compile")
     result = bench(bundle, "--baseline", "torch.compile")
     assert result.exit_code == 0, result.output
     found, baseline, _ = shown[-1]
@@ -152,8 +149,7 @@ def test_the_baseline_is_really_compiled(tmp_path: Path) -> None:
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     found = time_compiled(opened, Workload(4, 3, 2, 2), torch.device("cpu"), torch.bfloat16)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled + 1  # one for all positions
-    assert len(found.runs) == 2
-    assert found.dtype == "bfloat16"
+    assert (len(found.runs), found.dtype) == (2, "bfloat16")
 
 
 def test_a_baseline_that_cannot_be(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

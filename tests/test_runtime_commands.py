@@ -223,8 +223,7 @@ def test_prompts_from_a_file_go_on_after_a_kill(bundle: Path, tmp_path: Path, ru
     assert "other prompts, settings" in err
     # One that was killed before its first answer has nothing to lose.
     progress.write_text("0" * 64 + "\n")
-    assert run(*line)[0] == 0
-    assert output.read_bytes() == whole
+    assert (run(*line)[0], output.read_bytes()) == (0, whole)
 
 
 def test_only_a_line_feed_ends_a_line_of_prompts(tmp_path: Path, run: Run) -> None:

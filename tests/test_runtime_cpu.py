@@ -185,8 +185,7 @@ def test_bits_are_reproducible(opened: Callable[[str], Bundle], variant: str, dt
             else:  # a negative id is an idle row
                 alone = [decoder.decode(torch.where(torch.arange(3) == slot, step, -1)).clone() for slot in range(3)]
                 rows.append(torch.stack([alone[slot][slot] for slot in range(3)]))
-        assert decoder._step._team.size == threads
-        assert decoder.lengths == [len(prompt) + 12 for prompt in PROMPTS]
+        assert (decoder._step._team.size, decoder.lengths) == (threads, [len(prompt) + 12 for prompt in PROMPTS])
         results.append(torch.stack(rows))
     assert all(torch.equal(result, results[0]) for result in results)
 

@@ -52,8 +52,7 @@ class Reader:
     def answer(self) -> Generation:
         while (chunk := self.next()).finish_reason is None:
             pass
-        assert chunk.finish_reason == chunk.generation.finish_reason
-        assert self.text == chunk.generation.text
+        assert (chunk.finish_reason, self.text) == (chunk.generation.finish_reason, chunk.generation.text)
         return chunk.generation
 
     def error(self) -> WisparseError:
@@ -139,8 +138,7 @@ def test_a_cancelled_request_frees_its_place(model: Model, engine: Engine) -> No
     engine.cancel(long[0][1])  # once more is as good as once
     engine.cancel(ask(model, "import", 80)[1])  # before the engine's thread has seen it
     engine.call(lambda: None)
-    assert engine.state == IDLE
-    assert engine.scheduler.slots == [None] * 3
+    assert (engine.state, engine.scheduler.slots) == (IDLE, [None] * 3)
     assert not engine.scheduler.waiting
 
 
@@ -159,8 +157,7 @@ def test_submitting_and_cancelling_at_once_leaves_nothing_behind(model: Model, e
 
     in_threads(client, 4)
     engine.call(lambda: None)
-    assert engine.state == IDLE
-    assert engine.scheduler.slots == [None] * 3
+    assert (engine.state, engine.scheduler.slots) == (IDLE, [None] * 3)
     assert (engine._open, list(engine._inbox), engine._waiting) == (set(), [], [])
     assert (list(engine.scheduler.waiting), engine.scheduler.prefilling) == ([], None)
     assert len(answer_of(model, "import", 3)) == 3

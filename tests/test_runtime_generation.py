@@ -118,8 +118,7 @@ def test_stop_tokens_end_a_text_and_have_no_text(model: Model, monkeypatch: pyte
     free = model.generate("x = 1\n", max_new_tokens=10)
     steps = 0
     stopped = model.generate("x = 1\n", max_new_tokens=10, stop="<|user|>")
-    assert len(free.token_ids) == 10
-    assert stopped.token_ids == free.token_ids[:6]
+    assert (len(free.token_ids), stopped.token_ids) == (10, free.token_ids[:6])
     assert (stopped.token_ids[-1], stopped.finish_reason) == (1, "stop")
     assert free.text.startswith(stopped.text)
 
@@ -156,8 +155,7 @@ def test_a_bundle_without_a_tokenizer_takes_ids(tiny: Bundle) -> None:
     assert tiny.read_bytes("tokenizer.json") is None
     plain = wisparse.load(tiny.folder, backend="torch")
     answers = plain.generate([[5, 6, 7], [8]], max_new_tokens=6)
-    assert [len(answer.token_ids) for answer in answers] == [6, 6]
-    assert answers[0].text == ""
+    assert ([len(answer.token_ids) for answer in answers], answers[0].text) == ([6, 6], "")
     assert plain.generate([8], max_new_tokens=6).token_ids == answers[1].token_ids
     for use in (lambda: plain.generate("text"), lambda: plain.tokenizer):
         with pytest.raises(UsageError, match="this bundle has no tokenizer: give token ids"):
@@ -229,21 +227,18 @@ def test_sparse_from() -> None:
     assert [sparse_from("half", length) for length in (1, 2, 3)] == [1, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("context", "free", "max_batch", "expected"),
-    [(256, 10**6, 1, 256), (256, 0, 1, 256), (5000, 10**6, 1, 5000), (5000, 1000, 1, 768), (5000, 1000, 3, 256),
-     (5000, 1200, 1, 1024)],
-)  # fmt: skip
-def test_default_max_seq_len(
-    tiny: Bundle, monkeypatch: pytest.MonkeyPatch, context: int, free: int, max_batch: int, expected: int
-) -> None:
+def test_default_max_seq_len(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """``free``: positions that four times the share of the cache holds; the fewest are 256."""
     position = 2 * 3 * 2 * 16 * 4  # keys and values, blocks, heads, head_dim, float32
-    available = free * 4 * position + 1000
-    monkeypatch.setattr("wisparse.runtime.decoding.decoder.available_bytes", lambda device: available)
-    config = Bundle.open(tiny.folder).config
-    object.__setattr__(config, "max_position_embeddings", context)
-    assert default_max_seq_len(config, torch.float32, torch.device("cpu"), max_batch, 1000) == expected
+    for context, free, max_batch, expected in (
+        (256, 10**6, 1, 256), (256, 0, 1, 256), (5000, 10**6, 1, 5000), (5000, 1000, 1, 768), (5000, 1000, 3, 256),
+        (5000, 1200, 1, 1024),
+    ):  # fmt: skip
+        available = Mock(return_value=free * 4 * position + 1000)
+        monkeypatch.setattr("wisparse.runtime.decoding.decoder.available_bytes", available)
+        config = Bundle.open(tiny.folder).config
+        object.__setattr__(config, "max_position_embeddings", context)
+        assert default_max_seq_len(config, torch.float32, torch.device("cpu"), max_batch, 1000) == expected
 
 
 @pytest.mark.exhaustive

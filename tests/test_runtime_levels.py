@@ -114,8 +114,7 @@ def test_verbs_take_a_level(example: Path) -> None:
     run = CliRunner().invoke
     wanted = ["--prompt", "def f", "--max-new-tokens", "8", "--device", "cpu"]
     found = run(cli, ["generate", str(example), "--sparsity", "0.3", *wanted])
-    assert found.exit_code == 0
-    assert found.stdout.strip() == expected.strip()
+    assert (found.exit_code, found.stdout.strip()) == (0, expected.strip())
     options = {"generate": wanted, "inspect": [], "bench": [], "eval": ["--text", str(example / "wisparse.json")]}
     for verb, more in options.items():
         refused = run(cli, [verb, str(example), "--sparsity", "0.4", *more])
@@ -251,8 +250,7 @@ def test_levels_take_turns(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(late.output_token_ids) == 1  # read at once
     run(scheduler)
     # 0.25 s are three steps of 0.1 s; row 1 has five to decode, row 0 seven more.
-    assert steps[5:] == [[1]] * 3 + [[0]] * 3 + [[1]] * 2 + [[0]] * 4
-    assert switches == [5, 8, 11, 13]
+    assert (steps[5:], switches) == ([[1]] * 3 + [[0]] * 3 + [[1]] * 2 + [[0]] * 4, [5, 8, 11, 13])
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
@@ -289,8 +287,7 @@ def test_a_model_keeps_its_own_level(example: Path) -> None:
     dense = model.request(list(SHARED), max_new_tokens=4, sparsity=0)
     model.engine.submit(dense, lambda item: ended.set(), final_only=True)
     assert ended.wait(60)
-    assert model.sparsity == 0.5
-    assert model.generate("def f", max_new_tokens=8).token_ids == expected
+    assert (model.sparsity, model.generate("def f", max_new_tokens=8).token_ids) == (0.5, expected)
     model.engine.submit(replace(dense), print, final_only=True)
     model.engine.stop()
     measured = model.engine.call(lambda: model.decoder.logits(PROMPT, 0).clone())

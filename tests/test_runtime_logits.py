@@ -93,8 +93,7 @@ def test_an_answer_is_the_same_among_others_who_ask_for_less(model: Model) -> No
         requests.append(scheduler.add(request))
     run(scheduler)
     assert [tuple(request.output_token_ids) for request in requests] == [answer.token_ids for answer in alone]
-    assert len(model.tokenizer.decode(ruled.output_token_ids)) == 12
-    assert ruled.finish_reason == "stop"
+    assert (len(model.tokenizer.decode(ruled.output_token_ids)), ruled.finish_reason) == (12, "stop")
 
 
 def test_a_banned_token_never_comes_and_a_wanted_one_always_does(model: Model) -> None:
@@ -116,8 +115,7 @@ def test_scores_are_the_models_own(model: Model) -> None:
     whole = torch.tensor([*ids, *answer.token_ids])
     log_probs = model.decoder.logits(whole, sparse_from("dense", len(ids))).log_softmax(-1)[len(ids) - 1 : -1]
     for token, score, row in zip(answer.token_ids, answer.scores, log_probs, strict=True):
-        assert score.token_id == token
-        assert score.logprob == pytest.approx(float(row[token]), abs=2e-3)
+        assert (score.token_id, score.logprob) == (token, pytest.approx(float(row[token]), abs=2e-3))
         top = row.topk(3)
         assert [value for _, value in score.top] == pytest.approx(top.values.tolist(), abs=2e-3)
         assert score.top[0][0] == int(top.indices[0])
@@ -186,8 +184,7 @@ def test_a_grammar_that_fails_ends_its_own_answer(model: Model, steps: int) -> N
         run(scheduler)
     assert scheduler.fail() == [ruled]
     run(scheduler)
-    assert tuple(other.output_token_ids) == alone
-    assert len(ruled.output_token_ids) == steps
+    assert (tuple(other.output_token_ids), len(ruled.output_token_ids)) == (alone, steps)
 
 
 NESTED = 3000

@@ -220,8 +220,7 @@ def test_side_by_side(browser: Browser, example_model: Path, tmp_path: Path, mon
         ask(tab, "what?")
         # It says which one runs; the other has not begun.
         tab.until("document.querySelector('.answer .words')?.textContent")
-        assert status(tab) == "Answering, 60% sparse …"
-        assert len(answers(tab)) == 1
+        assert (status(tab), len(answers(tab))) == ("Answering, 60% sparse …", 1)
         go_on.set()
         tab.until("by('status').textContent.startsWith('Answered')")
         assert answers(tab) == [expected[0.6][0], expected[0.0][0]]
@@ -235,8 +234,7 @@ def test_side_by_side(browser: Browser, example_model: Path, tmp_path: Path, mon
         # Each side goes on with its own answer.
         ask(tab, "and then?")
         tab.until("document.querySelectorAll('.answer').length === 4 && running === null")
-        assert answers(tab)[2:] == [expected[0.6][1], expected[0.0][1]]
-        assert tab.complaints() == []
+        assert (answers(tab)[2:], tab.complaints()) == ([expected[0.6][1], expected[0.0][1]], [])
         tab.close()
 
 

@@ -94,8 +94,7 @@ def test_a_next_turn_reads_the_rest(bundles: dict[str, Bundle], backend: str, mo
         read = watch_prefill(decoder, patch)
         again = run(scheduler, Request(second, 5))
     # The prompt's whole chunks serve again. The answer was decoded with the masks: it is read again, densely.
-    assert again.cached_tokens == 16
-    assert read == [(16, 24), (24, 32), (32, 36)]
+    assert (again.cached_tokens, read) == (16, [(16, 24), (24, 32), (32, 36)])
     assert again.output_token_ids == run(Scheduler(decoder), Request(second, 5)).output_token_ids
     # The same prompt once more: its last position has to be read for what follows it.
     assert run(scheduler, Request(second[:32], 5)).cached_tokens == 24
@@ -104,9 +103,8 @@ def test_a_next_turn_reads_the_rest(bundles: dict[str, Bundle], backend: str, mo
 PROMPT = list(range(20))
 
 
-@pytest.mark.parametrize(
-    ("held", "held_from", "tokens", "sparse_from", "block_size", "expected"),
-    [
+def test_positions_serve_only_whom_they_were_read_for() -> None:
+    for held, held_from, tokens, sparse_from, block_size, expected in (
         (PROMPT, 20, [*PROMPT, 50], 21, 1, 20),
         (PROMPT, 20, PROMPT, 20, 1, 19),
         (PROMPT, 20, [*PROMPT[:9], 50, *PROMPT], 30, 1, 9),
@@ -119,16 +117,12 @@ PROMPT = list(range(20))
         # Beyond 30 tokens every position is turned otherwise.
         (PROMPT, 20, [*PROMPT, *range(50, 62)], 32, 1, 0),
         (list(range(600)), 600, [*range(599), 7], 600, 1, 599),
-    ],
-)
-def test_positions_serve_only_whom_they_were_read_for(
-    held: list[int], held_from: int, tokens: list[int], sparse_from: int, block_size: int, expected: int
-) -> None:
-    prefixes = PrefixCache(1, block_size, 30)
-    prefixes.note(0, held, len(held), held_from, 0.5)
-    assert prefixes.choose(tokens, sparse_from, 0.5, [0])[2] == expected
-    # At another level only where they were read dense, and are to be.
-    assert prefixes.choose(tokens, sparse_from, 0.3, [0])[2] == min(expected, held_from, sparse_from)
+    ):
+        prefixes = PrefixCache(1, block_size, 30)
+        prefixes.note(0, held, len(held), held_from, 0.5)
+        assert prefixes.choose(tokens, sparse_from, 0.5, [0])[2] == expected
+        # At another level only where they were read dense, and are to be.
+        assert prefixes.choose(tokens, sparse_from, 0.3, [0])[2] == min(expected, held_from, sparse_from)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -198,8 +192,7 @@ def test_others_go_on_beside_scoring(bundles: dict[str, Bundle], scored: bool, m
         if scheduler.step() == [stream]:
             between.append(sum(stop - start for start, stop in read))
             del read[:]
-    assert max(between) == (6 if scored else CHUNK)
-    assert len(prompt.prompt_scores or ()) == (44 if scored else 0)
+    assert (max(between), len(prompt.prompt_scores or ())) == (6 if scored else CHUNK, 44 if scored else 0)
 
 
 LEVELS = st.sampled_from([None, None, 0, 0.3, 0.6])

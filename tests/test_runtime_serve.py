@@ -288,8 +288,7 @@ def test_what_lm_eval_asks(server: Running, model: Model) -> None:
                 assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
                 assert (max(top.values()) == pytest.approx(own)) == (float(row.max()) == own)
             assert choice["text"].startswith(text)
-            assert (choice["text"] == text) == (most == 0)
-            assert choice["finish_reason"] == "length"
+            assert (choice["text"] == text, choice["finish_reason"]) == (most == 0, "length")
         assert found["usage"]["completion_tokens"] == 2 * most
         assert found["usage"]["prompt_tokens"] == sum(map(len, prompts))
     chunks = list(server.complete(texts[0], max_tokens=2, logprobs=1, echo=True, stream=True))
@@ -363,8 +362,7 @@ def test_what_needs_a_template(server: Running, monkeypatch: pytest.MonkeyPatch)
 
 def test_models_health_and_what_is_not_here(server: Running) -> None:
     client = server.client()
-    assert [one.id for one in client.models.list()] == [NAME]
-    assert client.models.retrieve(NAME).id == NAME
+    assert ([one.id for one in client.models.list()], client.models.retrieve(NAME).id) == ([NAME], NAME)
     with pytest.raises(openai.NotFoundError, match="model: expected 'example', found 'gpt-4'"):
         client.completions.create(model="gpt-4", prompt="a")
     with pytest.raises(openai.InternalServerError) as refused:

@@ -91,8 +91,7 @@ def test_stop_strings_across_any_borders(text: str, stops: list[str], cuts: list
     # Wherever the borders were, the result is that of the whole text.
     ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     end, start = min(ends, default=(0, len(text)))
-    assert matcher.found == (text[start:end] if ends else None)
-    assert out == text[:start]
+    assert (matcher.found, out) == (text[start:end] if ends else None, text[:start])
 
 
 WORK = """{% macro turn(m, last) %}{{ '<' ~ m.role ~ '>' + m.content | replace('x', 'yy') | indent(2) }}{% endmacro %}

@@ -109,8 +109,7 @@ def test_calls_are_found(syntax: ToolSyntax, calls: list[Any], before: str, asci
     text = before + _written(syntax, written)
     for whole_calls in (True, False):
         said, found = _split(syntax, _pieces(text, cuts), whole=whole_calls)
-        assert said == before.rstrip()
-        assert [tuple(call) for call in found] == written
+        assert (said, [tuple(call) for call in found]) == (before.rstrip(), written)
         assert _split(syntax, _pieces(text, cuts), whole=whole_calls, one=True)[1] == [list(written[0])]
 
 
