@@ -403,12 +403,15 @@ def test_a_folder_that_cannot_be_made_is_said_so(places: dict[str, str], tmp_pat
         ("convert NOTOKENS -o out", "no tokenizer: expected tokenizer.json beside config.json, found none; copy it"),
         ("convert EMBEDDING -o out", "an embedding, reward or classification model writes no text: give the causal LM"),
         ("convert MODEL -o /proc/x", "/proc/x: /proc cannot be written to; choose another output folder"),
-        ("convert models/tune -o out", "is no folder 'models/tune' here; 'models/tune' is not in the Hub's cache"),
+        ("convert a/tune -o out", "there is no folder 'a/tune' here; 'a/tune' is not in the Hub's cache"),
         ("convert ./tune -o out", "cannot open model './tune': there is no such folder, and it is not a Hub id"),
-        ("generate tune --prompt x", "is no folder 'tune' here; 'tune' is not in the Hub's cache at this revision"),
+        ("generate a --prompt x", "there is no folder 'a' here; 'a' is not in the Hub's cache at this revision"),
         ("generate TEXT --prompt x", "is a file, not a folder: give the folder of a bundle, or its Hub id"),
         ("push TEXT me/it", "is a file, not a folder: give the folder of a bundle, or its Hub id"),
-        ("generate BUNDLE --dtype int8", "auto, bfloat16, float16, float32; int8 weights are chosen by --weights"),
+        (
+            "generate BUNDLE --dtype int8",
+            "expected auto, bfloat16, float16, float32; int8 weights are chosen by --weights",
+        ),
         ("convert MODEL --dtype fp8", "fp8 weights are chosen by --weights fp8"),
     ],
 )

@@ -199,9 +199,8 @@ def test_another_level_is_the_same_bundle(intact: Path) -> None:
 
 @pytest.mark.parametrize("sparsity", [0.4, -0.3, 1, float("nan"), float("inf"), True, "0.3", None])
 def test_a_level_that_the_bundle_lacks(sparsity: Any, intact: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"bundle's sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
-    ):
+    words = r"one of the bundle's sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
+    with pytest.raises(UsageError, match=words):
         Bundle.open(intact).at(sparsity)
 
 
