@@ -22,11 +22,9 @@ from wisparse.runtime.generation.scheduler import Scheduler
 
 @torch.inference_mode()
 def make_bundle(source: Path, out: Path, *sparsities: float) -> Path:
-    """A bundle of ``source`` with random channel scales and the thresholds that drop as many of the channels.
+    """A bundle with random channel scales and the thresholds that drop as many of the channels.
 
-    Args:
-        sparsities: of the sparsity levels, ascending, the last one the default; without them one of 0.5.
-    """
+    ``sparsities``: of the levels, ascending, the last one the default; without them one of 0.5."""
     from transformers import AutoModelForCausalLM
 
     checkpoint = Checkpoint.open(source, complete=full_config)

@@ -53,10 +53,7 @@ def change_tensors(folder: Path, change: Callable[[Parts], Any]) -> None:
 def compressed(
     form: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None = None
 ) -> tuple[Pack, dict[str, Any]]:
-    """How compressed-tensors stores a weight, and the ``quantization_config`` for it.
-
-    Scales come from our own rounding; codes, packing and what is said about them from the package.
-    """
+    """How compressed-tensors stores a weight, with scales of our own rounding, and the ``quantization_config`` for it."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme

@@ -212,10 +212,8 @@ def scaled_weights(variant: str, factor: float, folder: Path, *endings: str) -> 
 
 
 def test_float16_holds_hidden_states_that_overflow_it(tmp_path: Path) -> None:
-    """Gemma's norms of outputs can put them beyond 65,504; then the next norm squares them.
-
-    ONNX's own evaluator rounds every value to float16, unlike ONNX Runtime on a CPU.
-    """
+    """Gemma's norms of outputs can put them beyond 65,504; then the next norm squares them. ONNX's own evaluator rounds
+    every value to float16, unlike ONNX Runtime on a CPU."""
     norms = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
     folder = scaled_weights("gemma2", 4e4, tmp_path, *norms)
     model = load(export(folder, tmp_path / "out", dtype="float16"), weights=True)

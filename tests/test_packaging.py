@@ -244,11 +244,8 @@ def _shown() -> list[tuple[str, list[str]]]:
 
 
 def _words(text: str) -> str:
-    """Text as one line without what differs from run to run.
-
-    Numbers, where lines are broken, which steps took long enough to be named (under a second none is), and that kernels
-    are compiled, which only a machine's first run says.
-    """
+    """Text as one line without what differs from run to run: numbers, where lines are broken, which steps took long
+    enough to be named, and that kernels are compiled, which only a machine's first run says."""
     line = " ".join(re.sub(r"\d[\d,.]*(?:e-\d+)?", "0", text).split())
     line = re.sub(r"compiling 0 kernels? for the \w+, which takes some seconds; [^;]*? on disk ", "", line)
     line = line.replace("still compiling after 0 s ", "")

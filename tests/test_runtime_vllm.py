@@ -1,7 +1,5 @@
-"""The plug-in for vLLM: what it decides by itself here, and inside the engine in an environment of its own.
-
-That one is named by WISPARSE_VLLM_PYTHON; ``.ci/run`` makes it, with vLLM's engine for CPUs.
-"""
+"""The plug-in for vLLM: what it decides by itself here, and inside the engine in an environment of its own, named by
+WISPARSE_VLLM_PYTHON; ``.ci/exhaustive`` makes it, with vLLM's engine for CPUs."""
 
 from __future__ import annotations
 
