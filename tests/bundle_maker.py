@@ -22,11 +22,9 @@ from wisparse.runtime.generation.scheduler import Scheduler
 
 @torch.inference_mode()
 def make_bundle(source: Path, out: Path, *sparsities: float) -> Path:
-    """A bundle of ``source`` with random channel scales and the thresholds that drop as many of the channels.
+    """A bundle with random channel scales and the thresholds that drop as many of the channels.
 
-    Args:
-        sparsities: of the sparsity levels, ascending, the last one the default; without them one of 0.5.
-    """
+    ``sparsities``: of the levels, ascending, the last one the default; without them one of 0.5."""
     from transformers import AutoModelForCausalLM
 
     checkpoint = Checkpoint.open(source, complete=full_config)
@@ -54,15 +52,20 @@ def make_bundle(source: Path, out: Path, *sparsities: float) -> Path:
     tokens = torch.randint(3, checkpoint.config.vocab_size, (1, 48), generator=generator)
     model(tokens, use_cache=False)
     levels = {sparsity: {p.name: masks[p.name] for p in projections} for sparsity, masks in levels.items()}
-    calibration = CalibrationRecord("self", 1, 48, 48, 0, "0" * 64)
-    recipe = tiny_recipe(
-        checkpoint.config, levels, base_model="org/source", default=sparsities[-1], calibration=calibration, search={}
-    )
+    said = {"default": sparsities[-1], "calibration": CalibrationRecord("self", 1, 48, 48, 0, "0" * 64), "search": {}}
+    recipe = tiny_recipe(checkpoint.config, levels, base_model="org/source", **said)
     return write_bundle(checkpoint, recipe, levels, out)
 
 
 def cpu_decoder(bundle: Bundle, backend: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Decoder:
     return make_decoder(bundle, device=torch.device("cpu"), dtype=dtype, backend=backend, **settings)
+
+
+def small_chunks(bundle: Bundle, backend: str = "torch", max_batch: int = 1) -> Decoder:
+    """One that reads prompts, and keeps what it has read, in pieces of eight positions."""
+    decoder = cpu_decoder(bundle, backend, max_seq_len=64, max_batch=max_batch)
+    decoder.prefill_chunk = decoder.prefix_block_size = 8
+    return decoder
 
 
 def run(scheduler: Scheduler, request: Request | None = None) -> Any:

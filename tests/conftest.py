@@ -32,8 +32,6 @@ hypothesis.settings.register_profile("project", deadline=None, derandomize=bool(
 hypothesis.settings.load_profile("project")
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
 # Files that take longest, longest first: a worker that begins one of them last would run alone for minutes.
 _LONG = ("test_kernels_triton", "test_every_family", "test_converter_pipeline", "test_packaging")
 
@@ -97,6 +95,12 @@ def model(chat_bundle: Path) -> Iterator[Model]:
 
     with wisparse.load(chat_bundle, dtype="float32", backend="torch", max_seq_len=256) as model:
         yield model
+
+
+@pytest.fixture(params=[False, True])
+def stream(request: pytest.FixtureRequest) -> bool:
+    """Whether a server's answer comes in pieces."""
+    return bool(request.param)
 
 
 @pytest.fixture(scope="module")

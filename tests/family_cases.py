@@ -68,6 +68,15 @@ def greedy(decoder: Decoder, prompt: Tensor, count: int, start: int | None = Non
     return rows.argmax(1).tolist(), rows
 
 
+def runtime_tokens(
+    folder: Path, prompt: list[int], count: int, start: int | None = None, sparsity: float | None = None
+) -> list[int]:
+    """Greedy tokens of the plain decoder in float32."""
+    bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
+    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
+    return greedy(decoder, torch.tensor(prompt), count, start)[0]
+
+
 @dataclass(frozen=True)
 class ClearAnswer:
     """What transformers says to a prompt after which rounding decides nothing."""
@@ -134,15 +143,8 @@ def watch_inputs(model: torch.nn.Module, bundle: Bundle) -> Inputs:
 
 def generate(model: Any, prompt: Tensor) -> tuple[list[int], Tensor]:
     """Greedy tokens by transformers, and the logits (COUNT, V) that they were chosen from."""
-    out = model.generate(
-        prompt[None],
-        max_new_tokens=COUNT,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(prompt[None], max_new_tokens=COUNT, output_logits=True, return_dict_in_generate=True, **how)
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
 
 

@@ -46,11 +46,10 @@ from hostile_mutations import MUTATIONS, TOO_BROKEN
 from quantised_models import PUBLISHED, quantise_model
 from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
 
+from wisparse import BundleError, UsageError, WisparseError, load
 from wisparse.cli import main as command_line
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.card import check_amendable
-from wisparse.formats.errors import BundleError, UsageError, WisparseError
-from wisparse.runtime.backends import load
 from wisparse.runtime.tokenizer import check_tokenizer
 
 SECONDS = 5.0
@@ -86,8 +85,7 @@ def build(folder: Path) -> list[Path]:
 
 def meaning(bundle: Bundle) -> str:
     """Digest of all that decides what a bundle answers."""
-    digest = hashlib.sha256()
-    digest.update(json.dumps([bundle.config_dict, bundle.recipe.to_dict()], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([bundle.config_dict, bundle.recipe.to_dict()], sort_keys=True).encode())
     for masks in bundle.levels.values():
         for name, mask in masks.items():
             digest.update(f"{name} {mask.threshold!r} {mask.sparsity!r}".encode())
@@ -102,7 +100,6 @@ def meaning(bundle: Bundle) -> str:
 
 
 def answers(folder: Path) -> list[tuple[int, ...] | str]:
-    """What the bundle generates, or the sentence that says why it does not."""
     try:
         model = load(folder, device="cpu", backend="torch", max_seq_len=32)
     except UsageError as error:  # a forged context that is shorter
@@ -188,9 +185,7 @@ def _commands(folder: Path, forged: bool, refused: bool | None) -> None:
             raise AssertionError(f"wisparse {args[0]}: exit code {code}, stderr {err.getvalue()[-500:]!r}")
 
 
-def run_case(
-    name: str, intact: Path, wanted: tuple[str, list[Any]], folder: Path, done: list[str], seconds: float
-) -> str:
+def run_case(name: str, intact: Path, wanted: tuple[str, list], folder: Path, done: list[str], seconds: float) -> str:
     """Returns what came out of case ``name``; raises what should not. ``done`` gets the damage, as ``kind: what``."""
     random = Random(name)
     when = random.choices(["before", "after verify", "after opening"], [8, 1, 1])[0]
@@ -250,7 +245,6 @@ def run_case(
 
 
 def run(names: Sequence[str], seconds: float = SECONDS) -> dict[str, Any]:
-    """Run cases by their names, each ``seed:case``, and summarise."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     outcomes: Counter[str] = Counter()

@@ -365,15 +365,14 @@ def lying_findings(random: Random, folder: Path) -> str:
     return text[:100]
 
 
-MUTATIONS: dict[str, Callable[[Random, Path], str]] = {
-    "odd_settings": lambda random, folder: _change_document(
-        random, _pick(random, folder, "config.json", "wisparse.json")
-    ),
-    "odd_header": lambda random, folder: _change_document(random, _pick(random, folder, "*.safetensors")),
-} | {
-    mutation.__name__: mutation
-    for mutation in (
-        *(cut_or_grow, flip_bits, splice, swap_files, not_a_file, more_files, odd_json, lying_length, json_bomb),
-        *(odd_tensor, swap_tensors, bad_tokenizer, bad_template, lying_findings),
-    )
-}
+def odd_settings(random: Random, folder: Path) -> str:
+    return _change_document(random, _pick(random, folder, "config.json", "wisparse.json"))
+
+
+def odd_header(random: Random, folder: Path) -> str:
+    return _change_document(random, _pick(random, folder, "*.safetensors"))
+
+
+_ALL = (odd_settings, odd_header, cut_or_grow, flip_bits, splice, swap_files, not_a_file, more_files, odd_json)
+_ALL += (lying_length, json_bomb, odd_tensor, swap_tensors, bad_tokenizer, bad_template, lying_findings)
+MUTATIONS: dict[str, Callable[[Random, Path], str]] = {mutation.__name__: mutation for mutation in _ALL}

@@ -26,8 +26,6 @@ from huggingface_hub.utils.sha import git_hash
 
 TOKEN = "hf_test_token_of_alice"
 READ_TOKEN = "hf_test_token_that_reads"
-
-
 State = tuple[str, dict[str, bytes]]  # commit, files
 
 
@@ -119,11 +117,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._handle()
-
-    do_HEAD = do_POST = do_PUT = do_GET
-
-    def _handle(self) -> None:
         request = f"{self.command} {unquote(urlsplit(self.path).path)}"
         with self.hub.lock:
             due = (fault for fault in self.hub.faults if fault.times > 0 and re.search(fault.pattern, request))
@@ -145,6 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
                     self._route(request, body)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+
+    do_HEAD = do_POST = do_PUT = do_GET
 
     def _read_body(self, limit: int | None = None) -> bytes:
         if self.headers.get("transfer-encoding", "").lower() == "chunked":

@@ -38,14 +38,12 @@ def quantise_model(plain: Path, out: Path, pack: Pack, config: Mapping[str, Any]
 
 
 def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change ``config.json`` in place."""
     document = json.loads((folder / "config.json").read_text())
     change(document)
     (folder / "config.json").write_text(json.dumps(document))
 
 
 def change_tensors(folder: Path, change: Callable[[Parts], Any]) -> None:
-    """Change the tensors of the only file of weights."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -55,10 +53,7 @@ def change_tensors(folder: Path, change: Callable[[Parts], Any]) -> None:
 def compressed(
     form: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None = None
 ) -> tuple[Pack, dict[str, Any]]:
-    """How compressed-tensors stores a weight, and the ``quantization_config`` for it.
-
-    Scales come from our own rounding; codes, packing and what is said about them from the package.
-    """
+    """How compressed-tensors stores a weight, with scales of our own rounding, and the ``quantization_config`` for it."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme

@@ -16,9 +16,7 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5],
     "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
 }
-YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
-}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
 _NEAR = {"rope_type": "default", "rope_theta": 100.0}  # of the blocks with a window
 _WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
@@ -153,12 +151,8 @@ def make_wrapper(name: str, out: Path, *, vocab_size: int = 101) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     model_type, settings, text, vision = WRAPPERS[name]
-    config = AutoConfig.for_model(
-        model_type,
-        text_config={"vocab_size": vocab_size, **_SIZES, **text},
-        vision_config=vision,
-        **settings,
-    )
+    text = {"vocab_size": vocab_size, **_SIZES, **text}
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **settings)
     return _save(AutoModelForImageTextToText, config, name, out)
 
 
@@ -178,8 +172,7 @@ def _save(auto: Any, config: Any, name: str, out: Path) -> Path:
     with torch.no_grad():
         scalars = [pair for pair in model.named_buffers() if pair[0].endswith("layer_scalar")]
         for name, parameter in [*model.named_parameters(), *scalars]:
-            # The usual initialisation is so small that every token gives nearly the same logits, and its zero biases
-            # would hide a forgotten one.
+            # The usual initialisation gives nearly the same logits to every token, and zero biases hide a forgotten one.
             if parameter.dim() == 2:
                 parameter.normal_(std=1.2 * parameter.shape[1] ** -0.5 if "embed" not in name else 0.5)
             elif name.endswith(("norm.weight", "layer_scalar")):

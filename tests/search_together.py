@@ -28,7 +28,6 @@ def settings(kind: str) -> SearchSettings:
 
 
 def flat(result: SearchResult) -> list:
-    """All of a result as JSON values."""
     scales = {name: scale.tolist() for name, scale in result.channel_scales.items()}
     return json.loads(json.dumps([{n: vars(p) for n, p in result.projections.items()}, scales, result.details]))
 

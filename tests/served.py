@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,6 @@ TEMPLATE = (
 
 
 class Running:
-    """A server in a thread of this process."""
-
     def __init__(self, bundle: Path, **more: Any) -> None:
         self.settings = ServeSettings(NAME, **more)
         self._listener = open_socket("127.0.0.1", 0)
@@ -76,12 +76,14 @@ class Running:
         page = self.request("GET", "/metrics").read().decode()
         return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
 
-    def idle(self) -> None:
-        """Wait until nothing runs and nothing waits."""
-        deadline = time.monotonic() + 30
-        while self.metric("wisparse_running ") + self.metric("wisparse_waiting "):
-            assert time.monotonic() < deadline, "a request is still there"
+    def until(self, true: Callable[[], object], seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < deadline
             time.sleep(0.02)
+
+    def idle(self) -> None:
+        self.until(lambda: self.metric("wisparse_running ") + self.metric("wisparse_waiting ") == 0, 30)
 
 
 def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -94,6 +96,18 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(TorchDecoder, "decode", held)
     return go_on
+
+
+def lose_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the fifth step fails, and no other."""
+    decode, numbers = TorchDecoder.decode, itertools.count(1)
+
+    def broken(self: Any, token_ids: Any) -> Any:
+        if next(numbers) == 5:
+            raise RuntimeError("the device is lost")
+        return decode(self, token_ids)
+
+    monkeypatch.setattr(TorchDecoder, "decode", broken)
 
 
 def function(**more: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -156,14 +155,11 @@ def test_without_a_gpu_the_check_of_everything_says_so(tmp_path: Path) -> None:
     bash, tools = "/bin/bash", tmp_path / "tools"
     tools.mkdir()
     for tool in ("dirname", "wc", "mkdir", "rm", "grep", "basename", "tail", "cut", "tr"):
-        found = shutil.which(tool)
-        assert found
-        (tools / tool).symlink_to(found)
+        (tools / tool).symlink_to(str(shutil.which(tool)))
     for path in (tools, f"{none.parent}{os.pathsep}{tools}"):
         command = [bash, str(BENCHMARKS / "gpu_check.sh"), str(tmp_path / "results"), "none"]
         done = subprocess.run(command, capture_output=True, text=True, env={"PATH": str(path)})
-        assert done.returncode == 2, done.stderr
-        assert not done.stdout
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert done.stderr.splitlines() == ["gpu_check.sh: expected an NVIDIA GPU, found none that nvidia-smi lists"]
         assert not (tmp_path / "results").exists()
 
@@ -214,9 +210,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return run
 
 
-def test_one_command_writes_every_table(
-    make: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_command_writes_all(make: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert make("one", "two") == 2 * (3 + 16)
     names = [*(f"{kind}-{model}" for kind in ("ablation", "methods") for model in ("one", "two")), "summary"]
     wanted = {f"{name}.{end}" for name in names for end in ("md", "json")}
@@ -230,9 +224,7 @@ def test_one_command_writes_every_table(
 
 
 @pytest.mark.slow
-def test_the_stages_of_a_search_give_their_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_stages_of_a_search_give_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the searches themselves, which the fake above stands in for; but for the alphas, which take longest."""
     few = ["--num-samples", "1", "--seq-len", "8", "--eval-tokens", "8", "--kl-tokens", "8", "--device", "cpu"]
     quick = ["--num-generations", "1", "--num-offspring", "2", "--parts", "paper", "additive"]
@@ -252,9 +244,7 @@ def test_the_stages_of_a_search_give_their_rows(
     assert [row["recipe"] for row in document["rows"]] == [ablation.ROWS[key] for key in made]
 
 
-def test_a_piece_that_fails_is_told(
-    make: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_piece_is_told(make: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         make("one", "broken")
     assert caught.value.code == 1
@@ -287,18 +277,7 @@ def test_the_published_tables_are_what_their_rows_say() -> None:
     assert tables.summary_table(rows) in (results / "summary.md").read_text()
 
 
-def test_every_script_says_what_it_is_for() -> None:
-    """benchmarks/README.md names each script, and each file that it names is there."""
-    told = (BENCHMARKS / "README.md").read_text()
-    named = set(re.findall(r"`([a-z0-9_/]+\.(?:py|sh|md|json))`", told))
-    scripts = {path.name for pattern in ("*.py", "*.sh") for path in BENCHMARKS.glob(pattern)}
-    assert not scripts - named
-    assert all((BENCHMARKS / name).exists() or (BENCHMARKS.parent / name).exists() for name in named)
-
-
-def test_the_front_is_drawn_of_runs_that_belong_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_front_is_drawn_of_runs_that_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces by kind and by model, in any order, become the published document, table and figure."""
     results = BENCHMARKS / "results"
     published = json.loads((results / "front-quality.json").read_text())

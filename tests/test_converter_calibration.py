@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,13 +14,7 @@ from tiny_bundle import write_tiny_model
 from tokenizers import processors
 
 from wisparse.converter import calibration, documents
-from wisparse.converter.calibration import (
-    _Row,
-    conversation_renderer,
-    describe_spec,
-    load_calibration,
-    write_calibration,
-)
+from wisparse.converter.calibration import _Row, conversation_renderer, load_calibration, write_calibration
 from wisparse.converter.documents import document_of, is_dataset_id, path_documents
 from wisparse.converter.processes import Progress
 from wisparse.converter.source import load_source, load_tokenizer
@@ -49,16 +43,19 @@ def write_conversation(path: Path, *messages: tuple[str, str], count: int = 1) -
     return str(path)
 
 
-def test_rows_hold_the_documents_text_and_their_first_token_is_left_out(tokenizer, tmp_path: Path) -> None:
+def test_rows_hold_the_documents_text(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text(500))
     tokens = load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=5, seq_len=64)
     assert tokens.input_ids.shape == tokens.keep.shape == (5, 64)
     assert tokens.input_ids.dtype == torch.int64
     assert not tokens.keep[:, 0].any()
     assert tokens.keep[:, 1:].all()
-    assert tokens.num_tokens == 5 * 63
-    assert tokens.source == "a.txt"  # no path of this machine
+    assert (tokens.num_tokens, tokens.source) == (5 * 63, "a.txt")  # no path of this machine
     assert all(tokenizer.decode(row) in text(500) for row in tokens.input_ids.tolist())
+    # Short documents are joined with the end token.
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"number {i}"}) for i in range(40)))
+    tokens = load_calibration(str(tmp_path / "a.jsonl"), tokenizer, num_samples=2, seq_len=64)
+    assert (tokens.input_ids == EOS).any(dim=1).all()
 
 
 def test_same_seed_same_rows_other_seed_other_rows(tokenizer, tmp_path: Path) -> None:
@@ -69,19 +66,12 @@ def test_same_seed_same_rows_other_seed_other_rows(tokenizer, tmp_path: Path) ->
 
 
 def test_a_sequence_begins_as_the_tokenizer_begins_a_text(tokenizer, tmp_path: Path) -> None:
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", BOS)]
-    )
+    begins = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokenizer.backend_tokenizer.post_processor = begins
     (tmp_path / "a.txt").write_text(text(100))
     tokens = load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=3, seq_len=32)
     assert (tokens.input_ids == BOS).sum(dim=1).tolist() == [1, 1, 1]
     assert (tokens.input_ids[:, 0] == BOS).all()
-
-
-def test_short_documents_are_joined_with_the_end_token(tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"number {i}"}) for i in range(40)))
-    tokens = load_calibration(str(tmp_path / "a.jsonl"), tokenizer, num_samples=2, seq_len=64)
-    assert (tokens.input_ids == EOS).any(dim=1).all()
 
 
 def test_text_that_just_suffices(tokenizer, tmp_path: Path) -> None:
@@ -94,9 +84,8 @@ def test_text_that_just_suffices(tokenizer, tmp_path: Path) -> None:
         load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=2, seq_len=64)
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
+def test_fields_of_a_record() -> None:
+    for record, expected in (
         ({"text": "a"}, "a"),
         ({"content": "a"}, "a"),
         ({"prompt": "a", "completion": "b"}, "ab"),
@@ -106,20 +95,14 @@ def test_text_that_just_suffices(tokenizer, tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
         ({"conversations": [{"from": "human", "value": "a"}]}, [{"role": "user", "content": "a"}]),
         ("a", "a"),
-        *((record, None) for record in ({"label": 1}, {"text": 3}, {"messages": [{"role": "user"}]}, 7, None, {})),
-    ],
-)
-def test_fields_of_a_record(record: Any, expected: Any) -> None:
-    if expected is not None:
+    ):
         assert document_of(record, "x") == expected
-        return
-    with pytest.raises(CalibrationError, match=r"file\.jsonl"):
-        document_of(record, "file.jsonl")
+    for record in ({"label": 1}, {"text": 3}, {"messages": [{"role": "user"}]}, 7, None, {}):
+        with pytest.raises(CalibrationError, match=r"file\.jsonl"):
+            document_of(record, "file.jsonl")
 
 
-def test_folder_is_read_recursively_without_hidden_and_binary_files(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_is_read_without_hidden_and_binary_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / ".git").mkdir()
     table = "text,stars\n" + "".join(f"line {row},{row}\n" for row in range(250))
@@ -127,13 +110,12 @@ def test_folder_is_read_recursively_without_hidden_and_binary_files(
     for name, content in (files | {"empty.txt": "", "reviews.csv": table}).items():
         (tmp_path / name).write_text(content)
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
-    with caplog.at_level(logging.WARNING, "wisparse"):
-        assert sorted(path_documents([str(tmp_path)], 0)) == ["# b", "c", "print(1)", table]
+    assert sorted(path_documents([str(tmp_path)], 0)) == ["# b", "c", "print(1)", table]
     assert "3 of text, JSONL or source, 1 CSV or TSV read as text, each as one document" in caplog.text
     assert "2 empty or binary and left out" in caplog.text
 
 
-def test_a_folder_of_tables_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     for part in range(2):
         rows = "".join(f"line {part} {row},{row}\n" for row in range(3))
@@ -144,18 +126,21 @@ def test_a_folder_of_tables_is_a_data_set(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     for path in (str(tmp_path / "part-0.csv"), "part-0.csv", "./part-0.csv"):
         assert set(path_documents([path], seed=0)) == {f"line 0 {row}" for row in range(3)}
+    # What is a data set id.
+    monkeypatch.chdir(tmp_path)
+    assert all(map(is_dataset_id, ("mit-han-lab/pile-val-backup", "a/b:train[:100]")))
+    assert not any(map(is_dataset_id, ("texts", "./a/b", "/a/b", "a/b/c", "a/b.txt", "self")))
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert not is_dataset_id("a/b")
+    assert calibration.describe_spec(["a/b", "me/data"]) == "b, me/data"
 
 
 @pytest.mark.parametrize("kind", ["saved", "parquet", "csv"])
 def test_data_set_on_disk(kind: str, tokenizer, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"query": [text(4, i) for i in range(30)], "response": ["ok"] * 30})
-    path = tmp_path / "data"
-    if kind == "saved":
-        rows.save_to_disk(path)
-    else:
-        path = tmp_path / f"data.{kind}"
-        rows.to_parquet(path) if kind == "parquet" else rows.to_csv(path)
+    path = tmp_path / f"data.{kind}"
+    {"saved": rows.save_to_disk, "parquet": rows.to_parquet, "csv": rows.to_csv}[kind](path)
     before = sorted(file.name for file in tmp_path.rglob("*"))
     tokens = [load_calibration(str(path), tokenizer, num_samples=3, seq_len=64, seed=5) for _ in range(2)]
     assert tokens[0].digest == tokens[1].digest
@@ -194,23 +179,9 @@ def test_hub_data_set_is_streamed(tokenizer, monkeypatch: pytest.MonkeyPatch) ->
     assert loaded == {"name": "someone/texts", "split": "train", "streaming": True}
     load_calibration("someone/texts:test", tokenizer, num_samples=2, seq_len=64)
     assert loaded["split"] == "test"
-
-    def refuse(name: str, dataset: bool) -> None:
-        raise AccessError(f"cannot reach the Hub for {name!r}")
-
-    monkeypatch.setattr(documents, "check_read_access", refuse)
-    with pytest.raises(AccessError, match="someone/texts"):
+    monkeypatch.setattr(documents, "check_read_access", Mock(side_effect=AccessError("cannot reach the Hub")))
+    with pytest.raises(AccessError, match="cannot reach the Hub"):
         load_calibration("someone/texts", tokenizer)
-
-
-def test_what_is_a_data_set_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert is_dataset_id("mit-han-lab/pile-val-backup")
-    assert is_dataset_id("a/b:train[:100]")
-    assert not any(map(is_dataset_id, ("texts", "./a/b", "/a/b", "a/b/c", "a/b.txt", "self")))
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    assert not is_dataset_id("a/b")
-    assert describe_spec(["a/b", "me/data"]) == "b, me/data"
 
 
 @pytest.mark.parametrize(
@@ -254,11 +225,19 @@ def test_conversations_go_through_the_chat_template(tokenizer, tmp_path: Path) -
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(CalibrationError, match="no system role"):
         load_calibration(path, tokenizer)
+    # Conversations are rendered as in transformers.
+    tokenizer.chat_template = {
+        "default": "{{ bos_token }}{% for m in messages %}{{ m | tojson }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "tool_use": "no",
+    }
+    messages = [{"role": "user", "content": "Ünd\n"}, {"role": "assistant", "content": "<b>"}]
+    for opened in (False, True):
+        found = conversation_renderer(tokenizer)(messages, add_generation_prompt=opened)
+        assert found == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
 
 
-def test_a_sources_hostile_template_is_ended(
-    source, tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hostile_template_is_ended(source, tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a bundle's is: a conversation of the data is refused, and the model writes documents alone."""
     tokenizer.chat_template = None
     expected = load_calibration("self", tokenizer, source.model, 2, 16, 0)
@@ -271,18 +250,6 @@ def test_a_sources_hostile_template_is_ended(
     assert "the model writes documents and no conversations: its chat template says " in caplog.text
 
 
-def test_conversations_are_rendered_as_in_transformers(tokenizer) -> None:
-    tokenizer.chat_template = {
-        "default": "{{ bos_token }}{% for m in messages %}{{ m | tojson }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-        "tool_use": "no",
-    }
-    messages = [{"role": "user", "content": "Ünd\n"}, {"role": "assistant", "content": "<b>"}]
-    for opened in (False, True):
-        found = conversation_renderer(tokenizer)(messages, add_generation_prompt=opened)
-        assert found == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
-
-
 @pytest.fixture(scope="module")
 def source(folder: Path):
     return load_source(folder, device="cpu")
@@ -293,7 +260,7 @@ def example(example_model: Path):
     return load_source(example_model, device="cpu")
 
 
-def test_self_is_seeded_and_leaves_the_callers_generator_and_threads_alone(source) -> None:
+def test_self_is_seeded_and_the_same_side_by_side(source) -> None:
     torch.manual_seed(3)
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     runs = [load_calibration("self", source.tokenizer, source.model, 4, 24, seed) for seed in (0, 0, 1)]
@@ -305,9 +272,7 @@ def test_self_is_seeded_and_leaves_the_callers_generator_and_threads_alone(sourc
     assert not runs[0].keep[:, 0].any()
     assert len({tuple(row) for row in runs[0].input_ids.tolist()}) == 4
     assert runs[0].source == "self"
-
-
-def test_texts_side_by_side_are_those_written_alone(source) -> None:
+    # Texts side by side are those written alone.
     texts = [(4, 24, 0), (2, 16, 7)]
     together = write_calibration(source.model, source.tokenizer, texts, Progress(enabled=False))
     alone = [load_calibration("self", source.tokenizer, source.model, *text) for text in texts]
@@ -339,14 +304,11 @@ def test_self_writes_conversations_where_the_template_ends_turns(example, monkey
 
 
 def test_self_without_any_first_token(source) -> None:
-    tokenizer = SimpleNamespace(bos_token_id=None, eos_token_id=None, chat_template=None)
-    model = SimpleNamespace(
-        parameters=source.model.parameters,
-        get_input_embeddings=source.model.get_input_embeddings,
-        config=SimpleNamespace(bos_token_id=None, eos_token_id=None, vocab_size=258),
-    )
+    none = {"bos_token_id": None, "eos_token_id": None}
+    own = {name: getattr(source.model, name) for name in ("parameters", "get_input_embeddings")}
+    model = SimpleNamespace(**own, config=SimpleNamespace(**none, vocab_size=258))
     with pytest.raises(CalibrationError, match="--calibration PATH"):
-        load_calibration("self", tokenizer, model)
+        load_calibration("self", SimpleNamespace(**none, chat_template=None), model)
 
 
 @pytest.mark.parametrize(

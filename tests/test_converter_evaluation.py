@@ -17,6 +17,7 @@ from interpreter_lines import Answers, exact_answers
 from quality import evaluate
 from torch import Tensor
 
+from wisparse import AccessError, Model, UsageError, load
 from wisparse.converter import measurement
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
@@ -29,9 +30,6 @@ from wisparse.converter.sensitivity import kl_rows
 from wisparse.converter.settings import ConvertSettings
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import AccessError, UsageError
-from wisparse.runtime.backends import load
-from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.generators import NUM_LINES, SEED, make_problems
 
 VOCABULARY = 11
@@ -59,16 +57,19 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return make_bundle(example_model, tmp_path_factory.mktemp("evaluation") / "half", 0.5)
 
 
-def test_unknown_policy() -> None:
+def test_policies() -> None:
     with pytest.raises(UsageError, match="expected one of dense, half, all, found 'most'"):
         evaluate_text(stand_in(1.0), sequences(3), ["most"])
-
-
-def test_half_goes_by_each_sequences_own_length() -> None:
+    # Half goes by each sequence's own length.
     model = Mock(side_effect=stand_in(1.0))
     evaluate_text(model, sequences(5, 8, 1), ["half"])
     calls = [(len(ids), start) for (ids, start), _ in model.call_args_list]
     assert calls == [(5, 5), (5, 3), (8, 8), (8, 4), (1, 1), (1, 1)]
+    # Dense policy costs nothing.
+    quality = evaluate_text(stand_in(3.0), sequences(20), ["dense"])["dense"]
+    assert (quality.sparse.num_tokens, quality.overall.kl, quality.overall.top1_agreement) == (0, 0.0, 1.0)
+    # JSON knows no NaN.
+    assert json.loads(json.dumps(quality.to_dict(), allow_nan=False))["sparse"]["kl"] is None
 
 
 def test_figures_by_hand() -> None:
@@ -116,21 +117,11 @@ def test_standard_errors_are_the_spread_of_texts() -> None:
         for name in ("kl", "top1_agreement"):
             drawn[name].append(sum(getattr(one, name) * one.num_tokens for one in some) / tokens)
     expected = {name: float(torch.tensor(values).std()) for name, values in drawn.items()}
-    assert found.kl_stderr == pytest.approx(expected["kl"], rel=0.1)
-    assert found.top1_stderr == pytest.approx(expected["top1_agreement"], rel=0.1)
-    assert found.perplexity_stderr == pytest.approx(expected["perplexity"], rel=0.1)
+    errors = {"kl": found.kl_stderr, "top1_agreement": found.top1_stderr, "perplexity": found.perplexity_stderr}
+    assert errors == pytest.approx(expected, rel=0.1)
 
 
-def test_dense_policy_costs_nothing() -> None:
-    quality = evaluate_text(stand_in(3.0), sequences(20), ["dense"])["dense"]
-    assert quality.sparse.num_tokens == 0
-    assert quality.overall.kl == 0.0
-    assert quality.overall.top1_agreement == 1.0
-    # JSON knows no nan.
-    assert json.loads(json.dumps(quality.to_dict(), allow_nan=False))["sparse"]["kl"] is None
-
-
-def test_a_buffer_that_the_next_call_overwrites_is_no_trap() -> None:
+def test_buffers_references_and_counters() -> None:
     buffer = torch.empty(30, VOCABULARY)
     model = stand_in(0.5)
 
@@ -140,20 +131,14 @@ def test_a_buffer_that_the_next_call_overwrites_is_no_trap() -> None:
 
     texts = sequences(20, 30)
     assert evaluate_text(logits, texts) == evaluate_text(model, texts)
-
-
-def test_another_reference() -> None:
-    texts, model = sequences(20, 30), stand_in(0.5)
+    # Another reference.
     assert evaluate_text(model, texts, reference=stand_in(0.0)) == evaluate_text(model, texts)
     assert evaluate_text(model, texts, ["all"], reference=lambda ids, _: model(ids, 0))["all"].sparse.kl == 0
-
-
-def test_realised_sparsity_is_weighted_by_tokens() -> None:
+    # Realised sparsity is weighted by tokens.
     shares = iter([0.2, 0.6])
     counter = SimpleNamespace(measure_sparsity=lambda enabled: None, realised_sparsity=lambda: next(shares))
     found = evaluate_text(stand_in(0.1), sequences(10, 30), ["all"], counter=counter)
-    assert found["all"].realised_sparsity == pytest.approx(0.5)
-    assert found["all"].realised_range == (0.2, 0.6)
+    assert (found["all"].realised_sparsity, found["all"].realised_range) == (pytest.approx(0.5), (0.2, 0.6))
 
 
 def test_answers_are_compared_one_by_one() -> None:
@@ -161,10 +146,8 @@ def test_answers_are_compared_one_by_one() -> None:
     dense = exact_answers({**right, "d": "?"}.__getitem__, right.items())
     sparse = exact_answers({**right, "a": "?", "b": "2 "}.__getitem__, right.items())
     found = Answers(dense, sparse)
-    assert found.dense == (True, True, True, False)
-    assert found.sparse == (False, False, True, True)
-    assert (found.lost, found.gained) == (2, 1)
-    assert found.relative == pytest.approx(2 / 3)
+    assert (found.dense, found.sparse) == ((True, True, True, False), (False, False, True, True))
+    assert (found.lost, found.gained, found.relative) == (2, 1, pytest.approx(2 / 3))
     assert found.relative_error == pytest.approx(math.sqrt(3 - 1 / 4) / 3)
     assert found.to_dict()["num_problems"] == 4
     assert json.dumps(Answers((False,), (True,)).to_dict(), allow_nan=False)
@@ -354,7 +337,9 @@ def test_masked_logits_are_the_runtimes(source: SourceModel, found: SearchResult
     assert torch.equal(plain, source.model(input_ids=ids[None]).logits[0])  # the masks are off again
 
 
-def test_measure(source: SourceModel, found: SearchResult) -> None:
+def test_measure(
+    source: SourceModel, found: SearchResult, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = (measure(source, tokens(), {0.5: found}, sensitivity_at=0.5) for _ in range(2))
     assert first == second
     assert first.text == "text that the model wrote, not what it was calibrated on"
@@ -363,20 +348,12 @@ def test_measure(source: SourceModel, found: SearchResult) -> None:
     assert first.levels[0.5].realised_sparsity == pytest.approx(0.5, abs=0.15)
     assert [len(row) for row in first.sensitivity.kl] == [6, 6, 6]
     assert all(low < high for low, high in zip(first.sensitivity.kl[0], first.sensitivity.kl[2], strict=True))
-
-
-def test_a_data_set_that_went_away_does_not_cost_the_search(
-    source: SourceModel, found: SearchResult, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    # A data set that went away does not cost the search.
     monkeypatch.setattr(measurement, "load_calibration", Mock(side_effect=AccessError("no network")))
     result = measure(source, tokens(), {0.5: found}, ["org/corpus"])
     assert result.text == "the calibration text itself"
     assert "flatters it: no network" in caplog.text
-
-
-def test_blocks_are_measured_alone_only_where_the_report_shows_it(
-    source: SourceModel, found: SearchResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Blocks are measured alone only where the report shows it.
     monkeypatch.setattr(measurement, "block_sensitivity", Mock(side_effect=AssertionError("nobody asked for it")))
     assert measure(source, tokens(), {0.5: found}).sensitivity is None
     for report, expected in (("auto", (False, True)), ("full", (True, True)), ("brief", (False, False))):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from bundle_maker import make_bundle
-from family_cases import greedy
+from family_cases import runtime_tokens
 from runtime_models import HYBRIDS, VARIANTS, make_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -23,23 +23,14 @@ import wisparse
 from wisparse.converter.masking import MaskedModel, desparsify, sparsify
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
+from wisparse.formats.weight_types import sparse_from
 from wisparse.kernels.reference import keep_mask
-from wisparse.runtime.torch.decoder import TorchDecoder
 
 PROMPT = "def fibonacci(n):\n"
 
 
 def load(folder: Path, **kwargs: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
-
-
-def runtime_tokens(
-    folder: Path, prompt: list[int], count: int, sparse_from: int, sparsity: float | None = None
-) -> list[int]:
-    """Greedy tokens of our own decoder."""
-    bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
-    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
-    return greedy(decoder, torch.tensor(prompt), count, sparse_from)[0]
 
 
 def generate(model: Any, prompts: list[list[int]], count: int, **kwargs: Any) -> list[list[int]]:
@@ -51,15 +42,9 @@ def generate(model: Any, prompts: list[list[int]], count: int, **kwargs: Any) ->
     return model.generate(ids, attention_mask=mask, pad_token_id=0, **kwargs)[:, longest:].tolist()
 
 
-def sparse_from(policy: str, length: int) -> int:
-    return {"dense": length, "half": length - length // 2, "all": 0}[policy]
-
-
 @pytest.mark.parametrize("policy", ["dense", "half", "all"])
 @pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
-def test_tokens_of_our_runtime_on_every_architecture(
-    variant: str, policy: str, variant_bundle: Callable[[str], Path]
-) -> None:
+def test_tokens_are_our_runtimes(variant: str, policy: str, variant_bundle: Callable[[str], Path]) -> None:
     tiny = variant_bundle(variant)
     model = sparsify(load(tiny), tiny, prefill=policy)
     prompts = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18], [9]]
@@ -81,9 +66,8 @@ def test_every_level(policy: str, tmp_path: Path) -> None:
         starts = [sparse_from(policy, len(prompt)) for prompt in prompts]
         expected = [runtime_tokens(folder, p, 12, start, sparsity) for p, start in zip(prompts, starts, strict=True)]
         assert generate(model, prompts, 12) == expected
-    with pytest.raises(
-        UsageError, match=r"one of the bundle's sparsity levels, 0\.3, 0\.5, or 0 for the dense model, found 0\.4"
-    ):
+    words = r"one of the bundle's sparsity levels, 0\.3, 0\.5, or 0 for the dense model, found 0\.4"
+    with pytest.raises(UsageError, match=words):
         sparsify(model, folder, sparsity=0.4)
 
 
@@ -111,9 +95,8 @@ def test_pipeline(bundle: Path) -> None:
 def test_device_map_with_offloading(bundle: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="device maps need accelerate")
     config = Bundle.open(bundle).config
-    places: dict[str, Any] = {f"model.layers.{i}": "cpu" for i in range(config.num_blocks)}
-    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places["model.layers.1"] = "disk"
+    places = {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(config.num_blocks)}
+    places |= dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     model = load(bundle, device_map=places, offload_folder=tmp_path)
     sparsify(model, bundle)
     prompt = AutoTokenizer.from_pretrained(bundle)(PROMPT).input_ids
@@ -138,14 +121,11 @@ def test_moving_to_bf16_keeps_the_scales(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [None, {"quantization_config": wisparse.WisparseConfig()}])
-def test_a_saved_model_is_a_plain_dense_checkpoint(
-    options: dict[str, Any] | None, bundle: Path, tmp_path: Path
-) -> None:
+def test_a_saved_model_is_a_dense_checkpoint(options: dict[str, Any] | None, bundle: Path, tmp_path: Path) -> None:
     model = sparsify(load(bundle), bundle) if options is None else load(bundle, **options)
     model.save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert "wisparse" not in config
-    assert "quantization_config" not in config
+    assert not {"wisparse", "quantization_config"} & config.keys()
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     original = load(bundle).state_dict()
     assert set(saved) <= set(original)
@@ -168,7 +148,7 @@ def test_masks_are_replaced_and_taken_off(bundle: Path) -> None:
     assert torch.equal(desparsify(model)(tokens).logits, dense)
 
 
-def test_wrong_models_are_refused(bundle: Path, tmp_path: Path) -> None:
+def test_wrong_models_and_bundles_are_refused(bundle: Path, tmp_path: Path) -> None:
     other = make_bundle(make_checkpoint("qwen2", tmp_path / "q"), tmp_path / "qb")
     tiny = make_checkpoint("llama", tmp_path / "l")
     changed = load(bundle)
@@ -184,9 +164,7 @@ def test_wrong_models_are_refused(bundle: Path, tmp_path: Path) -> None:
             sparsify(model, folder)
     with pytest.raises(UsageError, match="prefill: expected one of dense, half, all"):
         sparsify(load(bundle), bundle, prefill="some")
-
-
-def test_a_missing_entry_is_an_error(bundle: Path, tmp_path: Path) -> None:
+    # A missing entry is an error.
     broken = shutil.copytree(bundle, tmp_path / "broken")
     (broken / "wisparse.safetensors").unlink()
     with pytest.raises(BundleError):
@@ -195,7 +173,7 @@ def test_a_missing_entry_is_an_error(bundle: Path, tmp_path: Path) -> None:
         load(broken, quantization_config=wisparse.WisparseConfig())
 
 
-def test_from_pretrained_with_our_config_is_sparse_and_can_be_moved(bundle: Path) -> None:
+def test_from_pretrained_with_our_config(bundle: Path) -> None:
     model = load(bundle, quantization_config=wisparse.WisparseConfig(prefill="half"))
     tokens = torch.arange(3, 30)[None]
     assert torch.equal(model(tokens).logits, sparsify(load(bundle), bundle, prefill="half")(tokens).logits)
@@ -208,9 +186,7 @@ def test_from_pretrained_with_our_config_is_sparse_and_can_be_moved(bundle: Path
         with pytest.raises(UsageError, match=re.escape(words)):
             wisparse.WisparseConfig(**wrong)
     assert torch.isfinite(model.half().float()(tokens).logits).all()
-
-
-def test_our_config_takes_a_level(bundle: Path) -> None:
+    # Our config takes a level.
     tokens, config = torch.arange(3, 30)[None], wisparse.WisparseConfig("all", sparsity=0)
     again = wisparse.WisparseConfig.from_dict(config.to_dict())
     assert again.to_dict() == config.to_dict()
@@ -222,8 +198,7 @@ def test_our_config_takes_a_level(bundle: Path) -> None:
 def test_plain_from_pretrained_is_silent(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     """That it is dense is in tests/test_formats_write.py."""
     logging.getLogger("transformers").propagate = True
-    with caplog.at_level(logging.WARNING):
-        _, info = AutoModelForCausalLM.from_pretrained(bundle, output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(bundle, output_loading_info=True)
     assert [record.getMessage() for record in caplog.records] == []
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
 

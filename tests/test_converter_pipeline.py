@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_bundle import digests, write_tiny_model
 
+from wisparse import UnsupportedModelError, UsageError, convert
 from wisparse.cli import convert_main
 from wisparse.converter import pipeline, settings
 from wisparse.converter.measurement import Budget
-from wisparse.converter.pipeline import convert
 from wisparse.converter.search import search as search_module
 from wisparse.converter.source import small_digests
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import UnsupportedModelError, UsageError
 
 FAST: dict[str, Any] = {"sparsity": 0.5, "search": "uniform", "method": "teal"}
 FAST |= {"num_samples": 2, "seq_len": 16, "device": "cpu"}
@@ -34,11 +33,9 @@ FLAGS = [str(word) for name, value in FAST.items() for word in ("--" + name.repl
 
 
 @pytest.fixture(autouse=True)
-def _without_figures() -> Iterator[None]:
+def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer than the rest of a conversion; tests/test_converter_report.py draws them."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("wisparse.converter.report.render_figures", lambda report: {})
-        yield
+    monkeypatch.setattr("wisparse.converter.report.render_figures", lambda report: {})
 
 
 @pytest.fixture
@@ -66,8 +63,6 @@ def run(run: Run) -> Run:
 
 
 def interrupt(target: str, model: Path, out: Path, **settings: Any) -> None:
-    """A conversion that ends where ``target`` would be called."""
-
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(target, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -125,9 +120,7 @@ def test_command_prints_what_it_did(model: Path, out: Path, run: Run) -> None:
         assert words in shown
 
 
-def test_command_prints_json_and_names_the_folder(
-    model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_prints_json(model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     document = json.loads(run(model, "--json", *FLAGS, "--sparsity", "0.4")[1])
     assert document["bundle"] == "tiny-wisparse-40"
@@ -170,9 +163,7 @@ def test_interrupt_says_how_to_go_on(model: Path, out: Path, run: Run, monkeypat
     assert names(out.parent) == ["bundle"]
 
 
-def test_several_sparsities_are_levels_of_one_bundle(
-    model: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_sparsities_are_levels(model: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--num-samples", "4", "--seq-len", "16", "--device", "cpu"]
     drawn = []
     fisher = search_module.fisher_diagonal
@@ -210,20 +201,21 @@ def test_the_default_level(model: Path, out: Path, run: Run) -> None:
     assert Bundle.open(out).recipe.default == 0.6
     assert "20.0% and 60.0% (default) asked for; at 60.0%, 60" in " ".join(shown.split())
     one = settings.ConvertSettings("model", out)
-    assert one.default_of(one.levels) == 0.4
-    assert one.default_of([0.3, 0.5]) == 0.3, "of two equally near the one that costs less"
-    assert one.default_of([0.0, 0.5]) == 0.5
+    # Of two equally near the one that costs less.
+    assert [one.default_of(levels) for levels in (one.levels, [0.3, 0.5], [0.0, 0.5])] == [0.4, 0.3, 0.5]
 
 
-def test_what_a_budget_is_spent_on() -> None:
+def test_a_budget(model: Path, out: Path, run: Run) -> None:
     assert Budget(max_kl=0.02).spent(0.03, 0.0) == pytest.approx(1.5)
     assert Budget(min_top1=0.95).spent(9.0, 0.97) == pytest.approx(0.6)
     assert Budget(0.02, 0.95).spent(0.01, 0.9) == pytest.approx(2.0)
     assert Budget(0.0).spent(0.0, 1.0) == 0.0
     assert Budget(min_top1=1.0).spent(0.0, 0.99) == math.inf
-
-
-def test_max_kl_writes_the_sparsity_that_keeps_it(model: Path, out: Path, run: Run) -> None:
+    # A budget that nothing keeps says what is best.
+    code, _, said = run(model, "-o", out, "--max-kl", "1e-12", "--min-top1", "0.5", *FLAGS[2:])
+    assert (code, "Traceback" in said, out.exists()) == (2, False, False)
+    assert "--max-kl 1e-12 and --min-top1 0.5: no sparsity from 5% on keeps that; the best is KL " in said
+    # ``--max-kl`` writes the sparsity that keeps it.
     document = json.loads(run(model, "-o", out, "--max-kl", "5e-3", "--json", *FLAGS[2:])[1])
     choice, recipe = document["choice"], Bundle.open(out).recipe
     assert recipe.sparsities == (choice["sparsity"],) == (document["sparsity"],)
@@ -233,14 +225,8 @@ def test_max_kl_writes_the_sparsity_that_keeps_it(model: Path, out: Path, run: R
     assert kl[recipe.default] >= 0.98 * 5e-3 or min(kl[one] for one in kl if one > recipe.default) > 5e-3
     report = json.loads((out / "conversion_report.json").read_text())
     beside = [point["sparsity"] for point in report["quality_against_sparsity"]]
-    expected = [recipe.default - 0.05, recipe.default, recipe.default + 0.05]
-    assert beside == pytest.approx(expected), "what a bit less and a bit more would cost"
-
-
-def test_a_budget_that_nothing_keeps_says_what_is_best(model: Path, out: Path, run: Run) -> None:
-    code, _, said = run(model, "-o", out, "--max-kl", "1e-12", "--min-top1", "0.5", *FLAGS[2:])
-    assert (code, "Traceback" in said, out.exists()) == (2, False, False)
-    assert "--max-kl 1e-12 and --min-top1 0.5: no sparsity from 5% on keeps that; the best is KL " in said
+    # What a bit less and a bit more would cost.
+    assert beside == pytest.approx([recipe.default - 0.05, recipe.default, recipe.default + 0.05])
 
 
 @pytest.mark.parametrize(
@@ -255,12 +241,7 @@ def test_a_budget_that_nothing_keeps_says_what_is_best(model: Path, out: Path, r
     ],
 )
 def test_an_interrupted_run_goes_on_or_starts_over(
-    change: str | dict[str, Any],
-    words: str,
-    model: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    change: Any, words: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Everything that the bundle's bytes depend on has to be as it was; the end is that of an undisturbed run."""
     interrupt("wisparse.converter.pipeline.write_bundle", model, out)
@@ -274,11 +255,9 @@ def test_an_interrupted_run_goes_on_or_starts_over(
     if "finished" in words:
         monkeypatch.setattr(pipeline, "write_calibration", None)
         monkeypatch.setattr(search_module, "Run", None)
-    with caplog.at_level(logging.WARNING, "wisparse"):
-        convert(model, out, **changed)
+    convert(model, out, **changed)
     assert words in caplog.text
-    assert digests(out) == expected
-    assert names(out.parent) == ["bundle", "undisturbed"]
+    assert (digests(out), names(out.parent)) == (expected, ["bundle", "undisturbed"])
 
 
 def test_every_file_of_the_source_counts(model: Path, tmp_path: Path) -> None:
@@ -310,9 +289,7 @@ def test_a_source_that_changes_under_way_is_an_error(model: Path, out: Path, mon
 
 
 @pytest.mark.parametrize("changed", ["generation_config.json", "LICENSE"])
-def test_a_killed_overwrite_is_not_finished_by_the_old_bundle(
-    changed: str, model: Path, out: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_overwrite_starts_over(changed: str, model: Path, out: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Old and new bundle share settings and recipe: only what the recipe does not speak of is another."""
     (model / changed).write_text('{"eos_token_id": 1}')
     convert(model, out, **FAST)
@@ -320,24 +297,18 @@ def test_a_killed_overwrite_is_not_finished_by_the_old_bundle(
     # All is written, the mark too, and nothing is in place.
     interrupt("wisparse.formats.folder._exchange", model, out, overwrite=True)
     assert (out / changed).read_text() == '{"eos_token_id": 1}'
-    with caplog.at_level(logging.WARNING, "wisparse"):
-        convert(model, out, **FAST, overwrite=True)
+    convert(model, out, **FAST, overwrite=True)
     assert "complete already" not in caplog.text
-    assert (out / changed).read_text() == '{"eos_token_id": 2}'
-    assert names(out.parent) == ["bundle"]
+    assert ((out / changed).read_text(), names(out.parent)) == ('{"eos_token_id": 2}', ["bundle"])
 
 
-def test_a_run_killed_after_the_swap_is_finished_by_the_next(
-    model: Path, out: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_killed_after_the_swap_is_finished(model: Path, out: Path, caplog: pytest.LogCaptureFixture) -> None:
     interrupt("wisparse.converter.pipeline.remove_state", model, out)
     before = digests(out)
     assert names(out.parent) == ["bundle", "bundle.work"]
-    with caplog.at_level(logging.WARNING, "wisparse"):
-        convert(model, out, **FAST)
+    convert(model, out, **FAST)
     assert "was complete already" in caplog.text
-    assert digests(out) == before
-    assert names(out.parent) == ["bundle"]
+    assert (digests(out), names(out.parent)) == (before, ["bundle"])
     with pytest.raises(UsageError, match="already exists"):  # it is over
         convert(model, out, **FAST)
 

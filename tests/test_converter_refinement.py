@@ -12,14 +12,8 @@ from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
-from wisparse.converter.search.refinement import (
-    Channels,
-    Refinement,
-    batch_gradient,
-    measure_batch,
-    micro_batches,
-    plan_steps,
-)
+from wisparse.converter.search import refinement
+from wisparse.converter.search.refinement import Channels, Refinement, batch_gradient, measure_batch
 from wisparse.converter.search.search import SearchSettings, search
 from wisparse.converter.source import SourceModel
 from wisparse.kernels.reference import keep_mask
@@ -133,16 +127,15 @@ def test_a_step_goes_its_distance_whatever_the_gradients_size() -> None:
     for factor in (1.0, 1000.0):
         begun = torch.zeros(800)
         state = Refinement(begun, 10, 0.385)
-        slope, kept, kl_and_tokens = (
-            torch.full((n,), value).double() for n, value in ((800, 0.1), (2, 200.0), (2, 1.0))
-        )
-        state.advance([torch.cat([factor * noise, slope, kept, kl_and_tokens])], channels, begun, 0.5)
+        # The slopes, what was kept, and the KL and its tokens.
+        more = [torch.full((n,), value).double() for n, value in ((800, 0.1), (2, 200.0), (2, 1.0))]
+        state.advance([torch.cat([factor * noise, *more])], channels, begun, 0.5)
         moved.append(state.logits)
     torch.testing.assert_close(moved[0], moved[1])
     assert float(moved[0].square().mean().sqrt()) == pytest.approx(0.0385 * 0.98, rel=1e-3)
 
 
-def test_more_tokens_bear_more_steps() -> None:
+def test_plans_of_the_steps() -> None:
     for num_tokens, num_batches, expected in (
         (10, 1, (0, 1, 0, 0.0067)),
         (100, 1, (1, 1, 0, 0.0213)),
@@ -152,15 +145,14 @@ def test_more_tokens_bear_more_steps() -> None:
         (131072, 64, (48, 8, 8, 0.385)),
         (1 << 20, 512, (48, 8, 64, 0.385)),
     ):
-        steps, share, held_out, distance = plan_steps(num_tokens, num_batches)
+        steps, share, held_out, distance = refinement.plan_steps(num_tokens, num_batches)
         assert (steps, share, held_out, round(distance, 4)) == expected
 
-
-def test_every_micro_batch_has_its_place_in_a_step() -> None:
+    # Every micro batch has its place in a step.
     def draw(index: int) -> torch.Generator:
         return torch.Generator().manual_seed(index)
 
-    steps = [micro_batches(draw, step, 4, 14) for step in range(12)]
+    steps = [refinement.micro_batches(draw, step, 4, 14) for step in range(12)]
     assert all([batch % 4 for batch in step] == [0, 1, 2, 3] for step in steps)
     for place, members in ((0, [0, 4, 8, 12]), (2, [2, 6, 10])):
         rounds = [[step[place] for step in steps[i : i + len(members)]] for i in range(0, 12, len(members))]

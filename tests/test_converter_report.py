@@ -49,7 +49,7 @@ def measured(**changes: object) -> Measurement:
     return dataclasses.replace(Measurement({0.5: quality()}, "held out", None), **changes)
 
 
-def test_verdict() -> None:
+def test_what_the_report_says() -> None:
     assert verdict(0.5, quality()) == (
         "At 50% sparsity (every token sparse), KL 0.05 nats/token, top-1 agreement 88%, "
         "perplexity 8 -> 8.4 (+5.0%): close to dense."
@@ -60,9 +60,7 @@ def test_verdict() -> None:
     assert "clearly damaged" in verdict(0.3, quality(0.001, "all", 16.0, 0.97))
     assert "perplexity" not in verdict(0.5, quality(perplexity=math.nan))
     assert "not measured" in verdict(0.5, None)
-
-
-def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
+    # The report says what sparsity to expect on other text.
     found = dataclasses.replace(quality(), realised_range=(0.478, 0.512))
     model = config()
     made = recipe(model, realised=0.5)
@@ -71,9 +69,8 @@ def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
         measurement = measured(levels={0.5: quality}) if quality else None
         return Report(recipe, model, measurement).expectation(0.5)
 
-    assert words(made).startswith(
-        "50.0% of the weights are left unread on the calibration text, 49.0% on the text measured on"
-    )
+    unread = "50.0% of the weights are left unread on the calibration text, 49.0% on the text measured on"
+    assert words(made).startswith(unread)
     assert "(47.8% to 51.2% by passage)" in words(made)
     assert "text of another kind expect up to about 3 points more or less" in words(made)
     assert "measured on" not in words(made, None)
@@ -84,8 +81,7 @@ def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
     assert "about 3 points" in words(dataclasses.replace(made, calibration=given))
     assert "up to about 8 points less" in words(dataclasses.replace(rotated, calibration=given))
     report = Report(made, model, measured(levels={0.5: found})).to_json()["sparsity"]
-    assert report["realised_on_text_measured_on"] == 0.49
-    assert report["expect"] == words(made)
+    assert (report["realised_on_text_measured_on"], report["expect"]) == (0.49, words(made))
 
 
 def test_report_agrees_with_the_recipe() -> None:
@@ -111,7 +107,7 @@ def test_report_agrees_with_the_recipe() -> None:
     assert report["block_sensitivity"]["kl"][2] == [0.04] * 3
 
 
-def test_report_is_the_same_twice_and_plain_json() -> None:
+def test_the_report_is_always_the_same() -> None:
     model = config(num_blocks=4)
     made = recipe(model, search={"name": "paper", "history": [math.inf, *(1 / (i + 1) for i in range(999))]})
     measurement = measured(sensitivity=sensitivity(4), curve=((0.3, quality(0.01)), (0.5, quality())))
@@ -123,6 +119,12 @@ def test_report_is_the_same_twice_and_plain_json() -> None:
     assert len(history) == 60
     assert history[0] is None  # infinity is no JSON
     assert history[-1] == pytest.approx(1 / 999)
+    # A user's style changes nothing.
+    model = config()
+    expected = Report(recipe(model), model, measured()).files(Inherited())
+    with matplotlib.rc_context({"figure.dpi": 50, "lines.linewidth": 9, "font.size": 30, "savefig.facecolor": "red"}):
+        assert Report(recipe(model), model, measured()).files(Inherited()) == expected
+        assert matplotlib.rcParams["font.size"] == 30
 
 
 @pytest.mark.parametrize(
@@ -140,11 +142,3 @@ def test_figures_are_those_that_have_data(model_type: str, num_blocks: int, more
     for data in (data for name, data in files.items() if name.endswith(".png")):
         assert data.startswith(b"\x89PNG\r\n\x1a\n")
         assert not [word for word in (b"Software", b"tIME") if word in data]
-
-
-def test_a_users_style_changes_nothing() -> None:
-    model = config()
-    expected = Report(recipe(model), model, measured()).files(Inherited())
-    with matplotlib.rc_context({"figure.dpi": 50, "lines.linewidth": 9, "font.size": 30, "savefig.facecolor": "red"}):
-        assert Report(recipe(model), model, measured()).files(Inherited()) == expected
-        assert matplotlib.rcParams["font.size"] == 30

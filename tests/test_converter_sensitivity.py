@@ -47,9 +47,7 @@ def test_predicted_damage_is_the_measured_kl_while_it_is_small(calib: Calibratio
     draws = [quadratic_damage(calib.flow, calib.masked, 0, generator, calib.scales, thresholds) for _ in range(60)]
     predicted = measured = 0.0
     for name in calib.names:
-        low, high = (
-            sum(values) / len(draws) / calib.flow.num_counted for values in zip(*(d[name] for d in draws), strict=True)
-        )
+        low, high = torch.tensor([draw[name] for draw in draws]).double().mean(0).div(calib.flow.num_counted).tolist()
         assert 0 < low < high
         predicted, measured = predicted + low, measured + calib.kl(calib.thresholds({name: 0.2}))
     assert predicted == pytest.approx(measured, rel=0.3)
@@ -128,7 +126,7 @@ def flow_of(source: SourceModel, ids: torch.Tensor) -> BlockFlow:
 
 
 @torch.no_grad()
-def test_logits_are_the_models(source: SourceModel, ids: torch.Tensor) -> None:
+def test_logits_and_inputs_are_the_models(source: SourceModel, ids: torch.Tensor) -> None:
     flow = flow_of(source, ids)
     for batch, (part, start) in enumerate(zip(flow.input_ids, flow.start(), strict=True)):
         expected = source.model(input_ids=part, use_cache=False).logits[flow.counted[batch]]
@@ -136,6 +134,24 @@ def test_logits_are_the_models(source: SourceModel, ids: torch.Tensor) -> None:
         for final in (flow.final(batch), flow.final(batch, 1, flow.block(0, batch, start))):
             assert (flow.logits(final) - expected).abs().max() < 1e-4
     assert flow.num_counted == 3 * 19
+    # Inputs are what the projections multiply.
+    flow = flow_of(source, ids)
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in source.projections}
+    with MaskedModel(source.projections) as masked:
+        with masked.during(observer=lambda name, x: seen[name].append(x)):
+            for part in flow.input_ids:
+                source.model(input_ids=part, use_cache=False)
+        hidden = flow.start()
+        for index in range(source.config.num_blocks):
+            names = [projection.name for projection in source.config.projections(index)]
+            first, _ = block_inputs(flow, masked, index, hidden, names, first=True)
+            last = next(i for i, name in enumerate(names) if name.endswith((".o_proj", ".out_proj")))
+            assert list(first) == names[:last]
+            inputs, hidden = block_inputs(flow, masked, index, hidden, names)
+            assert torch.equal(first[names[0]], inputs[names[0]])
+            for name in names:
+                expected = torch.cat([x[kept] for x, kept in zip(seen[name], flow.counted, strict=True)])
+                torch.testing.assert_close(inputs[name], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(("bytes_at_once", "threshold"), [(0, 0.02), (1 << 30, 0.0)], ids=["sparse", "dense"])
@@ -170,24 +186,3 @@ def test_gradients_are_the_models(
     for name, value in expected.items():
         assert value.abs().max() > 0, name
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
-
-
-@torch.no_grad()
-def test_inputs_are_what_the_projections_multiply(source: SourceModel, ids: torch.Tensor) -> None:
-    flow = flow_of(source, ids)
-    seen: dict[str, list[torch.Tensor]] = {name: [] for name in source.projections}
-    with MaskedModel(source.projections) as masked:
-        with masked.during(observer=lambda name, x: seen[name].append(x)):
-            for part in flow.input_ids:
-                source.model(input_ids=part, use_cache=False)
-        hidden = flow.start()
-        for index in range(source.config.num_blocks):
-            names = [projection.name for projection in source.config.projections(index)]
-            first, _ = block_inputs(flow, masked, index, hidden, names, first=True)
-            last = next(i for i, name in enumerate(names) if name.endswith((".o_proj", ".out_proj")))
-            assert list(first) == names[:last]
-            inputs, hidden = block_inputs(flow, masked, index, hidden, names)
-            assert torch.equal(first[names[0]], inputs[names[0]])
-            for name in names:
-                expected = torch.cat([x[kept] for x, kept in zip(seen[name], flow.counted, strict=True)])
-                torch.testing.assert_close(inputs[name], expected, rtol=1e-4, atol=1e-5, msg=name)

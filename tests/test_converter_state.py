@@ -29,7 +29,6 @@ fail = Mock(side_effect=AssertionError)
 
 
 def saved(folder: Path, fingerprint: dict[str, Any] = FINGERPRINT, **stages: Any) -> Stages:
-    """A state with these results, closed."""
     state = Stages().open(folder, fingerprint)
     for name, value in stages.items():
         state.run(name, lambda value=value: value)
@@ -69,9 +68,7 @@ def test_damaged_fingerprint_starts_over(content: str, tmp_path: Path) -> None:
     assert Stages().open(tmp_path, FINGERPRINT).run("a", lambda: 2) == 2
 
 
-def test_kill_between_emptying_and_fingerprint_leaves_nothing_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_between_emptying_and_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, a=1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fail)
@@ -87,8 +84,7 @@ def test_disk_full_loses_only_the_stage_under_way(tmp_path: Path, monkeypatch: p
         patched.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(ResourceError, match="everything computed before is kept"):
             state.run("b", lambda: 2)
-    assert state.run("a", fail) == 1
-    assert state.run("b", lambda: 3) == 3
+    assert (state.run("a", fail), state.run("b", lambda: 3)) == (1, 3)
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -136,14 +132,12 @@ def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
 
 
 def test_a_read_only_file_system_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "access", lambda path, mode: False)
-        with pytest.raises(UsageError, match=r"--work-dir .*; choose another --work-dir"):
-            check_folder(tmp_path / "work")
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "mkdir", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
-        with pytest.raises(UsageError, match=r"--work-dir .*Read-only file system.*choose another"):
-            Stages().open(tmp_path / "work", FINGERPRINT)
+    monkeypatch.setattr(os, "mkdir", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+    with pytest.raises(UsageError, match=r"--work-dir .*Read-only file system.*choose another"):
+        Stages().open(tmp_path / "work", FINGERPRINT)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match=r"--work-dir .*; choose another --work-dir"):
+        check_folder(tmp_path / "work")
 
 
 HARNESS = Path(__file__).with_name("kill_conversion.py")
@@ -162,9 +156,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def conversions() -> Iterator[Callable[..., list[dict[str, Any]]]]:
     """``conversions(settings, kill_at)``: see kill_conversion.py."""
-    with subprocess.Popen(
-        [sys.executable, HARNESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as harness:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, HARNESS], **pipes) as harness:
 
         def ask(settings: dict[str, Any], kill_at: list[str | None]) -> list[dict[str, Any]]:
             print(json.dumps({"settings": settings, "kill_at": kill_at}), file=harness.stdin, flush=True)
@@ -178,12 +171,11 @@ def conversions() -> Iterator[Callable[..., list[dict[str, Any]]]]:
     ("search", "num_kills"),
     [("refine", 1), *(pytest.param(search, 3, marks=pytest.mark.exhaustive) for search in SEARCHES)],
 )
-def test_killed_runs_end_with_the_same_bytes(
-    search: str, num_kills: int, conversions: Any, model: Path, tmp_path: Path
-) -> None:
+def test_killed_runs_end_alike(search: str, num_kills: int, conversions: Any, model: Path, tmp_path: Path) -> None:
     """Kill a conversion at so many points of each kind, and compare what the last run ends with."""
-    settings = {"model": str(model), "search": search, "num_samples": 4, "seq_len": 24, "device": "cpu"}
-    settings |= SEARCHES[search]
+    settings = {"model": str(model), "search": search, "num_samples": 4, "seq_len": 24, "device": "cpu"} | SEARCHES[
+        search
+    ]
     [reference] = conversions({**settings, "output_dir": str(tmp_path / "undisturbed")}, [None])
     assert reference["status"] == 0
     # Seeded points in the order in which a run passes them, so that every attempt comes further than the one before:

@@ -18,20 +18,15 @@ def dropped(scores: torch.Tensor, threshold: float) -> float:
     return float((scores < threshold).double().mean())
 
 
-def test_weight_norm_is_the_l2_norm_of_columns() -> None:
+def test_norms_and_scales() -> None:
     norm = weight_norm(torch.tensor([[3.0, 0.0], [4.0, 2.0]], dtype=torch.bfloat16))
-    assert norm.dtype == torch.float32
-    assert norm.tolist() == [5.0, 2.0]
-
-
-def test_channel_scale_has_geometric_mean_one() -> None:
+    assert (norm.dtype, norm.tolist()) == (torch.float32, [5.0, 2.0])
+    # Channel scale has geometric mean one.
     norm = torch.rand(100) + 0.01
     assert float(channel_scale(norm, 0.7).log().mean()) == pytest.approx(0, abs=1e-6)
     assert torch.equal(channel_scale(norm, 0.0), torch.ones(100))
     torch.testing.assert_close(channel_scale(5000 * norm, 1.3), channel_scale(norm, 1.3))
-
-
-def test_a_zero_column_is_safe() -> None:
+    # A zero column is safe.
     scale = channel_scale(torch.tensor([0.0, 2.0, 8.0]), 1.0)
     assert scale.tolist() == pytest.approx([1e-4, 0.5, 2.0])
     assert torch.isfinite(channel_scale(torch.zeros(4), 1.5)).all()

@@ -29,17 +29,16 @@ def quantised(kind: str, stages: Stages) -> tuple[object, dict[str, torch.Tensor
     source = tiny_source(**SIZES)
     matrices = quantise_weights(source, tiny_tokens(), kind, torch.bfloat16, stages)
     return source, {
-        name: torch.cat((m.codes.view(torch.uint8).flatten(), m.scales.flatten())) for name, m in matrices.items()
+        n: torch.cat((m.codes.view(torch.uint8).flatten(), m.scales.flatten())) for n, m in matrices.items()
     }
 
 
 def inputs(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     """Correlated, of very different sizes, as activations are."""
     generator = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(rows, columns // 4, generator=generator) @ torch.randn(
-        columns // 4, columns, generator=generator
-    )
-    return (mixed + torch.randn(rows, columns, generator=generator)) * torch.logspace(-1, 1, columns)
+    shapes = (rows, columns // 4), (columns // 4, columns), (rows, columns)
+    few, mix, own = (torch.randn(shape, generator=generator) for shape in shapes)
+    return (few @ mix + own) * torch.logspace(-1, 1, columns)
 
 
 @pytest.mark.parametrize("columns", [128, 192])
@@ -48,25 +47,18 @@ def test_gptq_loses_less_than_rounding(columns: int) -> None:
     x, fresh = inputs(400, columns), inputs(400, columns, seed=0)[200:]
     fitted = fit_int4(weight, x.T @ x, 64, torch.float32)
     rounded = quantise("int4", weight, group=64)
-
-    def loss(matrix: object) -> float:
-        return float(((matrix.dequantise(torch.float32) - weight) @ fresh.T).square().mean())  # type: ignore[attr-defined]
-
-    assert loss(fitted) < 0.5 * loss(rounded)
-    assert fitted.group == 64
-    assert fitted.zeros is None
+    lost, rounding = (((one.dequantise(torch.float32) - weight) @ fresh.T).square().mean() for one in (fitted, rounded))
+    assert lost < 0.5 * rounding
+    assert (fitted.group, fitted.zeros) == (64, None)
 
 
-def test_without_correlation_gptq_is_rounding_with_the_best_scale() -> None:
+def test_scales_are_those_that_lose_least() -> None:
     weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
     matrix = fit_int4(weight, torch.eye(128), 32, torch.bfloat16)
     scales = search_scales(weight, torch.ones(128), 32, torch.bfloat16)
     steps = scales.repeat_interleave(32, dim=1)
     torch.testing.assert_close(matrix.dequantise(torch.float32), (weight / steps).round().clamp(-8, 7) * steps)
-
-
-def test_clipping_is_chosen_where_it_loses_less() -> None:
-    """One value far out that hardly matters is clipped; where it alone matters it is met."""
+    # One value far out that hardly matters is clipped; where it alone matters it is met.
     weight = torch.cat((torch.linspace(-1, 1, 31), torch.tensor([1.6])))[None]
     little, much = torch.ones(32), torch.ones(32)
     little[-1], much[-1] = 1e-6, 1e6
@@ -107,9 +99,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("fp8", 8), ("int4", 4)])
-def test_what_is_written_loads_in_transformers_with_equal_logits(
-    kind: str, bits: int, plain: Path, tmp_path: Path, run: Run
-) -> None:
+def test_what_is_written_loads_in_transformers(kind: str, bits: int, plain: Path, tmp_path: Path, run: Run) -> None:
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "out"

@@ -32,16 +32,10 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 
 # One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values.
 FEATURES = ("llama", "seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")
-# ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default search, with the default
-# rotation.
+# ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default, with the rotation.
 CASES = [
-    pytest.param(
-        variant,
-        search,
-        marks=() if search == "uniform" and variant in FEATURES else pytest.mark.exhaustive,
-        id=f"{variant}-{search}",
-    )
-    for variant in PLAIN
+    pytest.param(name, search, marks=() if search == "uniform" and name in FEATURES else pytest.mark.exhaustive)
+    for name in PLAIN
     for search in ("uniform", "refine")
 ]
 SMALL = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]
@@ -101,7 +95,6 @@ def check_bundle(bundle: Path, dense: torch.nn.Module, theirs: ClearAnswer) -> N
 
 
 def assert_answers(theirs: ClearAnswer, backend: str, tokens: list[int], logits: torch.Tensor) -> None:
-    """The same tokens, from the same logits: neither masks nor arithmetic differ."""
     assert tokens == theirs.tokens[: len(tokens)], backend
     assert (logits - theirs.logits[: len(tokens)]).abs().max() < 1e-4, backend
 
@@ -115,9 +108,7 @@ def test_a_family_is_converted_and_decoded_as_transformers_does(variant: str, se
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "qwen3-vl" else pytest.mark.exhaustive) for name in WRAPPERS]
 )
-def test_the_text_model_of_a_wrapper_is_converted_alone(
-    name: str, bundles: Bundles, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_a_wrapper_is_converted_as_text(name: str, bundles: Bundles, run: Callable[..., tuple[int, str, str]]) -> None:
     from transformers import AutoModelForImageTextToText
 
     source, bundle = bundles.source(name, "wrapper"), bundles.folder(name, "wrapper") / "bundle"
@@ -153,7 +144,6 @@ def by_triton(request: pytest.FixtureRequest, bundles: Bundles) -> Iterator[Ask]
     items = [item for item in request.session.items if getattr(item, "originalname", None) == name]
     cases = [(item.callspec.params["name"], item.callspec.params["kind"]) for item in items]
     jobs: dict[tuple[str, str], Future] = {}
-
     with ProcessPoolExecutor(
         min(workers, len(cases)), multiprocessing.get_context("spawn"), triton_worker.start, (INTERPRETED,)
     ) as pool:
@@ -189,9 +179,7 @@ def test_the_row_in_the_page_makes_an_unknown_model_work(tmp_path: Path, monkeyp
     message = re.search(r"^wisparse: (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
     with pytest.raises(UnsupportedModelError) as refused:
         Checkpoint.open(source, complete=full_config)
-    assert message is not None
     assert str(refused.value) == message[1]
-
     ((model_type, facts),) = rows.items()
     monkeypatch.setitem(architectures.ARCHITECTURES, model_type, facts)
     folder = make_bundle(source, tmp_path / "bundle")

@@ -77,9 +77,7 @@ def test_what_blocks_have_is_read() -> None:
     assert windows(model_type="mistral", sliding_window=None) == (None,) * 4
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     assert windows(model_type="qwen2", sliding_window=32, layer_types=kinds) == (32, None, 32, None)
-
-
-def test_heads_of_blocks_without_a_window() -> None:
+    # Heads of blocks without a window.
     for shared in (False, True):
         stated = {"attention_k_eq_v": shared, "global_head_dim": 32, "num_global_key_value_heads": 1}
         config = ModelConfig.from_dict({**LLAMA, **GEMMA4, **stated})

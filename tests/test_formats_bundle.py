@@ -53,8 +53,6 @@ Change = Callable[[Path], Any]
 
 
 def edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Change a JSON file of the bundle, or the header of a file of tensors."""
-
     def apply(folder: Path) -> None:
         content, tensors = (folder / name).read_bytes(), name.endswith(".safetensors")
         document, data = split_safetensors(content) if tensors else (json.loads(content), b"")
@@ -201,9 +199,8 @@ def test_another_level_is_the_same_bundle(intact: Path) -> None:
 
 @pytest.mark.parametrize("sparsity", [0.4, -0.3, 1, float("nan"), float("inf"), True, "0.3", None])
 def test_a_level_that_the_bundle_lacks(sparsity: Any, intact: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"one of the bundle's sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
-    ):
+    words = r"one of the bundle's sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
+    with pytest.raises(UsageError, match=words):
         Bundle.open(intact).at(sparsity)
 
 
@@ -266,18 +263,16 @@ def test_changed_after_it_was_opened(bundle: Path) -> None:
 
 
 def test_documents_may_be_edited(bundle: Path) -> None:
-    (bundle / "README.md").write_text("# A better card")
     (bundle / "figures" / "a.png").unlink()
-    (bundle / "notes.txt").write_text("mine")
-    (bundle / ".gitattributes").write_text("* -text")
+    for name in ("README.md", "notes.txt", ".gitattributes"):
+        (bundle / name).write_text("another")
     notes = verify_bundle(bundle).notes
     assert [note.split(":")[0] for note in notes] == ["README.md", "figures/a.png", "notes.txt"]
 
 
 def test_names_of_unknown_files_do_not_steer_the_terminal(bundle: Path) -> None:
     for name in (b"\x1b]0;owned\x07.txt", "\u202etxt.exe".encode(), b"\xff.txt", b"a\nb"):
-        with open(os.path.join(os.fsencode(bundle), name), "wb"):
-            pass
+        (bundle / os.fsdecode(name)).touch()
     result = CliRunner().invoke(verify_command, [str(bundle)])
     assert result.exit_code == 0
     assert "note: \ufffd]0;owned\ufffd.txt: not part of the bundle\n" in result.output
@@ -314,12 +309,13 @@ def test_verify_tries_the_chat_template(bundle: Path) -> None:
 
 
 def test_no_bundle(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"not a bundle: no wisparse\.json; make one with wisparse-convert"):
-        Bundle.open(tmp_path)
-    with pytest.raises(AccessError, match="expected a folder"):
-        Bundle.open(tmp_path / "nope")
-    with pytest.raises(BundleError, match="an unfinished conversion"):
-        Bundle.open(bundle.rename(bundle.with_name("x.partial")))
+    for folder, error, words in (
+        (tmp_path, BundleError, r"not a bundle: no wisparse\.json; make one with wisparse-convert"),
+        (tmp_path / "nope", AccessError, "expected a folder"),
+        (bundle.rename(bundle.with_name("x.partial")), BundleError, "an unfinished conversion"),
+    ):
+        with pytest.raises(error, match=words):
+            Bundle.open(folder)
 
 
 def test_verify_command(bundle: Path) -> None:

@@ -31,9 +31,9 @@ OTHER = Kind("another thing", "maker", "other.json", lambda folder: None)
 
 def write(out: Path, text: str, *, overwrite: bool = True, fail: BaseException | None = None) -> None:
     with replaced_folder(out, THING, FILES, overwrite=overwrite) as partial:
-        (partial / "a.bin").write_text(text)
         (partial / "pictures").mkdir()
-        (partial / "pictures/b.png").write_text(text)
+        for name in FILES[:2]:
+            (partial / name).write_text(text)
         if fail is not None:
             raise fail
         (partial / "list.json").write_text(json.dumps(FILES))
@@ -66,8 +66,7 @@ def test_made_and_replaced(tmp_path: Path) -> None:
     write(out, "one")
     assert content(out) == whole("one")
     write(out, "two")
-    assert content(out) == whole("two")
-    assert os.listdir(out.parent) == ["out"]
+    assert (content(out), os.listdir(out.parent)) == (whole("two"), ["out"])
     with pytest.raises(UsageError, match="already exists; choose another output folder or pass --overwrite"):
         write(out, "three", overwrite=False)
     assert content(out) == whole("two")
@@ -90,9 +89,7 @@ def test_a_foreign_file_is_named_and_kept(name: str, out: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["", "pictures"])
-def test_one_that_may_not_be_deleted_is_seen_before_the_work(
-    inside: str, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_may_not_be_deleted_is_refused(inside: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = os.access  # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != out / inside and plain(path, mode))
     refused(out, f"{out / inside} may not be written to: no permission; change that")
@@ -221,9 +218,7 @@ def test_a_failed_swap_puts_the_old_one_back(two_renames: None, out: Path, monke
     assert content(out.parent) == {f"out/{name}": text for name, text in whole("one").items()}
 
 
-def test_an_interrupt_right_after_the_exchange_leaves_the_new_one(
-    one_step: None, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_after_the_swap(one_step: None, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (out / "pictures/b.png").rename(out / "pictures/c.png")  # a name that the new one does not have
     (out / "list.json").write_text(json.dumps(["a.bin", "pictures/c.png", "list.json"]))
     plain = folder._exchange
@@ -238,8 +233,7 @@ def test_an_interrupt_right_after_the_exchange_leaves_the_new_one(
             write(out, "two")
     assert {name: text for name, text in content(out).items() if name != UNFINISHED} == whole("two")
     write(out, "three")
-    assert content(out) == whole("three")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "probe"]
+    assert (content(out), sorted(path.name for path in tmp_path.iterdir())) == (whole("three"), ["out", "probe"])
 
 
 @pytest.mark.parametrize("how", ["new", "one_step", "two_renames"])

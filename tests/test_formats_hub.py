@@ -17,15 +17,7 @@ from tiny_bundle import digests, files_of, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats import hub
 from wisparse.formats.errors import AccessError, BundleError, UploadError, UsageError
-from wisparse.formats.hub import (
-    check_read_access,
-    check_write_access,
-    download_bytes,
-    fetch_source,
-    is_public,
-    plan_push,
-    push_bundle,
-)
+from wisparse.formats.hub import check_read_access, check_write_access, fetch_source, plan_push, push_bundle
 
 # The client's own way of sending bytes, on the plain path.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -42,9 +34,7 @@ MODEL = {
     "USE_POLICY.md": b"a policy",
     "README.md": b"---\nlicense: other\n---\n",
     "additional_chat_templates/rag.jinja": b"{{ documents }}",
-    "onnx/model.onnx": b"not wanted",
-    "original/tokenizer.model": b"not wanted",
-    "assets/notes.json": b"not wanted",
+    **dict.fromkeys(("onnx/model.onnx", "original/tokenizer.model", "assets/notes.json"), b"not wanted"),
     "pytorch_model.bin": b"never",
 }
 WANTED = {name for name, content in MODEL.items() if content not in (b"not wanted", b"never")}
@@ -52,7 +42,6 @@ WANTED.remove("consolidated.safetensors")
 
 
 def sign(bundle: Path) -> None:
-    """A manifest of what lies in the folder now."""
     files = {name: {"sha256": digest} for name, digest in digests(bundle).items() if name != "wisparse.json"}
     (bundle / "wisparse.json").write_text(json.dumps({"format_version": 2, "files": files}))
 
@@ -76,7 +65,7 @@ def test_a_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
     source = fetch_source("user/name")
     assert (source.folder, source.commit, source.name) == (Path("user/name"), None, "name")
     check_read_access("user/name")
-    assert download_bytes("user/name") == 0
+    assert hub.download_bytes("user/name") == 0
     with pytest.raises(UsageError, match="folder on disk"):
         fetch_source("user/name", "main")
 
@@ -87,17 +76,13 @@ def test_only_what_a_conversion_reads_is_fetched_at_one_commit(standin: HubStand
     assert set(files_of(small.folder)) == {name for name in WANTED if not name.startswith("model-")}
     assert not standin.seen(r"GET .*resolve.*model-0000")
     standin.requests.clear()
-    assert download_bytes("org/model") == sum(len(MODEL[name]) for name in WANTED if name.startswith("model-"))
+    assert hub.download_bytes("org/model") == sum(len(MODEL[name]) for name in WANTED if name.startswith("model-"))
     source = fetch_source("org/model")
     assert files_of(source.folder) == {name: MODEL[name] for name in WANTED}
-    assert source.commit == repo.commits[0][0]
-    assert source.name == "org/model"
+    assert (source.commit, source.name) == (repo.commits[0][0], "org/model")
     assert len(standin.seen(r"GET /api/models/org/model/revision/main$")) <= 2  # the plan, and the fetch: once each
     assert all(source.commit in request for request in standin.seen("/resolve/"))
-
-
-def test_a_revision_pins_the_commit(standin: HubStandIn) -> None:
-    repo = standin.add("org/model", MODEL)
+    # A revision pins the commit.
     old = repo.commits[0][0]
     repo.commit({**MODEL, "config.json": b'{"newer": true}'}, "newer")
     assert (fetch_source("org/model", old).folder / "config.json").read_bytes() == MODEL["config.json"]
@@ -113,8 +98,7 @@ def test_the_cache_serves_without_a_network(standin: HubStandIn, monkeypatch: py
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()  # the client reads the switch when it makes its session
     try:
-        assert fetch_source("org/model") == online
-        assert len(standin.requests) == before
+        assert (fetch_source("org/model"), len(standin.requests)) == (online, before)
         with pytest.raises(AccessError, match="HF_HUB_OFFLINE"):
             fetch_source("org/other")
     finally:
@@ -151,7 +135,7 @@ def test_every_refusal_is_one_sentence(standin: HubStandIn, status: int) -> None
 
 def test_what_is_missing_or_gated_says_how_to_get_in(standin: HubStandIn) -> None:
     standin.add("org/gated", MODEL, gated=True)
-    for action in (fetch_source, check_read_access, download_bytes):
+    for action in (fetch_source, check_read_access, hub.download_bytes):
         with pytest.raises(AccessError, match="no folder 'org/nothing' here and no repository of that name"):
             action("org/nothing")
     for action in (fetch_source, check_read_access):
@@ -193,16 +177,15 @@ def test_a_push_that_broke_off_resumes(status: int, standin: HubStandIn, bundle:
     before = len(standin.requests)
     push_bundle(bundle, "alice/model-50")
     assert not standin.seen("^PUT", since=before)
-    assert standin.objects == stored
-    assert len(standin.repos["alice/model-50"].commits) == 2
+    assert (standin.objects, len(standin.repos["alice/model-50"].commits)) == (stored, 2)
 
 
 def test_private_never_goes_to_a_public_repository(standin: HubStandIn, bundle: Path) -> None:
     standin.add("alice/public", {"README.md": b"x"})
     with pytest.raises(UploadError, match="is public, but --private was given; nothing was uploaded"):
         push_bundle(bundle, "alice/public", private=True)
-    assert is_public("alice/public")
-    assert not is_public("alice/nothing")
+    assert hub.is_public("alice/public")
+    assert not hub.is_public("alice/nothing")
     assert len(standin.repos["alice/public"].commits) == 1
 
 
@@ -210,10 +193,9 @@ def test_only_the_bundles_own_files_go(standin: HubStandIn, bundle: Path, tmp_pa
     own = {*files_of(bundle)}
     (tmp_path / "outside_key").write_text("PRIVATE KEY")
     (bundle / "id_rsa").symlink_to("../outside_key")
-    (bundle / "notes.txt").write_text("mine")
-    (bundle / ".env").write_text("HF_TOKEN=mine")
-    (bundle / "figures" / "mine.png").write_bytes(b"mine")
     left_out = (".env", "figures/mine.png", "id_rsa", "notes.txt")
+    for name in set(left_out) - {"id_rsa"}:
+        (bundle / name).write_text("mine")
     assert plan_push(bundle, "alice/model-50").left_out == left_out
     push_bundle(bundle, "alice/model-50")
     assert {*standin.repos["alice/model-50"].commits[-1][1]} == {".gitattributes", *own}
@@ -230,12 +212,9 @@ def test_a_link_in_the_place_of_a_file_is_refused(name: str, standin: HubStandIn
     assert standin.requests == []
 
 
-def test_what_is_there_already_is_known_beforehand(
-    standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert plan_push(bundle, "alice/model-50").send == {
-        name: len(content) for name, content in files_of(bundle).items()
-    }
+def test_what_is_there_already_is_known(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {name: len(content) for name, content in files_of(bundle).items()}
+    assert plan_push(bundle, "alice/model-50").send == sizes
     push_bundle(bundle, "alice/model-50")
     with monkeypatch.context() as patched:  # what verifying has read is not read once more
         patched.setattr(hub, "file_digest", lambda path: pytest.fail(f"reads {path.name}"))
@@ -247,9 +226,7 @@ def test_what_is_there_already_is_known_beforehand(
     assert {*plan_push(bundle, "alice/model-50").send} == changed
 
 
-def test_an_interrupted_push_says_how_to_go_on(
-    standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_push_says_how_to_go_on(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HfApi, "upload_folder", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt) as caught:
         push_bundle(bundle, "alice/model-50", private=True)
@@ -264,18 +241,18 @@ def test_only_a_bundle_is_pushed(standin: HubStandIn, bundle: Path) -> None:
 
 
 def test_write_access(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    standin.add("alice/mine", {})
-    standin.add("bob/his", {})
+    for name in ("alice/mine", "bob/his"):
+        standin.add(name, {})
     for allowed in ("alice/mine", "alice/new", "team/new"):
         check_write_access(allowed)
     assert "alice/new" not in standin.repos
-    with pytest.raises(AccessError, match="not permitted"):
-        check_write_access("bob/his")
-    for forbidden in ("bob/new", "readers/new"):
-        with pytest.raises(AccessError, match="logged in as 'alice'"):
-            check_write_access(forbidden)
-    with pytest.raises(UsageError, match="USER/NAME"):
-        check_write_access("no-owner")
+    for name, error, words in (
+        ("bob/his", AccessError, "not permitted"),
+        *((name, AccessError, "logged in as 'alice'") for name in ("bob/new", "readers/new")),
+        ("no-owner", UsageError, "USER/NAME"),
+    ):
+        with pytest.raises(error, match=words):
+            check_write_access(name)
     monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
     with pytest.raises(AccessError, match="only reads"):
         check_write_access("alice/mine")

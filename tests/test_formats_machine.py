@@ -26,23 +26,22 @@ def with_groups(root: Path, groups: str) -> Path:
     return root
 
 
-def set_quota(folder: Path, version: int, quota: str) -> None:
+def put(folder: Path, files: dict[str, object]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if version == 2:
-        (folder / "cpu.max").write_text(f"{quota} 100000\n")
-    else:
-        (folder / "cpu.cfs_quota_us").write_text(quota.replace("max", "-1") + "\n")
-        (folder / "cpu.cfs_period_us").write_text("100000\n")
+    for name, content in files.items():
+        (folder / name).write_text(f"{content}\n")
+
+
+def set_quota(folder: Path, version: int, quota: str) -> None:
+    old = {"cpu.cfs_quota_us": quota.replace("max", "-1"), "cpu.cfs_period_us": 100000}
+    put(folder, {"cpu.max": f"{quota} 100000"} if version == 2 else old)
 
 
 def set_memory(folder: Path, version: int, limit: int | str, used: int, cache: int = 0) -> None:
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     prefix = "" if version == 2 else "total_"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / names[0]).write_text(f"{limit}\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    stat = f"anon 5\n{prefix}inactive_file {cache // 4}\n{prefix}active_file {cache // 4 * 3}\n"
-    (folder / "memory.stat").write_text(stat)
+    stat = f"anon 5\n{prefix}inactive_file {cache // 4}\n{prefix}active_file {cache // 4 * 3}"
+    put(folder, {**dict(zip(names, (limit, used), strict=True)), "memory.stat": stat})
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -67,8 +66,7 @@ def test_the_tightest_group_decides(tmp_path: Path) -> None:
 
 
 def test_a_system_without_control_groups_and_affinity_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usable_cores(tmp_path) == 8
-    assert free_memory_bytes(tmp_path) == 64 * GB
+    assert (usable_cores(tmp_path), free_memory_bytes(tmp_path)) == (8, 64 * GB)
     monkeypatch.delattr(machine.os, "sched_getaffinity", raising=False)
     assert usable_cores(tmp_path) == psutil.cpu_count()
 

@@ -38,16 +38,11 @@ def model(tmp_path: Path) -> Path:
 def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("round-trip")
     heads = data.draw(st.sampled_from([(4, 2), (3, 3), (2, 1)]))
-    config = tiny_config(
-        data.draw(st.sampled_from(list(CLASSES))),
-        hidden_size=data.draw(st.integers(1, 9)) * 2,
-        intermediate_size=data.draw(st.integers(1, 20)),
-        num_hidden_layers=data.draw(st.integers(1, 3)),
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        tie_word_embeddings=data.draw(st.booleans()),
-        vocab_size=data.draw(st.integers(1, 40)),
-    )
+    sizes = {"intermediate_size": 20, "num_hidden_layers": 3, "vocab_size": 40}
+    drawn = {name: data.draw(st.integers(1, most)) for name, most in sizes.items()}
+    drawn |= {"hidden_size": 2 * data.draw(st.integers(1, 9)), "tie_word_embeddings": data.draw(st.booleans())}
+    heads = dict(zip(("num_attention_heads", "num_key_value_heads"), heads, strict=True))
+    config = tiny_config(data.draw(st.sampled_from(CLASSES)), **drawn, **heads)
     stored = data.draw(st.sampled_from(list(DTYPES.values())))
     write_tiny_model(folder / "model", config, dtype=stored, shards=data.draw(st.integers(1, 3)))
     source = Checkpoint.open(folder / "model")
@@ -57,7 +52,6 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
     dtype = data.draw(st.sampled_from(["auto", *DTYPES]))
     size = data.draw(st.integers(1, 20_000))
     write_bundle(source, recipe, levels, folder / "out", dtype=dtype, max_shard_size=size)
-
     bundle = Bundle.open(folder / "out")
     verify_bundle(folder / "out")
     assert bundle.recipe == recipe
@@ -83,9 +77,8 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
 def test_plain_transformers_loads_it_dense(tied: bool, tmp_path: Path) -> None:
     import transformers
 
-    model = write_tiny_model(
-        tmp_path / "model", tiny_config(tie_word_embeddings=tied, dtype="bfloat16"), dtype=torch.bfloat16
-    )
+    config = tiny_config(tie_word_embeddings=tied, dtype="bfloat16")
+    model = write_tiny_model(tmp_path / "model", config, dtype=torch.bfloat16)
     out = write_tiny_bundle(tmp_path / "out", model, max_shard_size="8KB")
     assert len(list(out.glob("model-*.safetensors"))) > 1
     ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (out, model))
@@ -96,9 +89,8 @@ def test_plain_transformers_loads_it_dense(tied: bool, tmp_path: Path) -> None:
 
 
 def test_files(model: Path, tmp_path: Path) -> None:
-    (model / "USE_POLICY.md").write_text("Be kind.")
-    (model / "train_stats.json").write_text("{}")
-    (model / "modeling_evil.py").write_text("boom")
+    for name in ("USE_POLICY.md", "train_stats.json", "modeling_evil.py"):
+        (model / name).write_text("{}")
     config = json.loads((model / "config.json").read_text()) | {"auto_map": {"AutoModel": "modeling_evil.X"}}
     (model / "config.json").write_text(json.dumps(config))
     extra = {"README.md": b"# Card", "figures/alpha.png": b"png", "conversion_report.json": b"{}"}
@@ -118,12 +110,21 @@ def test_files(model: Path, tmp_path: Path) -> None:
     assert files == {name: {"sha256": hashlib.sha256(data).hexdigest()} for name, data in content.items()}
 
 
-def test_same_bytes_whatever_the_layout_of_the_source(tmp_path: Path) -> None:
+def test_same_bytes_whatever_the_source(tmp_path: Path) -> None:
     outs = []
     for shards in (1, 3):
         model = write_tiny_model(tmp_path / str(shards), shards=shards)
         outs.append(files_of(write_tiny_bundle(tmp_path / f"out{shards}", model, max_shard_size="5KB")))
     assert outs[0] == outs[1]
+    # Tied embeddings are written once.
+    plain = write_tiny_model(tmp_path / "plain")
+    head = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
+    twice = write_tiny_model(tmp_path / "twice", add={"lm_head.weight": head.clone()})
+    assert files_of(write_tiny_bundle(tmp_path / "a", twice)) == files_of(write_tiny_bundle(tmp_path / "b", plain))
+    other = write_tiny_model(tmp_path / "other", add={"lm_head.weight": head + 1})
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        write_tiny_bundle(tmp_path / "c", other)
+    assert not list(tmp_path.glob("c*"))
 
 
 def test_dtype_is_told_in_the_config(model: Path, tmp_path: Path) -> None:
@@ -133,17 +134,6 @@ def test_dtype_is_told_in_the_config(model: Path, tmp_path: Path) -> None:
     config = json.loads((write_tiny_bundle(tmp_path / "b", model, dtype="float16") / "config.json").read_text())
     assert config["torch_dtype"] == "float16"
     assert "dtype" not in config
-
-
-def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
-    plain = write_tiny_model(tmp_path / "plain")
-    head = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
-    twice = write_tiny_model(tmp_path / "twice", add={"lm_head.weight": head.clone()})
-    assert files_of(write_tiny_bundle(tmp_path / "a", twice)) == files_of(write_tiny_bundle(tmp_path / "b", plain))
-    other = write_tiny_model(tmp_path / "other", add={"lm_head.weight": head + 1})
-    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        write_tiny_bundle(tmp_path / "c", other)
-    assert not list(tmp_path.glob("c*"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -238,8 +228,7 @@ def test_failure_leaves_nothing(
         with pytest.raises(expected):
             write_tiny_bundle(folder, model, overwrite=overwrite)
         _fail_after(monkeypatch, 0, error)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "out"]
-    assert files_of(out) == before
+    assert (sorted(file.name for file in tmp_path.iterdir()), files_of(out)) == (["model", "out"], before)
 
 
 def test_too_little_room_is_seen_before_any_work(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +265,7 @@ def test_disk_really_full(model: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-def test_damage_on_the_way_to_disk_is_seen_before_the_rename(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_on_the_way_to_disk_is_seen(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = write_room._write_all
 
     def flip(file: Any, piece: Any) -> None:

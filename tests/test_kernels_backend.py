@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 from pathlib import Path
 
 import pytest
@@ -31,9 +30,7 @@ def test_an_old_gpu_and_another_makers_fall_back(hip, capability, reason, monkey
     assert (name, reason in why) == ("torch", True)
 
 
-def test_compiling_is_said_once_and_only_where_something_is_compiled(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_compiling_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     from wisparse.kernels import backend
     from wisparse.kernels.cpu import launch
 
@@ -41,28 +38,25 @@ def test_compiling_is_said_once_and_only_where_something_is_compiled(
     monkeypatch.setattr(launch, "_load", lambda region, folder: region)
     monkeypatch.setattr(launch, "_COMPILER", "")
     names = ["step_bfloat16", "dequantize_bfloat16"]
-    with caplog.at_level(logging.WARNING, logger="wisparse"):
-        monkeypatch.setattr(launch, "_cache_folder", lambda: None)
-        launch._compiled(names)
-        assert caplog.text == ""  # it is compiled every time, as a warning of the cache's says
-        monkeypatch.setattr(launch, "_cache_folder", lambda: tmp_path)
-        launch._compiled(names)
-        launch._compiled(names)
+    monkeypatch.setattr(launch, "_cache_folder", lambda: None)
+    launch._compiled(names)
+    assert caplog.text == ""  # it is compiled every time, as a warning of the cache's says
+    monkeypatch.setattr(launch, "_cache_folder", lambda: tmp_path)
+    launch._compiled(names)
+    launch._compiled(names)
     assert [record.message for record in caplog.records] == [
         "compiling 2 kernels for the CPU, which takes some seconds; it happens once, later runs find them on disk"
     ]
 
 
-def test_a_compiled_gpu_kernel_is_told_from_one_found_on_disk(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_compiled_gpu_kernel_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     triton = pytest.importorskip("triton")
     from wisparse.kernels import backend
 
     heard = []
     monkeypatch.setattr(backend, "_said", set())
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: heard.append(event["cache_hit"]))
-    with caplog.at_level(logging.WARNING, logger="wisparse"), backend.triton_compiling(8):
+    with backend.triton_compiling(8):
         listener = triton.knobs.compilation.listener
         more = {"src": None, "metadata": {}, "metadata_group": {}, "times": None}
         listener(cache_hit=True, **more)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numba
 import numpy as np
@@ -159,9 +160,7 @@ def test_weights_are_stored_in_pieces(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_prompt_in_16_bits_is_not_multiplied_in_a_slow_type(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_in_16_bits_is_multiplied_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without AVX-512 torch takes 50 to 80 times as long for a transposed 16-bit matrix as for a float32 one."""
     multiplied = []
 
@@ -192,7 +191,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_region_is_compiled_once_into_the_folder_asked_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_is_compiled_once_into_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch.prepare(REGION)
     # Loaded, also the first time: what this process compiled itself might compute other bits than what later ones load.
     assert launch._regions[REGION].cache_hits == 1
@@ -204,9 +203,7 @@ def test_a_region_is_compiled_once_into_the_folder_asked_for(cache: Path, monkey
     folder = launch._cache_folder()
     monkeypatch.setattr(numba, "__version__", "another")
     assert launch._cache_folder() != folder
-
-
-def test_the_users_cache_is_the_default(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The user's cache is the default.
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     assert launch._cache_folder().parent == cache / "wisparse"
@@ -223,11 +220,7 @@ def test_the_users_cache_is_the_default(cache: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_cache_that_cannot_be_written_is_said_and_survived(
-    compiler: str | None,
-    words: tuple[str, ...],
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    compiler: Any, words: Any, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if compiler is None:
         (cache / "file").touch()
@@ -247,9 +240,7 @@ def test_a_compiler_that_fails_is_told_with_its_words(monkeypatch: pytest.Monkey
         launch.prepare(REGION)
 
 
-def test_a_long_compilation_says_that_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_compilation_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(launch, "_LINE_S", 0.05)
     code = "import sys, time; time.sleep(0.5); print('done', file=sys.stderr)"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as compiler:
@@ -269,9 +260,8 @@ def test_the_first_process_computes_the_bits_of_all_later_ones(example_model: Pa
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": ""}
     command = [sys.executable, "-c", code, str(bundle)]
-    first, later = (
-        subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(2)
-    )
+    how: dict[str, Any] = {"env": environment, "check": True, "capture_output": True, "text": True}
+    first, later = (subprocess.run(command, **how) for _ in range(2))
     assert "compiling 1 kernel for" in first.stderr
     assert "compiling" not in later.stderr
     assert first.stdout == later.stdout
@@ -349,9 +339,7 @@ class Machine:
 
 
 @pytest.mark.parametrize(("most", "cores"), [(2, 1), (4, 3), (8, 2)])
-def test_a_team_is_as_large_as_the_machine_has_cores_left(
-    most: int, cores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_team_is_as_large_as_cores_are_left(most: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, cores)
     machine.run(0.2, most)
     assert machine.team.size == cores
@@ -366,7 +354,7 @@ def test_a_team_is_as_large_as_the_machine_has_cores_left(
     assert machine.team.size == 1
 
 
-def test_a_thread_that_has_to_share_its_core_does_not_try_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_team_knows_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 1)
     machine.run(0.1)
     machine.shared = True
@@ -375,9 +363,7 @@ def test_a_thread_that_has_to_share_its_core_does_not_try_a_second_one(monkeypat
     machine.shared, machine.cores = False, 2  # the other programs end
     machine.run(2)
     assert machine.team.size == 2
-
-
-def test_short_waits_are_forgiven_and_long_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Short waits are forgiven and long ones are not.
     machine = Machine(monkeypatch, 2, slice_ms=0.3)
     for _ in range(20):
         machine.cores = 1
@@ -391,14 +377,12 @@ def test_short_waits_are_forgiven_and_long_ones_are_not(monkeypatch: pytest.Monk
 
 def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:
     tanh = numba.vectorize(["float32(float32)"])(intrinsics.tanh32.py_func)
-    x = torch.cat(
-        (torch.linspace(-12, 12, 100_001), torch.logspace(-30, 2, 10_001), torch.tensor([0.0, 1e30, -torch.inf]))
-    )
+    ends = torch.tensor([0.0, 1e30, -torch.inf])
+    x = torch.cat((torch.linspace(-12, 12, 100_001), torch.logspace(-30, 2, 10_001), ends))
     wanted = x.double().tanh()
     with np.errstate(all="ignore"):  # the branch that is not taken
         error = (torch.from_numpy(tanh(x.numpy())).double() - wanted).abs()
     assert bool((error <= 2**-23 * wanted.abs()).all())
-
     x = x[x.isfinite()]
     gate, up = x.clone(), torch.full_like(x, 0.5)
     step.activate_times(gate.data_ptr(), up.data_ptr(), len(x), 1, len(x), 1)

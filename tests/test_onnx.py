@@ -16,7 +16,7 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from click.testing import CliRunner
-from family_cases import greedy
+from family_cases import runtime_tokens
 from runtime_models import FAMILIES, VARIANTS, make_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_bundle import digests
@@ -69,12 +69,6 @@ def properties(folder: Path) -> dict[str, str]:
     return {entry.key: entry.value for entry in load(folder).metadata_props}
 
 
-def runtime_tokens(folder: Path, prompt: list[int], count: int, sparsity: float | None = None) -> list[int]:
-    bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
-    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
-    return greedy(decoder, torch.tensor(prompt), count)[0]
-
-
 def onnx_tokens(decoder: OnnxDecoder, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy tokens of prompts decoded in one batch, padded on the left."""
     longest = max(map(len, prompts))
@@ -88,9 +82,7 @@ def onnx_tokens(decoder: OnnxDecoder, prompts: list[list[int]], count: int) -> l
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens_of_our_runtime_on_every_architecture(
-    variant_bundle: Callable[[str], Path], tmp_path: Path, variant: str
-) -> None:
+def test_tokens_are_our_runtimes(variant_bundle: Callable[[str], Path], tmp_path: Path, variant: str) -> None:
     # 24 tokens take the sliding window (7) and LongRoPE's switch (32 positions) along; prompts of one batch are of
     # different lengths, so LongRoPE's would switch at different times: one by one.
     bundle = variant_bundle(variant)
@@ -103,9 +95,7 @@ def test_tokens_of_our_runtime_on_every_architecture(
     assert check_export(half, Bundle.open(bundle), "float16")["dense_error"] < 1e-2
 
 
-def test_longrope_takes_long_prompts_and_says_what_it_cannot(
-    variant_bundle: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_longrope_takes_long_prompts(variant_bundle: Callable[[str], Path], tmp_path: Path) -> None:
     bundle = variant_bundle("phi3-long")
     result = CliRunner().invoke(verb.command, [str(bundle), str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
@@ -121,7 +111,7 @@ def test_every_level(variant: str, tmp_path: Path) -> None:
     folder = make_bundle(make_checkpoint(variant, tmp_path / "source"), tmp_path / "bundle", 0.3, 0.5)
     seen = set()
     for sparsity in (0.0, 0.3, 0.5):
-        expected = [runtime_tokens(folder, prompt, 16, sparsity) for prompt in PROMPTS]
+        expected = [runtime_tokens(folder, prompt, 16, sparsity=sparsity) for prompt in PROMPTS]
         out = export(folder, tmp_path / f"at {sparsity}", sparsity, check=True)
         assert onnx_tokens(OnnxDecoder(out), PROMPTS, 16) == expected
         assert properties(out)["sparsity"] == str(sparsity)
@@ -140,7 +130,7 @@ def test_every_opset(variant_bundle: Callable[[str], Path], tmp_path: Path, vari
     assert onnx_tokens(OnnxDecoder(out), PROMPTS, 8) == expected
 
 
-def test_names_are_those_others_expect(bundle: Path, exported: Path) -> None:
+def test_names_and_weights_are_where_others_expect_them(bundle: Path, exported: Path) -> None:
     model, opened = load(exported), Bundle.open(bundle)
     config, graph = opened.config, model.graph
     pasts = [f"past_key_values.{i}.{what}" for i in range(config.num_blocks) for what in ("key", "value")]
@@ -172,9 +162,7 @@ def test_names_are_those_others_expect(bundle: Path, exported: Path) -> None:
     assert (described["model"]["type"], described["model"]["eos_token_id"]) == ("decoder", 2)
     assert (decoder["num_key_value_heads"], decoder["head_size"]) == (config.num_kv_heads, config.head_dim)
     assert described["search"]["past_present_share_buffer"] is False
-
-
-def test_weights_are_external_aligned_and_stored_once(bundle: Path, exported: Path) -> None:
+    # Weights are external aligned and stored once.
     initializers = load(exported).graph.initializer
     outside = {t.name: t for t in initializers if t.data_location == onnx.TensorProto.EXTERNAL}
     checkpoint = Bundle.open(bundle).checkpoint
@@ -224,10 +212,8 @@ def scaled_weights(variant: str, factor: float, folder: Path, *endings: str) -> 
 
 
 def test_float16_holds_hidden_states_that_overflow_it(tmp_path: Path) -> None:
-    """Gemma's norms of outputs can put them beyond 65,504; then the next norm squares them.
-
-    ONNX's own evaluator rounds every value to float16, unlike ONNX Runtime on a CPU.
-    """
+    """Gemma's norms of outputs can put them beyond 65,504; then the next norm squares them. ONNX's own evaluator rounds
+    every value to float16, unlike ONNX Runtime on a CPU."""
     norms = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
     folder = scaled_weights("gemma2", 4e4, tmp_path, *norms)
     model = load(export(folder, tmp_path / "out", dtype="float16"), weights=True)
@@ -270,9 +256,8 @@ def test_a_wrong_graph_is_noticed_and_not_written(
 
         def broken(self: OnnxDecoder, *args: object) -> dict[str, np.ndarray]:
             found = run(self, *args)
-            return {
-                name: value * np.nan if name.endswith("1.mlp.up_proj_out") else value for name, value in found.items()
-            }
+            wrong = [name for name in found if name.endswith("1.mlp.up_proj_out")]
+            return {**found, **{name: found[name] * np.nan for name in wrong}}
 
         monkeypatch.setattr(OnnxDecoder, "run", broken)
     monkeypatch.setattr(onnx_export, "check_export", lambda folder, _, dtype: check_export(folder, right, dtype))
@@ -314,9 +299,7 @@ def test_the_command(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.exhaustive  # needs another environment
-def test_tokens_in_onnxruntime_genai_and_optimum(
-    example_model: Path, variant_bundle: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_tokens_in_its_peers(example_model: Path, variant_bundle: Callable[[str], Path], tmp_path: Path) -> None:
     python = os.environ.get("WISPARSE_ONNX_PEERS_PYTHON")
     if not python:
         pytest.skip(

@@ -84,7 +84,7 @@ def installs(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     }
 
 
-def test_what_is_declared_is_what_is_imported() -> None:
+def test_dependencies() -> None:
     # A dependency that nothing imports is downloaded in vain; one that is not declared is there by luck.
     distributions = importlib.metadata.packages_distributions()
     imported = set()
@@ -99,9 +99,6 @@ def test_what_is_declared_is_what_is_imported() -> None:
     brought = {"evaluate", "llvmlite", "tqdm"}  # parts of numba and of lm-eval, which pin the version that fits
     assert needed <= imported
     assert imported - brought == needed | optional
-
-
-def test_lower_bounds_are_printed_as_pins() -> None:
     # What CI installs: every dependency, the test extra, and the extras that it takes in.
     command = [sys.executable, ROOT / ".ci" / "lower_bounds.py", "test"]
     pins = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -180,9 +177,8 @@ wisparse.convert("model", sparsity="half")  # wrong
 def test_mypy_sees_the_types_of_an_installed_copy(installs: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(_USER)
     command = [sys.executable, "-m", "mypy", "--python-executable", installs["plain"], "--config-file", os.devnull]
-    done = subprocess.run(
-        [*command, "--strict", "--hide-error-context", "user.py"], cwd=tmp_path, capture_output=True, text=True
-    )
+    command += ["--strict", "--hide-error-context", "user.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     refused = {int(number) for number in re.findall(r"^user\.py:(\d+): error", done.stdout, re.MULTILINE)}
     wrong = {number for number, line in enumerate(_USER.splitlines(), start=1) if line.endswith("# wrong")}
     assert refused == wrong, done.stdout + done.stderr
@@ -248,11 +244,8 @@ def _shown() -> list[tuple[str, list[str]]]:
 
 
 def _words(text: str) -> str:
-    """Text as one line without what differs from run to run.
-
-    Numbers, where lines are broken, which steps took long enough to be named (under a second none is), and that kernels
-    are compiled, which only a machine's first run says.
-    """
+    """Text as one line without what differs from run to run: numbers, where lines are broken, which steps took long
+    enough to be named, and that kernels are compiled, which only a machine's first run says."""
     line = " ".join(re.sub(r"\d[\d,.]*(?:e-\d+)?", "0", text).split())
     line = re.sub(r"compiling 0 kernels? for the \w+, which takes some seconds; [^;]*? on disk ", "", line)
     line = line.replace("still compiling after 0 s ", "")
@@ -288,31 +281,19 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{block}\n{done.stderr}"
 
 
-def test_options_named_in_the_pages_exist() -> None:
-    known: set[str] = set()
+def test_pages_are_up_to_date() -> None:
     from wisparse.cli import _VERBS, load_verb
 
-    for verb in _VERBS:
-        known |= {
-            option for parameter in load_verb(verb).params for option in (*parameter.opts, *parameter.secondary_opts)
-        }
-    known |= {"--help", "--version", "--nproc-per-node"}
+    known = {"--help", "--version", "--nproc-per-node"}
+    for parameter in (parameter for verb in _VERBS for parameter in load_verb(verb).params):
+        known.update(parameter.opts, parameter.secondary_opts)
     for page in PAGES:
         for block in _blocks(page, "console"):
             for line in block.replace("\\\n", " ").splitlines():
                 if line.startswith("$ wisparse"):
                     named = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", line))
                     assert named <= known, f"{page.name}: {line}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
-        if not target.startswith(("http://", "https://", "mailto:")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_the_requirements_page_is_up_to_date() -> None:
+    # The requirements page is up to date.
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "benchmarks/requirements.py"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -320,7 +301,8 @@ def test_the_requirements_page_is_up_to_date() -> None:
     assert done.stdout.strip() in (ROOT / "docs" / "requirements.md").read_text("utf-8")
 
 
-def test_the_readme_stays_short() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert text.count("\n") <= 160
-    assert len(text.split()) <= 1300
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

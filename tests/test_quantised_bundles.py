@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bundle_maker import cpu_decoder
 from click.testing import CliRunner
 from quantised_models import PUBLISHED, quantise_model
 from safetensors.torch import load_file
@@ -18,7 +19,6 @@ from wisparse.commands.export_onnx import command as export_onnx
 from wisparse.converter.source import load_source
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.decoder import weight_bytes
 
 BY_TRANSFORMERS = ["pack int4 groups", "pack int8 rows", "fp8 rows"]
@@ -42,9 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def logits(bundle: Path, backend: str) -> torch.Tensor:
     """After each of `TOKENS`, all of them dense."""
-    decoder = make_decoder(
-        Bundle.open(bundle), device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64, backend=backend
-    )
+    decoder = cpu_decoder(Bundle.open(bundle), backend, max_seq_len=64)
     found = torch.stack([decoder.prefill(0, TOKENS[:count], count).clone() for count in range(1, len(TOKENS) + 1)])
     decoder.close()
     return found
@@ -79,10 +77,14 @@ def test_back_ends_the_converters_model_and_transformers_agree(name: str, made: 
         torch.testing.assert_close(logits(bundle, "numba"), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_quantised_model_keeps_its_type(made: Made, tmp_path: Path) -> None:
+def test_what_a_quantised_model_cannot_be(made: Made, tmp_path: Path) -> None:
     source, _ = made("gptq")
     with pytest.raises(UsageError, match="expected auto for a quantised model"):
         write_tiny_bundle(tmp_path / "out", source, dtype="bfloat16")
+    # ``--weights fp8`` is refused where nothing multiplies with it.
+    opened = Bundle.open(made("gptq")[1])
+    with pytest.raises(UsageError, match="no back end can run this model on cpu: numba cannot: it has no fp8 weights;"):
+        cpu_decoder(opened, "auto", max_seq_len=8, weights="fp8")
 
 
 def test_an_onnx_export_is_widened_and_says_so(made: Made, tmp_path: Path) -> None:
@@ -106,9 +108,7 @@ def test_what_is_widened_is_said_and_counted(made: Made, caplog: pytest.LogCaptu
         opened = Bundle.open(made(name)[1])
         for backend in ("torch", "numba"):
             caplog.clear()
-            decoder = make_decoder(
-                opened, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8, backend=backend
-            )
+            decoder = cpu_decoder(opened, backend, max_seq_len=8)
             kept = [stored for stored in opened.checkpoint.quantised.values() if decoder.keeps(stored)]
             assert bool(kept) == (backend not in kinds)
             assert ("dequantizes the bundle's" in caplog.text) == (backend in kinds)
@@ -118,11 +118,3 @@ def test_what_is_widened_is_said_and_counted(made: Made, caplog: pytest.LogCaptu
             decoder.close()
     assert taken["pack int4 groups", "numba"] < taken["pack int4 groups", "torch"] / 2
     assert taken["fp8 rows", "numba"] == taken["fp8 rows", "torch"]
-
-
-def test_fp8_at_load_is_refused_where_nothing_multiplies_with_it(made: Made) -> None:
-    opened = Bundle.open(made("gptq")[1])
-    with pytest.raises(
-        UsageError, match=r"no back end can run this model on cpu: numba cannot: it has no fp8 weights;"
-    ):
-        make_decoder(opened, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8, weights="fp8")

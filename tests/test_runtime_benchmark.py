@@ -14,12 +14,11 @@ from family_cases import greedy
 from quantised_models import PUBLISHED, quantise_model
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
+from wisparse import UnsupportedModelError, UsageError, load
 from wisparse.commands import bench as bench_module
 from wisparse.commands.bench import command
 from wisparse.compiled import compiled_rates, time_compiled
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import UnsupportedModelError, UsageError
-from wisparse.runtime.backends import load
 from wisparse.runtime.benchmark import Workload, compare_weights, prompts
 
 
@@ -76,24 +75,19 @@ def test_command_prints_a_whole_table(bundle: Path, columns: str) -> None:
     assert "{" not in result.stdout  # JSON is for --json
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--sparsity", "0"], "sparsity: expected a sparsity level to compare with the dense model, found 0"),
-        (["--kernels"], "--kernels: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
-        (["--tune"], "--tune: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(bundle: Path, options: list[str], sentence: str) -> None:
-    result = bench(bundle, "--backend", "torch", *options)
-    assert isinstance(result.exception, UsageError)
-    assert sentence in str(result.exception)
+def test_options_that_do_not_fit_are_refused(bundle: Path) -> None:
+    for option, sentence in (
+        ("--sparsity=0", "sparsity: expected a sparsity level to compare with the dense model, found 0"),
+        ("--kernels", "--kernels: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
+        ("--tune", "--tune: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
+    ):
+        result = bench(bundle, "--backend", "torch", option)
+        assert isinstance(result.exception, UsageError)
+        assert sentence in str(result.exception)
 
 
 @pytest.mark.parametrize("kind", [None, "pack int4 groups", "fp8 rows", "gptq"])
-def test_the_baseline_is_the_same_dense_model(
-    kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_baseline_is_the_dense_model(kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are our dense ones, whatever the weights are stored as; each run begins at the prompt again."""
     source = write_tiny_model(tmp_path / "source", tiny_config(tie_word_embeddings=False))
     if kind:
@@ -131,9 +125,7 @@ def test_one_table_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPat
     result = bench(bundle, "--runs", "2", "--baseline", "torch.compile", "--all-weights")
     assert result.exit_code == 0, result.output
     ((found, baseline, _),) = shown
-    assert list(found) == ["native", "int8", "int4"]
-    assert baseline.name == "torch.compile"
-    assert len(baseline.runs) == 2
+    assert (list(found), baseline.name, len(baseline.runs)) == (["native", "int8", "int4"], "torch.compile", 2)
     table = result.stdout.splitlines()
     (head,) = [line for line in table if line.startswith("weights ")]
     assert head.index("sparsity") < head.index("tok/s") < head.index("over torch.compile") < head.index("over own")
@@ -141,8 +133,7 @@ def test_one_table_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPat
     (row,) = [line.split() for line in table if line.startswith("native ") and "dense" in line]
     assert row[4:6] == [f"{own / baseline.tok_per_s:.2f}x", "1.00x"]
     alone = json.loads(bench(bundle, "--baseline", "torch.compile", "--json").stdout)
-    assert alone["workload"]["new_tokens"] == 3
-    assert alone["baseline"]["name"] == "torch.compile"
+    assert (alone["workload"]["new_tokens"], alone["baseline"]["name"]) == (3, "torch.compile")
     result = bench(bundle, "--baseline", "torch.compile")
     assert result.exit_code == 0, result.output
     found, baseline, _ = shown[-1]
@@ -158,11 +149,10 @@ def test_the_baseline_is_really_compiled(tmp_path: Path) -> None:
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     found = time_compiled(opened, Workload(4, 3, 2, 2), torch.device("cpu"), torch.bfloat16)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled + 1  # one for all positions
-    assert len(found.runs) == 2
-    assert found.dtype == "bfloat16"
+    assert (len(found.runs), found.dtype) == (2, "bfloat16")
 
 
-def test_a_baseline_without_a_compiler_is_refused_at_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_that_cannot_be(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
     monkeypatch.setattr("wisparse.runtime.backends.load", lambda *_, **__: pytest.fail("loaded first"))
     result = bench(bundle, "--baseline", "torch.compile")
@@ -171,8 +161,7 @@ def test_a_baseline_without_a_compiler_is_refused_at_once(bundle: Path, monkeypa
         "--baseline torch.compile needs a C++ compiler on a CPU, and there is none: install g++, or let CXX name one"
     )
 
-
-def test_what_cannot_be_compiled_is_said() -> None:
+    # What cannot be compiled is said.
     def step(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return token

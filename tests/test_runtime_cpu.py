@@ -142,9 +142,7 @@ def test_decodes_as_the_reference_does(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("which", ["example", "gemma3"])
-def test_low_precision_is_no_worse_than_the_references(
-    bundle: Path, opened: Callable[[str], Bundle], which: str, dtype: torch.dtype
-) -> None:
+def test_16_bits_are_as_good(bundle: Path, opened: Callable[[str], Bundle], which: str, dtype: torch.dtype) -> None:
     """gemma3: norms by 1 + weight on both sides of each half, and an embedding's multiplier that no 16 bits hold."""
     model = (Bundle.open(bundle) if which == "example" else opened(which)).at(0)
     if which == "gemma3":
@@ -170,9 +168,7 @@ def test_low_precision_is_no_worse_than_the_references(
         ("qwen3.5", torch.bfloat16, "native"),
     ],
 )
-def test_bits_depend_neither_on_the_batch_nor_on_threads(
-    opened: Callable[[str], Bundle], variant: str, dtype: torch.dtype, weights: str
-) -> None:
+def test_bits_are_reproducible(opened: Callable[[str], Bundle], variant: str, dtype: torch.dtype, weights: str) -> None:
     bundle = opened(variant)
     steps = tokens(12, 3)
     results = []
@@ -189,8 +185,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
             else:  # a negative id is an idle row
                 alone = [decoder.decode(torch.where(torch.arange(3) == slot, step, -1)).clone() for slot in range(3)]
                 rows.append(torch.stack([alone[slot][slot] for slot in range(3)]))
-        assert decoder._step._team.size == threads
-        assert decoder.lengths == [len(prompt) + 12 for prompt in PROMPTS]
+        assert (decoder._step._team.size, decoder.lengths) == (threads, [len(prompt) + 12 for prompt in PROMPTS])
         results.append(torch.stack(rows))
     assert all(torch.equal(result, results[0]) for result in results)
 
@@ -220,9 +215,7 @@ def test_a_short_prompt_is_read_by_the_step(
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_codes_refuse_weights_that_are_not_finite(
-    opened: Callable[[str], Bundle], monkeypatch: pytest.MonkeyPatch, weights: str
-) -> None:
+def test_codes_refuse_infinity(opened: Callable[[str], Bundle], monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
     bundle = opened("llama-bias")
     name = "model.layers.0.mlp.up_proj.weight"
     weight = bundle.checkpoint.tensor(name)

@@ -80,17 +80,6 @@ def test_dense_logits_equal_transformers(variant: str, variant_bundle: Callable[
 
 
 @pytest.mark.parametrize("policy", PREFILL_POLICIES)
-@pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
-def test_sparse_greedy_tokens_equal_transformers(
-    variant: str, policy: str, variant_bundle: Callable[[str], Path]
-) -> None:
-    folder = variant_bundle(variant)
-    tokens = random_tokens(9, seed=1)
-    expected = greedy_by_transformers(folder, tokens, policy, 16)
-    assert greedy(torch_decoder(folder), tokens, 16, sparse_from(policy, len(tokens)))[0] == expected
-
-
-@pytest.mark.parametrize("policy", PREFILL_POLICIES)
 def test_longrope_switches_where_transformers_does(policy: str, variant_bundle: Callable[[str], Path]) -> None:
     folder = variant_bundle("phi3-long")
     tokens = random_tokens(27, seed=2)
@@ -250,38 +239,29 @@ def test_slots_join_and_leave_while_others_are_decoded(hybrid: Path) -> None:
     torch.testing.assert_close(found["numba"], found["torch"], rtol=1e-4, atol=3e-4)
 
 
-def test_no_export_without_recurrent_blocks(hybrid: Path, tmp_path: Path) -> None:
+def test_what_is_refused_of_recurrent_models(hybrid: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="recurrent"):
         export_onnx(Bundle.open(hybrid), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+    # Nonsense is refused.
+    for changes, words in (
         ({"layer_types": ["linear_attention", "mamba", "full_attention"]}, "layer_types: expected linear_attention or"),
         ({"linear_num_value_heads": 3}, "expected a multiple of linear_num_key_heads"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim: expected 2 or more"),
         ({"linear_key_head_dim": 0}, "linear_key_head_dim: expected a positive integer"),
-    ],
-)
-def test_nonsense_is_refused(hybrid: Path, changes: dict, words: str) -> None:
-    config = dict(Bundle.open(hybrid).config_dict)
-    with pytest.raises(UnsupportedModelError, match=words):
-        ModelConfig.from_dict({**config, **changes})
+    ):
+        with pytest.raises(UnsupportedModelError, match=words):
+            ModelConfig.from_dict({**Bundle.open(hybrid).config_dict, **changes})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_prompt_that_begins_like_another_is_read_anew(hybrid: Path, backend: str) -> None:
+def test_a_state_serves_its_own_position_alone(hybrid: Path, backend: str) -> None:
     model = wisparse.load(hybrid, device="cpu", dtype="float32", backend=backend)
     prompt = [5, 9, 14, 20, 33, 61, 8]
     alone = model.generate([*prompt, 40], max_new_tokens=8).token_ids
     model.generate(prompt, max_new_tokens=8)
     assert model.generate([*prompt, 40], max_new_tokens=8).token_ids == alone
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_state_is_not_taken_for_that_of_another_position(hybrid: Path, backend: str) -> None:
+    # A state is not taken for that of another position.
     decoder = wisparse.load(hybrid, device="cpu", dtype="float32", backend=backend).decoder
     tokens = torch.tensor([5, 9, 14, 20, 33, 61, 8])
     whole = decoder.prefill(0, tokens, len(tokens)).clone()

@@ -16,11 +16,10 @@ import pytest
 import torch
 
 import wisparse
-from wisparse.formats.errors import ResourceError, UsageError, WisparseError
+from wisparse import Model, ResourceError, UsageError, WisparseError
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.engine import Engine, EngineState, QueueFullError
 from wisparse.runtime.generation.request import Chunk, Generation, Request
-from wisparse.runtime.model import Model
 from wisparse.runtime.tokenizer import Detokenizer
 
 TOGETHER = "wisparse.runtime.generation.scheduler._TOGETHER_SECONDS"
@@ -40,8 +39,6 @@ def engine(model: Model) -> Iterator[Engine]:
 
 
 class Reader:
-    """Collects what one request delivers."""
-
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[Chunk | WisparseError] = queue.SimpleQueue()
         self.text = ""
@@ -55,9 +52,7 @@ class Reader:
     def answer(self) -> Generation:
         while (chunk := self.next()).finish_reason is None:
             pass
-        assert chunk.generation is not None
-        assert chunk.finish_reason == chunk.generation.finish_reason
-        assert self.text == chunk.generation.text
+        assert (chunk.finish_reason, self.text) == (chunk.generation.finish_reason, chunk.generation.text)
         return chunk.generation
 
     def error(self) -> WisparseError:
@@ -66,7 +61,6 @@ class Reader:
         return item
 
     def rest(self) -> list[Chunk]:
-        """What has come so far."""
         return [self.next() for _ in range(self.items.qsize())]
 
 
@@ -144,8 +138,7 @@ def test_a_cancelled_request_frees_its_place(model: Model, engine: Engine) -> No
     engine.cancel(long[0][1])  # once more is as good as once
     engine.cancel(ask(model, "import", 80)[1])  # before the engine's thread has seen it
     engine.call(lambda: None)
-    assert engine.state == IDLE
-    assert engine.scheduler.slots == [None] * 3
+    assert (engine.state, engine.scheduler.slots) == (IDLE, [None] * 3)
     assert not engine.scheduler.waiting
 
 
@@ -164,8 +157,7 @@ def test_submitting_and_cancelling_at_once_leaves_nothing_behind(model: Model, e
 
     in_threads(client, 4)
     engine.call(lambda: None)
-    assert engine.state == IDLE
-    assert engine.scheduler.slots == [None] * 3
+    assert (engine.state, engine.scheduler.slots) == (IDLE, [None] * 3)
     assert (engine._open, list(engine._inbox), engine._waiting) == (set(), [], [])
     assert (list(engine.scheduler.waiting), engine.scheduler.prefilling) == ([], None)
     assert len(answer_of(model, "import", 3)) == 3
@@ -206,9 +198,7 @@ def test_stopping_finishes_what_is_under_way_unless_told_not_to(model: Model, mo
     assert all(chunk.finish_reason is None for reader in readers for chunk in reader.rest())
 
 
-def test_no_memory_for_a_prompt_is_that_requests_failure(
-    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_a_prompt_ends_its_request(model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answer_of(model, "def f(x):", 24)
     prefill = model.decoder.prefill
 
@@ -240,9 +230,7 @@ def test_tokens_of_slow_steps_are_handed_on_one_by_one(model: Model, monkeypatch
     assert seen == [1, 2, 3, 4, 5, 6, 7]  # each step finds every token before it handed on
 
 
-def test_tokens_of_fast_steps_come_together_and_keep_nobody_waiting(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_of_fast_steps_come_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [model.generate(prompt, max_new_tokens=40).token_ids for prompt in ("import", "def f(x):")]
     monkeypatch.setattr(TOGETHER, 1e9)
     together = list(model.stream_together("import", max_new_tokens=40))
@@ -289,9 +277,7 @@ def test_what_a_failed_step_left_behind_is_handed_on_first(model: Model, monkeyp
     assert reader.answer().token_ids == expected[prompt]
 
 
-def test_what_fails_twice_ends_one_request_and_not_the_engine(
-    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_twice_ends_one_request(model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step fails, and so does the text of the tokens that it left behind."""
     monkeypatch.setattr(TOGETHER, 1e9)
     add, failed = Detokenizer.add, []
@@ -313,9 +299,7 @@ def test_what_fails_twice_ends_one_request_and_not_the_engine(
     assert len(answer_of(model, "import", 5)) == 5
 
 
-def test_a_failure_of_one_request_spares_its_neighbours(
-    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_request_spares_its_neighbours(model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver that fails, a future that fails or that nobody waits for any more, and a tokenizer that fails."""
     expected = answer_of(model, "def f(x):", 60)
     good, _ = ask(model, "def f(x):", 60)
@@ -419,7 +403,6 @@ def test_chunks_for_an_event_loop(model: Model) -> None:
 
     for chunks, expected in zip(asyncio.run(everything()), alone, strict=True):
         assert tuple(chunk.token_id for chunk in chunks) == expected.token_ids
-        assert chunks[-1].generation is not None
         assert "".join(chunk.text for chunk in chunks) == expected.text
     with pytest.raises(UsageError, match="max_new_tokens"):
         model.astream("x", max_new_tokens=0)  # at once
@@ -427,9 +410,7 @@ def test_chunks_for_an_event_loop(model: Model) -> None:
         model.astream(["x", "y"])
 
 
-def test_an_error_of_a_step_reaches_every_caller_as_it_was_raised(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_step_reaches_every_caller(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (lambda: model.generate(["x", "y"], max_new_tokens=3), lambda: list(model.stream("x"))):
         with monkeypatch.context() as patch:
             before_steps(model, patch, fail_at(1, ZeroDivisionError("a bug")))
@@ -440,9 +421,7 @@ def test_an_error_of_a_step_reaches_every_caller_as_it_was_raised(
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
-def test_an_interrupted_call_leaves_the_others_what_they_have(
-    model: Model, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_spares_the_others(model: Model, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [chunk.text for chunk in model.stream("import", max_new_tokens=20)]
     stream = model.stream("import", max_new_tokens=20)
     found = [next(stream).text]

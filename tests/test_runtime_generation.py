@@ -10,22 +10,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
-from bundle_maker import cpu_decoder, make_bundle, run
+from bundle_maker import cpu_decoder, make_bundle
+from bundle_maker import run as run_to_the_end
 from served import with_template
 
 import wisparse
-from wisparse.cli import main
+from wisparse import BundleError, ContextLengthError, Model, UsageError
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.decoding.decoder import default_max_seq_len, weight_bytes
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
-from wisparse.runtime.model import Model
 from wisparse.runtime.tokenizer import stop_ids
 
 
@@ -84,8 +84,7 @@ def test_seeds(model: Model) -> None:
 def test_the_context_is_filled_to_its_last_position(tiny: Bundle, bundle: Path) -> None:
     for prompt_length in (1, 20, 31, 32):
         scheduler = tiny_scheduler(tiny)
-        request = scheduler.add(Request([5] * prompt_length))
-        run(scheduler)
+        request = run_to_the_end(scheduler, Request([5] * prompt_length))
         assert request.finish_reason == "length"
         # The last token needs no position: nothing is read after it.
         assert request.num_tokens == 33
@@ -103,8 +102,8 @@ def test_stop_tokens_end_a_text_and_have_no_text(model: Model, monkeypatch: pyte
     free = model.generate("def f(", max_new_tokens=10)
     stop = free.token_ids[4]
     scheduler = Scheduler(model.decoder)
-    request = scheduler.add(Request(model.text.encode("def f("), 10, stop_token_ids=frozenset({stop})))
-    run(scheduler)
+    asked = Request(model.text.encode("def f("), 10, stop_token_ids=frozenset({stop}))
+    request = run_to_the_end(scheduler, asked)
     assert request.finish_reason == "stop"
     assert tuple(request.output_token_ids) == free.token_ids[: free.token_ids.index(stop) + 1]
     # A special token's name can be a stop string.
@@ -119,8 +118,7 @@ def test_stop_tokens_end_a_text_and_have_no_text(model: Model, monkeypatch: pyte
     free = model.generate("x = 1\n", max_new_tokens=10)
     steps = 0
     stopped = model.generate("x = 1\n", max_new_tokens=10, stop="<|user|>")
-    assert len(free.token_ids) == 10
-    assert stopped.token_ids == free.token_ids[:6]
+    assert (len(free.token_ids), stopped.token_ids) == (10, free.token_ids[:6])
     assert (stopped.token_ids[-1], stopped.finish_reason) == (1, "stop")
     assert free.text.startswith(stopped.text)
 
@@ -157,8 +155,7 @@ def test_a_bundle_without_a_tokenizer_takes_ids(tiny: Bundle) -> None:
     assert tiny.read_bytes("tokenizer.json") is None
     plain = wisparse.load(tiny.folder, backend="torch")
     answers = plain.generate([[5, 6, 7], [8]], max_new_tokens=6)
-    assert [len(answer.token_ids) for answer in answers] == [6, 6]
-    assert answers[0].text == ""
+    assert ([len(answer.token_ids) for answer in answers], answers[0].text) == ([6, 6], "")
     assert plain.generate([8], max_new_tokens=6).token_ids == answers[1].token_ids
     for use in (lambda: plain.generate("text"), lambda: plain.tokenizer):
         with pytest.raises(UsageError, match="this bundle has no tokenizer: give token ids"):
@@ -184,17 +181,12 @@ def test_an_instruction_model_gets_its_template(example_model: Path, tmp_path: P
     assert model.generate("x", max_new_tokens=1).prompt_tokens == plain.prompt_tokens + more
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ("x", {"system_prompt": "y", "chat_template": False}, "needs the chat template"),
-        ([5, 6], {"system_prompt": "y"}, "token ids stand for themselves"),
-    ],
-)
-def test_bad_arguments(model: Model, prompt: object, options: dict[str, object], message: str) -> None:
+def test_bad_arguments(model: Model) -> None:
     for call in (model.generate, model.stream):  # a stream's at once, not at the first chunk
-        with pytest.raises(UsageError, match=message):
-            call(prompt, **options)
+        with pytest.raises(UsageError, match="needs the chat template"):
+            call("x", system_prompt="y", chat_template=False)
+        with pytest.raises(UsageError, match="token ids stand for themselves"):
+            call([5, 6], system_prompt="y")
 
 
 def test_weights_that_are_not_finite_are_not_loaded(bundle: Path, tmp_path: Path) -> None:
@@ -235,21 +227,18 @@ def test_sparse_from() -> None:
     assert [sparse_from("half", length) for length in (1, 2, 3)] == [1, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("context", "free", "max_batch", "expected"),
-    [(256, 10**6, 1, 256), (256, 0, 1, 256), (5000, 10**6, 1, 5000), (5000, 1000, 1, 768), (5000, 1000, 3, 256),
-     (5000, 1200, 1, 1024)],
-)  # fmt: skip
-def test_default_max_seq_len(
-    tiny: Bundle, monkeypatch: pytest.MonkeyPatch, context: int, free: int, max_batch: int, expected: int
-) -> None:
+def test_default_max_seq_len(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """``free``: positions that four times the share of the cache holds; the fewest are 256."""
     position = 2 * 3 * 2 * 16 * 4  # keys and values, blocks, heads, head_dim, float32
-    available = free * 4 * position + 1000
-    monkeypatch.setattr("wisparse.runtime.decoding.decoder.available_bytes", lambda device: available)
-    config = Bundle.open(tiny.folder).config
-    object.__setattr__(config, "max_position_embeddings", context)
-    assert default_max_seq_len(config, torch.float32, torch.device("cpu"), max_batch, 1000) == expected
+    for context, free, max_batch, expected in (
+        (256, 10**6, 1, 256), (256, 0, 1, 256), (5000, 10**6, 1, 5000), (5000, 1000, 1, 768), (5000, 1000, 3, 256),
+        (5000, 1200, 1, 1024),
+    ):  # fmt: skip
+        available = Mock(return_value=free * 4 * position + 1000)
+        monkeypatch.setattr("wisparse.runtime.decoding.decoder.available_bytes", available)
+        config = Bundle.open(tiny.folder).config
+        object.__setattr__(config, "max_position_embeddings", context)
+        assert default_max_seq_len(config, torch.float32, torch.device("cpu"), max_batch, 1000) == expected
 
 
 @pytest.mark.exhaustive
@@ -277,16 +266,7 @@ def test_what_weights_take_is_counted_in_memory_not_on_disk(bundle: Path) -> Non
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
                                    RuntimeError("CUDA error: out of memory"), MemoryError()])  # fmt: skip
-def test_no_memory_while_loading_is_a_sentence(
-    bundle: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*args: object, **more: object) -> None:
-        raise error
-
-    monkeypatch.setattr("wisparse.runtime.torch.decoder.KVCache", full)
-    with pytest.raises(SystemExit) as ended:
-        main(["generate", str(bundle), "--backend", "torch", "--prompt", "x"])
-    assert ended.value.code == 5
-    said = capsys.readouterr().err
-    assert "not enough memory on cpu to load the model" in said
-    assert "Traceback" not in said
+def test_no_memory(bundle: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+    monkeypatch.setattr("wisparse.runtime.torch.decoder.KVCache", Mock(side_effect=error))
+    code, _, said = run("generate", bundle, "--backend", "torch", "--prompt", "x")
+    assert (code, "not enough memory on cpu to load the model" in said, "Traceback" in said) == (5, True, False)

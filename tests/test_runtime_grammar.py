@@ -108,14 +108,10 @@ def _allowed(constraint: Constraint) -> list[int]:
 
 
 def _pid(grammars: Grammars) -> int:
-    assert grammars._process is not None
-    assert grammars._process._process is not None
     return grammars._process._process.pid
 
 
-def test_what_would_end_the_process_is_refused_and_not_tried_again(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_end_the_process_is_refused_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda case: _refused_as(grammars, case), HEAVY + DEEP))
     assert _allowed(grammars.begin(Grammar("grammar", 'start: "a"')))
@@ -166,9 +162,7 @@ def test_the_process_is_started_again_when_it_has_died(grammars: Grammars, caplo
     assert works()
 
 
-def test_refusals_and_compiled_grammars_that_are_kept_are_bounded(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_KEPT", "_KEPT_REFUSALS"):
         monkeypatch.setattr(grammar_module, name, 3)
     good = [Grammar("grammar", f'start: "{number}"') for number in range(5)]
@@ -229,11 +223,9 @@ def test_a_grammar_that_costs_much_at_a_later_token_fails_there(grammars: Gramma
         follow()
 
 
-def test_parts_are_counted_outside_of_literals() -> None:
+def test_parts_and_depth() -> None:
     assert count_parts('start: a b? "a?*" /[ab]?*/ // a?\na: b*\nb: %json {"a": "b*"}\n') == 5
-
-
-def test_depth_is_that_of_references() -> None:
+    # Depth is that of references.
     tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}, "all": {"$ref": "#"}}}
     assert depth(json.dumps({"$defs": {"tree": tree}, "$ref": "#/$defs/tree"}), True) == 2
     assert depth(_references(5), True) == 7
@@ -272,12 +264,6 @@ def test_hostile_grammars_take_no_memory_of_the_server(grammars: Grammars, count
     while psutil.Process(pid).children():  # the last one is about to end
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-@pytest.fixture(scope="module")
-def server(chat_bundle: Path) -> Iterator[Running]:
-    with Running(chat_bundle) as running:
-        yield running
 
 
 def _good(server: Running, number: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import cpu_decoder, make_bundle, run
+from bundle_maker import cpu_decoder, make_bundle, run, small_chunks
 from click.testing import CliRunner
 from runtime_models import make_checkpoint
 
@@ -70,7 +70,6 @@ def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str, wei
 def test_a_running_model_switches(backend: str, example: Path) -> None:
     """Token for token what loading at the sparsity level gives."""
     prompts = ["def f(x):\n", "import os\n", ">>> 12 + 30\n", "# The "]
-
     where = {"backend": backend, "device": "cpu", "dtype": "float32", "max_seq_len": 64}
     seen = set()
     model = wisparse.load(example, **where)
@@ -91,9 +90,8 @@ def test_a_running_model_switches(backend: str, example: Path) -> None:
 
 def test_what_cannot_be_set(example: Path) -> None:
     model = wisparse.load(example, backend="torch", device="cpu", max_seq_len=64)
-    with pytest.raises(
-        UsageError, match=r"one of the bundle's sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
-    ):
+    words = r"one of the bundle's sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
+    with pytest.raises(UsageError, match=words):
         model.sparsity = 0.4
     stream = model.stream("def f", max_new_tokens=8)
     next(stream)
@@ -110,20 +108,14 @@ def test_what_cannot_be_set(example: Path) -> None:
 
 
 def test_verbs_take_a_level(example: Path) -> None:
-    """And what they print is that sparsity level's answer."""
     model = wisparse.load(example, device="cpu", sparsity=0.3)
     expected = model.generate("def f", max_new_tokens=8).text
     run = CliRunner().invoke
     wanted = ["--prompt", "def f", "--max-new-tokens", "8", "--device", "cpu"]
     found = run(cli, ["generate", str(example), "--sparsity", "0.3", *wanted])
-    assert found.exit_code == 0
-    assert found.stdout.strip() == expected.strip()
-    for verb, more in {
-        "generate": wanted,
-        "inspect": [],
-        "bench": [],
-        "eval": ["--text", str(example / "wisparse.json")],
-    }.items():
+    assert (found.exit_code, found.stdout.strip()) == (0, expected.strip())
+    options = {"generate": wanted, "inspect": [], "bench": [], "eval": ["--text", str(example / "wisparse.json")]}
+    for verb, more in options.items():
         refused = run(cli, [verb, str(example), "--sparsity", "0.4", *more])
         assert isinstance(refused.exception, UsageError), (verb, refused.output)
         assert "one of the bundle's sparsity levels, 0.3, 0.5, 0.7, or 0" in str(refused.exception)
@@ -151,21 +143,15 @@ def wish(sparsity: float, count: int = 12, prefill: str = "dense") -> Request:
     return Request(SHARED, count, prefill=prefill, sparsity=sparsity)
 
 
-def small_chunks(bundle: Bundle) -> Decoder:
-    decoder = make(bundle, "torch")
-    decoder.prefill_chunk = decoder.prefix_block_size = 8
-    return decoder
-
-
 def alone(bundle: Bundle, request: Request) -> list[int]:
     """What a decoder that was made at the request's sparsity level gives."""
     scheduler = Scheduler(small_chunks(bundle.at(request.sparsity or 0)))
     return run(scheduler, replace(request, sparsity=None)).output_token_ids
 
 
-def test_a_switch_that_fails_is_that_requests_failure(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_spares_the_other_levels(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Bundle.open(bundle)
-    engine = Engine(small_chunks(opened), None, opened)
+    engine = Engine(small_chunks(opened, max_batch=2), None, opened)
     set_masks, failures = engine.decoder.set_masks, [torch.OutOfMemoryError("no memory")]
 
     def scarce(masks: Any) -> None:
@@ -181,6 +167,22 @@ def test_a_switch_that_fails_is_that_requests_failure(bundle: Path, monkeypatch:
     assert failed.output_token_ids == []
     for request in requests:
         assert request.output_token_ids == alone(opened, request)
+    # A failed step spares the other levels.
+    monkeypatch.setattr(scheduling, "TURN_SECONDS", 0.0)
+    opened = Bundle.open(bundle)
+    engine = Engine(make(opened, "torch"), None, opened)
+    step = engine.decoder.step
+
+    def broken(tokens: torch.Tensor, *more: Any) -> torch.Tensor:
+        if engine.scheduler.sparsity == 0.3:
+            raise RuntimeError("the device is lost")
+        return step(tokens, *more)
+
+    monkeypatch.setattr(engine.decoder, "step", broken)
+    good, bad = (engine.submit(wish(level, 8), lambda item: None) for level in (0.7, 0.3))
+    engine.drive(lambda: engine.state == EngineState(0, 0))
+    assert "the device is lost" in str(bad.error)
+    assert (good.error, good.output_token_ids) == (None, alone(opened, good))
 
 
 @pytest.fixture(scope="module")
@@ -247,26 +249,7 @@ def test_levels_take_turns(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(late.output_token_ids) == 1  # read at once
     run(scheduler)
     # 0.25 s are three steps of 0.1 s; row 1 has five to decode, row 0 seven more.
-    assert steps[5:] == [[1]] * 3 + [[0]] * 3 + [[1]] * 2 + [[0]] * 4
-    assert switches == [5, 8, 11, 13]
-
-
-def test_a_failed_step_spares_the_other_levels(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduling, "TURN_SECONDS", 0.0)
-    opened = Bundle.open(bundle)
-    engine = Engine(make(opened, "torch"), None, opened)
-    step = engine.decoder.step
-
-    def broken(tokens: torch.Tensor, *more: Any) -> torch.Tensor:
-        if engine.scheduler.sparsity == 0.3:
-            raise RuntimeError("the device is lost")
-        return step(tokens, *more)
-
-    monkeypatch.setattr(engine.decoder, "step", broken)
-    good, bad = (engine.submit(wish(level, 8), lambda item: None) for level in (0.7, 0.3))
-    engine.drive(lambda: engine.state == EngineState(0, 0))
-    assert "the device is lost" in str(bad.error)
-    assert (good.error, good.output_token_ids) == (None, alone(opened, good))
+    assert (steps[5:], switches) == ([[1]] * 3 + [[0]] * 3 + [[1]] * 2 + [[0]] * 4, [5, 8, 11, 13])
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
@@ -289,14 +272,13 @@ def test_what_is_left_unread_is_counted_over_all_levels(bundle: Path, backend: s
 @pytest.mark.parametrize(("prefill", "kept"), [("dense", 16), ("half", 8), ("all", 0)])
 def test_what_was_read_dense_serves_at_every_level(bundle: Path, prefill: str, kept: int) -> None:
     opened = Bundle.open(bundle)
-    scheduler = Scheduler(small_chunks(opened), opened)
+    scheduler = Scheduler(small_chunks(opened, max_batch=2), opened)
     found = [run(scheduler, wish(sparsity, 3, prefill)) for sparsity in (0.7, 0.7, 0, 0.3, 0.5)]
     assert [request.output_token_ids for request in found] == [alone(opened, request) for request in found]
     assert [request.cached_tokens for request in found] == [0, 16, kept, kept, kept]
 
 
 def test_a_model_keeps_its_own_level(example: Path) -> None:
-    """Whatever others name."""
     model = wisparse.load(example, backend="torch", device="cpu", dtype="float32", max_seq_len=64, sparsity=0.5)
     expected = model.generate("def f", max_new_tokens=8).token_ids
     model.engine.start(max_queue=9)
@@ -304,8 +286,7 @@ def test_a_model_keeps_its_own_level(example: Path) -> None:
     dense = model.request(list(SHARED), max_new_tokens=4, sparsity=0)
     model.engine.submit(dense, lambda item: ended.set(), final_only=True)
     assert ended.wait(60)
-    assert model.sparsity == 0.5
-    assert model.generate("def f", max_new_tokens=8).token_ids == expected
+    assert (model.sparsity, model.generate("def f", max_new_tokens=8).token_ids) == (0.5, expected)
     model.engine.submit(replace(dense), print, final_only=True)
     model.engine.stop()
     measured = model.engine.call(lambda: model.decoder.logits(PROMPT, 0).clone())

@@ -19,15 +19,12 @@ import torch
 from huggingface_hub.errors import HTTPError
 from torch import Tensor
 
-from wisparse.cli import main
+from wisparse import AccessError, Model, UsageError, load
 from wisparse.formats import hub
 from wisparse.formats.bundle import verify_bundle
 from wisparse.formats.card import read_findings
-from wisparse.formats.errors import AccessError, UsageError
 from wisparse.formats.weight_types import sparse_from
-from wisparse.runtime.backends import load
 from wisparse.runtime.generation.scheduler import Stats
-from wisparse.runtime.model import Model
 from wisparse.runtime.tasks import generators
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra `eval`)")
@@ -90,8 +87,7 @@ def test_loglikelihood(model: Model, policy: str) -> None:
         prompt = model.text.encode(context)
         answer = model.text.encode(context + continuation)[len(prompt) :]
         expected, was_greedy = by_hand(model, prompt, answer, policy)
-        assert value == pytest.approx(expected, rel=1e-4)
-        assert greedy == was_greedy
+        assert (value, greedy) == (pytest.approx(expected, rel=1e-4), was_greedy)
     assert len({round(value, 3) for value, _ in found}) == len(pairs)
 
 
@@ -108,9 +104,8 @@ def test_long_contexts_lose_their_beginning(model: Model, seen: list[tuple[int, 
     limit = model.max_seq_len
     long = [5 + i % 90 for i in range(limit + 50)]
     lm = WisparseLM(model, prefill="all")
-    (cut, _), (short, _) = lm._loglikelihood_tokens(
-        [(("", "a"), long, [7, 8]), (("", "b"), long[-(limit - 1) :], [7, 8])], disable_tqdm=True
-    )
+    asked = [(("", "a"), long, [7, 8]), (("", "b"), long[-(limit - 1) :], [7, 8])]
+    (cut, _), (short, _) = lm._loglikelihood_tokens(asked, disable_tqdm=True)
     assert seen == [(limit, 0)]  # the same tokens: one pass
     assert cut == short
     assert lm._loglikelihood_tokens([(("x", ""), [5, 6], [])], disable_tqdm=True) == [(0.0, True)]
@@ -166,7 +161,7 @@ def test_generate_until_lets_no_slot_wait_for_another_answer(model: Model, monke
     assert stats.seconds > 0
 
 
-def test_generation_settings(model: Model) -> None:
+def test_settings_prompts_and_texts(model: Model, bundle: Path) -> None:
     lm = WisparseLM(model)
     assert lm._options({"until": "\n"}) == {"stop": ["\n"], "max_new_tokens": 255, "temperature": 0.0}
     sampled = lm._options({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5})
@@ -174,17 +169,12 @@ def test_generation_settings(model: Model) -> None:
     assert lm._options({"do_sample": False, "temperature": 0.7})["temperature"] == 0.0
     with pytest.raises(UsageError, match="does not have: num_beams"):
         lm._options({"num_beams": 4})
-
-
-def test_a_prompt_too_long_keeps_its_end(model: Model) -> None:
+    # A prompt too long keeps its end.
     prompt = "x = 1\n" * 200 + "y ="
     request = prompt, {"until": ["\n"], "max_gen_toks": 8}
     (text,) = ask(WisparseLM(model, prefill="all"), "generate_until", request)
     end = model.text.encode(prompt)[-(model.max_seq_len - 8) :]
     assert text == model.generate(end, max_new_tokens=8, stop="\n", prefill="all").text
-
-
-def test_text_edge(model: Model, bundle: Path) -> None:
     lm = WisparseLM(model)
     assert lm.eot_token_id == lm.prefix_token_id == 0
     assert lm.apply_chat_template([{"role": "user", "content": "hi"}]) == "<|user|>hi<|assistant|>"
@@ -194,9 +184,8 @@ def test_text_edge(model: Model, bundle: Path) -> None:
 
 
 def test_the_harness_makes_one_by_name(bundle: Path) -> None:
-    made = get_model("wisparse").create_from_arg_string(
-        f"pretrained={bundle},prefill=half,backend=torch,max_seq_len=64", {"batch_size": 1, "device": "cpu"}
-    )
+    asked = f"pretrained={bundle},prefill=half,backend=torch,max_seq_len=64"
+    made = get_model("wisparse").create_from_arg_string(asked, {"batch_size": 1, "device": "cpu"})
     assert (made.prefill, made.model.max_seq_len) == ("half", 64)
     made.model.close()
     with pytest.raises(UsageError, match="pretrained=BUNDLE"):
@@ -206,11 +195,10 @@ def test_the_harness_makes_one_by_name(bundle: Path) -> None:
 
 
 def answer(model: Model, prompt: str, policy: str) -> str:
-    """As the harness's tasks ask for it."""
     return model.generate(prompt, max_new_tokens=48, stop="\n", prefill=policy, chat_template=False).text
 
 
-def test_interpreter_lines(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_tasks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     # It brings its data.
     monkeypatch.setattr(adapter, "is_reachable", lambda: pytest.fail("asks the Hub"))
     found = evaluate_tasks(model, ["interpreter_lines"], prefill="dense", limit=12)
@@ -219,9 +207,7 @@ def test_interpreter_lines(model: Model, monkeypatch: pytest.MonkeyPatch) -> Non
     wanted = {"num_questions": 12, "exact_match": sum(right) / 12, "exact_match_stderr": error}
     assert found == {"interpreter_lines": wanted}
     assert 0 < sum(right) < 12
-
-
-def test_interpreter_chains(model: Model) -> None:
+    # Interpreter chains.
     found = evaluate_tasks(model, ["interpreter_chains"], prefill="all", limit=2)["interpreter_chains"]
     right = []
     for chain in generators.make_chains(generators.NUM_CHAINS, generators.SEED)[:2]:
@@ -245,7 +231,7 @@ def test_the_metrics_of_our_tasks_are_not_looked_up(
     assert "evaluate library" not in capfd.readouterr().err + caplog.text.lower()
 
 
-def test_chains_are_what_python_prints() -> None:
+def test_chains_and_loops() -> None:
     chains = generators.make_chains(60, 3)
     assert chains == generators.make_chains(60, 3)
     assert chains != generators.make_chains(60, 4)
@@ -256,25 +242,7 @@ def test_chains_are_what_python_prints() -> None:
         assert [repr(eval(source)) for source in chain.sources] == chain.answers
         for before, after in zip(chain.answers, chain.sources[1:], strict=False):
             assert before in after, "each line goes on from the value before"
-
-
-def test_greedy_loops(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness asks for 256 greedy tokens that nothing stops, and counts the answers that loop."""
-
-    def answers(adapter: WisparseLM, requests: list[Instance], **_: Any) -> list[str]:
-        assert [request.args[0] for request in requests] == generators.make_prompts(
-            generators.NUM_LOOPS, generators.SEED
-        )[:3]
-        wanted = {"until": [], "max_gen_toks": 256, "do_sample": False}
-        assert [request.args[1] for request in requests] == 3 * [wanted]
-        return [64 * "round ", "ends.", 64 * "and "]
-
-    monkeypatch.setattr(WisparseLM, "generate_until", answers)
-    found = evaluate_tasks(model, ["greedy_loops"], limit=3)["greedy_loops"]
-    assert found == {"num_questions": 3, "loops": 2 / 3, "loops_stderr": pytest.approx(1 / 3)}
-
-
-def test_what_a_loop_is() -> None:
+    # What a loop is.
     piece = "".join(chr(33 + i) for i in range(64))
     for answer, looping in (
         ("once " + 3 * piece, True),
@@ -289,6 +257,20 @@ def test_what_a_loop_is() -> None:
     assert len(set(prompts)) == 500
     assert prompts[:100] == generators.make_prompts(100, 0)
     assert not any("{" in prompt for prompt in prompts)
+
+
+def test_greedy_loops(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness asks for 256 greedy tokens that nothing stops, and counts the answers that loop."""
+
+    def answers(adapter: WisparseLM, requests: list[Instance], **_: Any) -> list[str]:
+        wanted = {"until": [], "max_gen_toks": 256, "do_sample": False}
+        prompts = generators.make_prompts(generators.NUM_LOOPS, generators.SEED)[:3]
+        assert [request.args for request in requests] == [(prompt, wanted) for prompt in prompts]
+        return [64 * "round ", "ends.", 64 * "and "]
+
+    monkeypatch.setattr(WisparseLM, "generate_until", answers)
+    found = evaluate_tasks(model, ["greedy_loops"], limit=3)["greedy_loops"]
+    assert found == {"num_questions": 3, "loops": 2 / 3, "loops_stderr": pytest.approx(1 / 3)}
 
 
 def test_a_users_own_task(model: Model, tmp_path: Path) -> None:
@@ -316,35 +298,32 @@ def test_the_questions_of_a_group_are_those_of_its_tasks() -> None:
     assert [_questions(outcome, name) for name in outcome["results"]] == [7, 3, 3, 4]
 
 
-def refusal(bundle: Path, capsys: pytest.CaptureFixture[str], tasks: str, code: int = 4) -> list[str]:
-    """What ``wisparse eval`` writes before it ends with ``code``."""
-    with pytest.raises(SystemExit) as exit_info:
-        main(["eval", str(bundle), "--tasks", tasks, "--backend", "torch", "--device", "cpu"])
-    assert exit_info.value.code == code
-    return [line for line in capsys.readouterr().err.splitlines() if "compiling" not in line]
+Run = Callable[..., tuple[int, str, str]]
+
+
+def refusal(run: Run, bundle: Path, tasks: str, code: int = 4) -> list[str]:
+    ended, _, err = run("eval", bundle, "--tasks", tasks, "--backend", "torch", "--device", "cpu")
+    assert ended == code
+    return [line for line in err.splitlines() if "compiling" not in line]
 
 
 @pytest.mark.parametrize(
     "failure", [ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub"), HTTPError("[Errno -2] unknown")]
 )
-def test_without_a_network_it_ends_in_one_sentence(
-    failure: Exception, bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network_is_a_sentence(failure: Exception, bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
         logging.getLogger("huggingface_hub.utils").warning("thrown while requesting HEAD; retrying in 1s [Retry 1/5].")
         raise failure
 
     monkeypatch.setattr(adapter, "is_reachable", lambda: True)  # it goes away later
     monkeypatch.setattr(lm_eval, "simple_evaluate", unreachable)
-    assert refusal(bundle, capsys, "gsm8k,mmlu") == [
+    assert refusal(run, bundle, "gsm8k,mmlu") == [
         f"wisparse: the data of gsm8k, mmlu cannot be read: {failure}; check the network and the harness's version"
     ]
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_data_that_are_neither_here_nor_to_be_had_are_named_at_once(
-    silent: bool, bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_absent_data(silent: bool, bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The real harness and the real client: a Hub that refuses, and one that takes the call and says nothing."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr(hub, "_ANSWER_S", 0.2)
@@ -355,7 +334,7 @@ def test_data_that_are_neither_here_nor_to_be_had_are_named_at_once(
         monkeypatch.setattr(hub.constants, "ENDPOINT", address)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
         started = time.monotonic()
-        *_, last = refusal(bundle, capsys, "gsm8k")
+        *_, last = refusal(run, bundle, "gsm8k")
     assert time.monotonic() - started < 20
     assert last == (
         "wisparse: the data of gsm8k (openai/gsm8k) are not in the cache, and the Hub cannot be reached: check the "
@@ -363,9 +342,7 @@ def test_data_that_are_neither_here_nor_to_be_had_are_named_at_once(
     )
 
 
-def test_without_a_network_the_cache_serves_and_nothing_is_left_switched_off(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_the_cache_serves(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def switches() -> list[bool]:
         return [hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE, evaluate.config.HF_EVALUATE_OFFLINE]
 
@@ -406,13 +383,11 @@ def test_what_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path
         evaluate_tasks(model, ["interpreter_lines"], include_path=[tmp_path / "missing"])
 
 
-def test_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(bundle: Path, tmp_path: Path, run: Run) -> None:
     copy = shutil.copytree(bundle, tmp_path / "copy")
-    arguments = ["eval", str(copy), "--tasks", "interpreter_lines", "--limit", "8", "--prefill", "half", "--json"]
-    with pytest.raises(SystemExit) as exit_info:
-        main([*arguments, "--backend", "torch", "--save"])
-    out, err = capsys.readouterr()
-    assert not exit_info.value.code, err
+    options = ["--tasks", "interpreter_lines", "--limit", 8, "--prefill", "half", "--backend", "torch"]
+    code, out, err = run("eval", copy, *options, "--json", "--save")
+    assert code == 0, err
     document = json.loads(out)
     assert document["text"] is None
     (row,) = document["bundles"]
@@ -427,12 +402,7 @@ def test_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert verify_bundle(copy).notes == ()
 
 
-def test_without_the_harness_the_command_says_what_to_install(
-    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_without_the_harness(bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: find(name, *rest) if name != "lm_eval" else None
-    )
-    said = refusal(bundle, capsys, "gsm8k", code=2)
-    assert "pip install 'wisparse[eval]'" in said[-1]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "lm_eval" else find(name))
+    assert "pip install 'wisparse[eval]'" in refusal(run, bundle, "gsm8k", code=2)[-1]

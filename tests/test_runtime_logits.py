@@ -15,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wisparse
-from wisparse.formats.errors import UsageError
+from wisparse import Model, UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.grammar import Grammar, Grammars
 from wisparse.runtime.generation.logits import LogitsProcessor, score_tokens
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
-from wisparse.runtime.model import Model
 
 VOCABULARY = 50
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=200)
@@ -49,24 +48,20 @@ def test_repetition_is_transformers(prompt: list[int], answer: list[int], penalt
 
 
 @given(prompt=tokens, answer=tokens, frequency=st.floats(-2, 2), presence=st.floats(-2, 2))
-def test_frequency_and_presence_are_of_the_answer_alone(
-    prompt: list[int], answer: list[int], frequency: float, presence: float
-) -> None:
+def test_frequency_and_presence(prompt: list[int], answer: list[int], frequency: float, presence: float) -> None:
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(len(prompt)))
-    expected = [
-        logit - frequency * answer.count(token) - presence * (token in answer) for token, logit in enumerate(logits)
-    ]
+    counts = torch.tensor(answer, dtype=torch.int64).bincount(minlength=VOCABULARY)
+    expected = logits - frequency * counts - presence * (counts > 0)
     found = adjusted(logits, prompt, answer, frequency_penalty=frequency, presence_penalty=presence)
-    assert found.tolist() == pytest.approx(torch.stack(expected).tolist(), abs=1e-4)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_bias_is_transformers() -> None:
     from transformers import SequenceBiasLogitsProcessor
 
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
-    theirs = SequenceBiasLogitsProcessor([[[3], 5.0], [[7], -100.0]])(
-        torch.zeros(1, 1, dtype=torch.int64), logits[None]
-    )
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    theirs = SequenceBiasLogitsProcessor([[[3], 5.0], [[7], -100.0]])(ids, logits[None])
     assert torch.equal(adjusted(logits, [], [], logit_bias={3: 5.0, 7: -100}), theirs[0])
 
 
@@ -98,8 +93,7 @@ def test_an_answer_is_the_same_among_others_who_ask_for_less(model: Model) -> No
         requests.append(scheduler.add(request))
     run(scheduler)
     assert [tuple(request.output_token_ids) for request in requests] == [answer.token_ids for answer in alone]
-    assert len(model.tokenizer.decode(ruled.output_token_ids)) == 12
-    assert ruled.finish_reason == "stop"
+    assert (len(model.tokenizer.decode(ruled.output_token_ids)), ruled.finish_reason) == (12, "stop")
 
 
 def test_a_banned_token_never_comes_and_a_wanted_one_always_does(model: Model) -> None:
@@ -118,12 +112,10 @@ def test_scores_are_the_models_own(model: Model) -> None:
     settings = {"temperature": 1.5, "seed": 1, "frequency_penalty": 2.0, "logit_bias": {5: 3.0}}
     answer = model.generate(ids, max_new_tokens=10, logprobs=3, **settings)  # type: ignore[arg-type]
     assert answer.token_ids == model.generate(ids, max_new_tokens=10, **settings).token_ids  # type: ignore[arg-type]
-    assert answer.scores is not None
     whole = torch.tensor([*ids, *answer.token_ids])
     log_probs = model.decoder.logits(whole, sparse_from("dense", len(ids))).log_softmax(-1)[len(ids) - 1 : -1]
     for token, score, row in zip(answer.token_ids, answer.scores, log_probs, strict=True):
-        assert score.token_id == token
-        assert score.logprob == pytest.approx(float(row[token]), abs=2e-3)
+        assert (score.token_id, score.logprob) == (token, pytest.approx(float(row[token]), abs=2e-3))
         top = row.topk(3)
         assert [value for _, value in score.top] == pytest.approx(top.values.tolist(), abs=2e-3)
         assert score.top[0][0] == int(top.indices[0])
@@ -131,9 +123,7 @@ def test_scores_are_the_models_own(model: Model) -> None:
     assert tuple(streamed) == answer.scores
 
 
-def test_a_prompts_scores_change_no_answer_and_its_logits_are_never_held_at_once(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_scored_without_all_its_logits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = (model.tokenizer.encode("def f(x):\n    return x + 1\n") * 12)[:120]
     expected = score_tokens(model.decoder.logits(torch.tensor(ids), len(ids))[:-1], ids[1:], 2)
     rows, compute = [], model.decoder._logits  # type: ignore[attr-defined]
@@ -147,7 +137,6 @@ def test_a_prompts_scores_change_no_answer_and_its_logits_are_never_held_at_once
     assert unscored.output_token_ids == scored.output_token_ids
     assert max(rows) == 16
     assert unscored.prompt_scores is None
-    assert scored.prompt_scores is not None
     assert [one.token_id for one in scored.prompt_scores] == ids[1:]
     assert [one.logprob for one in scored.prompt_scores] == pytest.approx([one.logprob for one in expected], abs=1e-4)
 
@@ -157,7 +146,7 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength
 SCHEMA |= {"required": ["name", "age"], "additionalProperties": False}
 
 
-def test_answers_are_what_the_schema_describes(model: Model) -> None:
+def test_answers_follow_schemas_and_grammars(model: Model) -> None:
     for temperature in (0.0, 1.5):
         answer = model.generate("person = ", temperature=temperature, seed=5, max_new_tokens=100, json_schema=SCHEMA)
         found = json.loads(answer.text)
@@ -166,9 +155,7 @@ def test_answers_are_what_the_schema_describes(model: Model) -> None:
         assert 0 <= found["age"] <= 99
         assert len(found["name"]) <= 10
         assert answer.finish_reason == "stop"
-
-
-def test_a_grammar_in_either_notation(model: Model) -> None:
+    # A grammar in either notation.
     for grammar in ('start: "yes" | "no"', 'root ::= "yes" | "no"', "start: /yes|no/"):
         assert model.generate("is it?", max_new_tokens=10, grammar=grammar).text in ("yes", "no")
 
@@ -197,8 +184,7 @@ def test_a_grammar_that_fails_ends_its_own_answer(model: Model, steps: int) -> N
         run(scheduler)
     assert scheduler.fail() == [ruled]
     run(scheduler)
-    assert tuple(other.output_token_ids) == alone
-    assert len(ruled.output_token_ids) == steps
+    assert (tuple(other.output_token_ids), len(ruled.output_token_ids)) == (alone, steps)
 
 
 NESTED = 3000
@@ -229,9 +215,8 @@ def test_what_does_not_compile_is_one_sentence(model: Model, given: dict[str, An
     assert len(str(raised.value)) < 500
 
 
-def test_what_a_model_lacks_is_named(model: Model) -> None:
+def test_grammars_and_odd_tokenizers(model: Model) -> None:
     data = model.bundle.read_bytes("tokenizer.json")
-    assert data is not None
     words = json.dumps({**json.loads(data), "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
     for tokenizer, stop_ids, sentence in (
         (None, {0}, "this bundle has no tokenizer"),
@@ -240,9 +225,7 @@ def test_what_a_model_lacks_is_named(model: Model) -> None:
     ):
         with pytest.raises(UsageError, match=f"grammar: {sentence}"):
             Grammars(lambda found=tokenizer: found, frozenset(stop_ids)).begin(Grammar("grammar", "start: /a/"))
-
-
-def test_a_vocabulary_padded_beyond_the_tokenizer(model: Model) -> None:
+    # A vocabulary padded beyond the tokenizer.
     rule = model.grammars.begin(Grammar("grammar", "start: /a/"))
     logits = torch.zeros(model.config.vocab_size + 1000)
     rule.mask(logits)

@@ -91,13 +91,11 @@ class Tab:
         return self._browser.ask(method, self._session, **parameters)
 
     def value(self, script: str) -> Any:
-        """What an expression of the page's gives."""
         found = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def until(self, script: str) -> None:
-        """Wait until an expression is true."""
         deadline = time.monotonic() + _SECONDS
         while not self.value(script):
             assert time.monotonic() < deadline, f"not so in a minute: {script}"
@@ -123,7 +121,6 @@ class Tab:
         return self.events("Runtime.exceptionThrown") + [entry for entry in logged if entry["level"] == "error"]
 
     def asked(self) -> list[str]:
-        """Every address that was asked for so far."""
         return [event["request"]["url"] for event in self.events("Network.requestWillBeSent")]
 
     def close(self) -> None:
@@ -132,7 +129,6 @@ class Tab:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert PROGRAM is not None
     browser = Browser(PROGRAM, tmp_path_factory.mktemp("browser"))
     yield browser
     browser.close()
@@ -170,8 +166,7 @@ def ask(tab: Tab, question: str) -> None:
 
 
 def texts(tab: Tab, selector: str) -> list[str]:
-    found: list[str] = tab.value(f"[...document.querySelectorAll({selector!r})].map((one) => one.textContent)")
-    return found
+    return tab.value(f"[...document.querySelectorAll({selector!r})].map((one) => one.textContent)")
 
 
 def answers(tab: Tab) -> list[str]:
@@ -179,8 +174,7 @@ def answers(tab: Tab) -> list[str]:
 
 
 def status(tab: Tab) -> str:
-    found: str = tab.value("by('status').textContent")
-    return found
+    return tab.value("by('status').textContent")
 
 
 def test_a_conversation(tab: Tab, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,9 +200,7 @@ def test_a_conversation(tab: Tab, model: Model, monkeypatch: pytest.MonkeyPatch)
     assert answers(tab) == []
 
 
-def test_dense_and_sparse_side_by_side(
-    browser: Browser, example_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_side_by_side(browser: Browser, example_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = with_template(example_model, tmp_path, TEMPLATE, 0.3, 0.6)
     talk: list[Any] = [{"role": "user", "content": "what?"}]
     expected: dict[float, list[str]] = {}
@@ -228,8 +220,7 @@ def test_dense_and_sparse_side_by_side(
         ask(tab, "what?")
         # It says which one runs; the other has not begun.
         tab.until("document.querySelector('.answer .words')?.textContent")
-        assert status(tab) == "Answering, 60% sparse …"
-        assert len(answers(tab)) == 1
+        assert (status(tab), len(answers(tab))) == ("Answering, 60% sparse …", 1)
         go_on.set()
         tab.until("by('status').textContent.startsWith('Answered')")
         assert answers(tab) == [expected[0.6][0], expected[0.0][0]]
@@ -243,8 +234,7 @@ def test_dense_and_sparse_side_by_side(
         # Each side goes on with its own answer.
         ask(tab, "and then?")
         tab.until("document.querySelectorAll('.answer').length === 4 && running === null")
-        assert answers(tab)[2:] == [expected[0.6][1], expected[0.0][1]]
-        assert tab.complaints() == []
+        assert (answers(tab)[2:], tab.complaints()) == ([expected[0.6][1], expected[0.0][1]], [])
         tab.close()
 
 
@@ -318,19 +308,15 @@ def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Run
     ]
     assert len(controls) > 8
     assert [node for node in controls if not node["name"]["value"].strip()] == []
-    grounds = []
-    for scheme in ("light", "dark"):
+    for scheme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 26)")):
         tab.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        grounds.append(tab.value("getComputedStyle(document.body).backgroundColor"))
-    assert grounds == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
+        assert tab.value("getComputedStyle(document.body).backgroundColor") == ground
     assert tab.complaints() == []
     tab.close()
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 640), (320, 568), (640, 360)])
-def test_an_open_form_of_settings_leaves_the_button_to_send_on_the_screen(
-    browser: Browser, server: Running, width: int, height: int
-) -> None:
+def test_open_settings_leave_the_button_on_screen(browser: Browser, server: Running, width: int, height: int) -> None:
     tab = opened(browser, server, width=width, height=height)
     ask(tab, "x" * 300)
     tab.until("by('status').textContent.startsWith('Answered')")

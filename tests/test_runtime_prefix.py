@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import cpu_decoder, make_bundle, run
+from bundle_maker import make_bundle, run, small_chunks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime_models import make_checkpoint
@@ -21,7 +21,7 @@ from wisparse.runtime.generation.scheduler import PrefixCache, Scheduler
 
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")
-CHUNK = 8
+CHUNK = 8  # as small_chunks has it
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +31,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
         name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name, 0.3, 0.6))
         for name in VARIANTS
     }
-
-
-def small_chunks(bundle: Bundle, backend: str = "torch", max_batch: int = 1) -> Decoder:
-    decoder = cpu_decoder(bundle, backend, max_seq_len=64, max_batch=max_batch)
-    decoder.prefill_chunk = decoder.prefix_block_size = CHUNK
-    return decoder
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:
@@ -56,9 +50,7 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
         ),
     ],
 )
-def test_a_prompt_in_chunks_is_the_prompt_read_at_once(
-    bundles: dict[str, Bundle], variant: str, backend: str, sparse_from: int
-) -> None:
+def test_a_prompt_is_read_in_chunks(bundles: dict[str, Bundle], variant: str, backend: str, sparse_from: int) -> None:
     decoder = small_chunks(bundles[variant], backend, max_batch=3)
     prompt = torch.tensor(tokens_of(45))
     whole = decoder.prefill(0, prompt, sparse_from).clone()
@@ -80,7 +72,6 @@ def test_a_prompt_in_chunks_is_the_prompt_read_at_once(
 
 
 def watch_prefill(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The positions that are read from here on."""
     read: list[tuple[int, int]] = []
     prefill = decoder.prefill
 
@@ -93,9 +84,7 @@ def watch_prefill(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tup
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
-def test_the_next_turn_reads_what_is_new(
-    bundles: dict[str, Bundle], backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_next_turn_reads_the_rest(bundles: dict[str, Bundle], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_chunks(bundles["llama"], backend)
     scheduler, first = Scheduler(decoder), tokens_of(21)
     answer = run(scheduler, Request(first, 9))
@@ -105,8 +94,7 @@ def test_the_next_turn_reads_what_is_new(
         read = watch_prefill(decoder, patch)
         again = run(scheduler, Request(second, 5))
     # The prompt's whole chunks serve again. The answer was decoded with the masks: it is read again, densely.
-    assert again.cached_tokens == 16
-    assert read == [(16, 24), (24, 32), (32, 36)]
+    assert (again.cached_tokens, read) == (16, [(16, 24), (24, 32), (32, 36)])
     assert again.output_token_ids == run(Scheduler(decoder), Request(second, 5)).output_token_ids
     # The same prompt once more: its last position has to be read for what follows it.
     assert run(scheduler, Request(second[:32], 5)).cached_tokens == 24
@@ -115,9 +103,8 @@ def test_the_next_turn_reads_what_is_new(
 PROMPT = list(range(20))
 
 
-@pytest.mark.parametrize(
-    ("held", "held_from", "tokens", "sparse_from", "block_size", "expected"),
-    [
+def test_positions_serve_only_whom_they_were_read_for() -> None:
+    for held, held_from, tokens, sparse_from, block_size, expected in (
         (PROMPT, 20, [*PROMPT, 50], 21, 1, 20),
         (PROMPT, 20, PROMPT, 20, 1, 19),
         (PROMPT, 20, [*PROMPT[:9], 50, *PROMPT], 30, 1, 9),
@@ -130,16 +117,12 @@ PROMPT = list(range(20))
         # Beyond 30 tokens every position is turned otherwise.
         (PROMPT, 20, [*PROMPT, *range(50, 62)], 32, 1, 0),
         (list(range(600)), 600, [*range(599), 7], 600, 1, 599),
-    ],
-)
-def test_positions_serve_only_whom_they_were_read_for(
-    held: list[int], held_from: int, tokens: list[int], sparse_from: int, block_size: int, expected: int
-) -> None:
-    prefixes = PrefixCache(1, block_size, 30)
-    prefixes.note(0, held, len(held), held_from, 0.5)
-    assert prefixes.choose(tokens, sparse_from, 0.5, [0])[2] == expected
-    # At another level only where they were read dense, and are to be.
-    assert prefixes.choose(tokens, sparse_from, 0.3, [0])[2] == min(expected, held_from, sparse_from)
+    ):
+        prefixes = PrefixCache(1, block_size, 30)
+        prefixes.note(0, held, len(held), held_from, 0.5)
+        assert prefixes.choose(tokens, sparse_from, 0.5, [0])[2] == expected
+        # At another level only where they were read dense, and are to be.
+        assert prefixes.choose(tokens, sparse_from, 0.3, [0])[2] == min(expected, held_from, sparse_from)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -193,9 +176,7 @@ def test_chunks_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkey
 
 
 @pytest.mark.parametrize("scored", [False, True])
-def test_others_go_on_while_a_prompt_is_scored(
-    bundles: dict[str, Bundle], scored: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_go_on_beside_scoring(bundles: dict[str, Bundle], scored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token after each chunk, and never more positions between two tokens than beside a prompt that is only read."""
     decoder = small_chunks(bundles["llama"], max_batch=2)
     monkeypatch.setattr("wisparse.runtime.generation.scheduler._SCORE_CHUNK", 6)
@@ -211,8 +192,7 @@ def test_others_go_on_while_a_prompt_is_scored(
         if scheduler.step() == [stream]:
             between.append(sum(stop - start for start, stop in read))
             del read[:]
-    assert max(between) == (6 if scored else CHUNK)
-    assert len(prompt.prompt_scores or ()) == (44 if scored else 0)
+    assert (max(between), len(prompt.prompt_scores or ())) == (6 if scored else CHUNK, 44 if scored else 0)
 
 
 LEVELS = st.sampled_from([None, None, 0, 0.3, 0.6])
@@ -229,23 +209,14 @@ ACTIONS = st.lists(
 
 
 @given(
-    actions=ACTIONS,
-    variant=st.sampled_from(["llama", "phi3-long", "gemma3"]),
-    policy=st.sampled_from(["dense", "half", "all"]),
-    max_batch=st.integers(1, 3),
-    turn=st.sampled_from([0.0, 0.25]),
-)
+    actions=ACTIONS, variant=st.sampled_from(["llama", "phi3-long", "gemma3"]), max_batch=st.integers(1, 3),
+    policy=st.sampled_from(["dense", "half", "all"]), turn=st.sampled_from([0.0, 0.25]),
+)  # fmt: skip
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
-    bundles: dict[str, Bundle],
-    decoders: dict[tuple[str, int], Decoder],
-    actions: list[tuple[Any, ...]],
-    variant: str,
-    policy: str,
-    max_batch: int,
-    turn: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    bundles: dict[str, Bundle], decoders: dict[tuple[str, int], Decoder], monkeypatch: pytest.MonkeyPatch,
+    actions: list[tuple[Any, ...]], variant: str, policy: str, max_batch: int, turn: float,
+) -> None:  # fmt: skip
     """Whatever sparsity levels the others name, and the first tokens come in the order of the requests."""
     monkeypatch.setattr("wisparse.runtime.generation.scheduler.TURN_SECONDS", turn)
     bundle = bundles[variant]

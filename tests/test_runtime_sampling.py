@@ -31,21 +31,24 @@ def their_probabilities(logits: Tensor, settings: SamplingParams) -> Tensor:
     return filters(torch.zeros(1, 1, dtype=torch.int64), logits.double()).softmax(-1)[0]
 
 
-def test_greedy_takes_the_first_of_the_most_probable() -> None:
+def test_greedy_and_extreme_logits() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 0.0, 1.0]])
     assert sample(logits, [SamplingParams()] * 2, [0, 0]).tolist() == [1, 0]
+    # Extreme logits.
+    settings = SamplingParams(1e-4, seed=1)
+    assert int(sample(torch.tensor([[3e38, -3e38, 0.0]]), [settings], [0])[0]) == 0
+    masked = torch.tensor([[-torch.inf, 1.0, -torch.inf]])
+    assert int(sample(masked, [SamplingParams(1.0, 2, 0.9, 0.1, 5)], [0])[0]) == 1
+    for broken in ([1.0, float("nan")], [1.0, float("inf")], [-torch.inf, -torch.inf]):
+        for each in (SamplingParams(), SamplingParams(1.0, seed=0)):
+            assert int(sample(torch.tensor([broken]), [each], [0])[0]) == -1
 
 
 @given(
-    temperature=st.floats(0.3, 3),
-    top_k=st.sampled_from([0, 1, 5, 40, 300]),
-    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
-    min_p=st.sampled_from([0.0, 0.02, 0.3]),
-    seed=st.integers(0, 2**62),
-)
-def test_filters_keep_what_transformers_keeps(
-    temperature: float, top_k: int, top_p: float, min_p: float, seed: int
-) -> None:
+    temperature=st.floats(0.3, 3), top_k=st.sampled_from([0, 1, 5, 40, 300]), seed=st.integers(0, 2**62),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]), min_p=st.sampled_from([0.0, 0.02, 0.3]),
+)  # fmt: skip
+def test_filters_are_transformers(temperature: float, top_k: int, top_p: float, min_p: float, seed: int) -> None:
     settings = SamplingParams(temperature, top_k, top_p, min_p, seed)
     logits = random_logits(200, seed % 1000)
     probabilities = their_probabilities(logits, settings)
@@ -88,15 +91,4 @@ def test_random_numbers_are_uniform_and_independent() -> None:
         assert abs(torch.corrcoef(axis)[0, 1:].mean()) < 0.05
     assert numbers.unique().numel() > 4000
     # Written down: another implementation, on a device, has to give the same numbers.
-    assert uniform(0, 0) == 0.6524484753608704
-    assert uniform(42, 1000) == 11664524 * 2.0**-24
-
-
-def test_extreme_logits() -> None:
-    settings = SamplingParams(1e-4, seed=1)
-    assert int(sample(torch.tensor([[3e38, -3e38, 0.0]]), [settings], [0])[0]) == 0
-    masked = torch.tensor([[-torch.inf, 1.0, -torch.inf]])
-    assert int(sample(masked, [SamplingParams(1.0, 2, 0.9, 0.1, 5)], [0])[0]) == 1
-    for broken in ([1.0, float("nan")], [1.0, float("inf")], [-torch.inf, -torch.inf]):
-        for each in (SamplingParams(), SamplingParams(1.0, seed=0)):
-            assert int(sample(torch.tensor([broken]), [each], [0])[0]) == -1
+    assert (uniform(0, 0), uniform(42, 1000)) == (0.6524484753608704, 11664524 * 2.0**-24)

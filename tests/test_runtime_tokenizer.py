@@ -16,11 +16,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from tool_templates import PUBLISHED
 
+from wisparse import BundleError, ContextLengthError, UsageError, WisparseError, load
 from wisparse.formats import chat_template
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.chat_template import ChatTemplate
-from wisparse.formats.errors import BundleError, ContextLengthError, UsageError, WisparseError
-from wisparse.runtime.backends import load
 from wisparse.runtime.tokenizer import Detokenizer, StopStrings, Tokenizer, check_tokenizer
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
@@ -31,9 +30,8 @@ BYTE_LEVEL = Library.from_buffer(DATA)
 def byte_fallback() -> Library:
     """Llama 2's kind: words with a leading space, bytes where no word fits, the first space dropped."""
     chunks = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁cat", "s", "▁"]
-    tokenizer = Library(
-        models.BPE(vocab={piece: i for i, piece in enumerate(chunks)}, merges=[], byte_fallback=True, unk_token="<unk>")
-    )
+    vocab = {piece: i for i, piece in enumerate(chunks)}
+    tokenizer = Library(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
     tokenizer.decoder = decoders.Sequence(steps)
@@ -58,19 +56,15 @@ def test_chunks_join_to_the_text_and_split_no_character(text: str, ids: list[int
     assert "\ufffd" in text or not any("\ufffd" in chunk for chunk in chunks)
 
 
-def test_text_is_not_held_longer_than_a_character_needs() -> None:
+def test_text_comes_as_soon_as_it_can() -> None:
     chunks = chunks_of(BYTE_LEVEL, BYTE_LEVEL.encode("añb€c𝄞d").ids)
     assert (chunks[0], chunks[-1]) == ("a", "")
     assert len([chunk for chunk in chunks if chunk]) >= 7
-
-
-def test_wrong_bytes_come_out_with_what_follows_or_at_the_end() -> None:
+    # Wrong bytes come out with what follows or at the end.
     token = BYTE_LEVEL.token_to_id("ÿ")  # 0xFF begins no character
     assert "".join(chunks_of(BYTE_LEVEL, [token] * 50)) == "\ufffd" * 50
     assert chunks_of(BYTE_LEVEL, [token, *BYTE_LEVEL.encode("a").ids])[1:] == ["\ufffda", ""]
-
-
-def test_byte_fallback_and_leading_spaces() -> None:
+    # Byte fallback and leading spaces.
     tokenizer = byte_fallback()
     euro = [1 + byte for byte in "€".encode()]
     ids = [257, 258, 259, 260, *euro, 258]
@@ -97,8 +91,7 @@ def test_stop_strings_across_any_borders(text: str, stops: list[str], cuts: list
     # Wherever the borders were, the result is that of the whole text.
     ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     end, start = min(ends, default=(0, len(text)))
-    assert matcher.found == (text[start:end] if ends else None)
-    assert out == text[:start]
+    assert (matcher.found, out) == (text[start:end] if ends else None, text[:start])
 
 
 WORK = """{% macro turn(m, last) %}{{ '<' ~ m.role ~ '>' + m.content | replace('x', 'yy') | indent(2) }}{% endmacro %}
@@ -134,28 +127,18 @@ def test_templates_render_as_in_transformers(template: str, add_generation_promp
     assert ChatTemplate(template, tokens).render(CONVERSATION, **prompt) == expected[0]
 
 
-def test_a_template_may_refuse_messages() -> None:
-    with pytest.raises(UsageError, match="refuses these messages: roles must alternate"):
-        ChatTemplate(MISTRAL, {}).render([{"role": "assistant", "content": "x"}])
-
-
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ 1 / 0 }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ messages.append(1) }}",
-        "{% for i in range(99999999) %}{% endfor %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ undefined_thing.attribute }}",
+        "{{ 1 / 0 }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__ }}",
+        "{{ messages.append(1) }}", "{{ undefined_thing.attribute }}", "{% include '/etc/passwd' %}",
+        "{% for i in range(99999999) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% for i in range(99999) %}{{ 'aaaaaaaaaa' * 1000 }}{% endfor %}",
-        "{% include '/etc/passwd' %}",
     ],
-)
+)  # fmt: skip
 def test_a_hostile_template_fails_in_one_sentence(source: str) -> None:
     with pytest.raises(BundleError, match="the chat template fails") as caught:
         ChatTemplate(source, {}).render(CONVERSATION)
@@ -179,9 +162,7 @@ def test_a_hostile_template_fails_in_one_sentence(source: str) -> None:
         ("{{ 1" + "0" * 9999 + " }}", "no valid Jinja"),
     ],
 )
-def test_a_template_that_takes_too_much_or_does_not_compile_is_refused_when_it_is_loaded(
-    source: str, message: str
-) -> None:
+def test_a_template_that_takes_too_much_or_does_not_compile(source: str, message: str) -> None:
     with pytest.raises(BundleError, match=message):
         ChatTemplate(source, {}).check()
 
@@ -198,16 +179,7 @@ def test_loading_a_bundle_tries_its_templates(tmp_path: Path) -> None:
             opened()
 
 
-def test_the_trial_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    seen = {}
-    monkeypatch.setattr(chat_template.subprocess, "Popen", lambda *_, **given: seen.update(given))
-    ChatTemplate("", {})
-    assert "PATH" in seen["env"]
-    assert "HF_TOKEN" not in seen["env"]
-
-
-def test_input_and_output_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_is_confined(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}", {})
     with pytest.raises(BundleError, match=r"it makes more than 200,\d+ characters"):
         template.render(CONVERSATION)
@@ -218,6 +190,13 @@ def test_input_and_output_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         plain.render([{"role": "user", "content": long}])
     with pytest.raises(UsageError, match="messages: expected texts, numbers, lists and mappings, found object"):
         plain.render([{"role": "user", "content": object()}])
+    # The trial sees no secrets.
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    seen = {}
+    monkeypatch.setattr(chat_template.subprocess, "Popen", lambda *_, **given: seen.update(given))
+    ChatTemplate("", {})
+    assert "PATH" in seen["env"]
+    assert "HF_TOKEN" not in seen["env"]
 
 
 def make_text(template: str | None = None, config: dict[str, Any] | None = None, vocab_size: int = 8192) -> Tokenizer:
@@ -231,22 +210,19 @@ def with_changes(**changes: Any) -> Tokenizer:
 NAMED = [{"name": "tool_use", "template": "no"}, {"name": [7]}, {"name": "default", "template": "list"}, 7]
 
 
-@pytest.mark.parametrize(
-    ("file", "config", "expected", "with_tools"),
-    [
+def test_the_template_is_found_where_it_may_stand() -> None:
+    for file, config, expected, with_tools in (
         ("file", None, "file", "file"),
         ("file", "config", "file", "file"),
         (None, "config", "config", "config"),
         (None, NAMED, "list", "no"),
-    ],
-)
-def test_the_template_is_found_where_it_may_stand(file: Any, config: Any, expected: str, with_tools: str) -> None:
-    text = make_text(file, {"chat_template": config})
-    assert text.render([{"role": "user", "content": "x"}]) == expected
-    assert text.render([{"role": "user", "content": "x"}], tools=[{}]) == text.template_source == with_tools
+    ):
+        text = make_text(file, {"chat_template": config})
+        assert text.render([{"role": "user", "content": "x"}]) == expected
+        assert text.render([{"role": "user", "content": "x"}], tools=[{}]) == text.template_source == with_tools
 
 
-def test_templates_that_are_none() -> None:
+def test_templates_that_are_none_or_refuse() -> None:
     with pytest.raises(UsageError, match="no chat template"):
         make_text().render([])
     with pytest.raises(BundleError, match="chat_template: expected a text"):
@@ -254,9 +230,12 @@ def test_templates_that_are_none() -> None:
     # Special tokens of old and new files reach a template.
     text = make_text("{{ bos_token }}{{ eos_token }}", {"bos_token": {"content": "<s>", "lstrip": False}})
     assert text.render([]) == "<s><|endoftext|>"
+    # A template may refuse messages.
+    with pytest.raises(UsageError, match="refuses these messages: roles must alternate"):
+        ChatTemplate(MISTRAL, {}).render([{"role": "assistant", "content": "x"}])
 
 
-def test_encode_leaves_the_beginning_to_the_post_processor() -> None:
+def test_special_tokens() -> None:
     plain = make_text()
     assert plain.encode(">>> 1") == BYTE_LEVEL.encode(">>> 1").ids
     tokenizer = Library.from_buffer(DATA)
@@ -267,9 +246,7 @@ def test_encode_leaves_the_beginning_to_the_post_processor() -> None:
     # A saved truncation is not applied.
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     assert len(with_changes(truncation=truncation).encode("a b c d e f g h")) > 3
-
-
-def test_special_tokens_are_left_out_of_text_unless_they_are_visible() -> None:
+    # Special tokens are left out of text unless they are visible.
     text = make_text()
     assert text.decode([0, *text.encode("x"), 3]) == "x"
     assert [text.is_special(token) for token in ("<|user|>", "x", "nowhere to be found")] == [True, False, False]
@@ -296,8 +273,6 @@ PREPEND = {"type": "Prepend", "prepend": "\u2581"}
 EMPTY = {"type": "Replace", "pattern": {"String": ""}, "content": "\u2581"}
 MISSING = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>", "type_id": 0}}
 TEMPLATE = {"type": "TemplateProcessing", "single": MISSING, "pair": MISSING, "special_tokens": {}}
-
-
 PANIC = r"tokenizer\.json: (not a tokenizer|.* cannot run it)"
 NO_UNKNOWN = json.loads(byte_fallback().to_str())["model"] | {"unk_token": "<nothing>", "byte_fallback": False}
 
@@ -324,14 +299,12 @@ def test_ids_that_no_tokenizer_has_are_a_usage_error(ids: list[Any]) -> None:
     assert make_text().decode([2**32 - 1]) == ""
 
 
-def test_a_text_far_too_long_is_not_tokenised_to_its_end() -> None:
+def test_texts_and_files_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_text()
     with pytest.raises(ContextLengthError, match=r"the first .* of them are"):
         tokenizer.encode("a b " * 50_000, most=100)
     assert len(tokenizer.encode("a b " * 20, most=100)) <= 100
-
-
-def test_the_size_of_tokenizer_json_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The size of tokenizer.json is limited.
     monkeypatch.setattr("wisparse.runtime.tokenizer._MAX_BYTES", 1000)
     with pytest.raises(BundleError, match=r"tokenizer\.json: expected at most 1,000 bytes"):
         make_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,9 @@ from tool_templates import PUBLISHED
 
 from wisparse.formats.chat_template import ChatTemplate
 from wisparse.runtime.generation.grammar import Grammars
+from wisparse.runtime.protocol import tools as protocol
 from wisparse.runtime.protocol.requests import ChatRequest, validated
-from wisparse.runtime.protocol.tools import (
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    Delta,
-    JsonScanner,
-    ToolCallParser,
-    ToolSyntax,
-    call_grammar,
-    short_ids,
-    syntax_of,
-)  # fmt: skip
+from wisparse.runtime.protocol.tools import HERMES, LLAMA, MISTRAL, Delta, ToolCallParser, ToolSyntax, syntax_of
 
 SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 EACH_SYNTAX = pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
@@ -85,7 +75,6 @@ def _pieces(text: str, cuts: Sequence[int]) -> list[str]:
 
 
 def _written(syntax: ToolSyntax, calls: Sequence[tuple[str, str]]) -> str:
-    """The calls as a model writes them."""
     objects = [f'{{"name": "{name}", "{syntax.key}": {arguments}}}' for name, arguments in calls]
     if syntax.listed:
         return f"{syntax.opens}[{', '.join(objects)}]"
@@ -112,17 +101,15 @@ _CUTS = st.lists(st.integers(0, 200), max_size=12)
     ascii_only=st.booleans(),
     cuts=_CUTS,
 )
-def test_calls_are_found_wherever_pieces_end(
-    syntax: ToolSyntax, calls: list[tuple[str, dict[str, Any]]], before: str, ascii_only: bool, cuts: list[int]
-) -> None:
+def test_calls_are_found(syntax: ToolSyntax, calls: list[Any], before: str, ascii_only: bool, cuts: list[int]) -> None:
+    """Wherever pieces end."""
     if syntax.bare and before.strip():
         before += "\n"
     written = [(name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls]
     text = before + _written(syntax, written)
     for whole_calls in (True, False):
         said, found = _split(syntax, _pieces(text, cuts), whole=whole_calls)
-        assert said == before.rstrip()
-        assert [tuple(call) for call in found] == written
+        assert (said, [tuple(call) for call in found]) == (before.rstrip(), written)
         assert _split(syntax, _pieces(text, cuts), whole=whole_calls, one=True)[1] == [list(written[0])]
 
 
@@ -138,9 +125,7 @@ _SCRAPS = [
 @EACH_SYNTAX
 @settings(max_examples=200)
 @given(scraps=st.lists(st.sampled_from(_SCRAPS), max_size=14), cuts=_CUTS)
-def test_whatever_a_model_writes_pieces_make_no_difference(
-    syntax: ToolSyntax, scraps: list[str], cuts: list[int]
-) -> None:
+def test_where_pieces_end_makes_no_difference(syntax: ToolSyntax, scraps: list[str], cuts: list[int]) -> None:
     text = "".join(scraps)
     for whole in (True, False):
         found = _split(syntax, [text], whole=whole)
@@ -182,9 +167,9 @@ def test_much_of_what_could_begin_a_call_costs_little(syntax: ToolSyntax, monkey
     """Each character is looked at so many times at most: an object ends, or is too deep, or breaks."""
     text = (syntax.opens + '{"id": {"name": "weather",\n') * 3000
     looked = 0
-    reaches_end = JsonScanner.reaches_end
+    reaches_end = protocol.JsonScanner.reaches_end
 
-    def counted(self: JsonScanner, text: str) -> bool:
+    def counted(self: protocol.JsonScanner, text: str) -> bool:
         nonlocal looked
         before = self.at
         try:
@@ -192,7 +177,7 @@ def test_much_of_what_could_begin_a_call_costs_little(syntax: ToolSyntax, monkey
         finally:
             looked += self.at - before
 
-    monkeypatch.setattr(JsonScanner, "reaches_end", counted)
+    monkeypatch.setattr(protocol.JsonScanner, "reaches_end", counted)
     calls = ToolCallParser(syntax, {"weather"})
     said, _ = _told(calls.add(text) + calls.finish())
     assert said == text
@@ -213,7 +198,6 @@ def test_what_the_published_templates_ask_for(template: str, opens: str, ends: s
     """A conversation as OpenAI's clients send it is rendered, and the calls that it writes are read back."""
     chat = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
     syntax = syntax_of(template)
-    assert syntax is not None
     wanted = [["weather", '{"city": "Oslo", "days": [1, {"a": "\\n é"}]}'], ["clock", "{}"]]
     for count in (1,) if syntax is LLAMA else (1, 2):
         ids = [f"call_{number}_of_another_server" for number in range(count)]
@@ -226,7 +210,7 @@ def test_what_the_published_templates_ask_for(template: str, opens: str, ends: s
         request = validated(ChatRequest, {"messages": [*ASK, said, *results], "tools": [WEATHER, CLOCK]})
         messages, variables = request.conversation(), request.template_variables()
         if syntax.short_ids:
-            short_ids(messages)
+            protocol.short_ids(messages)
         text = chat.render(messages, **variables)
         assert "weather" in chat.render(messages[:1], **variables)
         assert all(f"result {number}" in text for number in range(count))
@@ -236,29 +220,25 @@ def test_what_the_published_templates_ask_for(template: str, opens: str, ends: s
         for whole_calls, pieces in ((True, [written]), (False, list(written))):
             before, found = _split(syntax, pieces, whole=whole_calls)
             assert before.strip() == ""
-            assert [[name, json.loads(arguments)] for name, arguments in found] == [
-                [name, json.loads(arguments)] for name, arguments in wanted[:count]
-            ]
+            for (name, arguments), (right, own) in zip(found, wanted[:count], strict=True):
+                assert (name, json.loads(arguments)) == (right, json.loads(own))
 
 
-def test_a_thought_goes_back_with_the_calls_it_led_to() -> None:
+def test_what_a_request_tells_the_template() -> None:
+    request = validated(ChatRequest, {"messages": ASK, "tools": [CLOCK], "tool_choice": "none"})
+    assert (request.functions, "tools" in request.template_variables()) == ([], False)
+    request = validated(ChatRequest, {"messages": ASK, "tools": [CLOCK]})
+    filled = {"name": "clock", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert request.template_variables() == {"tools": [{"type": "function", "function": filled}]}
+    looks_like_gbnf = {"name": "f", "parameters": {"description": "a ::= b"}}
+    assert "::=" not in protocol.call_grammar([looks_like_gbnf], HERMES, {}, several=True).source
+    # A thought goes back with the calls it led to.
     called = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     said = {"role": "assistant", "content": None, "reasoning_content": "what time?", "tool_calls": [called]}
     result = {"role": "tool", "tool_call_id": "1", "content": "5"}
     request = validated(ChatRequest, {"messages": [*ASK, said, result], "tools": [CLOCK]})
     text = ChatTemplate(PUBLISHED["qwen-3"][0], {}).render(request.conversation(), **request.template_variables())
     assert "<|im_start|>assistant\n<think>\nwhat time?\n</think>\n\n<tool_call>" in text
-
-
-def test_what_is_offered() -> None:
-    request = validated(ChatRequest, {"messages": ASK, "tools": [CLOCK], "tool_choice": "none"})
-    assert request.functions == []
-    assert "tools" not in request.template_variables()
-    request = validated(ChatRequest, {"messages": ASK, "tools": [CLOCK]})
-    filled = {"name": "clock", "description": "", "parameters": {"type": "object", "properties": {}}}
-    assert request.template_variables() == {"tools": [{"type": "function", "function": filled}]}
-    looks_like_gbnf = {"name": "f", "parameters": {"description": "a ::= b"}}
-    assert "::=" not in call_grammar([looks_like_gbnf], HERMES, {}, several=True).source
 
 
 # As pydantic writes nested models.
@@ -276,7 +256,7 @@ def test_parameters_with_definitions(syntax: ToolSyntax, others: int, example_mo
     # Another function's definition of the same name.
     same: dict[str, Any] = {**LISTED, "$defs": {"Node": {"type": "null"}}}
     functions = [{"name": f"other{number}", "parameters": same} for number in range(others)]
-    grammar = call_grammar([*functions, {"name": "weather", "parameters": LISTED}], syntax, {}, several=False)
+    grammar = protocol.call_grammar([*functions, {"name": "weather", "parameters": LISTED}], syntax, {}, several=False)
 
     def follows(arguments: str) -> bool:
         constraint = grammars.begin(grammar)
@@ -299,7 +279,7 @@ def test_only_references_are_moved() -> None:
     names = {"$ref": {"$ref": "#"}, "default": {"$ref": "#/$defs/a"}, "const": {"const": {"$ref": "#/a"}}}
     other = {"$id": "http://example.com/a", "items": {"$ref": "#/$defs/b"}}
     schema = {"properties": names, "anyOf": [{"$ref": "#name"}, other], "enum": [{"$ref": "#/a"}], "$ref": "b#/c"}
-    source = call_grammar([{"name": "f", "parameters": schema}], HERMES, {}, several=True).source
+    source = protocol.call_grammar([{"name": "f", "parameters": schema}], HERMES, {}, several=True).source
     moved = json.loads(source.partition("%json ")[2])["properties"]["arguments"]
     place = "#/properties/arguments"
     names["$ref"], names["default"] = {"$ref": place}, {"$ref": f"{place}/$defs/a"}
@@ -312,20 +292,18 @@ def syntax(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(syntax: str, example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One whose template has tools; the marker is a special token in two of three, as it is in those models."""
+def chat_bundle(syntax: str, example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In the place of conftest's; the marker is a special token in two of three, as it is in those models."""
     folder = tmp_path_factory.mktemp(syntax)
     source = shutil.copytree(example_model, folder / "source")
     for name in ("tokenizer.json", "tokenizer_config.json") if syntax != "hermes" else ():
         (source / name).write_text((source / name).read_text().replace("<|pad|>", SYNTAXES[syntax].opens))
     (source / "chat_template.jinja").write_text(TEMPLATES[syntax])
-    with Running(make_bundle(source, folder / NAME, 0.4)) as running:
-        yield running
+    return make_bundle(source, folder / NAME, 0.4)
 
 
 @pytest.fixture
 def prompts(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the template made of each conversation."""
     rendered: list[str] = []
     render = server.text.render
 
@@ -344,23 +322,19 @@ def _says(syntax: str, text: str) -> dict[str, Any]:
     return {"grammar": "start: " + (" <[3]> " if syntax != "hermes" else f" {json.dumps(opens)} ").join(parts)}
 
 
-def _ask(
-    server: Running, text: str, syntax: str, stream: bool, most: int = 120, **more: Any
-) -> tuple[str, list[Any], str]:
+def _ask(server: Running, text: str, syntax: str, stream: bool, most: int = 120, **more: Any) -> tuple[Any, ...]:
     """Text, calls, and why it ended; with OpenAI's own client."""
     asked: dict[str, Any] = {"messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": most, **more}
     asked["extra_body"] = _says(syntax, text) if text else {}
     completions = server.client().chat.completions
-    if not stream:
-        choice = completions.create(model=NAME, **asked).choices[0]
-    else:
+    if stream:
         with completions.stream(model=NAME, **asked) as events:
-            list(events)
             choice = events.get_final_completion().choices[0]
+    else:
+        choice = completions.create(model=NAME, **asked).choices[0]
     return choice.message.content or "", choice.message.tool_calls or [], str(choice.finish_reason)
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_calls_and_the_turn_after_them(server: Running, syntax: str, stream: bool, prompts: list[str]) -> None:
     before = "Well.\n" if syntax == "llama" else "Well. "
     said, calls, reason = _ask(server, before + TWO[syntax], syntax, stream)
@@ -368,22 +342,18 @@ def test_calls_and_the_turn_after_them(server: Running, syntax: str, stream: boo
     assert tuple((call.function.name, call.function.arguments) for call in calls) == CALLS
     assert len({call.id for call in calls}) == 2
     told = [{**call.model_dump(include={"id", "type"}), "function": call.function.model_dump()} for call in calls]
-    turns = [
-        *ASK,
-        {"role": "assistant", "content": None, "tool_calls": told},
-        *({"role": "tool", "tool_call_id": call.id, "content": f"{call.function.name}: 5"} for call in calls),
-    ]
+    turns = [*ASK, {"role": "assistant", "content": None, "tool_calls": told}]
+    turns += [{"role": "tool", "tool_call_id": call.id, "content": f"{call.function.name}: 5"} for call in calls]
     said, calls, reason = _ask(server, "It is cold.", syntax, stream, messages=turns)
     assert (said, calls, reason) == ("It is cold.", [], "stop")
     first, second = prompts
     assert first == "weather clock user: ?\nassistant:"
-    assert second.startswith("weather clock user: ?\nassistant: ")
+    assert second.startswith(f"{first} ")
     assert second.endswith("tool: weather: 5\ntool: clock: 5\nassistant:")
     assert '"name": "weather"' in second
     assert '{"city": "Oslo"}' in second
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_one_call_where_several_are_not_wanted_and_none(server: Running, syntax: str, stream: bool) -> None:
     _, calls, reason = _ask(server, TWO[syntax], syntax, stream, parallel_tool_calls=False)
     assert ([call.function.name for call in calls], reason) == (["weather"], "tool_calls")
@@ -418,10 +388,7 @@ def test_calls_that_have_to_be(server: Running, syntax: str) -> None:
     said, calls, _ = _ask(server, "", syntax, False, tools=either, **more)
     assert (said, [call.function.name in ("weather", "f") for call in calls]) == ("", [True])
     assert _ask(server, "", syntax, False, 40, tools=[WEATHER], tool_choice="required", temperature=0)[1]
-
-
-def test_calls_that_have_to_be_of_a_function_with_definitions(server: Running, syntax: str) -> None:
-    nested = function(name="nested", parameters=LISTED)
+    nested = function(name="nested", parameters=LISTED)  # with definitions
     for tools in ([nested], [WEATHER, nested]):
         body = {"messages": ASK, "tools": tools, "tool_choice": "required", "max_tokens": 2}
         assert server.post("/v1/chat/completions", body)[0] == 200
@@ -439,7 +406,6 @@ def test_a_thought_before_a_call(server: Running, syntax: str) -> None:
     assert (status, found["error"]["param"]) == (400, "tool_choice")
 
 
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_response_calls_and_goes_on(server: Running, syntax: str, stream: bool, prompts: list[str]) -> None:
     tools: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
     before = "Well.\n" if syntax == "llama" else "Well. "
@@ -465,8 +431,7 @@ def test_a_response_calls_and_goes_on(server: Running, syntax: str, stream: bool
 
     found = ask("?", f"cold?</think>\n\n{before}{TWO[syntax]}", chat_template_kwargs={"think": True})
     assert [item.type for item in found.output] == ["reasoning", "message", "function_call", "function_call"]
-    assert found.status == "completed"
-    assert {item.status for item in found.output} == {"completed"}
+    assert {found.status, *(item.status for item in found.output)} == {"completed"}
     assert (found.output[0].content[0].text, found.output_text) == ("cold?", "Well.")
     calls = found.output[2:]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Oslo"}), ("clock", {})]

@@ -44,15 +44,9 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
 
 
 def write_tiny_model(
-    folder: Path,
-    config: Mapping[str, Any] | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    shards: int = 1,
-    seed: int = 0,
-    add: Mapping[str, torch.Tensor] | None = None,
-    drop: tuple[str, ...] = (),
-) -> Path:
+    folder: Path, config: Mapping[str, Any] | None = None, *, dtype: torch.dtype = torch.float32, shards: int = 1,
+    seed: int = 0, add: Mapping[str, torch.Tensor] | None = None, drop: tuple[str, ...] = (),
+) -> Path:  # fmt: skip
     """A random model with a byte-level tokenizer; ``add`` and ``drop`` change its tensors, after the expected ones."""
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(config or tiny_config())
@@ -113,23 +107,15 @@ def tiny_levels(config: ModelConfig, *sparsities: float) -> dict[float, dict[str
 
 def tiny_recipe(config: ModelConfig, levels: Mapping[float, Mapping[str, ProjectionMask]], **changes: Any) -> Recipe:
     """A recipe that agrees with ``sparsity levels``; the default is the middle one."""
+    written = []
+    for sparsity, masks in levels.items():
+        entries = (ProjectionRecipe(name, m.sparsity, 0.5, m.threshold, m.sparsity) for name, m in masks.items())
+        written.append(SparsityLevel(sparsity, tuple(entries), (sparsity,) * config.num_blocks))
     fields: dict[str, Any] = {
-        "base_model": "someone/tiny",
-        "base_revision": None,
-        "method": "wisparse",
-        "default": list(levels)[len(levels) // 2],
-        "levels": tuple(
-            SparsityLevel(
-                sparsity,
-                tuple(ProjectionRecipe(name, m.sparsity, 0.5, m.threshold, m.sparsity) for name, m in masks.items()),
-                (sparsity,) * config.num_blocks,
-            )
-            for sparsity, masks in levels.items()
-        ),
-        "calibration": CalibrationRecord("self", 2, 8, 16, 0, "ab" * 32),
-        "search": {"method": "none", "history": [1.5, 1.25]},
-        "versions": {"torch": "2"},
-    }
+        "base_model": "someone/tiny", "base_revision": None, "method": "wisparse", "levels": tuple(written),
+        "default": list(levels)[len(levels) // 2], "calibration": CalibrationRecord("self", 2, 8, 16, 0, "ab" * 32),
+        "search": {"method": "none", "history": [1.5, 1.25]}, "versions": {"torch": "2"},
+    }  # fmt: skip
     return Recipe(**(fields | changes))
 
 
@@ -162,7 +148,6 @@ def split_safetensors(content: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def join_safetensors(header: Mapping[str, Any], data: bytes) -> bytes:
-    """The reverse."""
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
@@ -181,10 +166,8 @@ def change_tensor(file: Path, name: str, values: Any, row: int | None = None) ->
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Content of every file, by name."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def digests(bundle: Path) -> dict[str, str]:
-    """sha256 of every file, by name."""
     return {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files_of(bundle).items())}

@@ -29,6 +29,5 @@ def tiny_source(kind: str = "llama", **changes: object) -> SourceModel:
 
 
 def tiny_tokens(num_samples: int = 6, seq_len: int = 24, seed: int = 0) -> CalibrationTokens:
-    """Random tokens of `tiny_source`'s vocabulary."""
     ids = torch.randint(64, (num_samples, seq_len), generator=torch.Generator().manual_seed(seed))
     return CalibrationTokens.from_rows(ids.tolist(), "random", seed)

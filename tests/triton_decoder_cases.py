@@ -46,7 +46,6 @@ def make_bundle(name: str, sparsity: float, **changes: int):
     config = ModelConfig.from_dict(full_config({**CONFIGS, **MORE_CONFIGS}[name] | changes))
     generator = torch.Generator().manual_seed(len(name))
     tensors: dict[str, torch.Tensor] = {}
-
     for key, shape in expected_tensors(config).items():
         values = torch.randn(shape, generator=generator)
         middle = 0 if config.architecture.norm_offset and "norm" in key else 1

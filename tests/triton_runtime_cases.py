@@ -67,7 +67,6 @@ def run(decoder: Decoder, token: torch.Tensor, count: int, settings: list[Sampli
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[DecodeStep]:
-    """Every replay of a step."""
     seen: list[DecodeStep] = []
     replay = DecodeStep.replay
 

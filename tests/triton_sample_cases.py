@@ -17,14 +17,9 @@ HEAD_TILE = 16
 
 
 def draw(
-    logits: torch.Tensor,
-    settings: list[SamplingParams],
-    positions: list[int],
-    dtype: torch.dtype,
-    state: SampleState | None = None,
-    tokens: list[int] | None = None,
-    **finish: float,
-) -> tuple[list[int], list[int]]:
+    logits: torch.Tensor, settings: list[SamplingParams], positions: list[int], dtype: torch.dtype,
+    state: SampleState | None = None, tokens: list[int] | None = None, **finish: float,
+) -> tuple[list[int], list[int]]:  # fmt: skip
     """One step's choice: token ids and the positions afterwards; positions as ``sampling.sample`` counts them."""
     batch, vocabulary = logits.shape
     logits = logits.to(DEVICE)
@@ -61,8 +56,6 @@ GRID = [
         itertools.product([0.6, 1.0, 2.5], [0, 1, 7, 400, 10**9], [1.0, 0.95, 0.5, 1e-9], [0.0, 0.05])
     )
 ]
-
-
 VOCABULARIES = [(torch.bfloat16, 70), (torch.float16, 1024), (torch.bfloat16, 2500)]
 VOCABULARIES += [(torch.float16, 128256)] * (not INTERPRETED)
 
@@ -83,8 +76,7 @@ def test_the_token_is_the_twins(dtype, vocabulary, multiplier, cap):
     finished = logits * multiplier
     finished = finished if cap is None else torch.where(logits.isinf(), logits, cap * torch.tanh(finished / cap))
     found, moved = draw(logits, settings, positions, dtype, multiplier=multiplier, cap=cap)
-    assert found == sample(finished, settings, positions).tolist()
-    assert moved == positions
+    assert (found, moved) == (sample(finished, settings, positions).tolist(), positions)
 
 
 @pytest.mark.parametrize("spread", [1e-3, 2000.0])

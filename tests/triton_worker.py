@@ -7,7 +7,6 @@ import os
 
 
 def start(interpret: bool) -> None:
-    """What the process begins with."""
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"
     else:

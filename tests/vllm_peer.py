@@ -14,15 +14,10 @@ import time
 from typing import Any
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-}
+}  # fmt: skip
 
 
 def engine(bundle: str, **changes: Any) -> Any:
@@ -77,14 +72,12 @@ def dense(prompts: str, bundle: str) -> None:
     answers = [done.outputs[0] for done in llm.generate(ids, sampling, use_tqdm=False)]
     found: dict[str, Any] = {"method": llm.llm_engine.vllm_config.model_config.quantization}
     found["tokens"] = [list(answer.token_ids) for answer in answers]
-    found["logprobs"] = [
-        [[place[token].logprob for token in range(len(place))] for place in answer.logprobs] for answer in answers
-    ]
+    places = [answer.logprobs for answer in answers]
+    found["logprobs"] = [[[one[token].logprob for token in range(len(one))] for one in each] for each in places]
     print(json.dumps(found), flush=True)
 
 
 def client(url: str, prompt: str) -> None:
-    """A server's answer, once it is there."""
     import openai
 
     served = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
