@@ -189,7 +189,7 @@ def _result(source: SourceModel, tokens: CalibrationTokens, allocation: Mapping[
     """Thresholds on |x| for an allocation, as every search ends."""
     scales = {name: torch.ones(place.in_features, device=source.device) for name, place in source.projections.items()}
     with CalibrationState(source, tokens) as calib:
-        found = final_thresholds(calib, scales, allocation)
+        found = final_thresholds(calib, scales, allocation, lambda: None)
     projections = {name: ProjectionRecipe(name, p, 0.0, *found[name]) for name, p in allocation.items()}
     return SearchResult(projections, scales, {"kl_evaluations": 0.0})
 

@@ -168,10 +168,6 @@ class BlockView:
     hidden: Hidden  # the block's input by micro-batch, (B, L, hidden_size); ``out``: its output
     out: Hidden
 
-    def threshold(self, name: str, scale: Tensor, sparsity: float) -> float:
-        """The exact quantile."""
-        return score_quantiles(Scores(self.inputs[name], scale, self.calib.processes), [sparsity])[0]
-
     def build_tables(self) -> None:
         """The quantile tables of the block's projections, for the scales they have now."""
         for name in self.names:

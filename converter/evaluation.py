@@ -77,14 +77,9 @@ def _sums(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
     for p, q, wanted in zip(dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True):
         log_p, log_q = p.float().log_softmax(dim=-1), q.float().log_softmax(dim=-1)
         known, chosen = wanted >= 0, wanted.clamp(min=0)[:, None]
-        numbers = (
-            len(log_p),
-            known.sum(),
-            (log_p.argmax(-1) == log_q.argmax(-1)).sum(),
-            kl_rows(log_p, log_q).double().sum(),
-            -log_q.gather(-1, chosen)[known].double().sum(),
-            -log_p.gather(-1, chosen)[known].double().sum(),
-        )
+        agreeing, kl = log_p.argmax(-1) == log_q.argmax(-1), kl_rows(log_p, log_q).double()
+        losses = (-log.gather(-1, chosen)[known].double().sum() for log in (log_q, log_p))
+        numbers = (len(log_p), known.sum(), agreeing.sum(), kl.sum(), *losses)
         total += torch.tensor([float(number) for number in numbers], dtype=torch.float64)
     return total
 

@@ -163,9 +163,8 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         settings = replace(settings, rotation="pca")
     untied = untied if settings.rotation != "none" else 0
     needed = (num_parameters + untied) * dtype.itemsize + working
-    existing = Path(os.path.abspath(settings.output_dir))
-    while not existing.exists():
-        existing = existing.parent
+    out = Path(os.path.abspath(settings.output_dir))
+    existing = next(folder for folder in (out, *out.parents) if folder.exists())
     plan = Plan(
         settings=settings,
         source=source,
@@ -238,13 +237,13 @@ def _check_resources(plan: Plan) -> None:
         stuck = f"weights that stay in their files cannot become {settings.weights}"
         raise ResourceError(f"{large}, and {stuck}; choose a larger device, or leave --weights out")
     if plan.bundle_bytes > plan.disk_free_bytes:
-        lack = f"the bundle takes about {bundle} of disk, {disk} are free"
-        raise ResourceError(f"{settings.output_dir}: {lack}; free some space or choose another --output-dir")
+        few = f"the bundle takes about {bundle} of disk, {disk} are free"
+        raise ResourceError(f"{settings.output_dir}: {few}; free some space or choose another --output-dir")
     if plan.max_memory is not None and (lack := lacks_accelerate()) is not None:
         where = "it can be spread over GPUs, memory and its own files"
         raise ResourceError(f"{name} is larger than the memory of {device}; {where}, but {lack}")
     if plan.memory_bytes > plan.memory_free_bytes and plan.max_memory is None:
         where = "GPU memory" if device.type == "cuda" else "memory"
-        lack = f"the conversion takes about {memory} of {where} on {device}, {free} are free"
+        few = f"the conversion takes about {memory} of {where} on {device}, {free} are free"
         advice = "close other programs, choose another --device, or lower --num-samples or --seq-len"
-        raise ResourceError(f"{name}: {lack}; {advice}")
+        raise ResourceError(f"{name}: {few}; {advice}")

@@ -37,9 +37,7 @@ _TOKENS, _MOST = 256, 0.02
 
 @dataclass(frozen=True)
 class Rotation:
-    """float32 on the CPU."""
-
-    residual: Tensor  # Q (hidden_size, hidden_size)
+    residual: Tensor  # Q (hidden_size, hidden_size), float32 on the CPU
     heads: tuple[Tensor, ...]  # per block R of its key-value heads (num_kv_heads, head_dim, head_dim)
 
 
@@ -70,7 +68,7 @@ def find_rotation(
     first_readers = (f"self_attn.{arch.qkv[0]}", f"mlp.{arch.gate_up[0]}")
     first = {f"model.layers.{i}.{reader}" for i in range(config.num_blocks) for reader in first_readers}
     outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
-    norms = {name: _norm(checkpoint, readers[name]) for name in first}
+    norms = {name: _norm(checkpoint, readers[name], "cpu") for name in first}
     flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH)
     batch = 0
 
@@ -105,9 +103,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     by_name = {projection.name: projection for projection in config.projections()}
     readers = _readers(config)
     q = rotation.residual.to(device)
-
-    def norm(name: str) -> Tensor:
-        return _norm(checkpoint, name).to(device)
+    head = _EMBEDDING if config.tie_word_embeddings else LM_HEAD
 
     def embedding(name: str, weight: Tensor | float) -> Tensor:
         stored = checkpoint.tensor(name)
@@ -118,7 +114,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         if name == _EMBEDDING:
             return embedding(_EMBEDDING, 1.0)
         if name == LM_HEAD:
-            return embedding(_EMBEDDING if config.tie_word_embeddings else LM_HEAD, norm(_FINAL_NORM))
+            return embedding(head, _norm(checkpoint, _FINAL_NORM, device))
         if name == _FINAL_NORM or name in readers.values():
             return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
         projection, _, kind = name.rpartition(".")
@@ -132,7 +128,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
                 value = torch.einsum("nkri,kij->nkrj", shaped, heads).reshape(len(value), -1)
             return q.T @ value
         if kind == "weight":
-            value = (value * norm(readers[projection])) @ q
+            value = (value * _norm(checkpoint, readers[projection], device)) @ q
         if role in ("v_proj", "qkv_proj"):
             width = config.blocks[by_name[projection].block].kv_size
             kept, values = value.split([len(value) - width, width])
@@ -144,7 +140,6 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         return make(name).to(tensors[name].dtype).contiguous().cpu()
 
     tensors = {name: replace(info, file="") for name, info in checkpoint.tensors.items() if name != LM_HEAD}
-    head = LM_HEAD if not config.tie_word_embeddings else _EMBEDDING
     tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="")
     stated = {**checkpoint.config_dict, "tie_word_embeddings": False}
     made = {name: partial(one, name) for name in tensors}
@@ -161,9 +156,9 @@ def _readers(config: ModelConfig) -> dict[str, str]:
     return found
 
 
-def _norm(checkpoint: Checkpoint, name: str) -> Tensor:
+def _norm(checkpoint: Checkpoint, name: str, device: str | torch.device) -> Tensor:
     """What a norm multiplies by, (hidden_size,) float32."""
-    weight = checkpoint.tensor(name).float()
+    weight = checkpoint.tensor(name, device).float()
     return 1.0 + weight if checkpoint.config.architecture.norm_offset else weight
 
 

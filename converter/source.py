@@ -181,14 +181,8 @@ def load_source(
         if not parameter.is_meta and not torch.isfinite(parameter.detach().sum(dtype=torch.float64)):
             wrong = f"{name} holds NaN or Inf, so no statistic of this model means anything"
             raise UnsupportedModelError(f"{shown(folder)}: {wrong}; use an intact checkpoint")
-    return SourceModel(
-        model=model,
-        config=config,
-        tokenizer=tokenizer,
-        projections={projection.name: model.get_submodule(projection.name) for projection in config.projections()},
-        device=input_device(model),
-        dtype=dtype,
-    )
+    projections = {projection.name: model.get_submodule(projection.name) for projection in config.projections()}
+    return SourceModel(model, config, tokenizer, projections, input_device(model), dtype)
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")

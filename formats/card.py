@@ -267,15 +267,13 @@ def save_findings(folder: str | os.PathLike[str], findings: Iterable[Finding]) -
 
 def _amended(folder: Path, findings: Iterable[Finding]) -> Mapping[str, bytes]:
     """Report and card, which their owner may have removed, with these findings too."""
-    text = {
-        name: read_bounded(folder, name, _MAX_DOCUMENT_BYTES, BundleError) if os.path.lexists(folder / name) else b""
-        for name in (REPORT, CARD)
-    }
-    report = parse_json(text[REPORT] or b"{}", REPORT, BundleError)
+    there = [name for name in (REPORT, CARD) if os.path.lexists(folder / name)]
+    text = {name: read_bounded(folder, name, _MAX_DOCUMENT_BYTES, BundleError) for name in there}
+    report = parse_json(text.get(REPORT) or b"{}", REPORT, BundleError)
     # Of two with the same conditions and sparsity level the newer one, in the other's place.
     known = {(one.what, one.conditions, one.sparsity): one for one in (*read_findings(report), *findings)}
     try:
-        card = text[CARD].decode("utf-8")
+        card = text.get(CARD, b"").decode("utf-8")
     except UnicodeDecodeError as reason:
         raise BundleError(f"{CARD}: expected UTF-8, found a wrong byte at {reason.start}") from None
     report["findings"] = [asdict(one) for one in known.values()]

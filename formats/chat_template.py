@@ -69,10 +69,8 @@ def _compile(source: str, variables: Mapping[str, str]) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
-    }
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     environment.globals |= variables
     return environment.from_string(source)
 

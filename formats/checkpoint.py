@@ -263,18 +263,17 @@ class Checkpoint:
                 stored = name.removesuffix("weight") + part
                 made[stored] = partial(lambda made: made, tensor)
                 tensors[stored] = TensorInfo(stored, "", stored, tuple(tensor.shape), code_of(tensor.dtype))
-        weights: dict[str, Any] = {"num_bits": 4 if kind == "int4" else 8}
-        weights |= {"type": "float" if kind == "fp8" else "int", "symmetric": True}
-        strategy = "channel" if grouping is None else "group"
-        weights |= {"strategy": strategy, "group_size": grouping, "dynamic": False}
+        number = {"num_bits": 4 if kind == "int4" else 8, "type": "float" if kind == "fp8" else "int"}
+        spread = {"strategy": "channel" if grouping is None else "group", "group_size": grouping, "dynamic": False}
+        weights = {**number, "symmetric": True, **spread}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         ignore = [LM_HEAD.removesuffix(".weight")]
         if self.config.delta_net is not None:
             # Linear layers as well, but small ones that are no projections.
             ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
         form = "float-quantized" if kind == "fp8" else "pack-quantized"
-        config = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-        settings: dict[str, Any] = {**config, "config_groups": {"group_0": group}, "ignore": ignore}
+        how = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+        settings = {**how, "config_groups": {"group_0": group}, "ignore": ignore}
         config_dict = {**self.config_dict, "quantization_config": settings}
         return self.derive(made, config_dict=config_dict, tensors=tensors, quantised=quantised)
 
@@ -398,17 +397,13 @@ def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError
     return config
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def code_of(dtype: torch.dtype) -> str:
     """The name that safetensors has for a type."""
-    return _CODES[_name_of(dtype)]
+    return _CODES[str(dtype).removeprefix("torch.")]
 
 
 def is_finite(values: Tensor) -> bool:
-    name = _name_of(values.dtype)
+    name = str(values.dtype).removeprefix("torch.")
     if name not in _INFINITY:
         return True
     # Of bit patterns infinity and NaN come last, negative ones last of all: twenty times as fast as isfinite().all().

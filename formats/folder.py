@@ -155,12 +155,7 @@ def remove_files(folder: Path, names: Collection[str], last: Iterable[str] = (),
     those of the names that are deleted after all others, in this order."""
     ending = list(last)
     first = sorted(name for name in {*names} - {*ending} if not name.endswith("/"))
-    inner = {
-        str(parent)
-        for name in names
-        for parent in Path(name, "_").parents
-        if name.endswith("/") or parent != Path(name)
-    }
+    inner = {str(one) for name in names for one in Path(name, "_").parents if name.endswith("/") or one != Path(name)}
     for name in (*first, *sorted(inner, reverse=True), *ending, *([] if keep else [""])):
         path = folder / name
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -226,12 +226,9 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         raise BundleError(f"{MANIFEST}: {where:.200}: expected {wanted}, found {value!r:.80}")
     inside = f"{where}." if where else ""
     if is_dataclass(kind):
-        return kind(  # type: ignore[operator]
-            **{
-                name: _decode(hint, value.get(name, default), f"{inside}{name}")
-                for name, (hint, default) in _fields_of(kind).items()  # type: ignore[arg-type]
-            }
-        )
+        hints = _fields_of(kind).items()  # type: ignore[arg-type]
+        found = {name: _decode(hint, value.get(name, default), f"{inside}{name}") for name, (hint, default) in hints}
+        return kind(**found)  # type: ignore[operator]
     if origin is Mapping:
         return {key: _decode(arguments[1], one, f"{inside}{key}") for key, one in value.items()}
     if origin is tuple:

@@ -112,10 +112,8 @@ class Plain:
         groups = _groups(self.group, columns)
         scale_rows = rows if self.block_rows is None else -(-rows // self.block_rows)
         shapes: tuple[tuple[int, ...], ...] = ((1,), (), (1, 1)) if self.per_tensor else ((scale_rows, groups),)
-        found = {
-            "weight": Part(((rows, columns),), ("I8" if self.kind == "int8" else "F8_E4M3",)),
-            self.scale: Part(shapes, _FLOATS),
-        }
+        code = "I8" if self.kind == "int8" else "F8_E4M3"
+        found = {"weight": Part(((rows, columns),), (code,)), self.scale: Part(shapes, _FLOATS)}
         if self.zero_points:
             found["weight_zero_point"] = Part(shapes, ("I8",))
         if self.input_scale:  # of activations, which are not rounded here

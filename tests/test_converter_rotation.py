@@ -157,7 +157,7 @@ def test_a_model_that_is_not_what_it_was_is_refused(
 ) -> None:
     folder = make_source("llama", tmp_path / "source")
     if damage == "norms":
-        monkeypatch.setattr("wisparse.converter.rotation._norm", lambda checkpoint, name: torch.full((64,), 3.0))
+        monkeypatch.setattr("wisparse.converter.rotation._norm", lambda *_: torch.full((64,), 3.0))
     else:
         tensors = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
         tensors["lm_head.weight"].fill_(60000.0)

@@ -125,11 +125,8 @@ def allocate_greedily(
     while target * total - spent > 1e-9 * total:
         amount = min(step * total, target * total - spent)
         # What does not fit under the bound is left for the next step.
-        raised = {
-            name: min(sparsity + amount / sizes[name], MAX_SPARSITY)
-            for name, sparsity in sparsities.items()
-            if sparsity < MAX_SPARSITY
-        }
+        free = [name for name in sizes if sparsities[name] < MAX_SPARSITY]
+        raised = {name: min(sparsities[name] + amount / sizes[name], MAX_SPARSITY) for name in free}
         if not raised:
             break
         best = min(raised, key=lambda name: loss({**sparsities, name: raised[name]}))

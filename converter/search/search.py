@@ -20,7 +20,7 @@ from ..processes import ALONE, Processes
 from ..sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from ..source import SourceModel
 from ..state import NO_STATE, Stages
-from ..statistics import channel_scale, weight_norm
+from ..statistics import Scores, channel_scale, score_quantiles, weight_norm
 from .allocation import Curve, allocate, allocate_greedily, evolve, interpolate, mean_sparsity, repair, search_alpha
 from .refinement import Channels, Trajectory, refine
 
@@ -39,8 +39,6 @@ _SMALL = 1 << 24
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """What to search and how hard."""
-
     sparsity: float = 0.5  # the target, a fraction of the parameters of all projections
     method: str = "wisparse"  # |x| g^alpha; teal: |x|; wina: |x| g; wina-code, its published code: |x| g for k and gate
     search: str = "refine"
@@ -162,11 +160,8 @@ class Run:
         self.history: dict[str, Any] = {}
         self.trajectory: Trajectory | None = None
         self.calib.num_kl_evaluations = 0.0
-        method = settings.method
-        self.alphas = {
-            name: float(method == "wina" or (method == "wina-code" and name.endswith(("k_proj", "gate_proj"))))
-            for name in self.names
-        }
+        chosen = {"wina": self.names, "wina-code": [n for n in self.names if n.endswith(("k_proj", "gate_proj"))]}
+        self.alphas = {name: float(name in chosen.get(settings.method, ())) for name in self.names}
         for name, alpha in self.alphas.items():
             self.calib.set_scale(name, channel_scale(self.norms[name], alpha))
 
@@ -261,7 +256,8 @@ class Run:
                     scale = channel_scale(self.norms[name], alpha)
                     calib.masked.set_scale(name, scale)
                     if (name, alpha) not in thresholds:
-                        thresholds[name, alpha] = view.threshold(name, scale, allocation[name])
+                        scores = Scores(view.inputs[name], scale)
+                        thresholds[name, alpha] = score_quantiles(scores, [allocation[name]])[0]
                 return view.error({name: thresholds[name, alpha] for name, alpha in alphas.items()})
 
             alphas = search_alpha(error, view.names)
@@ -347,10 +343,8 @@ class Run:
             found = self.processes.spread(
                 batches, lambda b: quadratic_damage(flow, masked, b, self.draw(2 * b + 1), calib.scales, points)
             )
-        damages = {
-            name: [sum(row) / flow.num_counted for row in zip(*(one[name] for one in found), strict=True)]
-            for name in self.names
-        }
+        rows = {name: zip(*(one[name] for one in found), strict=True) for name in self.names}
+        damages = {name: [sum(row) / flow.num_counted for row in rows[name]] for name in self.names}
         return {"scales": dict(calib.scales), "tables": dict(calib.tables), "damages": damages}
 
     def result(self, allocation: Allocation) -> SearchResult:

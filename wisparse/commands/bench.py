@@ -155,10 +155,8 @@ def _print_tables(table: Mapping[str, Comparison], compiled: CompiledSpeed | Non
             lines.append([label, *rates])
             dense, sparse = (speed.tok_per_s / compiled.tok_per_s for speed in (found.dense, found.sparse))
             note += f"\nover {compiled.name}: dense {dense:.2f}x, sparse {sparse:.2f}x"
-        note += (
-            f"\n{compiled.name}: the same dense model in transformers, static cache, mode {compiled.mode}; after the "
-            "others, alone; no token is read between steps"
-        )
+        how = f"static cache, mode {compiled.mode}; after the others, alone; no token is read between steps"
+        note += f"\n{compiled.name}: the same dense model in transformers, {how}"
     print_table(heads, lines, note=note)  # 80 columns are enough for one way to hold the weights
     if found.kernels and not all_weights:
         timed = []
