@@ -7,7 +7,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -70,6 +70,11 @@ class CalibrationTokens:
         ids = self.input_ids.to("cpu", torch.int64).contiguous()
         hashed = hashlib.sha256(f"{tuple(ids.shape)}".encode() + ids.numpy().astype("<i8").tobytes())
         return f"sha256:{hashed.hexdigest()}"
+
+    def joined(self, other: CalibrationTokens) -> CalibrationTokens:
+        """These sequences and others of the same length."""
+        pairs = (self.input_ids, other.input_ids), (self.keep, other.keep)
+        return replace(self, **{name: torch.cat(pair) for name, pair in zip(("input_ids", "keep"), pairs, strict=True)})
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]], source: str, seed: int) -> CalibrationTokens:

@@ -29,6 +29,7 @@ from wisparse.formats.weight_types import Kind
 from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration, write_calibration
+from .coordinates import LONGEST, SAMPLES, compare_coordinates
 from .gptq import quantise_weights
 from .measurement import Budget, Choice, choose, fresh_text, measure
 from .preflight import Plan, preflight
@@ -37,14 +38,14 @@ from .report import Report
 from .rotation import rotate
 from .search.allocation import mean_sparsity
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
-from .settings import MAX_SPARSITY, ConvertOptions, ConvertSettings
+from .settings import MAX_SPARSITY, USUAL_DEFAULT, ConvertOptions, ConvertSettings
 from .source import SourceModel, full_config, load_source, small_digests, weight_digests
 from .state import Stages, placed_bundle, remove_state
 
 _log = logging.getLogger("wisparse")
 
 # Far from any seed that a person chooses, and from those of the texts that measure (`measurement`).
-_DIRECTIONS_SEED_OFFSET = 3_000_003
+_DIRECTIONS_SEED_OFFSET, _COORDINATES_SEED_OFFSET = 3_000_003, 4_000_003
 # Sparsities that the report shows beside what a budget allowed.
 _NEIGHBOURS = 0.05
 
@@ -152,32 +153,14 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         with progress.stage("Loading the model"):
             source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory)
             processes.gather(None)
-        size = settings.num_samples, settings.length, settings.seed
-        # Another text than the calibration's, half as long: directions need less of it than thresholds.
-        directions = -(-settings.num_samples // 2), settings.length, settings.seed + _DIRECTIONS_SEED_OFFSET
-        tokens, texts = plan.tokens, {}
-        if tokens is None:
-            sizes = {"calibration": size, "measurement": fresh_text(*size)}
-            sizes |= {"rotation": directions} if settings.rotation != "none" else {}
-            texts = _self_texts(source, sizes, stages)
-            tokens = texts["calibration"]
-        record = None
-        if settings.rotation != "none":
-            generate = partial(load_calibration, settings.calibration, source.tokenizer, source.model)
-            text = partial(texts.__getitem__, "rotation") if texts else partial(generate, *directions, progress)
-            source, checkpoint, record = rotate(source, checkpoint, tokens, text, stages)
-        if settings.weights != "native":  # `source` computes with the quantized weights from here on
-            kind, numbers = cast(Kind, settings.weights), checkpoint.dtype
-            matrices = quantise_weights(source, tokens, kind, numbers, stages)
-            checkpoint = checkpoint.quantize(matrices, numbers)
+        source, checkpoint, tokens, fresh, record, compared = _prepared(plan, source, checkpoint, stages)
         results, choice = _search(source, tokens, settings, stages)
         if not processes.leads:
             return None
         at = settings.default_of(results) if settings.full_report(plan.device.type) else None
-        fresh = texts.get("measurement")
         measurement = measure(source, tokens, results, settings.calibration, at, fresh, progress)
         del source  # the writer copies from the files and needs its memory more than a model does
-        recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, record)
+        recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, record, compared)
         report = Report(recipe, plan.config, measurement)
         masks = {}
         for sparsity, result in results.items():
@@ -228,6 +211,53 @@ def _fingerprint(plan: Plan, fetched: Source, files: Mapping[str, str]) -> dict[
     }
 
 
+def _prepared(
+    plan: Plan, source: SourceModel, checkpoint: Checkpoint, stages: Stages
+) -> tuple[
+    SourceModel,
+    Checkpoint,
+    CalibrationTokens,
+    CalibrationTokens | None,
+    RotationRecord | None,
+    dict[str, Any] | None,
+]:
+    """The model with the weights that the bundle gets, their checkpoint, the calibration text, the text to measure on
+    where the model wrote one, and the records of the rotation and of the coordinates that were compared."""
+    settings = plan.settings
+    samples, length, seed = settings.samples, settings.length, settings.seed
+    sizes = {
+        "calibration": (samples, length, seed),
+        # Another text than the calibration's, half as long: directions need less of it than thresholds.
+        "rotation": (-(-samples // 2), length, seed + _DIRECTIONS_SEED_OFFSET),
+        "coordinates": (SAMPLES, min(LONGEST, length), seed + _COORDINATES_SEED_OFFSET),
+        "measurement": fresh_text(samples, length, seed),
+    }
+    texts = {}
+    if plan.tokens is None:
+        unused = {"none": {"rotation", "coordinates"}, "pca": {"coordinates"}}.get(settings.rotation, set())
+        texts = _self_texts(source, {name: sizes[name] for name in sizes if name not in unused}, stages)
+    tokens = plan.tokens or texts["calibration"]
+
+    def text(name: str) -> CalibrationTokens:
+        if texts:
+            return texts[name]
+        return load_calibration(settings.calibration, source.tokenizer, None, *sizes[name], stages.progress)
+
+    directions, record, compared = partial(text, "rotation"), None, None
+    if settings.rotation == "auto":
+        sparsity = USUAL_DEFAULT if settings.has_budget else settings.default_of(settings.levels)
+        held_back = partial(text, "coordinates")
+        kls = compare_coordinates(source, checkpoint, tokens, directions, held_back, sparsity, stages)
+        compared = {"sparsity": sparsity, "kl": kls}
+    if settings.rotation == "pca" or (compared and kls["pca"] < kls["none"]):
+        source, checkpoint, record = rotate(source, checkpoint, tokens, directions, stages)
+    if settings.weights != "native":  # `source` computes with the quantized weights from here on
+        kind, numbers = cast(Kind, settings.weights), checkpoint.dtype
+        fit = tokens.joined(texts["rotation"]) if "rotation" in texts else tokens  # it is there already
+        checkpoint = checkpoint.quantize(quantise_weights(source, fit, kind, numbers, stages), numbers)
+    return source, checkpoint, tokens, texts.get("measurement"), record, compared
+
+
 def _self_texts(
     source: SourceModel, sizes: Mapping[str, tuple[int, int, int]], stages: Stages
 ) -> dict[str, CalibrationTokens]:
@@ -272,6 +302,7 @@ def _recipe(
     results: Mapping[float, SearchResult],
     choice: Choice | None,
     rotation: RotationRecord | None,
+    compared: Mapping[str, Any] | None,
 ) -> Recipe:
     settings, levels = plan.settings, []
     by_block = [list(plan.config.projections(block)) for block in range(plan.config.num_blocks)]
@@ -289,6 +320,8 @@ def _recipe(
     search["settings"] = {key: value for key, value in search["settings"].items() if key != "sparsity"}
     own = ({key: value for key, value in one.details.items() if key not in shared} for one in results.values())
     search["levels"] = [{"sparsity": sparsity, **details} for sparsity, details in zip(results, own, strict=True)]
+    if compared is not None:
+        search["coordinates"] = compared
     if choice is not None:
         search["budget"] = {"max_kl": settings.max_kl, "min_top1": settings.min_top1, **choice.to_dict()}
     return Recipe(

@@ -83,6 +83,14 @@ class Report:
         num_tokens = self.measurement.levels[self.recipe.default].sparse.num_tokens
         return f"{num_tokens:,} tokens of {self.measurement.text}; other text gives other figures"
 
+    @property
+    def coordinates(self) -> str | None:
+        """What int4 costs in either coordinates, where the conversion chose by that."""
+        if (found := self.recipe.search.get("coordinates")) is None:
+            return None
+        kl, at = found["kl"], f"int4 weights at {found['sparsity']:.0%}, roughly fitted"
+        return f"KL {kl['pca']:.3g} nats/token rotated, {kl['none']:.3g} as the source has them: {at}"
+
     def realised(self, sparsity: float) -> float:
         """The fraction of the weights skipped on the calibration text."""
         return self._mean(self.recipe.at(sparsity), "realised_sparsity")

@@ -192,11 +192,8 @@ def rotate(
     if output.weight is model.get_input_embeddings().weight:
         output.weight = nn.Parameter(torch.empty_like(output.weight), requires_grad=False)
         model.config.tie_word_embeddings = False
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     with stages.progress.stage("Rotating", len(made.tensors)) as stage:
-        for name in made.tensors:
-            (output.weight if name == LM_HEAD else parameters[name]).copy_(made.tensor(name))
-            stage.advance()
+        load_weights(model, made, stage.advance)
     # Of two models that differ by less than the sums' own rounding it can come out below 0.
     kl = max(0.0, float(kl_rows(before, log_probs()).double().mean()))
     if not kl <= _MOST:
@@ -204,3 +201,14 @@ def rotate(
         advice = f"{source.dtype} is too coarse for it; convert it with --rotation none"
         raise UnsupportedModelError(f"{checkpoint.folder.name}: {far}: {advice}")
     return replace(source, config=made.config), made, RotationRecord("pca", kl, len(before))
+
+
+@torch.no_grad()
+def load_weights(model: Any, checkpoint: Checkpoint, advance: Callable[[], None] = lambda: None) -> None:
+    """Copy a checkpoint's tensors into a model of its shapes; its embeddings into an output layer that is not tied."""
+    parameters, output = dict(model.named_parameters(remove_duplicate=False)), model.get_output_embeddings()
+    for name in checkpoint.tensors:
+        (output.weight if name == LM_HEAD else parameters[name]).copy_(checkpoint.tensor(name))
+        advance()
+    if LM_HEAD not in checkpoint.tensors:
+        output.weight.copy_(checkpoint.tensor(_EMBEDDING))

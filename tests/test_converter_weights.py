@@ -54,11 +54,33 @@ def test_gptq_loses_less_than_rounding(columns: int) -> None:
 
 def test_scales_are_those_that_lose_least() -> None:
     weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
-    matrix = fit_int4(weight, torch.eye(128), 32, torch.bfloat16)
-    scales = search_scales(weight, torch.ones(128), 32, torch.bfloat16)
-    steps = scales.repeat_interleave(32, dim=1)
-    torch.testing.assert_close(matrix.dequantise(torch.float32), (weight / steps).round().clamp(-8, 7) * steps)
-    # One value far out that hardly matters is clipped; where it alone matters it is met.
+    matrix = fit_int4(weight, torch.eye(128), 32, torch.float32)
+    found, steps = matrix.dequantise(torch.float32), matrix.scales.repeat_interleave(32, dim=1)
+    searched = search_scales(weight, torch.ones(128), 32, torch.float32).repeat_interleave(32, dim=1)
+    codes = (weight / searched).round().clamp(-8, 7)
+    torch.testing.assert_close(found / steps, codes)
+    # Then the scales of least squares for these codes.
+    groups = (1, (4, 32))
+    best = (codes * weight).unflatten(*groups).sum(2) / codes.square().unflatten(*groups).sum(2)
+    torch.testing.assert_close(matrix.scales, best, rtol=2e-3, atol=0)
+    assert (found - weight).square().sum() < (codes * searched - weight).square().sum()
+
+
+def test_what_comes_before_is_made_up_for() -> None:
+    """Inputs here differ from those in the dense model, as behind rounded layers: the fit aims at the dense output."""
+    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(1))
+    dense, shift = inputs(4000, 128), 0.2 * torch.randn(128, 128, generator=torch.Generator().manual_seed(2))
+    here = dense + dense @ shift * 0.3
+
+    def loss(cross: torch.Tensor | None) -> float:
+        matrix = fit_int4(weight, here.T @ here, 64, torch.float32, cross)
+        return float((here @ matrix.dequantise(torch.float32).T - dense @ weight.T).square().mean())
+
+    assert loss(dense.T @ here) < 0.6 * loss(None)
+
+
+def test_clipping_is_chosen_where_it_loses_less() -> None:
+    """One value far out that hardly matters is clipped; where it alone matters it is met."""
     weight = torch.cat((torch.linspace(-1, 1, 31), torch.tensor([1.6])))[None]
     little, much = torch.ones(32), torch.ones(32)
     little[-1], much[-1] = 1e-6, 1e6
@@ -83,7 +105,7 @@ def test_inputs_that_say_nothing_do_no_harm(moments: torch.Tensor) -> None:
 def test_a_killed_run_goes_on_to_the_same_codes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, whole = quantised(kind, Stages(tmp_path))
     assert (tmp_path / "weights.stage").exists()
-    monkeypatch.setattr(gptq, "_moments", None)
+    monkeypatch.setattr(gptq, "_fitted", None)
     monkeypatch.setattr(gptq, "quantise", None)
     again, resumed = quantised(kind, Stages(tmp_path))
     assert list(whole) == list(resumed) == list(source.projections)  # type: ignore[attr-defined]

@@ -150,6 +150,7 @@ def _print_plan(plan: Plan) -> None:
     rotation = settings.rotation + (f": {plan.not_rotated}" if plan.not_rotated else "")
     if settings.rotation != "none":
         rotation += ": to the principal directions of what flows through them"
+        rotation += ", if int4 loses less there" * (settings.rotation == "auto")
     if plan.untied_bytes:
         rotation += f"; tied embeddings become two tensors, {_size(plan.untied_bytes)} more"
     if settings.has_budget:
@@ -162,7 +163,7 @@ def _print_plan(plan: Plan) -> None:
     parameters = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.1f}M"
     shape = f"{config.model_type}{text_of}, {config.num_blocks} blocks, hidden {config.hidden_size}"
     in_scope = f"{plan.projection_parameters / size:.0%} of them in scope"
-    samples = f"{settings.num_samples} x {settings.seq_len} = {settings.num_samples * settings.length:,} tokens"
+    samples = f"{settings.samples} x {settings.seq_len} = {settings.samples * settings.length:,} tokens"
     overwritten = " (overwritten)" if settings.output_dir.exists() else ""
     rows = (
         ("model", plan.source.name + (f" at {plan.source.commit}" if plan.source.commit else "")),
@@ -230,6 +231,7 @@ def _print_conversion(conversion: Conversion) -> None:
         ("left out", recipe.text_only),
         ("sparsity", f"{_percents(levels, default)} {asked}; {at_default}{report.expectation(default)}"),
         ("rotation", str(recipe.rotation or not_rotated)),
+        ("coordinates", report.coordinates),
         ("chosen", chosen),
         ("by block", f"{at_default}{min(blocks):.1%} to {max(blocks):.1%}"),
         *(("quality" if one == levels[0] else "", verdict(one, report.quality(one))) for one in levels),
