@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import shapes
 import torch
 from safetensors.torch import save_file
 
@@ -18,26 +19,7 @@ from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recip
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.write import write_bundle
 
-# The dimensions of Llama-3.2-1B.
-LLAMA_1B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+LLAMA_1B = shapes.LLAMA_1B | {"bos_token_id": 0, "eos_token_id": 1}
 
 
 def random_checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> Path:
