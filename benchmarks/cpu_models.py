@@ -1,4 +1,4 @@
-"""Bundles for the CPU benchmark: a random model of a given shape, and thresholds calibrated to a sparsity.
+"""Models for the benchmarks on CPUs: a random one of a given shape, its thresholds calibrated to a sparsity, GGUF files.
 
 Speed depends on shapes and on how many channels are kept, not on what the weights mean, so random weights serve.
 """
@@ -81,3 +81,33 @@ def calibrated_bundle(source: Path, out: Path, sparsity: float, num_tokens: int 
         versions={"torch": torch.__version__},
     )
     return write_bundle(checkpoint, recipe, {sparsity: masks}, out)
+
+
+def gguf_writer(config: dict[str, Any], out: Path) -> Any:
+    """A writer of a Llama model for llama.cpp that has told all of its configuration, but no words and no tensors."""
+    import gguf
+
+    heads = config["num_attention_heads"]
+    writer = gguf.GGUFWriter(str(out), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+    return writer
+
+
+def finish_gguf(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
