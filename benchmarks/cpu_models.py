@@ -1,4 +1,4 @@
-"""Models for the benchmarks on CPUs: a random one of a given shape, its thresholds calibrated to a sparsity, GGUF files.
+"""Models for the benchmarks on CPUs: a random one of a shape, its thresholds calibrated to a sparsity, GGUF files.
 
 Speed depends on shapes and on how many channels are kept, not on what the weights mean, so random weights serve.
 """

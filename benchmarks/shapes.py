@@ -1,4 +1,4 @@
-"""The shapes of published Llama models, as their config.json has them; rotary embeddings without scaling by frequency."""
+"""The shapes of published Llama models, as their config.json has them, but for Llama 3.1's scaled rotary embeddings."""
 
 # ruff: noqa: C408 (tables of keyword arguments read better)
 from __future__ import annotations

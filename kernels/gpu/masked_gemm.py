@@ -4,7 +4,7 @@ read once, dropped channels are zeros in x.
     y[m, n] = sum over k of where(|x[m, k]| * scales[p, k] < thresholds[p] * row_mask[m], 0, x[m, k]) * weight_t[k, n]
 
 Rows that keep half of their channels each leave few that none of them keeps (four rows: 6%), so nothing is skipped.
-Bytes: K * N * sizeof(dtype), whatever the rows; an H200 reaches 4.59 TB/s. The twin is ``reference.sparse_linear``.
+Bytes: K * N * sizeof(dtype), whatever the rows. The twin is ``reference.sparse_linear``.
 
 ``masked_gemm_kernel``: a program owns a tile of columns and every splits-th block of block_k channels.
 
@@ -33,8 +33,6 @@ from .common import gdc_wait, smem_alloc, smem_load
 from .reduction import reduce_tile, store_partial
 from .weights import FusedLinear, dequantize_block, quant_columns
 
-_BLOCK_K = 1024
-
 
 @triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
 def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at least tl.dot's smallest K
@@ -50,8 +48,7 @@ def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at
     WHOLE: tl.constexpr = K % BLOCK_K + problem.n0 % BLOCK_N + problem.n1 % BLOCK_N + problem.n2 % BLOCK_N == 0
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     ROWS: tl.constexpr = 16  # of the tensor cores
-    SMEM: tl.constexpr = launch.smem
-    SHARED: tl.constexpr = SMEM != ""
+    SHARED: tl.constexpr = launch.smem != ""
     QUANTIZED: tl.constexpr = problem.quant != "none"
     dtype: tl.constexpr = output.out.dtype.element_ty
     program = tl.program_id(0)
@@ -59,7 +56,7 @@ def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at
     split = of.split
     read = quant_columns(of, of.n, problem) if QUANTIZED else weights.weight_t + of.column
     channels = program_channels(given, weights, of, problem, launch, BLOCK_K)
-    values = smem_alloc(SMEM, program) if SHARED else workspace.list_value + program * BATCH * LENGTH
+    values = smem_alloc(launch.smem, program) if SHARED else workspace.list_value + program * BATCH * LENGTH
     if not SHARED:
         values = store_inputs(values, given, channels, counting, eps, ssq_parts, problem, LENGTH, SHARED, dtype)
 
@@ -116,15 +113,13 @@ def mask_rows(
     x: Tensor, scales: Tensor, thresholds: Tensor, row_mask: Tensor, *, copies: Sequence[int] | None = None,
     pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The masked copies of x (M, K): (sum(copies), M, K), those of one projection after those of another.
-
-    ``scales``: (projections, K) float32; ``thresholds``: (projections,) float32; ``row_mask``: (M,) float32, 0 for a
-    row that keeps all its channels; ``copies`` of each projection, one to three of them; None: one of each.
-    """
+    """The masked copies of x (M, K): (sum(copies), M, K), those of one projection after those of another. ``scales``,
+    ``thresholds``: as of ``common.Weights``, one to three projections; ``row_mask``: (M,) float32, 0 for a row that
+    keeps all its channels; ``copies`` of each projection; None: one of each."""
     rows, k = x.shape
     ends = list(accumulate(copies or [1] * len(scales)))
     out = torch.empty(ends[-1], rows, k, dtype=x.dtype, device=x.device)
-    block_k = min(_BLOCK_K, triton.next_power_of_2(k))
+    block_k = min(1024, triton.next_power_of_2(k))
     second, third = (*ends, ends[-1], ends[-1])[:2]
     _mask_rows_kernel[(rows, triton.cdiv(k, block_k), ends[-1])](
         x, scales, thresholds, row_mask, out, rows, K=k, SECOND=second, THIRD=third, BLOCK_K=block_k, PDL=pdl,
