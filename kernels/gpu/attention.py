@@ -129,11 +129,10 @@ def _head_vectors(
     straight = (x * cos[None, :]).to(dtype).to(tl.float32)
     crossed = (sign[None, :] * y * sin[None, :]).to(dtype).to(tl.float32)
     rotated = tl.where((d < shape.rotary)[None, :], (straight + crossed).to(dtype).to(tl.float32), x)
-    if norm_ptr is not None:  # noqa: SIM102 (resolved at compile time)
-        if shape.norm_of == "rotated head":
-            rstd = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / D + eps)[:, None]
-            norm = tl.load(norm_ptr + d, mask=d < D, other=0.0)
-            rotated = rms_normalize(rotated, norm[None, :], rstd, dtype)
+    if norm_ptr is not None and shape.norm_of == "rotated head":
+        rstd = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / D + eps)[:, None]
+        norm = tl.load(norm_ptr + d, mask=d < D, other=0.0)
+        rotated = rms_normalize(rotated, norm[None, :], rstd, dtype)
     return rotated.to(dtype)
 
 

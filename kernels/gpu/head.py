@@ -54,12 +54,11 @@ class HeadConfig(NamedTuple):
 @triton.jit
 def _embed_kernel(
     token_ptr, embedding_ptr, hidden_ptr, ssq_ptr,  # as of launch_embed
-    MULTIPLIER: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    MULTIPLIER: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     row = tl.program_id(1)
     k = tile * BLOCK + tl.arange(0, BLOCK)
-    gdc_wait(PDL)
     token = tl.load(token_ptr + row)
     x = tl.load(embedding_ptr + token * K + k, mask=tl.where(token >= 0, k, K) < K, other=0.0)
     if MULTIPLIER != 1.0:
@@ -196,16 +195,12 @@ def _argmax_kernel(
     tl.store(position_ptr + row, tl.where(idle, position, position + 1))
 
 
-def launch_embed(
-    tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor, *, multiplier: float = 1.0, pdl: bool = False
-) -> None:
+def launch_embed(tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor, *, multiplier: float = 1.0) -> None:
     """hidden (B, K) = multiplied rows of ``embedding`` (V, K) at ``tokens`` (B,) int64; idle rows (negative) become
     zeros. ``ssq`` (B, parts) float32 receives the partial sums of squares, whatever number of parts it has."""
     width, parts = hidden.shape[1], ssq.shape[1]
-    _embed_kernel[(parts, hidden.shape[0])](
-        tokens, embedding, hidden, ssq, multiplier, width, parts, triton.next_power_of_2(triton.cdiv(width, parts)),
-        pdl, launch_pdl=pdl,
-    )  # fmt: skip
+    block = triton.next_power_of_2(triton.cdiv(width, parts))
+    _embed_kernel[(parts, hidden.shape[0])](tokens, embedding, hidden, ssq, multiplier, width, parts, block)
 
 
 def launch_logits(

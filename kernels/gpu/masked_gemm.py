@@ -48,7 +48,8 @@ def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at
     WHOLE: tl.constexpr = K % BLOCK_K + problem.n0 % BLOCK_N + problem.n1 % BLOCK_N + problem.n2 % BLOCK_N == 0
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     ROWS: tl.constexpr = 16  # of the tensor cores
-    SHARED: tl.constexpr = launch.smem != ""
+    SMEM: tl.constexpr = launch.smem
+    SHARED: tl.constexpr = SMEM != ""
     QUANTIZED: tl.constexpr = problem.quant != "none"
     dtype: tl.constexpr = output.out.dtype.element_ty
     program = tl.program_id(0)
@@ -56,7 +57,7 @@ def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at
     split = of.split
     read = quant_columns(of, of.n, problem) if QUANTIZED else weights.weight_t + of.column
     channels = program_channels(given, weights, of, problem, launch, BLOCK_K)
-    values = smem_alloc(launch.smem, program) if SHARED else workspace.list_value + program * BATCH * LENGTH
+    values = smem_alloc(SMEM, program) if SHARED else workspace.list_value + program * BATCH * LENGTH
     if not SHARED:
         values = store_inputs(values, given, channels, counting, eps, ssq_parts, problem, LENGTH, SHARED, dtype)
 

@@ -220,7 +220,8 @@ def packed_gemv_kernel(
     count = channels.count
     slots = count // SLOT if GROUPED else 1
     ends = _scales(weights, scale_at, there, 0, split, PART, problem, launch, packed)
-    base = smem_alloc(launch.smem, program)
+    SMEM: tl.constexpr = launch.smem
+    base = smem_alloc(SMEM, program)
     if LISTED:
         clear_lists(base, base + LENGTH * 4, K, BATCH * LENGTH // 2, launch, True)
         gdc_wait(problem.pdl, launch.trigger == 1)
@@ -326,6 +327,8 @@ def _next_turn(at, kept_at, GROUPED: tl.constexpr, launch: tl.constexpr, packed:
 @triton.jit
 def _words(index, word_at, limit, at, split, launch: tl.constexpr, packed: tl.constexpr):
     """The words of the channels at the places ``at`` .. of the list: step by step, of each its four channels'."""
+    LOAD: tl.constexpr = packed.load[0]
+    CONSTRAINTS: tl.constexpr = packed.load[1]
     FOUND: tl.constexpr = 4 * packed.words
     STEPS: tl.constexpr = packed.steps
     words = ()
@@ -335,7 +338,7 @@ def _words(index, word_at, limit, at, split, launch: tl.constexpr, packed: tl.co
         else:
             where = index + segment_channel(at + 16 * step, split, launch.splits, launch.chunk)
         words = words + tl.inline_asm_elementwise(
-            packed.load[0], packed.load[1], [where, word_at, limit], dtype=(tl.int32,) * FOUND, is_pure=False, pack=1
+            LOAD, CONSTRAINTS, [where, word_at, limit], dtype=(tl.int32,) * FOUND, is_pure=False, pack=1
         )
     return words
 
@@ -347,6 +350,10 @@ def _multiply(acc, total, words, values, at, LENGTH: tl.constexpr, BATCH: tl.con
     SUMS: tl.constexpr = packed.sums  # of one word
     STEPS: tl.constexpr = packed.steps
     PARTS: tl.constexpr = (BATCH + 7) // 8
+    PRODUCT: tl.constexpr = packed.product[0]
+    PRODUCT_CONSTRAINTS: tl.constexpr = packed.product[1]
+    TOTAL: tl.constexpr = packed.total[0]
+    TOTAL_CONSTRAINTS: tl.constexpr = packed.total[1]
     for step in tl.static_range(STEPS):
         xs = ()
         for part in tl.static_range(PARTS):
@@ -363,15 +370,15 @@ def _multiply(acc, total, words, values, at, LENGTH: tl.constexpr, BATCH: tl.con
                 given += (words[(step * 4 + channel) * WORDS + i],)
             given = given + xs + acc[i * SUMS : (i + 1) * SUMS]
             added = added + tl.inline_asm_elementwise(
-                packed.product[0], packed.product[1], given, dtype=(tl.float32,) * SUMS, is_pure=False, pack=1
+                PRODUCT, PRODUCT_CONSTRAINTS, given, dtype=(tl.float32,) * SUMS, is_pure=False, pack=1
             )
         acc = added
-        if packed.total[0] != "":
+        if TOTAL != "":
             summed = ()
             for part in tl.static_range(PARTS):
                 given = xs[2 * part : 2 * part + 2] + total[4 * part : 4 * part + 4]
                 summed = summed + tl.inline_asm_elementwise(
-                    packed.total[0], packed.total[1], given, dtype=(tl.float32,) * 4, is_pure=False, pack=1
+                    TOTAL, TOTAL_CONSTRAINTS, given, dtype=(tl.float32,) * 4, is_pure=False, pack=1
                 )
             total = summed
     return acc, total

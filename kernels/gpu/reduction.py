@@ -176,12 +176,11 @@ def _activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, problem: tl.c
         if bias_ptr is not None:
             up += tl.load(bias_ptr + problem.n0 + columns, mask=live, other=0.0).to(tl.float32)
         gate = y.to(tl.float32)
+        slope = gate
         if problem.output == "gelu_tanh":
             # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 u = sqrt(8 / pi) * (gate + 0.044715 gate**3)
-            twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-            activated = (gate / (1.0 + tl.exp(-twice))).to(dtype).to(tl.float32)
-        else:
-            activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+            slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        activated = (gate / (1.0 + tl.exp(-slope))).to(dtype).to(tl.float32)
         y = (activated * up.to(dtype).to(tl.float32)).to(dtype)
     return y
 

@@ -44,7 +44,7 @@ def sparse_gemv_kernel(
     problem: tl.constexpr,  # Problem
     launch: tl.constexpr,  # LaunchConfig
 ):
-    # A number that stands in a shape or counts a loop has to be a constant of its own.
+    # A number that stands in a shape or counts a loop, and a string, have to be constants of their own (Triton 3.6).
     K: tl.constexpr = problem.k
     BATCH: tl.constexpr = problem.batch
     DENSE: tl.constexpr = problem.dense
@@ -55,7 +55,8 @@ def sparse_gemv_kernel(
     STEP: tl.constexpr = BLOCK_K * UNROLL
     LEAD: tl.constexpr = launch.lead
     LEAD_ROWS: tl.constexpr = LEAD * STEP
-    SHARED: tl.constexpr = launch.smem != ""
+    SMEM: tl.constexpr = launch.smem
+    SHARED: tl.constexpr = SMEM != ""
     VALUE: tl.constexpr = 4 if SHARED else 1  # from a value of the list to the next: bytes, or an element
     dtype: tl.constexpr = output.out.dtype.element_ty
     program = tl.program_id(0)
@@ -73,7 +74,7 @@ def sparse_gemv_kernel(
         kept_before = tl.load(counting.before + channels.cell, mask=channels.counts, other=0)
     lane = tl.arange(0, BLOCK_K)
     if SHARED:
-        list_index = smem_alloc(launch.smem, program)
+        list_index = smem_alloc(SMEM, program)
         list_value = list_index + LENGTH * 4
         spare = list_value + BATCH * LENGTH * 4
         clear_lists(list_index, list_value, K, BATCH * LENGTH, launch, not DENSE)

@@ -158,37 +158,30 @@ def store_columns(
         raw[:, at : at + len(piece)] = piece.view(torch.uint8).T
 
 
-def dequantize(weight: DeviceWeight, index: int | None, out: Tensor) -> Tensor:
-    """The numbers that the products multiply by, rounded once: float32 (q - zero) * scale to out's type. ``index``: of
-    a projection; None: all of them, side by side without padding. ``out``: (K, N), any strides; returned."""
-    raw, k, start = weight.data.view(torch.uint8), weight.in_features, 0
-    for i in range(len(weight.widths)) if index is None else (index,):
-        width, first = weight.widths[i], weight.first(i)
-        one, columns = out[:, start : start + width], slice(first, first + width)
-        start += width
-        if weight.scales is None:
-            one.copy_(weight.data[:, columns])
-            continue
-        bits = BITS[weight.quant]
-        step = max(1, _PIECE // width)
-        for begin in range(0, k, step):
-            piece = slice(begin, min(k, begin + step))
-            codes = raw[piece, first * bits // 8 : (first + padded_width(width)) * bits // 8]
-            if weight.quant == "int4":
-                codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
-            else:
-                codes = codes.view(torch.int8 if weight.quant == "int8" else torch.float8_e4m3fn)
-            groups = torch.arange(piece.start, piece.stop, device=raw.device) // weight.group
-            zero = ZERO[weight.quant] if weight.zeros is None else weight.zeros[groups, columns]
-            one[piece] = (codes[:, :width].float() - zero).mul_(weight.scales[groups, columns])
+def dequantize(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
+    """Projection ``index`` of a quantized weight, rounded once: float32 (q - zero) * scale to the type of ``out`` (K,
+    N), which may have any strides and is returned."""
+    assert weight.scales is not None
+    raw, k, bits = weight.data.view(torch.uint8), weight.in_features, BITS[weight.quant]
+    width, first = weight.widths[index], weight.first(index)
+    columns, step = slice(first, first + width), max(1, _PIECE // width)
+    for begin in range(0, k, step):
+        piece = slice(begin, min(k, begin + step))
+        codes = raw[piece, first * bits // 8 : (first + padded_width(width)) * bits // 8]
+        if weight.quant == "int4":
+            codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
+        else:
+            codes = codes.view(torch.int8 if weight.quant == "int8" else torch.float8_e4m3fn)
+        groups = torch.arange(piece.start, piece.stop, device=raw.device) // weight.group
+        zero = ZERO[weight.quant] if weight.zeros is None else weight.zeros[groups, columns]
+        out[piece] = (codes[:, :width].float() - zero).mul_(weight.scales[groups, columns])
     return out
 
 
 def without_default_zeros(weight: DeviceWeight) -> DeviceWeight:
     """The same weight; zero points that all are the type's own are not read."""
-    if weight.zeros is None or not bool((weight.zeros == ZERO[weight.quant]).all()):
-        return weight
-    return replace(weight, zeros=None)
+    default = weight.zeros is not None and bool((weight.zeros == ZERO[weight.quant]).all())
+    return replace(weight, zeros=None) if default else weight
 
 
 @triton.jit
