@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,18 +26,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from cpu_linear import quantize, sparse_linear, transpose
 from cpu_models import LLAMA_1B, calibrated_bundle, random_checkpoint
+from quality import describe_machine, print_document
 from torch import Tensor
 from torch.nn import functional
 
-import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.kernels.cpu.launch import team_size
 from wisparse.runtime.cpu.decoder import CpuDecoder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,42 +59,33 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def in_turns(runs: dict[str, Callable[[], Any]], repetitions: int, warm_up: int = 1) -> dict[str, float]:
-    """Median seconds of each, every repetition running all of them one after the other."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = clock()
+    run()
+    return clock() - start
+
+
+def in_turns(loops: dict[str, Callable[[], float]], repetitions: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Seconds that each gives, every repetition running all of them one after the other."""
+    times: dict[str, list[float]] = {name: [] for name in loops}
     for repetition in range(warm_up + repetitions):
-        for name, run in runs.items():
-            start = clock()
-            run()
+        for name, loop in loops.items():
+            seconds = loop()
             if repetition >= warm_up:
-                times[name].append(clock() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+                times[name].append(seconds)
+    return times
 
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    import numba
-    import transformers
-
-    model = platform.processor()
-    flags = ""
-    if Path("/proc/cpuinfo").exists():
-        info = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
-        info = {key.strip(): value.strip() for key, value in info.items()}
-        model, flags = info.get("model name", model), info.get("flags", "")
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text().split() if info.exists() else []
     return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "threads": team_size(),
-        "extensions": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags.split()],
+        **describe_machine(torch.device("cpu")),
+        "extensions": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags],
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "versions": {
-            "wisparse": wisparse.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numba": numba.__version__,
-        },
+        "numba": version("numba"),
     }
 
 
@@ -111,18 +102,16 @@ def projection(repetitions: int) -> list[dict[str, Any]]:
         int8, scale = quantize(weight)
         ones = torch.ones(k)
         median = x.float().abs().median()
-        times = in_turns(
-            {
-                "mv": lambda: torch.mv(weight, x),  # noqa: B023
-                "linear": lambda: functional.linear(x, weight),  # noqa: B023
-                "matmul": lambda: torch.matmul(weight, x),  # noqa: B023
-                "sparse": lambda: sparse_linear(x, weight_t, None, ones, median),  # noqa: B023
-                "dense": lambda: sparse_linear(x, weight_t, None, ones, 0.0),  # noqa: B023
-                "sparse_int8": lambda: sparse_linear(x, int8, None, ones, median, column_scale=scale),  # noqa: B023
-            },
-            repetitions,
-            warm_up=3,
-        )
+        runs = {
+            "mv": partial(torch.mv, weight, x),
+            "linear": partial(functional.linear, x, weight),
+            "matmul": partial(torch.matmul, weight, x),
+            "sparse": partial(sparse_linear, x, weight_t, None, ones, median),
+            "dense": partial(sparse_linear, x, weight_t, None, ones, 0.0),
+            "sparse_int8": partial(sparse_linear, x, int8, None, ones, median, column_scale=scale),
+        }
+        found = in_turns({name: partial(timed, run) for name, run in runs.items()}, repetitions, warm_up=3)
+        times = {name: statistics.median(values) for name, values in found.items()}
         best = min(("mv", "linear", "matmul"), key=times.__getitem__)
         weight_bytes = 2 * k * n
         row = {
@@ -220,13 +209,7 @@ def decoding(source: Path, bundle_folder: Path, count: int, repetitions: int, ki
 
     loops["transformers_mv"] = with_mv
     loops |= {f"wisparse_{kind}": decoder_loop(decoder, prompt, count) for kind, decoder in decoders.items()}
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for repetition in range(repetitions + 1):
-        for name, loop in loops.items():
-            seconds = loop()
-            if repetition:
-                times[name].append(seconds)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    medians = {name: statistics.median(values) for name, values in in_turns(loops, repetitions).items()}
     decoder = decoders["native"]
     decoder.measure_sparsity(True)
     decoder_loop(decoder, prompt, count)()
@@ -330,13 +313,13 @@ def first_token(bundle: Path, repetitions: int) -> dict[str, Any]:
     }
     runs = {name: (READ, [name, *files]) for name in ("stream", "read")}
     runs |= {name: (FIRST, [name, bundle]) for name in ("native", "int8")}
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for repetition in range(repetitions + 1):
-        for name, (script, arguments) in runs.items():
-            command = [sys.executable, "-c", script.format(**words), *map(str, arguments)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            if repetition:  # the first fills the system's cache and compiles
-                found[name].append(float(done.stdout))
+
+    def run(script: str, arguments: list[object]) -> float:
+        command = [sys.executable, "-c", script.format(**words), *map(str, arguments)]
+        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    # The first of each fills the system's cache and compiles.
+    found = in_turns({name: partial(run, *given) for name, given in runs.items()}, repetitions)
     times = {name: min(values) for name, values in found.items()}
     result = {
         "bundle_bytes": size,
@@ -395,11 +378,7 @@ def main() -> None:
             if "first-token" in arguments.only:
                 result["first_token"] = first_token(bundle, arguments.repetitions)
     result["machine"]["load_average_after"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text + "\n")
+    print_document(result, arguments.output)
 
 
 if __name__ == "__main__":

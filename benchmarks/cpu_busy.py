@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import wisparse
+import torch
+from quality import describe_machine
 
 BUSY = (0, 1, 2, 4)
 PROMPT = "def mean(values):\n"
@@ -87,15 +87,8 @@ def main() -> None:
     parser.add_argument("--model", help="what to convert")
     parser.add_argument("--out", type=Path, help="a JSON file; what it holds of the other half stays")
     arguments = parser.parse_args()
-    import torch
-
     found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
-    found["machine"] = {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "wisparse": wisparse.__version__,
-    }
+    found["machine"] = describe_machine(torch.device("cpu"))
     if arguments.bundle:
         decode(arguments.bundle, 0)  # compiles, and fills the files' cache
         rows = [decode(arguments.bundle, busy) for busy in (*BUSY, 0)]

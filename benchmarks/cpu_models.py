@@ -1,4 +1,4 @@
-"""Bundles for the CPU benchmark: a random model of a given shape, and thresholds calibrated to a sparsity.
+"""Models for the benchmarks on CPUs: a random one of a shape, its thresholds calibrated to a sparsity, GGUF files.
 
 Speed depends on shapes and on how many channels are kept, not on what the weights mean, so random weights serve.
 """
@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import shapes
 import torch
 from safetensors.torch import save_file
 
@@ -18,26 +19,7 @@ from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recip
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.write import write_bundle
 
-# The dimensions of Llama-3.2-1B.
-LLAMA_1B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+LLAMA_1B = shapes.LLAMA_1B | {"bos_token_id": 0, "eos_token_id": 1}
 
 
 def random_checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> Path:
@@ -99,3 +81,33 @@ def calibrated_bundle(source: Path, out: Path, sparsity: float, num_tokens: int 
         versions={"torch": torch.__version__},
     )
     return write_bundle(checkpoint, recipe, {sparsity: masks}, out)
+
+
+def gguf_writer(config: dict[str, Any], out: Path) -> Any:
+    """A writer of a Llama model for llama.cpp that has told all of its configuration, but no words and no tensors."""
+    import gguf
+
+    heads = config["num_attention_heads"]
+    writer = gguf.GGUFWriter(str(out), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+    return writer
+
+
+def finish_gguf(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

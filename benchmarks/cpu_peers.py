@@ -30,8 +30,8 @@ from pathlib import Path
 
 import cpu
 import torch
-from cpu import PROMPT_TOKENS, SPARSITY, decoder_loop, machine, say
-from cpu_models import LLAMA_1B, calibrated_bundle, random_checkpoint
+from cpu import PROMPT_TOKENS, SPARSITY, decoder_loop, in_turns, machine, say
+from cpu_models import LLAMA_1B, calibrated_bundle, finish_gguf, gguf_writer, random_checkpoint
 
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.cpu.decoder import CpuDecoder
@@ -56,24 +56,10 @@ def make_gguf(source: Path, out: Path, output_type: str) -> Path:
     from safetensors import safe_open
 
     config = LLAMA_1B
-    writer = gguf.GGUFWriter(str(out.with_suffix(".part")), "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer = gguf_writer(config, out.with_suffix(".part"))
     writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
     writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
     writer.add_token_merges(["t 1"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_add_bos_token(False)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     with safe_open(source / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118  (it is no mapping)
@@ -84,10 +70,7 @@ def make_gguf(source: Path, out: Path, output_type: str) -> Path:
                 continue
             kind = gguf.GGMLQuantizationType[output_type if "embed" in name else "Q4_0"]
             writer.add_tensor(to, gguf.quants.quantize(weight, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return out.with_suffix(".part").rename(out)
 
 
@@ -178,12 +161,7 @@ def main() -> None:
         for kind, model in models.items():
             ask = open_ones.enter_context(llama_cpp(model, threads, prompt.tolist(), count, arguments.cpu_time))
             loops[f"llama.cpp Q4_0, output {kind.upper()}"] = ask
-        times: dict[str, list[float]] = {name: [] for name in loops}
-        for repetition in range(arguments.repetitions + 1):
-            for name, loop in loops.items():
-                seconds = loop()
-                if repetition:
-                    times[name].append(seconds)
+        times = in_turns(loops, arguments.repetitions)
     rates = {name: 1 / statistics.median(values) for name, values in times.items()}
     int4 = rates["wisparse int4 50%"]
     for name, rate in rates.items():

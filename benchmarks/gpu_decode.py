@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import triton
 from gpu_baseline import Baseline
-from gpu_models import SHAPES, calibrate, give_masks, launch_input, need_gpu, random_bundle, set_sparsity
+from gpu_models import SHAPES, calibrate, launch_input, need_gpu, random_bundle, set_sparsity
 from gpu_tiles import ceiling_gbps, time_graph
 
 from wisparse.kernels.gpu.plan import regime
@@ -29,7 +29,6 @@ from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.decoding.sampling import SamplingParams
-from wisparse.runtime.torch.decoder import TorchDecoder
 
 PROMPT, TOKENS = 5, 200
 BATCHES = (2, 4, 8)
@@ -71,48 +70,6 @@ def rates(
 ) -> list[float]:
     generate(decoder, batch, prompt, 8)
     return [batch * tokens / generate(decoder, batch, prompt, tokens)[0] for _ in range(runs)]
-
-
-def check(shape: str) -> dict:
-    """Two blocks of the shape: the CUDA decoder against the plain PyTorch one, and against itself."""
-    result = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        bundle = random_bundle(shape, num_blocks=2, dtype=dtype)
-        device = torch.device("cuda")
-        fast = CudaDecoder(bundle, device=device, dtype=dtype, max_seq_len=512, max_batch=4)
-        calibrated = calibrate(fast, [0.5])
-        set_sparsity(fast, calibrated, 0.5)
-        slow = TorchDecoder(bundle, device=device, dtype=dtype, max_seq_len=512)
-        give_masks(slow, fast)
-        ids = torch.randint(bundle.config.vocab_size, (40,), generator=torch.Generator().manual_seed(3))
-        first = fast.prefill(0, ids, 20).clone()
-        error = (first - slow.prefill(0, ids, 20)).norm() / first.norm()
-        result[f"{dtype} prefill error"] = float(error)
-        worst, differs = 0.0, None
-        token = torch.tensor([int(first.argmax())])
-        for position in range(64):
-            a, b = fast.decode(token).clone(), slow.decode(token)
-            worst = max(worst, float((a - b).norm() / b.norm()))
-            if differs is None and int(a.argmax()) != int(b.argmax()):
-                differs = position
-            token = torch.tensor([int(b.argmax())])
-        result[f"{dtype} decode error, first other token"] = (worst, differs)
-        runs = [generate(fast, 1, 5, 40)[1] for _ in range(2)]
-        result[f"{dtype} repeats"] = bool(torch.equal(*runs))
-        fast.prefill(0, ids, 40)
-        one = fast.decode(torch.tensor([5])).clone()
-        fast.prefill(0, ids, 40)
-        result[f"{dtype} repeats bit for bit"] = bool(torch.equal(one, fast.decode(torch.tensor([5]))))
-        for slot in range(4):
-            fast.prefill(slot, ids.roll(slot), 40)
-        four = fast.decode(torch.tensor([5, 6, 7, 8]))
-        result[f"{dtype} batch row 0 error"] = float((four[:1] - one).norm() / one.norm())
-        fast.close()
-        slow.close()
-        del fast, slow, calibrated
-        gc.collect()
-        torch.cuda.empty_cache()
-    return result
 
 
 def kept_share(step: DecodeStep, role: str) -> float:
@@ -168,7 +125,7 @@ def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--parts", nargs="+", default=["check", "baseline", "decode", "kernels", "context", "batch"])
+    parser.add_argument("--parts", nargs="+", default=["baseline", "decode", "kernels", "context", "batch"])
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.0, 0.3, 0.4, 0.5])
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
@@ -183,9 +140,6 @@ def main() -> None:
         "prompt": PROMPT, "tokens": TOKENS, "runs": arguments.runs,
     }  # fmt: skip
     print(json.dumps(result), flush=True)
-    if "check" in parts:
-        result["check"] = check(arguments.shape)
-        print(json.dumps(result["check"], indent=1), flush=True)
 
     bundle = random_bundle(arguments.shape)
     baseline = {}

@@ -13,28 +13,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from shapes import LLAMA_8B
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.kernels.reference import scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
-from wisparse.runtime.torch.decoder import TorchDecoder
 
-_LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-}
+_LLAMA3 = dict(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3",
+    rope_theta=500000.0,
+)  # fmt: skip
 _PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 SHAPES = {
-    "llama-3.1-8b": dict(
-        model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_parameters=_LLAMA3,
-        rms_norm_eps=1e-5, hidden_act="silu",
-    ),
+    "llama-3.1-8b": LLAMA_8B | dict(rope_parameters=_LLAMA3),
     "mistral-7b": dict(
         model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=32768, max_position_embeddings=32768, rope_parameters=_PLAIN,
@@ -153,16 +145,6 @@ def mask_bundle(bundle: SimpleNamespace, decoder: CudaDecoder, calibrated: dict,
                 bundle.masks[projection.name] = ProjectionMask(
                     group.scales[i * copies].clone(), float(thresholds[i * copies]), sparsity
                 )
-
-
-def give_masks(slow: TorchDecoder, fast: CudaDecoder) -> None:
-    """The calibrated masks of one decoder, to the other."""
-    for block, groups in zip(slow._blocks, fast.weights.blocks, strict=True):
-        own = iter(block.projections)
-        for group in groups.linears:
-            for i in range(len(group.widths)):
-                projection = next(own)
-                projection.channel_scale, projection.threshold = group.scales[i], group.thresholds[i]
 
 
 def _switch_dense(decoder: CudaDecoder, dense: bool) -> None:

@@ -26,18 +26,9 @@ from pathlib import Path
 from gpu_models import need_gpu
 
 KERNELS = (
-    "sparse_gemv",
-    "masked_gemm",
-    "packed_gemv",
-    "_attention",
-    "_delta_net",
-    "_embed",
-    "_logits",
-    "_argmax",
-    "_count",
-    "_threshold",
-    "_draw",
-)
+    "sparse_gemv", "masked_gemm", "packed_gemv", "_attention", "_delta_net", "_embed", "_logits", "_argmax", "_count",
+    "_threshold", "_draw",
+)  # fmt: skip
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 FILES = ("triton_cases.py", "triton_codes_cases.py", "triton_sample_cases.py", "triton_decoder_cases.py")
 # Reads far beyond the end of a tensor, through one of our kernels.
@@ -97,17 +88,7 @@ def check(tool: str, limit: int, processes: int) -> dict:
         for i in range(processes):
             names, log = Path(folder, f"{i}.txt"), Path(folder, f"{i}.log")
             names.write_text("\n".join(cases[i::processes]) + "\n")
-            command = [
-                *sanitizer(tool),
-                sys.executable,
-                "-m",
-                "pytest",
-                "-vv",
-                "-o",
-                "addopts=",
-                "-p",
-                "no:cacheprovider",
-            ]
+            command = [*sanitizer(tool), sys.executable, "-m", "pytest", "-vv", "-o", "addopts="]
             with log.open("w") as output:
                 process = subprocess.Popen(
                     [*command, "-p", "no:cacheprovider", f"@{names}"], stdout=output, stderr=subprocess.STDOUT,
@@ -137,9 +118,7 @@ def check(tool: str, limit: int, processes: int) -> dict:
         "finished": finished and passed + skipped == len(cases),
         "summaries": sorted(set(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", output))),
         "summed_up": len(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: ", output)),
-        "findings": output.count("========= Error:")
-        + output.count("========= Warning:")
-        + output.count("========= Invalid"),
+        "findings": len(re.findall("========= (?:Error:|Warning:|Invalid)", output)),
         "failed": [process.returncode for process, _ in running if process.returncode],
         "seconds": round(time.perf_counter() - began, 1),
     }

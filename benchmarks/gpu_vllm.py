@@ -32,28 +32,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shapes import LLAMA_8B
+
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path(os.environ.get("OUT") or "/tmp/gpu_vllm")
 WORK = Path("/tmp/gpu_vllm_work")
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
+LLAMA = LLAMA_8B | {"bos_token_id": 128000, "eos_token_id": 128001}
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}  # fmt: skip
 # Tiles of the product that masks in its own loop, to choose from: columns, channels, stages, warps.
@@ -104,25 +88,28 @@ def take_turn(beside: int, alone: bool) -> Any:
     return turn
 
 
-def time_us(count: int, run: Any) -> float:
-    """Microseconds of one of ``count`` launches, in a CUDA graph."""
+def half_masked(name: str, blocks: int) -> list[Any]:
+    """Layers of a shape, ready to be launched; thresholds drop half of a normal distribution."""
     import torch
 
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / count)
-    return round(statistics.median(times), 2)
+    from wisparse.runtime.vllm import product
+
+    k, widths = SHAPES[name]
+    scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.full((len(widths),), 0.6745, device="cuda")
+    layers = []
+    for _ in range(blocks):
+        weight = product.channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
+        layers.append(product.Layer(weight, None, scales, thresholds, widths))
+    product.reserve(layers[0])
+    product.finish_compiling()
+    return layers
+
+
+def time_us(way: Any, x: Any, layers: list[Any], *more: Any) -> float:
+    """Microseconds of one layer's ``way(x, layer, *more)``, all of them in a CUDA graph."""
+    from gpu_tiles import time_graph
+
+    return round(time_graph(lambda: [way(x, layer, *more) for layer in layers], len(layers), 12), 2)
 
 
 # --- parts
@@ -157,32 +144,20 @@ def part_tune(arguments: argparse.Namespace) -> None:
     from wisparse.kernels.gpu.masked_gemm import mask_gemm
     from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_key, remember_tiles
     from wisparse.runtime.vllm import product
-    from wisparse.runtime.vllm.product import Layer, channel_major, finish_compiling
 
     shares = [[sys.executable, __file__, "compile", "--share", str(share)] for share in range(8)]
     for process in [subprocess.Popen(share) for share in shares]:
         process.wait()
     torch.manual_seed(0)
-    blocks, chosen = 6, {}
+    chosen = {}
     for name, (k, widths) in SHAPES.items():
-        scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.full((len(widths),), 0.6745).cuda()
-        weights = [channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
-                   for _ in range(blocks)]  # fmt: skip
-        layers = [Layer(weight, None, scales, thresholds, widths) for weight in weights]
-        product.reserve(layers[0])
-        finish_compiling()
-        groups = [layer.linear() for layer in layers]
+        layers = half_masked(name, 6)
+        groups, weights = [layer.linear() for layer in layers], [layer.weight for layer in layers]
         for rows in (4, 8, 16, 32, 64, 128):
             x, masked = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), torch.ones(rows, device="cuda")
             old = product.sparse if rows <= product.SPARSE_ROWS else product.masked_inputs
-            times = {
-                "as it was": time_us(
-                    blocks, lambda x=x, m=masked, old=old, layers=layers: [old(x, layer, m) for layer in layers]
-                )
-            }
-            times["dense"] = time_us(
-                blocks, lambda x=x, weights=weights: [torch.nn.functional.linear(x, weight) for weight in weights]
-            )
+            times = {"as it was": time_us(old, x, layers, masked)}
+            times["dense"] = time_us(torch.nn.functional.linear, x, weights)
             expected = product.in_torch(x.float(), replace(layers[0], weight=weights[0].float()), masked)
             best = times["as it was"]
             for block_n, block_k, stages, warps in TILES:
@@ -190,9 +165,7 @@ def part_tune(arguments: argparse.Namespace) -> None:
                 label = f"{block_n} {block_k} {stages} {warps}"
                 try:
                     y = mask_gemm(x, groups[0], masked, tile).float()
-                    times[label] = time_us(
-                        blocks, lambda x=x, m=masked, tile=tile, groups=groups: [
-                            mask_gemm(x, group, m, tile) for group in groups])  # fmt: skip
+                    times[label] = time_us(mask_gemm, x, groups, masked, tile)
                 except Exception as error:
                     times[label] = -1.0
                     print(f"{name} {rows} {tile}: {error!r:.200}")
@@ -213,42 +186,25 @@ def part_kernels(arguments: argparse.Namespace) -> None:
     from torch.nn.functional import linear
 
     from wisparse.runtime.vllm import product
-    from wisparse.runtime.vllm.product import Layer, channel_major, finish_compiling
 
     torch.manual_seed(0)
-    shapes = SHAPES
-    blocks = 8
-    layers: dict[str, list[Layer]] = {}
-    for name, (k, widths) in shapes.items():
-        layers[name] = []
-        for _ in range(blocks):
-            weight = channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
-            scales = torch.ones(len(widths), k, device="cuda")
-            thresholds = torch.full((len(widths),), 0.6745, device="cuda")  # half of a normal distribution
-            layers[name].append(Layer(weight, None, scales, thresholds, widths))
-            product.reserve(layers[name][-1])
-    finish_compiling()
-    nk = {name: [torch.randn(sum(w), k, device="cuda", dtype=torch.bfloat16) for _ in range(blocks)]
-          for name, (k, w) in shapes.items()}  # fmt: skip
+    layers = {name: half_masked(name, 8) for name in SHAPES}
+    nk = {name: [torch.randn(sum(w), k, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+          for name, (k, w) in SHAPES.items()}  # fmt: skip
 
     for rows in (1, 8, 16, 32, 64, 128):
         found: dict[str, Any] = {}
-        for name, (k, _) in shapes.items():
+        for name, (k, widths) in SHAPES.items():
             x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
             masked, these = torch.ones(rows, device="cuda"), layers[name]
-            times = {"dense": time_us(blocks, lambda x=x, name=name: [linear(x, w) for w in nk[name]])}
-            times["dense_t"] = time_us(blocks, lambda x=x, these=these: [linear(x, layer.weight) for layer in these])
+            times = {"dense": time_us(linear, x, nk[name])}
+            times["dense_t"] = time_us(linear, x, [layer.weight for layer in these])
             if rows <= product.SPARSE_ROWS:
-                times["sparse"] = time_us(
-                    blocks, lambda x=x, m=masked, these=these: [product.sparse(x, layer, m) for layer in these]
-                )
-            times["masked"] = time_us(
-                blocks, lambda x=x, m=masked, these=these: [product.masked_inputs(x, layer, m) for layer in these]
-            )
-            tile = product.mask_tile(x.device, k, sum(SHAPES[name][1]), min(rows, 16))
+                times["sparse"] = time_us(product.sparse, x, these, masked)
+            times["masked"] = time_us(product.masked_inputs, x, these, masked)
+            tile = product.mask_tile(x.device, k, sum(widths), min(rows, 16))
             if tile is not None and 2 < rows <= product.MASKED_ROWS:
-                times["in its loop"] = time_us(blocks, lambda x=x, m=masked, these=these, tile=tile: [
-                    product.fused_mask(x, layer, m, tile) for layer in these])  # fmt: skip
+                times["in its loop"] = time_us(product.fused_mask, x, these, masked, tile)
             found[name] = times
             expected = product.in_torch(x.float(), replace(these[0], weight=these[0].weight.float()), masked)
             way = product.sparse if rows <= product.SPARSE_ROWS else product.masked_inputs

@@ -17,10 +17,7 @@ stdout, and to --output if given.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -29,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quality import describe_machine, print_document
 
-import wisparse
 from wisparse.converter.pipeline import convert
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.backends import load
@@ -87,24 +84,10 @@ class Answers:
         return {"num_problems": len(self.dense), **found}
 
 
-def exact_answers(
-    complete: Callable[[str], str],
-    problems: Iterable[tuple[str, str]],
-    *,
-    advance: Callable[[], None] = lambda: None,
-) -> tuple[bool, ...]:
-    """Whether a model gives exactly the right answers.
-
-    Args:
-        complete: a prompt to the text that greedy decoding gives up to the end of the answer.
-        problems: (prompt, answer) pairs.
-        advance: called after every problem.
-    """
-    result = []
-    for prompt, answer in problems:
-        result.append(complete(prompt) == answer)
-        advance()
-    return tuple(result)
+def exact_answers(complete: Callable[[str], str], problems: Iterable[tuple[str, str]]) -> tuple[bool, ...]:
+    """Whether a model gives exactly the right answer to each (prompt, answer); ``complete``: a prompt to the text that
+    greedy decoding gives up to the end of the answer."""
+    return tuple(complete(prompt) == answer for prompt, answer in problems)
 
 
 def say(text: str) -> None:
@@ -179,15 +162,10 @@ def main() -> None:
         "num_problems": args.problems,
         "seed": args.seed,
         "goal": {"relative": 0.97, "aim": 0.99},
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"wisparse": wisparse.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        **describe_machine(torch.device("cpu")),
         "results": rows,
     }
-    text = json.dumps(document, indent=2)
-    print(text)
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n", encoding="utf-8")
+    print_document(document, args.output)
 
 
 if __name__ == "__main__":

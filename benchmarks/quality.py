@@ -9,7 +9,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import sysconfig
 import time
@@ -30,6 +29,7 @@ from wisparse.converter.rotation import rotate
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.source import SourceModel, full_config, load_source
 from wisparse.formats.checkpoint import Checkpoint
+from wisparse.runtime.benchmark import machine
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
 # A file shorter than this gives no full sequence.
@@ -208,20 +208,12 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Machine and versions, for the head of an output."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        **machine(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
         "wisparse": wisparse.__version__,
-        **{name: metadata.version(name) for name in ("torch", "transformers")},
+        "transformers": metadata.version("transformers"),
     }
 
 

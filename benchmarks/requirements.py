@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from shapes import LLAMA_1B, LLAMA_3B, LLAMA_8B
 
 from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
@@ -19,22 +20,10 @@ from wisparse.converter.source import full_config
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime.decoding.cache import bytes_per_position
 
-_LLAMA = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072)
 _QWEN3 = dict(model_type="qwen3", vocab_size=151936, max_position_embeddings=40960, head_dim=128, num_key_value_heads=8)
 # Published shapes: what stands in the config.json of these models.
 SHAPES = {
-    "Llama-3.2-1B": dict(
-        _LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, tie_word_embeddings=True,
-    ),
-    "Llama-3.2-3B": dict(
-        _LLAMA, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
-        num_key_value_heads=8, tie_word_embeddings=True,
-    ),
-    "Llama-3.1-8B": dict(
-        _LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
+    "Llama-3.2-1B": LLAMA_1B, "Llama-3.2-3B": LLAMA_3B, "Llama-3.1-8B": LLAMA_8B,
     "Qwen3-14B": dict(
         _QWEN3, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
     ),
@@ -46,7 +35,7 @@ SHAPES = {
 
 def row(name: str, shape: dict[str, object]) -> list[str]:
     """One line of the table; sizes in GB (1e9 bytes), bf16, default settings."""
-    config = ModelConfig.from_dict(full_config({"architectures": ["x"], "torch_dtype": "bfloat16", **shape}))
+    config = ModelConfig.from_dict(full_config({"architectures": ["x"], "dtype": "bfloat16", **shape}))
     parameters = sum(torch.Size(size).numel() for size in expected_tensors(config).values())
     needs = {}
     for device in ("cuda", "cpu"):

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from shapes import LLAMA, LLAMA_1B, LLAMA_8B
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from wisparse.converter.pipeline import run
@@ -32,21 +33,11 @@ from wisparse.converter.processes import Progress, Stage
 from wisparse.converter.settings import ConvertSettings
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 
-_LLAMA = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", max_position_embeddings=131072, rms_norm_eps=1e-5,
-    rope_parameters=dict(rope_type="default", rope_theta=500000.0), hidden_act="silu", dtype="bfloat16",
-    tie_word_embeddings=False, bos_token_id=256, eos_token_id=257,
-)  # fmt: skip
+_ENDS = dict(bos_token_id=256, eos_token_id=257)
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": _LLAMA | dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, vocab_size=128256,
-    ),
-    "llama-3.2-1b": _LLAMA | dict(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, vocab_size=128256, tie_word_embeddings=True,
-    ),
-    "tiny": _LLAMA | dict(
+    "llama-3.1-8b": LLAMA_8B | _ENDS,
+    "llama-3.2-1b": LLAMA_1B | _ENDS,
+    "tiny": LLAMA | _ENDS | dict(
         hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=512, max_position_embeddings=512,
     ),

@@ -24,11 +24,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import click
 import openai
+from cpu_models import finish_gguf, gguf_writer
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "pycode-llama-6m"
@@ -204,30 +206,16 @@ def make_gguf(source: Path, out: Path) -> Path:
     tokenizer = json.loads((source / "tokenizer.json").read_text("utf-8"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
-    writer = gguf.GGUFWriter(str(out), "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
-    writer.add_rope_dimension_count(size)
-    writer.add_vocab_size(config["vocab_size"])
+    writer = gguf_writer(config, out)
     words = {index: word for word, index in tokenizer["model"]["vocab"].items()}
     added = {one["id"]: one for one in tokenizer["added_tokens"]}
     words |= {index: one["content"] for index, one in added.items()}
     tokens = [words.get(index, f"[unused{index}]") for index in range(config["vocab_size"])]
     kinds = [gguf.TokenType.CONTROL if index in added else gguf.TokenType.NORMAL for index in range(len(tokens))]
     merges = tokenizer["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
 
@@ -240,10 +228,7 @@ def make_gguf(source: Path, out: Path) -> Path:
         if "q_proj" in name or "k_proj" in name:
             weight = halves(weight, heads if "q_proj" in name else kv_heads)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return out
 
 
@@ -282,20 +267,9 @@ def main() -> None:
         source, bundle = folder / "source", folder / "bundle"
         shutil.copytree(EXAMPLE, source)
         (source / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
-        convert = [
-            sys.executable,
-            "-m",
-            "wisparse",
-            "convert",
-            str(source),
-            "-o",
-            str(bundle),
-            "--sparsity",
-            "0.5",
-            "-q",
-        ]
+        convert = [sys.executable, "-m", "wisparse", "convert", str(source), "-o", str(bundle), "--sparsity", "0.5"]
         convert += ["--calibration", str(ROOT / "converter"), "--num-samples", "1", "--seq-len", "128"]
-        subprocess.run([*convert, "--search", "uniform"], check=True)
+        subprocess.run([*convert, "--search", "uniform", "-q"], check=True)
         commands["wisparse"] = lambda port: [
             sys.executable, "-m", "wisparse", "serve", str(bundle), "--port", str(port)
         ]  # fmt: skip
@@ -345,8 +319,6 @@ def _outcome(ask: Callable[[Peer], bool], peer: Peer) -> str:
 
 
 def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version(package)
     except PackageNotFoundError:

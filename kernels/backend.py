@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKENDS = ("torch", "numba", "triton")
-_LEAST_CAPABILITY = (8, 0)  # Triton's tensor-core code and bf16 need Ampere
 _said: set[str] = set()
 
 
@@ -28,13 +27,8 @@ def say_compiling(device: str, count: int) -> None:
     if device in _said:
         return
     _said.add(device)
-    log.warning(
-        "compiling %d kernel%s for the %s, which takes some seconds; it happens once, later runs find %s on disk",
-        count,
-        "s"[: count != 1],
-        device,
-        "them" if count != 1 else "it",
-    )
+    text = "compiling %d kernel%s for the %s, which takes some seconds; it happens once, later runs find %s on disk"
+    log.warning(text, count, "s"[: count != 1], device, "them" if count != 1 else "it")
 
 
 @contextmanager
@@ -59,14 +53,11 @@ def triton_compiling(count: int) -> Iterator[None]:
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> tuple[str, str]:
-    """The back end for weights of ``dtype`` on ``device``, and as a clause for the log why it was taken; a named one is
-    taken as it is or refused by ValueError."""
+    """The back end, and as a clause for the log why it was taken; a named one is taken or refused by ValueError."""
     if requested == "auto":
         fast = "triton" if device.type == "cuda" else "numba"
         refused = _refusal(fast, device, dtype)
-        if refused is None:
-            return fast, f"the fastest for {device.type}"
-        return "torch", f"{fast} cannot: {refused}"
+        return ("torch", f"{fast} cannot: {refused}") if refused else (fast, f"the fastest for {device.type}")
     if requested not in BACKENDS:
         raise ValueError(f"unknown back end {requested!r}; known ones: auto, {', '.join(BACKENDS)}")
     refused = _refusal(requested, device, dtype)
@@ -92,6 +83,6 @@ def _refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         if torch.version.hip is not None:
             return "its kernels are for NVIDIA's GPUs, this PyTorch is for AMD's"
         capability = torch.cuda.get_device_capability(device)
-        if capability < _LEAST_CAPABILITY:
+        if capability < (8, 0):  # Triton's tensor-core code and bf16 need Ampere
             return f"it needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"
     return None

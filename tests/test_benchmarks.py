@@ -117,10 +117,10 @@ def test_a_rank_is_chosen_where_it_pays() -> None:
 # By script; where one has several ways in, which stands behind a dot.
 COMMANDS = {
     "gpu_decode": ["--shape", "llama-3.1-8b", "--parts", "baseline", "decode"],
-    "gpu_packed": ["sweep"],
-    "gpu_packed.check": ["check"],
+    "gpu_tiles": ["sweep"],
+    "gpu_tiles.check": ["check"],
     "gpu_sanitize": ["memcheck"],
-    **{f"gpu_{script}": [] for script in ("serve", "tiles", "tokens", "verbs", "vllm", "weights")},
+    **{f"gpu_{script}": [] for script in ("serve", "tokens", "verbs", "vllm", "weights")},
 }
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from wisparse.kernels.gpu.packed_gemv import INT8_OFFSET, code_unit, product_source, sum_source, value_scale
+from wisparse.kernels.gpu.packed_gemv import INT8_OFFSET, VALUE_SCALE, code_unit, product_source, sum_source
 from wisparse.kernels.gpu.weights import BITS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,7 +56,7 @@ def test_every_code_is_its_number_in_every_place(kind: str, dtype: str, parts: i
     source, constraints = product_source(kind, dtype, parts)
     sums = 2 * columns * parts
     assert constraints.count("=f") == sums
-    unit = code_unit(kind, dtype) / value_scale(dtype)
+    unit = code_unit(kind, dtype) / VALUE_SCALE[dtype]
     generator = torch.Generator().manual_seed(0)
     for code in range(2**bits):
         if kind == "fp8" and code & 127 == 127:
@@ -83,12 +83,12 @@ def test_x_is_scaled_exactly_and_added_up_in_the_unit_of_integers(dtype: str) ->
     (registers,) = left_operands(sum_source(dtype)[0], [], 4)
     assert code_unit("int8", dtype) == code_unit("int4", dtype)
     ones = {number for register in registers for number in halves(register, DTYPES[dtype])}
-    assert ones == {code_unit("int4", dtype) / value_scale(dtype)}
+    assert ones == {code_unit("int4", dtype) / VALUE_SCALE[dtype]}
     # The powers of two leave every x of real models as it is, and the smallest products of such normal numbers.
     large = 2.0**31 if dtype == "bfloat16" else torch.finfo(torch.float16).max
     x = torch.tensor([1e-6, 0.1, 3.0, 6e4, large], dtype=DTYPES[dtype])
-    scaled = (x.float() * value_scale(dtype)).to(x.dtype)
-    assert torch.equal(scaled.double(), x.double() * value_scale(dtype))
+    scaled = (x.float() * VALUE_SCALE[dtype]).to(x.dtype)
+    assert torch.equal(scaled.double(), x.double() * VALUE_SCALE[dtype])
     for codes in BITS:
         smallest = code_unit(codes, dtype) * (2.0**-9 if codes == "fp8" else 1.0)
         assert smallest * 1e-6 > torch.finfo(torch.float32).tiny

@@ -48,8 +48,9 @@ def quantized_linear(
 
 def exact_twin(x: torch.Tensor, linear: FusedLinear) -> torch.Tensor:
     """``twin``, with the numbers that the codes stand for, to float32."""
-    numbers = torch.empty(linear.in_features, linear.out_features, device=DEVICE)
-    return twin(x, replace(linear, weight=unquantized(dequantize(linear.weight, None, numbers), linear.widths)))
+    room = [torch.empty(linear.in_features, width, device=DEVICE) for width in linear.widths]
+    numbers = torch.cat([dequantize(linear.weight, i, out) for i, out in enumerate(room)], 1)
+    return twin(x, replace(linear, weight=unquantized(numbers, linear.widths)))
 
 
 ODD = [("int4", 7, True), ("int8", None, False), ("fp8", None, False)]

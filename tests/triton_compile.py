@@ -322,7 +322,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "add norm": partial(add, norm=hidden[0]),
         "add multiplied": partial(add, multiplier=0.22),
         "add scaled": partial(add, norm=hidden[0], scalar=empty(1)),
-        "embed": partial(launch_embed, ids, empty(VOCABULARY, 4096), hidden, empty(1, 16, dtype=FP32), pdl=pdl),
+        "embed": partial(launch_embed, ids, empty(VOCABULARY, 4096), hidden, empty(1, 16, dtype=FP32)),
         "argmax": partial(launch_argmax, found, ids, ids, place, pdl=pdl),
         "sample": partial(draw, dtype=BF16),
         "sample fp16": partial(draw, dtype=FP16),

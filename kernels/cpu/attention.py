@@ -15,20 +15,7 @@ import math
 
 import numpy as np
 
-from .intrinsics import (
-    ONE,
-    ZERO,
-    dot,
-    exact,
-    exp32,
-    floats,
-    narrow,
-    pointer,
-    size_of,
-    soft_cap,
-    widen,
-    words,
-)
+from .intrinsics import ONE, ZERO, dot, exact, exp32, floats, narrow, pointer, size_of, soft_cap, widen, words
 from .layout import BlockField, DeltaField, FloatField, StepField
 
 BLOCK_BYTES = 8 * len(BlockField)
@@ -87,8 +74,8 @@ def _place(x, dim, block, position, norm, factor, after, eps, out):
 
 @dot
 def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len, out, tag):
-    """out = softmax(cap(scale * q k^T)) v for the heads that share one key-value head. q, out: (heads, dim); keys,
-    values: (max_len, dim), positions start..end; scores: (heads, max_len), scratch."""
+    """out = softmax(cap(scale * q k^T)) v for the heads that share one key-value head, at positions start..end. q, out:
+    (heads, dim); keys, values: (max_len, dim); scores: (heads, max_len), scratch."""
     size = size_of(tag)
     for h in range(heads):
         q_, s_ = floats(q + 4 * h * dim), floats(scores + 4 * h * max_len)
@@ -201,9 +188,8 @@ def attention(p, block, part, parts, out, scratch, tag):
 
 @exact
 def _convolve(new, inputs, kernel, taps, width, lo, count, out, tag):
-    """out = silu(convolution) of ``count`` channels from ``lo`` on; ``inputs`` shift by one position. new: (width,)
-    float32, this position's input; inputs: (taps - 1, width) of the base type, oldest first; kernel: (taps, width)
-    float32."""
+    """out = silu(convolution) of ``count`` channels from ``lo`` on; ``inputs``, (taps - 1, width) of the base type,
+    oldest first, shift by one position. new: (width,) float32, this position's; kernel: (taps, width) float32."""
     size = size_of(tag)
     out_, new_, newest_tap = floats(out), floats(new), floats(kernel + 4 * (taps - 1) * width)
     for j in range(count):

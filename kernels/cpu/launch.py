@@ -85,8 +85,7 @@ REGIONS = {
 
 
 def prepare(*names: str) -> None:
-    """Compile the regions that are not on disk, side by side, and load all of them. RuntimeError if one cannot be
-    compiled."""
+    """Compile the regions that are not on disk, side by side, and load all; RuntimeError if one cannot be compiled."""
     with _lock:
         missing = [name for name in dict.fromkeys(names) if name not in _regions]
         if missing:
@@ -165,8 +164,7 @@ def _load(region: Any, folder: Path) -> Any:
 @functools.cache
 def _cache_folder() -> Path | None:
     """Where compiled code is kept: under NUMBA_CACHE_DIR or the user's cache; None, with a warning, if not writable.
-    Never beside the source, where uninstalling would leave it. The name changes with the CPU back end's source, the
-    compiler and the processor."""
+    The name changes with the CPU back end's source, the compiler and the processor."""
     features = llvmlite.binding.get_host_cpu_features().flatten()
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {features}".encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
@@ -196,8 +194,7 @@ def team_size() -> int:
 
 
 def launch(name: str, parameters: np.ndarray, threads: int) -> None:
-    """Run a region on at most ``threads`` threads and wait for it. parameters: int64, by the region's fields; what they
-    point to must stay alive."""
+    """Run a region on at most ``threads`` threads. parameters: int64, by its fields; what they point to stays alive."""
     if name not in _regions:
         prepare(name)
     address, runtime = _regions[name].address, _openmp()
@@ -260,11 +257,10 @@ _CROWDED = 0.05  # share of a smaller team's time in which the calling thread ha
 
 
 class Team:
-    """Launches one region after the other, each on as many threads as found a core lately. All threads of a team wait
-    for the last one. Where another program takes a core, the thread without one holds up the others for as long as the
-    scheduler lets that program run, which is longer than ten decode steps of a small model. So a team that lost too
-    much time shrinks by a thread, and tries the larger size again later, less often with every try that failed. Only
-    the waits are measured: other programs cannot be counted in a container."""
+    """Launches regions, each on as many threads as found a core lately. All threads of a team wait for the last one,
+    and where another program takes a core, for as long as the scheduler lets that run: ten decode steps of a small
+    model. So a team that lost too much time shrinks by a thread, and tries the larger size again later, less often with
+    every try that failed. Only the waits are measured: other programs cannot be counted in a container."""
 
     def __init__(self) -> None:
         self.size = 0  # threads of the last launch
@@ -299,9 +295,8 @@ class Team:
             self._lost += end - start - (time.thread_time_ns() - worked)
         if self.size == 1:
             return
-        self._debt = max(
-            0.0, self._debt + int(self.words[TeamField.WAITED_NS]) - (end - start) * _TOLERATED / self.size
-        )
+        waited = int(self.words[TeamField.WAITED_NS])
+        self._debt = max(0.0, self._debt + waited - (end - start) * _TOLERATED / self.size)
         if self._debt > _DEBT_NS:
             # A failed try doubles the pause, a size that had been good for long does not.
             failed = start - self._since < self._pause

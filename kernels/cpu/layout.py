@@ -177,8 +177,7 @@ class StepField(IntEnum):
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:
-    """Where a thread's buffers lie in its scratch, in bytes: the one place that says so. The residual (rows, hidden)
-    float32 comes first."""
+    """Where a thread's buffers lie in its scratch, in bytes; the residual (rows, hidden) float32 comes first."""
     sizes = {
         StepField.NORMED_AT: rows * hidden,  # float32
         StepField.ACC_AT: rows * acc_length,  # float32, as the other accumulator
@@ -187,14 +186,9 @@ def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) ->
         StepField.VALUE_AT: rows * list_length,  # float32
         StepField.PARTIAL_AT: rows * (acc_length + 2),  # float32: the sums of a group of int4 weights
     }
-    layout, offset = {}, 4 * rows * hidden
+    layout, offset = {StepField.LIST_LENGTH: list_length, StepField.ACC_LENGTH: acc_length}, 4 * rows * hidden
     for field, size in sizes.items():
         layout[field] = offset
         offset += 4 * size
-    # Whole pages, so that threads share no cache line.
-    return {
-        **layout,
-        StepField.SCRATCH_BYTES: -(-offset // 4096) * 4096,
-        StepField.LIST_LENGTH: list_length,
-        StepField.ACC_LENGTH: acc_length,
-    }
+    layout[StepField.SCRATCH_BYTES] = -(-offset // 4096) * 4096  # whole pages: threads share no cache line
+    return layout

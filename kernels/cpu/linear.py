@@ -40,8 +40,7 @@ _TILE = 256  # bytes of a row
 
 @exact
 def select(x, x_stride, rows, lo, hi, scale, threshold, index, value, value_stride, counts):
-    """List the channels lo..hi that at least one row keeps, in order; returns their number. ``counts`` (one int64)
-    grows by the channels kept, summed over rows."""
+    """List the channels lo..hi that a row keeps; returns their number. ``counts``, int64, grows by each row's."""
     x_, scale_, value_ = floats(x), floats(scale), floats(value)
     index_ = pointer(index, np.int32(0))
     n = 0

@@ -9,9 +9,9 @@ Decode (``launch_attention``): programs (kv_splits, kv_heads, B), each with one 
     context   |-- split 0 --|-- split 1 --|-- split 2 --|-- split 3 --| p  K, V: (block_t, d) tiles, stages in flight
                                                                            q: (heads / kv_heads padded to 16, d)
 
-It leaves its running maximum, denominator and weighted sum; the linear that reads the attention's output combines the
-splits as it selects its channels. Split 0 takes the new token's key and value from registers, so no program waits for
-the cache's store. Bytes: 2 * kv_heads * d * context * sizeof(dtype) a row, at 4.59 TB/s on an H200.
+The linear that reads the attention's output combines the splits as it selects its channels. Split 0 takes the new
+token's key and value from registers, so no program waits for the cache's store. Bytes: 2 * kv_heads * d * context *
+sizeof(dtype) a row.
 
 A prompt's chunk (``launch_chunk_attention``): two launches, as every row reads what the rows before it have stored.
 Slot, start and number of rows are in a tensor, so that a captured graph serves every prompt.
@@ -21,7 +21,6 @@ Rotary products are rounded to the model's dtype one by one, as transformers doe
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -130,11 +129,10 @@ def _head_vectors(
     straight = (x * cos[None, :]).to(dtype).to(tl.float32)
     crossed = (sign[None, :] * y * sin[None, :]).to(dtype).to(tl.float32)
     rotated = tl.where((d < shape.rotary)[None, :], (straight + crossed).to(dtype).to(tl.float32), x)
-    if norm_ptr is not None:  # noqa: SIM102 (resolved at compile time)
-        if shape.norm_of == "rotated head":
-            rstd = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / D + eps)[:, None]
-            norm = tl.load(norm_ptr + d, mask=d < D, other=0.0)
-            rotated = rms_normalize(rotated, norm[None, :], rstd, dtype)
+    if norm_ptr is not None and shape.norm_of == "rotated head":
+        rstd = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / D + eps)[:, None]
+        norm = tl.load(norm_ptr + d, mask=d < D, other=0.0)
+        rotated = rms_normalize(rotated, norm[None, :], rstd, dtype)
     return rotated.to(dtype)
 
 
@@ -171,8 +169,7 @@ def _store_new_kv(
     query_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """The new key and value (d_pad,) of a KV head, which are stored at position p if ``live``. Heads of keys and values
-    are counted on from those of queries."""
+    """The new key and value (d_pad,) of a KV head, which are stored at position p if ``live``."""
     D: tl.constexpr = shape.d
     VALUES: tl.constexpr = shape.heads if shape.shared else shape.heads + shape.kv_heads  # the first head of values
     base_ptr = query_ptr + (shape.heads * D if shape.gated else 0)
@@ -213,8 +210,7 @@ def _scores(products, scale_log2, shape: tl.constexpr):
 
 @triton.jit
 def _attend(q, k, v, seen, m, total, acc, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
-    """One tile more of the online softmax: new maximum (log2 domain), denominator and weighted sum. ``seen``: which
-    positions each query sees."""
+    """One tile more of the online softmax, over the positions ``seen``: maximum (log2 domain), denominator, sum."""
     s = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale_log2, shape)
     s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=1))
@@ -240,9 +236,8 @@ def _attention_kernel(
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
 
-    # The position and the cache are older than this step: what they hold is read while the linear before this launch
-    # still runs.
-    # An idle row may be full: it reads and writes no cache.
+    # Positions and cache are older than this step: they are read while the linear before it still runs. An idle row may
+    # be full.
     place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
     p = tl.maximum(place, 0)
     cos, sin = _cos_sin(rotary, p, shape, config)
@@ -293,35 +288,25 @@ def launch_attention(
     qkv: Tensor, cache: KVSlots, rows: Rows, rotary: RotaryTables, out: KVSplits, shape: AttentionShape, *,
     scale: float, norms: QKNorms, stages: int = 3, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Launch one block's attention for B rows on the current stream. Nothing is checked or allocated here.
-
-    qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding; gated:
-    twice the heads; shared: kv_heads once. The new keys and values are stored at the rows' positions. scale: of the
-    scores. ``stages`` tiles of keys and values are in flight in shared memory, 32 KiB each with heads of 128.
-    """
+    """Launch one block's attention for B rows. Nothing is checked or allocated here. qkv: (B, (heads + 2 * kv_heads) *
+    D), queries, keys and values side by side, before the rotary embedding; gated: twice the heads; shared: kv_heads
+    once. scale: of the scores. ``stages`` tiles of keys and values are in flight in shared memory, 32 KiB each with
+    heads of 128."""
     batch, _, splits, _ = out.x.shape
-    config, warps = decode_config(shape, splits, batch, qkv.dtype, stages)
-    _attention_kernel[(splits, shape.kv_heads, batch)](
-        qkv, norms, rotary, cache, rows, out, scale * _LOG2_E.value, shape, config, pdl, num_warps=warps, launch_pdl=pdl
-    )
-
-
-@functools.cache
-def decode_config(
-    shape: AttentionShape, splits: int, batch: int, dtype: torch.dtype, stages: int
-) -> tuple[_Config, int]:
-    """What ``launch_attention`` compiles for, and warps: worked out once, not for every launch."""
     # Wide heads take as much shared memory with fewer positions: some chips have little.
     d_pad = max(16, triton.next_power_of_2(shape.d))
     block_t = max(16, min(64, 8192 // d_pad))
-    if dtype == torch.float32:
+    if qkv.dtype == torch.float32:
         # Twice the bytes; and without tensor cores a thread holds whole rows of q and of keys, the fewer the better.
         stages, block_t = 1, max(16, block_t // 2)
     # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them, and the
     # widest do not fit into the registers of fewer.
     warps = 8 if shape.d > 256 or (splits * batch <= 8 and shape.d >= 128) else 4
     group_pad = max(16, triton.next_power_of_2(shape.heads // shape.kv_heads))  # 16: tl.dot's smallest side
-    return _Config(splits, 0, block_t, stages, d_pad, group_pad), warps
+    config = _Config(splits, 0, block_t, stages, d_pad, group_pad)
+    _attention_kernel[(splits, shape.kv_heads, batch)](
+        qkv, norms, rotary, cache, rows, out, scale * _LOG2_E.value, shape, config, pdl, num_warps=warps, launch_pdl=pdl
+    )
 
 
 @triton.jit
@@ -396,24 +381,14 @@ def launch_chunk_attention(
     qkv: Tensor, chunk: Tensor, cache: KVSlots, rotary: RotaryTables, queries: Tensor, out: Tensor,
     shape: AttentionShape, *, scale: float, norms: QKNorms,
 ) -> None:  # fmt: skip
-    """Launch one block's attention for a chunk of up to T rows on the current stream; half precision only.
-
-    qkv: (T, (heads + 2 * kv_heads) * D). chunk: (3,) int64: the slot, the first row's position, and how many rows there
-    are, 0 to T; rows beyond write nothing. queries: (T, heads, D), scratch. out: (T, heads, D).
-    """
-    rows = len(out)
-    config = chunk_config(shape, rows)
-    _store_kv_kernel[(rows, shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, shape, config)
-    tiles = triton.cdiv(rows * (shape.heads // shape.kv_heads), config.block_m)
-    _chunk_attention_kernel[(tiles, shape.kv_heads)](
-        queries, qkv, chunk, cache, out, rows, scale * _LOG2_E.value, shape, config
-    )
-
-
-@functools.cache
-def chunk_config(shape: AttentionShape, rows: int) -> _Config:
-    """What ``launch_chunk_attention`` compiles for."""
-    group = shape.heads // shape.kv_heads
+    """Launch one block's attention for a chunk of up to T rows; half precision only. qkv: (T, (heads + 2 * kv_heads) *
+    D). chunk: (3,) int64: the slot, the first row's position, and how many rows there are, 0 to T; rows beyond write
+    nothing. queries: (T, heads, D), scratch. out: (T, heads, D)."""
+    rows, group = len(out), shape.heads // shape.kv_heads
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows * group, _CHUNK_TILES)), 16), 64)
     d_pad, group_pad = max(16, triton.next_power_of_2(shape.d)), triton.next_power_of_2(group)
-    return _Config(0, block_m, 64 if shape.d <= 128 else 32, 2, d_pad, group_pad)
+    config = _Config(0, block_m, 64 if shape.d <= 128 else 32, 2, d_pad, group_pad)
+    _store_kv_kernel[(rows, shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, shape, config)
+    _chunk_attention_kernel[(triton.cdiv(rows * group, block_m), shape.kv_heads)](
+        queries, qkv, chunk, cache, out, rows, scale * _LOG2_E.value, shape, config
+    )

@@ -1,8 +1,7 @@
 """How the kernels of a linear begin: which columns and channels a program has, its input, which channels it keeps.
 
-Sums are float32. Channels are dealt to the S programs of a split in chunks of ``CHUNK``: chunk c goes to program
-c mod S. Heads or other runs of channels that are kept more often than others are spread evenly, so the splits finish
-together.
+Channels are dealt to the S programs of a split in chunks of ``CHUNK``: chunk c goes to program c mod S. Heads or other
+runs of channels that are kept more often than others are spread evenly, so the splits finish together.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.const
 
 @triton.jit
 def clear_lists(index, values, K: tl.constexpr, VALUES: tl.constexpr, launch: tl.constexpr, LISTED: tl.constexpr):
-    """Fill a program's lists with "no channel" (LISTED) and with VALUES float32 zeros: what they will not reach then
-    needs no comparison with their length."""
+    """Fill a program's lists with "no channel" (LISTED) and VALUES float32 zeros, so that no one asks their length."""
     SEGMENT: tl.constexpr = launch.segment
     LENGTH: tl.constexpr = launch.length
     SHARED: tl.constexpr = launch.smem != ""
@@ -119,10 +117,8 @@ def drops(given, x, channels, row):
 
 @triton.jit
 def load_input(given, row, channels, problem: tl.constexpr, dtype: tl.constexpr):
-    """A row's values of the program's channels before any norm: x, or in ``dtype`` attention's splits combined.
-
-    One tensor for each split: a second dimension would cost exchanges between threads.
-    """
+    """A row's values of the program's channels before any norm: x, or in ``dtype`` attention's splits combined. One
+    tensor for each split: a second dimension would cost exchanges between threads."""
     k = channels.k
     live = channels.live
     if given.attention is None:
@@ -187,34 +183,25 @@ def choose_channels(
 
 
 @triton.jit
-def wait_in_loop(scalar, PDL: tl.constexpr):
-    """``gdc_wait`` inside a loop whose first loads have to come before it: the compiler moves no load
-    across that one. Returns 0, to be added to the address of what is read afterwards, or that may come too early.
-    ``scalar``: any int32."""
-    zero = scalar * 0
-    if PDL:
-        zero = tl.inline_asm_elementwise(
-            "{ griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0; }",
-            "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    return tl.multiple_of(zero, 16)
-
-
-@triton.jit
 def store_inputs(
     values, given, channels, counting, eps, ssq_parts,
     problem: tl.constexpr, LENGTH: tl.constexpr, SHARED: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """Store each row's values of the program's channels, times SCALE, 0 where it drops one, LENGTH apart; returns
-    where, for ``smem_load``.
-
-    Waits for the previous kernel, and lets the next one start. Adds what the rows keep to the program's own cell.
-    """
+    """Wait for the previous kernel, let the next one start, and store each row's values of the program's channels,
+    times SCALE, 0 where it drops one, LENGTH apart; returns where, for ``smem_load``. Counts what the rows keep."""
     BATCH: tl.constexpr = problem.batch
     NORMED: tl.constexpr = given.norm is not None
     COUNT: tl.constexpr = counting is not None
     position = channels.position
-    zero = wait_in_loop(ssq_parts, problem.pdl)
+    # ``gdc_wait`` inside a loop whose first loads have to come before it: the compiler moves no load across that one.
+    # The 0 is added to the address of what is read afterwards, or that may come too early.
+    zero = ssq_parts * 0
+    if problem.pdl:
+        zero = tl.inline_asm_elementwise(
+            "{ griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0; }",
+            "=r,r", [ssq_parts], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    zero = tl.multiple_of(zero, 16)
     kept_rows = position * 0
     kept_before = zero.to(tl.int64)
     if COUNT:

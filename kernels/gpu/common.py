@@ -151,8 +151,7 @@ def smem_barrier(items, SHARED: tl.constexpr):
 
 @triton.jit
 def issue_loads(scalar):
-    """The loads before this are issued before what follows: left alone, the compiler moves each to where it is needed,
-    to save registers. ``scalar`` is any int32."""
+    """Issue the loads before this before what follows: left alone, the compiler moves each to where it is needed."""
     tl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1
     )

@@ -74,10 +74,8 @@ def _silu(x):
 
 @triton.jit
 def _earlier(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS: tl.constexpr):
-    """The kernel (taps_pad, channels), and the inputs of earlier positions, 0 in the last row of taps.
-
-    Taps and channels in one tensor, because the compiler reads small ones once for every thread that needs them: each
-    of many would hold many of the channels then."""
+    """The kernel (taps_pad, channels), and the inputs of earlier positions, 0 in the last row of taps. In one tensor:
+    the compiler reads small ones once for every thread that needs them."""
     t = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
     kernel = tl.load(weights.kernel + channel[None, :] * TAPS + t, mask=(t < TAPS) & live[None, :], other=0.0)
     at = before + t * MIXED + channel[None, :]
@@ -200,9 +198,8 @@ def launch_delta_net(
     given: DeltaInput, weights: DeltaTensors, memory: DeltaMemory, rows: Rows, out: Tensor, *, key_heads: int,
     eps: float, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Launch one block's recurrent half for B rows on the current stream: out (B, value_heads * value_dim). Nothing is
-    checked or allocated. ``key_heads``: of queries and of keys; each serves a group of value heads. ``eps``: of the
-    input's norm and of each head's output."""
+    """Launch one block's recurrent half for B rows: out (B, value_heads * value_dim). ``key_heads``: of queries and of
+    keys; each serves a group of value heads. ``eps``: of the input's norm and of each head's output."""
     _, _, value_heads, key_dim, value_dim = memory.state.shape
     batch, hidden = given.hidden.shape
     parts = 1 if given.ssq is None else given.ssq.shape[1]

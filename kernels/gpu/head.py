@@ -6,7 +6,7 @@
 
 ``lm_head`` is read densely, in Hugging Face's (V, K) layout: tied embeddings are then stored once. One row of x: a
 program reads ``passes`` times a few whole rows of the weights, x broadcast over them. More rows: tl.dot. Bytes: V * K *
-sizeof(dtype) (int8: V * (K + 4)); 128,256 x 4,096 bf16 take at least 229 us at the 4.59 TB/s that an H200 reaches.
+sizeof(dtype) (int8: V * (K + 4)).
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ class HeadConfig(NamedTuple):
 @triton.jit
 def _embed_kernel(
     token_ptr, embedding_ptr, hidden_ptr, ssq_ptr,  # as of launch_embed
-    MULTIPLIER: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    MULTIPLIER: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     row = tl.program_id(1)
     k = tile * BLOCK + tl.arange(0, BLOCK)
-    gdc_wait(PDL)
     token = tl.load(token_ptr + row)
     x = tl.load(embedding_ptr + token * K + k, mask=tl.where(token >= 0, k, K) < K, other=0.0)
     if MULTIPLIER != 1.0:
@@ -172,8 +171,7 @@ def _store_best(out, best, best_id, broken, at):
 
 @triton.jit
 def likeliest_token(logits, row, tiles, value, largest):
-    """The lowest id of a row's largest logit, given each tile's largest, padded with -inf; as sampling.sample has it -1
-    for a row that holds a NaN or whose largest logit is infinite."""
+    """The lowest id of a row's largest logit, given the tiles' (padded: -inf); -1 if it is infinite or one is NaN."""
     i = tl.arange(0, value.shape[0])
     token = tl.load(logits.best_id + row * tiles + i, mask=i < tiles, other=2147483647)
     chosen = tl.min(tl.where(value == largest, token, 2147483647), axis=0)
@@ -197,24 +195,12 @@ def _argmax_kernel(
     tl.store(position_ptr + row, tl.where(idle, position, position + 1))
 
 
-def launch_embed(
-    tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor, *, multiplier: float = 1.0, pdl: bool = False
-) -> None:
+def launch_embed(tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor, *, multiplier: float = 1.0) -> None:
     """hidden (B, K) = multiplied rows of ``embedding`` (V, K) at ``tokens`` (B,) int64; idle rows (negative) become
     zeros. ``ssq`` (B, parts) float32 receives the partial sums of squares, whatever number of parts it has."""
     width, parts = hidden.shape[1], ssq.shape[1]
-    _embed_kernel[(parts, hidden.shape[0])](
-        tokens, embedding, hidden, ssq, multiplier, width, parts, triton.next_power_of_2(triton.cdiv(width, parts)),
-        pdl, launch_pdl=pdl,
-    )  # fmt: skip
-
-
-def head_config(batch: int, k: int, ssq_parts: int, dtype: torch.dtype) -> HeadConfig:
-    """One row: whole rows of the weights, four at a time."""
-    widest = 4096 if batch == 1 else 64 if dtype == torch.float32 else 128
-    block_k = min(widest, max(16, triton.next_power_of_2(k)))
-    block_v, passes = (_ROW_TILE, max(1, _ROW_TILE * block_k // 16384)) if batch == 1 else (_TILE, 1)
-    return HeadConfig(k, batch, ssq_parts, max(32, triton.next_power_of_2(ssq_parts)), block_v, passes, block_k)
+    block = triton.next_power_of_2(triton.cdiv(width, parts))
+    _embed_kernel[(parts, hidden.shape[0])](tokens, embedding, hidden, ssq, multiplier, width, parts, block)
 
 
 def launch_logits(
@@ -223,9 +209,13 @@ def launch_logits(
 ) -> None:  # fmt: skip
     """Final norm and ``lm_head``: hidden (B, K), ssq (B, parts) float32 the partial sums of its squares, norm (K,) as
     ``common.Input.norm``, weight (V, K) of hidden's dtype or int8 with scales (V,) float32."""
-    batch, width = hidden.shape
-    config = head_config(batch, width, ssq.shape[1], hidden.dtype)
-    _logits_kernel[(triton.cdiv(weight.shape[0], config.block_v),)](
+    (batch, width), parts = hidden.shape, ssq.shape[1]
+    # One row: whole rows of the weights, four at a time.
+    widest = 4096 if batch == 1 else 64 if hidden.dtype == torch.float32 else 128
+    block_k = min(widest, max(16, triton.next_power_of_2(width)))
+    block_v, passes = (_ROW_TILE, max(1, _ROW_TILE * block_k // 16384)) if batch == 1 else (_TILE, 1)
+    config = HeadConfig(width, batch, parts, max(32, triton.next_power_of_2(parts)), block_v, passes, block_k)
+    _logits_kernel[(triton.cdiv(weight.shape[0], block_v),)](
         hidden, ssq, norm, weight, scales, out, eps, weight.shape[0], config, pdl, num_warps=4 if batch == 1 else 2,
         launch_pdl=pdl,
     )  # fmt: skip

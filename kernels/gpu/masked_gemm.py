@@ -4,7 +4,7 @@ read once, dropped channels are zeros in x.
     y[m, n] = sum over k of where(|x[m, k]| * scales[p, k] < thresholds[p] * row_mask[m], 0, x[m, k]) * weight_t[k, n]
 
 Rows that keep half of their channels each leave few that none of them keeps (four rows: 6%), so nothing is skipped.
-Bytes: K * N * sizeof(dtype), whatever the rows; an H200 reaches 4.59 TB/s. The twin is ``reference.sparse_linear``.
+Bytes: K * N * sizeof(dtype), whatever the rows. The twin is ``reference.sparse_linear``.
 
 ``masked_gemm_kernel``: a program owns a tile of columns and every splits-th block of block_k channels.
 
@@ -32,8 +32,6 @@ from .channels import is_dropped, program_channels, store_inputs, tile_columns
 from .common import gdc_wait, smem_alloc, smem_load
 from .reduction import reduce_tile, store_partial
 from .weights import FusedLinear, dequantize_block, quant_columns
-
-_BLOCK_K = 1024
 
 
 @triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
@@ -116,15 +114,13 @@ def mask_rows(
     x: Tensor, scales: Tensor, thresholds: Tensor, row_mask: Tensor, *, copies: Sequence[int] | None = None,
     pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The masked copies of x (M, K): (sum(copies), M, K), those of one projection after those of another.
-
-    ``scales``: (projections, K) float32; ``thresholds``: (projections,) float32; ``row_mask``: (M,) float32, 0 for a
-    row that keeps all its channels; ``copies`` of each projection, one to three of them; None: one of each.
-    """
+    """The masked copies of x (M, K): (sum(copies), M, K), those of one projection after those of another. ``scales``,
+    ``thresholds``: as of ``common.Weights``, one to three projections; ``row_mask``: (M,) float32, 0 for a row that
+    keeps all its channels; ``copies`` of each projection; None: one of each."""
     rows, k = x.shape
     ends = list(accumulate(copies or [1] * len(scales)))
     out = torch.empty(ends[-1], rows, k, dtype=x.dtype, device=x.device)
-    block_k = min(_BLOCK_K, triton.next_power_of_2(k))
+    block_k = min(1024, triton.next_power_of_2(k))
     second, third = (*ends, ends[-1], ends[-1])[:2]
     _mask_rows_kernel[(rows, triton.cdiv(k, block_k), ends[-1])](
         x, scales, thresholds, row_mask, out, rows, K=k, SECOND=second, THIRD=third, BLOCK_K=block_k, PDL=pdl,

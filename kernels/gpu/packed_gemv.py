@@ -32,8 +32,7 @@ part of the columns each. For one or two rows the kept channels are compacted in
 quantization group has a slot of its own, and a step never spans two; more rows read all channels. At a slot's end its
 sums are scaled and added to the result's.
 
-Bytes: kept channels * N * bits / 8 + 4 N K / group of scales. At the 4.59 TB/s that an H200 reaches, gate and up of the
-8B shape (4096 x 28672, int4 in groups of 128) take at least 13.6 us dense. Twins: ``QuantizedMatrix.dequantise`` and
+Bytes: kept channels * N * bits / 8 + 4 N K / group of scales. Twins: ``QuantizedMatrix.dequantise`` and
 ``reference.sparse_linear``.
 """
 
@@ -52,12 +51,12 @@ from .reduction import reduce_tile, store_partial, store_partial4
 from .weights import BLOCK, INT4_ZERO, quant_columns
 
 INT8_OFFSET = 128  # what an int8 code's bits, xor 128, are more than it
-_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 _SMALLEST = {"bfloat16": -133, "float16": -24}  # its subnormal numbers are multiples of this power of two
 # How far fp8's seven lower bits are moved, and the power of two that the number then is too small by.
 _FP8 = {"bfloat16": (4, 120), "float16": (7, 8)}
-# x of bfloat16 times this is infinite from 2^32 on; a product with the smallest code is a normal number down to 2^-89.
-_VALUE_BITS = {"bfloat16": 96, "float16": 0}
+# What x is multiplied by before the product, exactly: x of bfloat16 is then infinite from 2^32 on; a product with the
+# smallest code is a normal number down to 2^-89.
+VALUE_SCALE = {"bfloat16": 2.0**96, "float16": 1.0}
 _INT8_OFFSET = tl.constexpr(float(INT8_OFFSET))
 
 
@@ -78,23 +77,15 @@ class PackedConfig(NamedTuple):
     total: tuple[str, str]  # ``sum_source``; "" if no sum of x is needed
 
 
-def value_scale(dtype: str) -> float:
-    """What x is multiplied by before the product, exactly."""
-    return 2.0 ** _VALUE_BITS[dtype]
-
-
 def code_unit(quant: str, dtype: str) -> float:
     """What the products' sums are multiples of; of int4's odd columns 16 times it."""
-    return 2.0 ** (_VALUE_BITS[dtype] + (-_FP8[dtype][1] if quant == "fp8" else _SMALLEST[dtype]))
+    return VALUE_SCALE[dtype] * 2.0 ** (-_FP8[dtype][1] if quant == "fp8" else _SMALLEST[dtype])
 
 
 def load_source(words: int, stride: int, listed: bool, whole: bool) -> tuple[str, str]:
     """PTX and constraints: ``words`` words of four channels, channel by channel; undefined where there is no channel.
-
-    Operands: out 4 * words; in: the list's address or the first channel; the address of channel 0's first word; the
-    number of channels. ``stride``: words of a channel; ``whole``: the number is a multiple of 16. For instance
-    ``@p0 ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [a0+0];``
-    """
+    Out: 4 * words; in: the list's address or the first channel; the address of channel 0's first word; the number of
+    channels. ``stride``: words of a channel; ``whole``: the number is a multiple of 16."""
     n = 4 * words
     vector = {1: "", 2: ".v2", 4: ".v4"}[words]
     lines = ["{ .reg .b32 k<4>; .reg .b64 a<4>; .reg .pred p<4>;"]
@@ -115,11 +106,8 @@ def load_source(words: int, stride: int, listed: bool, whole: bool) -> tuple[str
 
 def product_source(quant: str, dtype: str, parts: int) -> tuple[str, str]:
     """PTX and constraints: one word of each of four channels, times x, added to sums; ``parts``: rows of x in eights.
-
-    Operands: out the sums: for each part, for each two columns of the word, the first column's two rows and the
-    second's; in: the four words, x's two registers of each part, the sums before. For instance, int4's first column of
-    two channels: ``prmt.b32 p0, $16, $17, 0x4400; and.b32 a0, p0, 0x000f000f;``
-    """
+    Out: the sums, for each part, for each two columns of the word, the first column's two rows and the second's; in:
+    the four words, x's two registers of each part, the sums before."""
     pairs = 4 if quant == "int4" else 2
     sums = 4 * pairs * parts
     word = [f"${sums + c}" for c in range(4)]
@@ -153,12 +141,12 @@ def sum_source(dtype: str) -> tuple[str, str]:
     """PTX and constraints: x's rows added up, in the integers' unit. Out: four sums, the first two of rows 2 t and
     2 t + 1; in: x's two registers, the sums before."""
     product = _mma(dtype, "$0, $1, $2, $3", "a, a, a, a", "{$4, $5}", "$6, $7, $8, $9")
-    # The smallest subnormal twice.
-    return f"{{ .reg .b32 a; mov.b32 a, 0x10001; {product} }}", ",".join(["=f"] * 4 + ["r"] * 2 + ["f"] * 4)
+    # 0x10001: the smallest subnormal twice.
+    return f"{{ .reg .b32 a; mov.b32 a, 0x10001; {product} }}", "=f,=f,=f,=f,r,r,f,f,f,f"
 
 
 def _mma(dtype: str, d: str, a: str, b: str, c: str) -> str:
-    of = _TYPES[dtype]
+    of = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     return f"mma.sync.aligned.m16n8k16.row.col.f32.{of}.{of}.f32 {{{d}}}, {{{a}}}, {b}, {{{c}}};"
 
 
@@ -178,7 +166,7 @@ def keeps_subnormals(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device's tensor cores multiply subnormal numbers as they are: one 16 x 8 product of the smallest one
     and x, whose 16 products have to add up exactly."""
     name = str(dtype).removeprefix("torch.")
-    bits = torch.tensor([value_scale(name)] * 2, dtype=dtype).view(torch.int32)
+    bits = torch.tensor([VALUE_SCALE[name]] * 2, dtype=dtype).view(torch.int32)
     out = torch.empty(128, device=device)
     _subnormal_kernel[(1,)](out, int(bits), *sum_source(name), num_warps=1)
     return bool((out == 16 * code_unit("int8", name)).all())

@@ -260,7 +260,7 @@ def _plan_packed(shape: LinearShape, tile: GemvTile, tiles: int, rows: int) -> t
     different = max(2, triton.next_power_of_2(min(rows, 8)))
     packed = PackedConfig(
         listed, slot, words, steps, tile.stages, 8 // different, 4 * (4 if shape.quant == "int4" else 2) * parts,
-        packed_gemv.value_scale(dtype), packed_gemv.code_unit(shape.quant, dtype),
+        packed_gemv.VALUE_SCALE[dtype], packed_gemv.code_unit(shape.quant, dtype),
         packed_gemv.load_source(words, shape.stride, listed, k % 16 == 0),
         packed_gemv.product_source(shape.quant, dtype, parts),
         packed_gemv.sum_source(dtype) if shape.quant != "fp8" else ("", ""),
@@ -296,10 +296,8 @@ def launch_linear(
     linear: FusedLinear, given: Input, output: Output, scratch: Scratch, plan: KernelPlan, *, eps: float = 0.0,
     counting: Counting | None = None,
 ) -> None:  # fmt: skip
-    """Launch a linear on the current stream. Nothing is checked or allocated: ``scratch.reserve(plan)`` came before.
-
-    ``eps``: of the RMSNorm; ``counting``: add up the kept channels (of a linear that is not dense).
-    """
+    """Launch a linear. Nothing is checked or allocated: ``scratch.reserve(plan)`` came before. ``eps``: of the RMSNorm;
+    ``counting``: add up the kept channels (of a linear that is not dense)."""
     weight, spinning, in_scratch = linear.weight, plan.tile.reducers > 0, plan.launch.smem == ""
     workspace = Workspace(
         scratch.polled if spinning else scratch.partial,
@@ -342,9 +340,8 @@ def choose_tile(gpu: Gpu, shape: LinearShape, rows: int) -> tuple[GemvTile, str]
     tile = tuned or measured_tiles().get(key)
     if tile is None:
         return default_tile(gpu, shape, kind), "heuristic"
-    most = most_reducers(gpu, shape.widths, tile)
-    tile = tile if tile.reducers <= most else replace(tile, reducers=most)
-    return tile, "tuned here" if tuned else "measured (tiles.json)"
+    reducers = min(tile.reducers, most_reducers(gpu, shape.widths, tile))
+    return replace(tile, reducers=reducers), "tuned here" if tuned else "measured (tiles.json)"
 
 
 def mask_gemm_key(gpu: Gpu, in_features: int, out_features: int, rows: int) -> str:
@@ -358,8 +355,7 @@ def mask_gemm_tile(gpu: Gpu, in_features: int, out_features: int, rows: int) -> 
 
 
 def most_reducers(gpu: Gpu, widths: tuple[int, ...], tile: GemvTile) -> int:
-    """Spinning reducers a tile may have: every one of the launch could have a multiprocessor of its own, and each
-    thread a sum to poll; 0 if not even one could."""
+    """Spinning reducers a tile may have, so that each has a multiprocessor and each thread a sum to poll."""
     sums = triton.next_power_of_2(tile.splits) * tile.block_n
     resident = gpu.multiprocessors // count_tiles(widths, tile.block_n)
     most = min(MOST_REDUCERS, tile.splits, resident, sums // (32 * tile.warps))
@@ -372,8 +368,7 @@ def default_tile(gpu: Gpu, shape: LinearShape, kind: str) -> GemvTile:
     wide = n >= 16384
     if shape.quant != "none":
         # A lane reads 8 bytes of each channel, in programs of two warps, seven for each multiprocessor; of four warps,
-        # three for each, where all channels share a scale, as no group bounds what a program chooses from. For many
-        # rows four warps, two for each, and 4 bytes, so that the lists and sums are short.
+        # three for each, where all channels share a scale. For many rows 4 bytes, so that the lists and sums are short.
         many, grouped = kind == "batch", shape.group < k
         warps, each = (4, 2) if many else (2, 7) if grouped else (4, 3)
         block_n = (1 if n <= 1024 or (many and not wide) else 2) * 256 * warps // BITS[shape.quant]
@@ -407,9 +402,8 @@ def default_tile(gpu: Gpu, shape: LinearShape, kind: str) -> GemvTile:
         stages = 4 if gpu.arch not in _ROOMY or block_n == 1024 else 6
         tile = GemvTile(block_n, block_k, splits, 8 if block_n >= 128 else 4, stages=stages, unroll=1)
     else:
-        # Every thread's load is 16 bytes, each warp reads its own row; five to seven programs for each multiprocessor,
-        # segments of at least 64 channels. Wide outputs start late: a launch that fills the chip is spread unevenly if
-        # it starts among another's programs.
+        # Every thread's load is 16 bytes, each warp reads its own row. Wide outputs start late: a launch that fills the
+        # chip is spread unevenly if it starts among another's programs.
         block_n = 256 if n >= 512 else 64
         splits = max(1, min((7 if wide else 5) * processors // triton.cdiv(n, block_n), k // 64, 64))
         lead = 2 if kind == "dense" else 0

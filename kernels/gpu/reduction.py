@@ -3,19 +3,16 @@ a launch of its own.
 
 Each program stores its partial sums; they are added in the order of the splits, so results repeat. Who adds them?
 
-reducers = 0: the last program of a tile to arrive, by a counter. That takes a fence, the counter's way to the L2 cache
-and back, and then the sums' own.
+reducers = 0: the last program of a tile to arrive, by a counter.
 
 reducers > 0: that many of the tile's last programs, part of its columns each, by spinning. The workspace holds EMPTY
-before a launch and after it: they poll until every split's sums are there, and put EMPTY in their place. The numbers
-are their own signal: two ways to the L2 cache fewer. But polling takes bandwidth from programs that still read weights,
-and spinning programs hold their places on the chip.
+before a launch and after it: they poll until every split's sums are there, and put EMPTY in their place. That is two
+ways to the L2 cache fewer, but takes bandwidth from programs that still read weights, and places on the chip.
 
 Progress: all other programs end without waiting for anybody. A single reducer a tile waits only for programs that began
 before it. Several wait for each other too, so the spinning programs of a launch, reducers * tiles, have to be resident
-at once: ``plan`` allows at most one for each multiprocessor, and refuses more. That bound holds if the process may use
-every multiprocessor that the driver reports. Where it may not (MPS with a limited share of threads, or beside a
-persistent kernel that never ends), set WISPARSE_SPINNING=0: every launch then reduces by the counter, and none spins.
+at once: ``plan`` allows one for each multiprocessor. Where the process may not use every one that the driver reports
+(MPS with a limited share, or beside a persistent kernel), WISPARSE_SPINNING=0 makes every launch use the counter.
 """
 
 from __future__ import annotations
@@ -179,12 +176,11 @@ def _activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, problem: tl.c
         if bias_ptr is not None:
             up += tl.load(bias_ptr + problem.n0 + columns, mask=live, other=0.0).to(tl.float32)
         gate = y.to(tl.float32)
+        slope = gate
         if problem.output == "gelu_tanh":
             # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 u = sqrt(8 / pi) * (gate + 0.044715 gate**3)
-            twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-            activated = (gate / (1.0 + tl.exp(-twice))).to(dtype).to(tl.float32)
-        else:
-            activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+            slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        activated = (gate / (1.0 + tl.exp(-slope))).to(dtype).to(tl.float32)
         y = (activated * up.to(dtype).to(tl.float32)).to(dtype)
     return y
 
@@ -222,9 +218,7 @@ def launch_residual_add(
 ) -> None:  # fmt: skip
     """hidden = (hidden + multiplier * norm?(half)) * scalar?, both (B, K), each step rounded as transformers does; norm
     (K,) as ``common.Input.norm``, scalar (1,). ``ssq`` (B, 1) float32 receives the sums of squares of hidden's rows.
-
-    One program has a whole row: a norm needs all of it, so the epilogue that made ``half`` cannot do this.
-    """
+    One program has a whole row, as a norm needs all of it."""
     batch, width = hidden.shape
     _residual_add_kernel[(batch,)](
         half, hidden, norm, scalar, ssq, eps, multiplier, width, triton.next_power_of_2(width), pdl, num_warps=8,

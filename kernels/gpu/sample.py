@@ -9,9 +9,8 @@ defines, its twin.
 
 Logits are the head's products, rounded to the model's dtype, so with bf16 and fp16 the counts hold all there is to
 know, and nothing has to be sorted. To count every logit would be most of the cost: thousands have one of a few values.
-Counts are integers and sums are added in a fixed order: the same input gives the same token on every run. Weights are
-float64, as in the definition. Rows whose temperature is 0 take the most probable token. Where a model multiplies or
-caps its logits, that happens as they are weighed: their order stays the same.
+Counts are integers and sums are added in a fixed order: the same input gives the same token on every run. Where a model
+multiplies or caps its logits, that happens as they are weighed: their order stays the same.
 """
 
 from __future__ import annotations
@@ -290,10 +289,8 @@ def launch_sample(
     logits: Logits, choice: Choice, state: SampleState, dtype: torch.dtype, *, multiplier: float = 1.0,
     cap: float | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """The next token of every row, and its position moved on; idle rows give -1 and stay where they are.
-
-    ``dtype``: one of SAMPLED_DTYPES, which the logits are rounded to; they are multiplied and capped here.
-    """
+    """The next token of every row, and its position moved on; idle rows give -1 and stay where they are. ``dtype``: one
+    of SAMPLED_DTYPES, which the logits are rounded to."""
     batch, vocabulary = logits.logit.shape
     tiles, head_tiles = triton.cdiv(vocabulary, TILE.value), logits.best.shape[1]
     tiles_pad, finish = triton.next_power_of_2(tiles), Finish(multiplier, cap, dtype == torch.float16)

@@ -114,16 +114,11 @@ def empty_weight(
     quant: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype, device: torch.device | str,
     *, zeros: bool = False,
 ) -> DeviceWeight:  # fmt: skip
-    """A weight to be filled by ``store_columns``; ``group`` divides k, None: one scale for all channels of a column;
-    ``zeros``: with zero points."""
+    """A weight for ``store_columns``; ``group`` divides k, None: one scale for all; ``zeros``: with zero points."""
     if quant == "none":
         stride = triton.cdiv(sum(widths), _UNQUANTIZED_BLOCK) * _UNQUANTIZED_BLOCK
         return unquantized(torch.empty(k, stride, dtype=dtype, device=device), widths)
-    if quant not in BITS:
-        raise ValueError(f"quant: expected none, {', '.join(BITS)}, found {quant!r}")
     group = k if group is None else group
-    if group < 1 or k % group:
-        raise ValueError(f"group: expected a divisor of {k}, found {group}")
     columns = sum(map(padded_width, widths))
     data = torch.zeros(k, columns * BITS[quant] // 32, dtype=torch.int32, device=device)
     scales = torch.zeros(k // group, columns, device=device)
@@ -134,28 +129,22 @@ def empty_weight(
 def store_columns(
     weight: DeviceWeight, index: int, codes: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None
 ) -> None:
-    """Store projection ``index`` of a weight; its numbers come row by row, as checkpoints hold them.
-
-    codes: int8 (N, K) int8; int4 (N, ceil(K / 2)) uint8, channel 2 j in the low half of byte j; fp8 (N, K)
-    float8_e4m3fn; unquantized (N, K), any floating type; on any device. scales: (N, K / group) or (N, 1). zeros: the
-    same, None: the type's own.
-    """
+    """Store projection ``index`` of a weight; its numbers come row by row, as checkpoints hold them. codes: (N, K),
+    int4 (N, ceil(K / 2)) uint8, channel 2 j in the low half of byte j. scales: (N, K / group) or (N, 1). zeros: the
+    same, None: the type's own."""
     k, width, first = weight.in_features, weight.widths[index], weight.first(index)
     expected = (width, (k + 1) // 2 if weight.quant == "int4" else k)
     if tuple(codes.shape) != expected:
         raise ValueError(f"codes: expected {expected}, found {tuple(codes.shape)}")
-    if weight.scales is None:
-        weight.data[:, first : first + width].copy_(codes.T)
+    columns = slice(first, first + width)
+    if weight.scales is None or scales is None:
+        weight.data[:, columns].copy_(codes.T)
         return
-    if zeros is not None and weight.zeros is None:
-        raise ValueError("zeros: the weight was made without zero points")
-    for name, given, held in (("scales", scales, weight.scales), ("zeros", zeros, weight.zeros)):
-        if held is None or (name == "zeros" and given is None):
-            continue
-        found = None if given is None else tuple(given.shape)
-        if given is None or found not in ((width, len(held)), (width, 1)):
-            raise ValueError(f"{name}: expected {(width, len(held))}, found {found}")
-        held[:, first : first + width] = given.T.to(held.device, held.dtype)
+    weight.scales[:, columns] = scales.T.to(weight.scales)
+    if zeros is not None:
+        if weight.zeros is None:
+            raise ValueError("zeros: the weight was made without zero points")
+        weight.zeros[:, columns] = zeros.T.to(weight.zeros)
     raw = weight.data.view(torch.uint8)
     step = max(COLUMN_BLOCK, _PIECE // k // COLUMN_BLOCK * COLUMN_BLOCK)
     for start in range(0, width, step):
@@ -169,39 +158,30 @@ def store_columns(
         raw[:, at : at + len(piece)] = piece.view(torch.uint8).T
 
 
-def dequantize(weight: DeviceWeight, index: int | None, out: Tensor) -> Tensor:
-    """The numbers that the products multiply by, rounded once: float32 (q - zero) * scale to out's type.
-
-    ``index``: of a projection; None: all of them, side by side without padding. ``out``: (K, N), any strides; returned.
-    """
-    raw, k, start = weight.data.view(torch.uint8), weight.in_features, 0
-    for i in range(len(weight.widths)) if index is None else (index,):
-        width, first = weight.widths[i], weight.first(i)
-        one, columns = out[:, start : start + width], slice(first, first + width)
-        start += width
-        if weight.scales is None:
-            one.copy_(weight.data[:, columns])
-            continue
-        bits = BITS[weight.quant]
-        step = max(1, _PIECE // width)
-        for begin in range(0, k, step):
-            piece = slice(begin, min(k, begin + step))
-            codes = raw[piece, first * bits // 8 : (first + padded_width(width)) * bits // 8]
-            if weight.quant == "int4":
-                codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
-            else:
-                codes = codes.view(torch.int8 if weight.quant == "int8" else torch.float8_e4m3fn)
-            groups = torch.arange(piece.start, piece.stop, device=raw.device) // weight.group
-            zero = ZERO[weight.quant] if weight.zeros is None else weight.zeros[groups, columns]
-            one[piece] = (codes[:, :width].float() - zero).mul_(weight.scales[groups, columns])
+def dequantize(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
+    """Projection ``index`` of a quantized weight, rounded once: float32 (q - zero) * scale to the type of ``out`` (K,
+    N), which may have any strides and is returned."""
+    assert weight.scales is not None
+    raw, k, bits = weight.data.view(torch.uint8), weight.in_features, BITS[weight.quant]
+    width, first = weight.widths[index], weight.first(index)
+    columns, step = slice(first, first + width), max(1, _PIECE // width)
+    for begin in range(0, k, step):
+        piece = slice(begin, min(k, begin + step))
+        codes = raw[piece, first * bits // 8 : (first + padded_width(width)) * bits // 8]
+        if weight.quant == "int4":
+            codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
+        else:
+            codes = codes.view(torch.int8 if weight.quant == "int8" else torch.float8_e4m3fn)
+        groups = torch.arange(piece.start, piece.stop, device=raw.device) // weight.group
+        zero = ZERO[weight.quant] if weight.zeros is None else weight.zeros[groups, columns]
+        out[piece] = (codes[:, :width].float() - zero).mul_(weight.scales[groups, columns])
     return out
 
 
 def without_default_zeros(weight: DeviceWeight) -> DeviceWeight:
     """The same weight; zero points that all are the type's own are not read."""
-    if weight.zeros is None or not bool((weight.zeros == ZERO[weight.quant]).all()):
-        return weight
-    return replace(weight, zeros=None)
+    default = weight.zeros is not None and bool((weight.zeros == ZERO[weight.quant]).all())
+    return replace(weight, zeros=None) if default else weight
 
 
 @triton.jit
@@ -214,8 +194,7 @@ def quant_columns(of, n, problem: tl.constexpr):
 
 @triton.jit
 def dequantize_block(weights, column, k, live, problem: tl.constexpr):
-    """(q - zero) * scale of the channels ``k`` (BLOCK_K,) and the padded columns (BLOCK_N,), float32; 0 where not
-    ``live`` (BLOCK_K, BLOCK_N)."""
+    """(q - zero) * scale of the channels ``k`` and padded columns, float32; 0 where not ``live`` (BLOCK_K, BLOCK_N)."""
     INT4: tl.constexpr = problem.quant == "int4"
     EACH: tl.constexpr = 8 if INT4 else 4
     at = k.to(tl.int64)[:, None] * problem.stride + (column // EACH)[None, :]
