@@ -147,8 +147,7 @@ def export_onnx(
 
 
 def _genai_config(bundle: Bundle) -> dict[str, Any]:
-    """onnxruntime-genai's description of a decoder. Its defaults are the names of our inputs and outputs, and greedy
-    decoding."""
+    """onnxruntime-genai's description of a decoder; its defaults are our inputs' and outputs' names, and greedy."""
     config = bundle.config
     generation = json.loads(bundle.read_bytes("generation_config.json") or b"{}")
     ids = {key: generation.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

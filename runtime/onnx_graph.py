@@ -77,11 +77,9 @@ class DecoderGraph:
         return name
 
     def to_float32(self, x: str) -> str:
-        """x as float32."""
         return x if self.dtype == TensorProto.FLOAT else self.op("Cast", x, to=TensorProto.FLOAT)
 
     def to_dtype(self, x: str) -> str:
-        """A float32 x in the type of the weights."""
         return x if self.dtype == TensorProto.FLOAT else self.op("Cast", x, to=self.dtype)
 
     def times(self, x: str, factor: float, dtype: int = TensorProto.FLOAT) -> str:
@@ -116,16 +114,14 @@ class DecoderGraph:
         return y
 
     def activate(self, x: str) -> str:
-        """The MLP's activation of its gate."""
         op = self.op
         if self.config.activation == "silu":
             return op("Mul", x, op("Sigmoid", x))
         if self.opset >= 20:
             return op("Gelu", x, approximate="tanh")
         # The operator's definition: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))).
-        half, one, cubic, slope = (
-            self.constant(np.float32(value)) for value in (0.5, 1.0, 0.044715, math.sqrt(2 / math.pi))
-        )
+        numbers = (0.5, 1.0, 0.044715, math.sqrt(2 / math.pi))
+        half, one, cubic, slope = (self.constant(np.float32(number)) for number in numbers)
         x = self.to_float32(x)
         cube = op("Mul", op("Mul", x, x), x)
         bent = op("Tanh", op("Mul", slope, op("Add", x, op("Mul", cubic, cube))))

@@ -170,8 +170,6 @@ def test_make_decoder_refuses_what_cannot_be(variant_bundle: Callable[[str], Pat
     settings = {"device": torch.device("cpu"), "dtype": torch.float32, "max_seq_len": 16}
     for changes, message in (
         ({"max_seq_len": 257}, "max_seq_len: expected 1 to the model's context of 256"),
-        ({"max_batch": 0}, "max_batch"),
-        ({"weights": "int3"}, "weights: expected one of native, int8, int4"),
         ({"backend": "torch", "weights": "int8"}, "back end torch cannot run this model: it has no int8"),
         ({"backend": "cuda"}, "unknown back end 'cuda'; known ones: auto, torch, numba, triton"),
         ({"backend": "triton"}, "back end triton cannot run on cpu"),

@@ -99,19 +99,16 @@ class CpuDecoder(TorchDecoder):
             self._sparse_positions += len(rows)
         return self._step.logits[: len(tokens)]
 
-    def _forward(
-        self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int
-    ) -> Tensor:
+    def _forward(self, cache: KVCache, slot: int, ids: Tensor, *, start: int, total: int, first_sparse: int) -> Tensor:
         """Few tokens are rows of a decode step, which converts no weights."""
         switch = switch_length(self.config)  # the step has one table of rotary factors
-        if cache is not self._cache or len(token_ids) > self._step_rows or (switch is not None and total > switch):
-            return super()._forward(cache, slot, token_ids, start=start, total=total, first_sparse=first_sparse)
-        tokens = token_ids.tolist()
+        if cache is not self._cache or len(ids) > self._step_rows or (switch is not None and total > switch):
+            return super()._forward(cache, slot, ids, start=start, total=total, first_sparse=first_sparse)
+        tokens = ids.tolist()
         self._sparse_positions += len(tokens) - first_sparse
         parts = ((tokens[:first_sparse], start, False), (tokens[first_sparse:], start + first_sparse, True))
-        return torch.cat(
-            [self._step.read(slot, part, at, masked=masked).to(self.dtype) for part, at, masked in parts if part]
-        )
+        read = [self._step.read(slot, part, at, masked=masked).to(self.dtype) for part, at, masked in parts if part]
+        return torch.cat(read)
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         super().set_masks(masks)
@@ -263,18 +260,13 @@ class Step:
                 row[BlockField.KEYS], row[BlockField.VALUES] = cache.attention[index]
             else:
                 delta, states = block.delta, cache.recurrent[index]
+                sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "taps")
+                tensors = ("a", "b", "dt_bias", "norm")
                 numbers = {
-                    DeltaField.KEY_HEADS: delta.config.key_heads,
-                    DeltaField.VALUE_HEADS: delta.config.value_heads,
-                    DeltaField.KEY_DIM: delta.config.key_dim,
-                    DeltaField.VALUE_DIM: delta.config.value_dim,
-                    DeltaField.TAPS: delta.config.taps,
-                    DeltaField.A: delta.a.float(),
-                    DeltaField.B: delta.b.float(),
+                    **{DeltaField[name.upper()]: getattr(delta.config, name) for name in sizes},
+                    **{DeltaField[name.upper()]: getattr(delta, name).float() for name in tensors},
                     DeltaField.KERNEL: delta.kernel[:, 0].t().float(),
                     DeltaField.RATE: delta.log_rate.float().exp(),
-                    DeltaField.DT_BIAS: delta.dt_bias.float(),
-                    DeltaField.NORM: delta.norm.float(),
                     DeltaField.INPUTS: states.inputs,
                     DeltaField.STATES: states.state,
                 }
@@ -290,7 +282,7 @@ class Step:
     def _allocate(self, threads: int, rows: int) -> None:
         """Buffers for a team of ``threads`` and ``rows`` rows; counts are kept."""
         config = self._config
-        longest = max(config.hidden_size, max(projection.in_features for projection in self._projections))
+        longest = max(config.hidden_size, *(projection.in_features for projection in self._projections))
         if config.delta_net is not None:  # out_proj's input, and a head's scratch
             delta = config.delta_net
             longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))

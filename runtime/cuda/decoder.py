@@ -115,16 +115,14 @@ class CudaDecoder(Decoder):
     def prefill_chunk_under_load(self) -> int:
         return max(1, self.prefill_chunk // 2)
 
-    def _prefill(
-        self, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits | None
-    ) -> Tensor:
+    def _prefill(self, slot: int, ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits) -> Tensor:
         self._forget_ahead()
         dense = stop <= sparse_from and on_logits is None
-        short = self._short.logits(slot, token_ids, start, stop) if dense and self._short is not None else None
+        short = self._short.logits(slot, ids, start, stop) if dense and self._short is not None else None
         if short is not None:
             logits = finish_logits(self.config, short)
         else:
-            logits = super()._prefill(slot, token_ids, sparse_from, start, stop, on_logits)
+            logits = super()._prefill(slot, ids, sparse_from, start, stop, on_logits)
         self._positions[slot : slot + 1].fill_(stop)
         return logits
 
@@ -139,9 +137,7 @@ class CudaDecoder(Decoder):
         return self._logits_of(self._replay(token_ids), len(token_ids))
 
     @torch.inference_mode()
-    def step(
-        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: Callable[[Tensor], None] | None = None
-    ) -> Tensor:
+    def step(self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None) -> Tensor:
         """A step starts the one after it before it returns, as its input is known by then: the GPU does not wait for the
         host to read the token. If something else is asked for next, that step is forgotten."""
         batch, settings = len(token_ids), list(settings)
@@ -250,10 +246,6 @@ class CudaDecoder(Decoder):
         for step in self._all_steps():
             kept += step.counts.weights(but_last=self._ahead is not None and self._ahead[2] is step)
         return 1.0 - (kept + float(self._kept_in_prompts)) / (positions * per_position)
-
-    def close(self) -> None:
-        super().close()
-        self.__dict__.pop("weights", None)
 
     def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:
         """The captured step of ``rows`` slots from ``first`` on, for contexts up to ``context`` positions."""

@@ -62,9 +62,7 @@ def position_tables(
 ) -> PositionTables:
     scales = query_scales(config, 0, max_seq_len, device)
     factors = None if scales is None else scales.to(dtype)
-    found: PositionTables = {
-        i: RotaryTables(*rotaries[i].step_tables(max_seq_len), factors) for i in range(len(rotaries))
-    }
+    found: PositionTables = {i: RotaryTables(*one.step_tables(max_seq_len), factors) for i, one in enumerate(rotaries)}
     # Of no dimensions where nothing is rotated.
     return found | {None: RotaryTables(found[0].cos[:, :0], found[0].sin[:, :0], factors)}
 
@@ -121,9 +119,7 @@ class DecodeStep:
         gpu = gpu_of(device)
         self.pdl = gpu.arch >= 90 if pdl is None else pdl
         own = slice(first, first + rows)
-        self._cache = {
-            i: KVSlots(keys[own], values[own], keys.shape[2]) for i, (keys, values) in cache.attention.items()
-        }
+        self._cache = {i: KVSlots(k[own], v[own], k.shape[2]) for i, (k, v) in cache.attention.items()}
         self._states = {
             i: DeltaMemory(s.inputs[:, own], s.state[:, own], s.inputs.stride(0), s.state.stride(0))
             for i, s in cache.recurrent.items()

@@ -118,10 +118,8 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
         blocks = []
         for index in range(config.num_blocks):
             spec = read_spec(config, index, source.tensor)
-            linears: dict[str, Any] = {
-                role: _load_linear(projections, copies, source, weights)
-                for role, (projections, copies) in zip(LINEARS, _projections(config, index), strict=True)
-            }
+            loaded = (_load_linear(*one, source, weights) for one in _projections(config, index))
+            linears: dict[str, Any] = dict(zip(LINEARS, loaded, strict=True))
             blocks.append(BlockWeights(**spec, **linears))
         norm = Norm(source.tensor(_NORM), config.rms_norm_eps, config.architecture.norm_offset)
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
@@ -189,11 +187,8 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
 
 def dense_linears(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tuple[bool, ...]:
     """Linear by linear, whether masks drop nothing: what a step is compiled for. Masks alike share their steps."""
-    return tuple(
-        not any(mask.threshold for projection in projections if (mask := masks.get(projection.name)) is not None)
-        for index in range(config.num_blocks)
-        for projections, _ in _projections(config, index)
-    )
+    linears = (shared for index in range(config.num_blocks) for shared in config.shared_inputs(index))
+    return tuple(not any(masks[projection.name].threshold for projection in shared) for shared in linears)
 
 
 def with_dense(weights: CudaWeights, dense: tuple[bool, ...]) -> CudaWeights:
@@ -214,12 +209,9 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
     for index in range(config.num_blocks):
         for projections, copies in _projections(config, index):
             for projection in projections:
-                scale, threshold = torch.ones(projection.in_features), 0.0
-                mask = masks.get(projection.name)
-                if mask is not None and mask.sparsity > 0:
-                    scale, threshold = mask.channel_scale, mask.threshold
-                scales += [scale] * copies
-                thresholds += [threshold] * copies
+                mask = masks[projection.name]
+                scales += [mask.channel_scale] * copies
+                thresholds += [mask.threshold] * copies
     # One transfer each: a transfer for every projection waits for the device as often.
     device = linears[0].scales.device
     flat, bounds = torch.cat(scales).to(device), torch.tensor(thresholds, dtype=torch.float32).to(device)

@@ -61,8 +61,7 @@ class KVCache:
         *,
         buffers: int = 1,
     ) -> None:
-        """``buffers``: 1, or 2: the state after p positions then lies in buffer p % 2, and a step leaves that of the
-        position before it where it is."""
+        """``buffers``: 1, or 2: the state after p positions then lies in buffer p % 2, beside that of p - 1."""
         self._buffers = buffers
         # Block -> keys and values, each (max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond lengths.
         self.attention: dict[int, tuple[Tensor, Tensor]] = {}

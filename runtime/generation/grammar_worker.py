@@ -64,13 +64,8 @@ def depth(source: str, schema: bool) -> int:
     """How many rules, or definitions of a JSON schema, stand within one another; a cycle is followed once."""
     try:
         uses = _references(json.loads(source)) if schema else _rules(source)
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):  # what is wrong with a schema is the library's to say
-        return 0
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return 0  # what is wrong with a schema is the library's to say
     depths: dict[str, int] = {}
     # The last is taken first: cycles are cut where they are entered from the start.
     todo = [(name, False) for name in (*uses, "#", "root", "start") if name in uses]

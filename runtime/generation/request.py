@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -36,9 +37,8 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
     for index, given in enumerate(prompts):
         prompt = _as_prompt(given, f"prompt[{index}]")
         if prompt is None:
-            raise UsageError(
-                f"prompt[{index}]: expected a text, messages or token ids, found a list of lists: {guard.quoted(given)}"
-            )
+            nested = f"found a list of lists: {guard.quoted(given)}"
+            raise UsageError(f"prompt[{index}]: expected a text, messages or token ids, {nested}")
         found.append(prompt)
     return found, False
 
@@ -153,11 +153,8 @@ class GenerationArguments(TypedDict, total=False):
 
 def spelled_out(function: F) -> F:
     """Give a function that takes ``**settings`` a signature with the fields' names and defaults."""
-    signature = inspect.signature(function)
-    keywords = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in fields(GenerationSettings)
-    ]
+    signature, make = inspect.signature(function), partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    keywords = [make(one.name, default=one.default, annotation=one.type) for one in fields(GenerationSettings)]
     parameters = [*list(signature.parameters.values())[:-1], *keywords]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function

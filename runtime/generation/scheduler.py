@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from wisparse.formats.weight_types import sparse_from
 
 from ..decoding.decoder import Decoder, check_prompt, next_chunk
 from ..decoding.rotary import switch_length
-from ..decoding.sampling import SamplingParams, resolve_seed, sample
+from ..decoding.sampling import SamplingParams, sample
 from .logits import LogitsProcessor, score_tokens
 from .request import Request
 
@@ -157,8 +158,8 @@ class Scheduler:
         return self.bundle.at(sparsity).sparsity
 
     def add(self, request: Request) -> Request:
-        """Queue a validated request."""
-        request.sampling = resolve_seed(request.sampling)
+        if request.sampling.seed is None:
+            request.sampling = replace(request.sampling, seed=secrets.randbits(62))
         request.sparsity = self._level(request.sparsity)
         request.processor = LogitsProcessor(request.sampling, request.prompt_token_ids, request.constraint)
         self.waiting.append(request)
@@ -188,8 +189,7 @@ class Scheduler:
         return failed
 
     def start_over(self) -> None:
-        """After the slots' contents were lost: every running request is queued again, first, and prefilled anew with
-        what it has generated."""
+        """After the slots' contents were lost: queue running requests again, first, with what they have generated."""
         for request in reversed(self.running):
             request.running = False
             self.waiting.appendleft(request)
@@ -218,8 +218,7 @@ class Scheduler:
             self.decoder.measure_sparsity(False)
 
     def step(self, interrupted: Callable[[], object] | None = None) -> list[Request]:
-        """Prefill one chunk, or decode: one token, or until ``interrupted()``, a request finishes, or a millisecond has
-        passed."""
+        """Prefill a chunk, or decode: one token, or until ``interrupted()``, a request's end, or for a millisecond."""
         if self.prefilling is None and self.waiting and None in self.slots:
             self._admit()
         if self.prefilling is not None:
@@ -314,10 +313,7 @@ class Scheduler:
 
     def _decode(self, level: float | None, interrupted: Callable[[], object] | None) -> list[Request]:
         """One token, or several, for every request of a level that is not being prefilled."""
-        rows = [
-            None if request is None or request is self.prefilling or request.sparsity != level else request
-            for request in self.slots
-        ]
+        rows = [None if one is None or one is self.prefilling or one.sparsity != level else one for one in self.slots]
         if self._switch is not None:
             # LongRoPE: keys cached with the short factors do not fit a longer sequence; prefill it anew.
             for slot, request in enumerate(rows):
@@ -383,8 +379,7 @@ class Scheduler:
         if token < 0:
             self._culprits = [request]
             raise WisparseError(
-                "the model's output is not a number: its activations overflow in this dtype; load with dtype float32 "
-                "or bfloat16"
+                "the model's output is not a number: activations overflow in this dtype; load with float32 or bfloat16"
             )
         if not request.output_token_ids:
             request.first_token_time = now

@@ -116,8 +116,7 @@ def cached_tokens(answers: Sequence[Generation], copies: int) -> int:
 
 
 class Formatter:
-    """The answers to one request; chunks come with the index of their answer. A protocol is a subclass. What is here is
-    common to chats and completions: choices, and usage at the end."""
+    """The answers to one request; chunks come with their answer's index. Here is what chats and completions share."""
 
     id_prefix, complete_object, chunk_object = "", "", ""
 
@@ -237,10 +236,7 @@ class ChatFormatter(Formatter):
         scores = [chunk.score for chunk in chunks if chunk.score is not None]
         if not self._request.logprobs or not scores:
             return None
-        content = [
-            {**entry(score.token_id, score.logprob), "top_logprobs": [entry(*one) for one in score.top]}
-            for score in scores
-        ]
+        content = [{**entry(s.token_id, s.logprob), "top_logprobs": [entry(*one) for one in s.top]} for s in scores]
         return {"content": content, "refusal": None}
 
 
@@ -288,14 +284,12 @@ class CompletionFormatter(Formatter):
         spell = self._context.spell
         tokens = [spell(score if isinstance(score, int) else score.token_id) for score in scores]
         *offsets, self._offsets[index] = itertools.accumulate(map(len, tokens), initial=self._offsets[index])
-        logprobs: list[float | None] = []
+        logprobs = [None if isinstance(score, int) else max(score.logprob, _MIN_LOGPROB) for score in scores]
         tops: list[dict[str, float] | None] = []
         for score in scores:
             if isinstance(score, int):
-                logprobs.append(None)
                 tops.append(None)
                 continue
-            logprobs.append(max(score.logprob, _MIN_LOGPROB))
             top: dict[str, float] = {}
             for token, logprob in (*score.top, (score.token_id, score.logprob)):
                 top.setdefault(spell(token), max(logprob, _MIN_LOGPROB))  # the likelier of two that are written alike

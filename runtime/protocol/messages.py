@@ -260,7 +260,6 @@ class MessagesFormatter(Formatter):
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _stop(self, answer: Generation) -> dict[str, Any]:
-        """Why the answer ended."""
         reason = _STOP_REASONS[str(self._parser.finish_reason(answer.finish_reason))]
         stopped = answer.stop_string is not None
         return {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": answer.stop_string}

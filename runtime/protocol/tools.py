@@ -130,8 +130,7 @@ def _moved(schema: Any, place: str, named: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Delta:
-    """What some text adds to an answer. A tool call's first delta has its id and name, the others have some of its
-    arguments' JSON as text."""
+    """What some text adds to an answer; of a tool call first its id and name, then its arguments' JSON as text."""
 
     kind: Literal["reasoning", "content", "tool_call"]
     text: str = ""

@@ -31,8 +31,7 @@ log = logging.getLogger("vllm.wisparse")
 
 
 class WisparseConfig(QuantizationConfig):
-    """A bundle's masks. vLLM copies and pickles it, so it holds an open file or GPU memory only in the process that runs
-    layers."""
+    """A bundle's masks. vLLM copies and pickles it: it holds open files or GPU memory only where layers run."""
 
     def __init__(self, stored: str | None = None) -> None:
         """``stored``: how ``config.json`` says that the weights are quantised."""
@@ -178,10 +177,9 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         **more: Any,
     ) -> None:
         """As vLLM's own, with the masks checked against the layer."""
-        if len(self._masks) not in (1, len(output_partition_sizes)):
-            raise BundleError(
-                f"{self._prefix}: expected masks for {len(output_partition_sizes)} outputs, found {len(self._masks)}"
-            )
+        outputs, found = len(output_partition_sizes), len(self._masks)
+        if found not in (1, outputs):
+            raise BundleError(f"{self._prefix}: expected masks for {outputs} outputs, found {found}")
         for mask in self._masks:
             if len(mask.channel_scale) != input_size:
                 raise BundleError(
@@ -203,10 +201,8 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         layer.register_buffer("wisparse_scales", scales.to(device), persistent=False)
         layer.register_buffer("wisparse_thresholds", thresholds.to(device), persistent=False)
         layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
-        reserve(
-            Layer(layer.weight, layer.bias, layer.wisparse_scales, layer.wisparse_thresholds, self._widths),
-            ahead=self._ahead,
-        )
+        given = Layer(layer.weight, layer.bias, layer.wisparse_scales, layer.wisparse_thresholds, self._widths)
+        reserve(given, ahead=self._ahead)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K) to (..., N) by one opaque operator, so that graphs and compilers see no branch."""

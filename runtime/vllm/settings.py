@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError
+from wisparse.formats.guard import expect
 
 # 0.26 and 0.32 were run; where they differ the code says so.
 FIRST, BEFORE = (0, 26), (0, 33)
@@ -41,19 +42,14 @@ def require_cards(size: int, model: Any) -> None:
     """Raise UsageError unless a model of this config can be split into ``size`` parts by tensor parallelism."""
     for key in ("num_attention_heads", "hidden_size", "intermediate_size"):
         value = getattr(model, key)
-        if value % size:
-            raise UsageError(f"tensor_parallel_size: expected a divisor of {key} ({value}), found {size}")
+        expect(value % size == 0, "tensor_parallel_size", f"a divisor of {key} ({value})", size)
     heads = getattr(model, "num_key_value_heads", None) or size
-    if heads % size and size % heads:
-        raise UsageError(
-            f"tensor_parallel_size: expected a divisor or a multiple of num_key_value_heads ({heads}), found {size}"
-        )
+    words = f"a divisor or a multiple of num_key_value_heads ({heads})"
+    expect(heads % size == 0 or size % heads == 0, "tensor_parallel_size", words, size)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a bundle is run."""
-
     prefill: str  # dense: prompt tokens are not masked; all: every token is
     sparsity: float  # of a sparsity level, or 0
 
