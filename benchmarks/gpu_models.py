@@ -159,7 +159,7 @@ def mask_bundle(bundle: SimpleNamespace, decoder: CudaDecoder, calibrated: dict,
 def give_masks(slow: TorchDecoder, fast: CudaDecoder) -> None:
     """The calibrated masks of one decoder, to the other."""
     for block, groups in zip(slow._blocks, fast.weights.blocks, strict=True):
-        own = iter(block.projections)
+        own = (projection for linear in block.linears for projection in linear)
         for group in groups.linears:
             for i in range(len(group.widths)):
                 projection = next(own)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Any
 
 import torch
 
@@ -46,8 +45,12 @@ def make_decoder(
         name, reason = choose_backend(device, dtype, backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    chosen = _decoder_class(name)
-    refused: str | None = chosen.refusal(bundle.config, weights)
+    chosen: type[Decoder] = TorchDecoder
+    if name == "numba":  # imported when chosen: numba and triton cost seconds
+        from .cpu.decoder import CpuDecoder as chosen
+    elif name == "triton":
+        from .cuda.decoder import CudaDecoder as chosen
+    refused = chosen.refusal(bundle.config, weights)
     if refused is not None and backend == "auto" and name != "torch":
         reason, chosen = f"{name} cannot: {refused}", TorchDecoder
         refused = chosen.refusal(bundle.config, weights)
@@ -74,19 +77,6 @@ def make_decoder(
         log.info("back end %s dequantizes the bundle's %s weights at load%s", chosen.name, kinds, then)
     with memory_errors(device, "to load the model"):
         return chosen(bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch)
-
-
-def _decoder_class(name: str) -> type[Any]:
-    """Imported when chosen: numba and triton cost seconds."""
-    if name == "numba":
-        from .cpu.decoder import CpuDecoder
-
-        return CpuDecoder
-    if name == "triton":
-        from .cuda.decoder import CudaDecoder
-
-        return CudaDecoder
-    return TorchDecoder
 
 
 def load(

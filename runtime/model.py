@@ -195,7 +195,7 @@ class Model(AbstractContextManager["Model"]):
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to read it
                     loop.call_soon_threadsafe(came.put_nowait, item)
 
-            with self._submitted(requests, deliver):
+            with self._submitted(requests, deliver, final_only=False):
                 drive = partial(self.engine.drive, lambda: request.done)
                 threading.Thread(target=drive, name="wisparse-stream", daemon=True).start()
                 reason = None
@@ -263,10 +263,7 @@ class Model(AbstractContextManager["Model"]):
 
     @contextmanager
     def _submitted(
-        self,
-        requests: Sequence[Request],
-        deliver: Callable[[int, Chunk | WisparseError], None],
-        final_only: bool = False,
+        self, requests: Sequence[Request], deliver: Callable[[int, Chunk | WisparseError], None], final_only: bool
     ) -> Iterator[None]:
         """Submit requests, each delivering its index and chunks; those that are not done in the end are cancelled."""
         measure = any(request.measure_sparsity for request in requests)

@@ -14,9 +14,9 @@ from onnx import TensorProto, helper
 
 from wisparse.formats.bundle import SMALL_FILES, Bundle
 from wisparse.formats.checkpoint import is_finite
-from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError, UsageError, WisparseError
+from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError, WisparseError
 from wisparse.formats.folder import Kind, check_target, replaced_folder
-from wisparse.formats.guard import dump_json, read_json
+from wisparse.formats.guard import dump_json, expect, read_json
 from wisparse.kernels.reference import keep_mask, scores
 
 from .decoding.rotary import switch_length
@@ -71,12 +71,10 @@ def export_onnx(
         check: run the result and compare it with our runtime; nothing is written if they disagree.
     """
     config, checkpoint, recipe = bundle.config, bundle.checkpoint, bundle.recipe
-    if opset not in OPSETS:
-        raise UsageError(f"opset: expected {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
+    expect(opset in OPSETS, "opset", f"{OPSETS.start} to {OPSETS.stop - 1}", opset)
     if dtype == "auto":
         dtype = config.dtype if config.dtype in DTYPES else "float32"
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype: expected auto, {' or '.join(DTYPES)}, found {dtype!r}")
+    expect(dtype in DTYPES, "dtype", f"auto, {' or '.join(DTYPES)}", dtype)
     if config.delta_net is not None:
         raise UnsupportedModelError(
             f"{config.model_type}: expected blocks with attention, found recurrent ones, which have no ONNX "

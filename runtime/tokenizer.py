@@ -67,13 +67,11 @@ class Tokenizer:
         for found in named.values():
             if not isinstance(found, str):
                 raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {found!r:.80}")
-        source = named.get("default")
-        self.template = None if source is None else ChatTemplate(source, self.special_tokens)
+        templates = {name: ChatTemplate(source, self.special_tokens) for name, source in named.items()}
+        self.template = templates.get("default")
         # Some models have a template of its own for conversations with tools.
-        self.template_source = named.get("tool_use", source)
-        self._tool_template = self.template
-        if self.template_source is not None and self.template_source != source:
-            self._tool_template = ChatTemplate(self.template_source, self.special_tokens)
+        self._tool_template = templates.get("tool_use", self.template)
+        self.template_source: str | None = named.get("tool_use", named.get("default"))
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> Tokenizer:

@@ -279,11 +279,9 @@ def test_a_prompt_that_begins_like_another_is_read_anew(hybrid: Path, backend: s
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_state_is_not_taken_for_that_of_another_position(hybrid: Path, backend: str) -> None:
+def test_a_prompt_may_be_read_in_parts(hybrid: Path, backend: str) -> None:
     decoder = wisparse.load(hybrid, device="cpu", dtype="float32", backend=backend).decoder
     tokens = torch.tensor([5, 9, 14, 20, 33, 61, 8])
     whole = decoder.prefill(0, tokens, len(tokens)).clone()
     decoder.prefill(0, tokens, len(tokens), stop=4)
     torch.testing.assert_close(decoder.prefill(0, tokens, len(tokens), start=4), whole, rtol=1e-4, atol=1e-4)
-    with pytest.raises(UsageError, match="recurrent blocks"):
-        decoder.prefill(0, tokens, len(tokens), start=4)

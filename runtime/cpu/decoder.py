@@ -34,7 +34,7 @@ from ..decoding.decoder import check_capacity
 from ..decoding.rotary import query_scales, switch_length
 from ..torch.block import Block, MaskedLinear, Norm, finish_logits
 from ..torch.decoder import TorchDecoder
-from .weights import CpuProjection, Matrix, product_dtype, read_matrix
+from .weights import CpuProjection, product_dtype, read_matrix
 
 _EMBEDDING = "model.embed_tokens.weight"
 # A thread that reads less than this per step waits for the others for longer than it helps.
@@ -67,13 +67,10 @@ class CpuDecoder(TorchDecoder):
         with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
             read = partial(read_matrix, bundle, dtype=dtype, weights=weights, transposed=True)
             matrices = dict(zip(names, pool.map(read, names), strict=True))
-        self._embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False).data
-        tied, head_type = config.tie_word_embeddings, WEIGHT_TYPES[weights].head
-        if tied and head_type == "native":
-            shape = config.vocab_size, config.hidden_size
-            self._head = Matrix(StoredAs.BASE, self._embedding, shape, transposed=False)
-        else:
-            head = _EMBEDDING if tied else "lm_head.weight"
+        self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
+        self._embedding, head_type = embedding.data, WEIGHT_TYPES[weights].head
+        if not config.tie_word_embeddings or head_type != "native":
+            head = _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
             self._head = read_matrix(bundle, head, dtype, head_type, transposed=False)
         return lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], self.device, dtype)
 
@@ -88,8 +85,7 @@ class CpuDecoder(TorchDecoder):
         return packing.kind == "int4" or (packing.kind == "int8" and packing.group is None and not packing.zero_points)
 
     def decode(self, token_ids: Tensor) -> Tensor:
-        lengths = self._cache.lengths
-        tokens = token_ids.tolist()
+        lengths, tokens = self._cache.lengths, token_ids.tolist()
         check_capacity(tokens, lengths, self.max_seq_len)
         rows = [(slot, token, lengths[slot]) for slot, token in enumerate(tokens) if token >= 0]
         if rows:
@@ -276,7 +272,7 @@ class Step:
                 row[BlockField.ROTARY_HALF], row[BlockField.INTERLEAVED] = rope.rotary_dim // 2, rope.interleaved
                 row[BlockField.COS], row[BlockField.SIN] = cos, sin
             rows.append(self._fill(BlockField, row))
-            first += len(block.projections)
+            first += sum(map(len, block.linears))
         return np.array(rows)
 
     def _allocate(self, threads: int, rows: int) -> None:

@@ -23,10 +23,10 @@ from wisparse.kernels.reference import keep_mask
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, OnLogits, check_capacity
 from ..decoding.sampling import SamplingParams, sample
-from ..torch.block import finish_logits
+from ..torch.block import Block, finish_logits
 from .prefill import ShortPrompts, attention, chunk_size, head_products, lower_right, project, too_little_memory
 from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
-from .weights import BlockWeights, CudaWeights, dense_linears, load_weights, put_masks, with_dense
+from .weights import CudaWeights, dense_linears, load_weights, put_masks, with_dense
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class CudaDecoder(Decoder):
 
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
-    prefix_block_size = 1
+    prefix_block_size, pieces_under_load = 1, 2
     _attention = staticmethod(attention)
 
     def _load(self, bundle: Bundle, weights: str) -> None:
@@ -110,10 +110,6 @@ class CudaDecoder(Decoder):
     def bytes_read(self) -> tuple[int, int]:
         head, scales = self.weights.head, self.weights.head_scales
         return self.weights.num_bytes_inside, head.nbytes + (0 if scales is None else scales.nbytes)
-
-    @property
-    def prefill_chunk_under_load(self) -> int:
-        return max(1, self.prefill_chunk // 2)
 
     def _prefill(self, slot: int, ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits) -> Tensor:
         self._forget_ahead()
@@ -208,7 +204,7 @@ class CudaDecoder(Decoder):
             return
         self._forget_ahead()
         # Warm up prefill on a scratch KV cache.
-        size = min(self.prefill_chunk_under_load, self.max_seq_len)
+        size = min(self.prefill_chunk // self.pieces_under_load, self.max_seq_len)
         scratch = KVCache(self.config, 1, size, self.device, self.dtype)
         for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
             pass
@@ -290,8 +286,7 @@ class CudaDecoder(Decoder):
         """The step that appends one more token to the slots whose ``tokens`` are not negative, and its first slot."""
         active = [slot for slot, token in enumerate(tokens) if token >= 0]
         ((first, rows),) = _blocks(active)
-        context = max(self._cache.lengths[slot] for slot in active) + 1
-        return first, self.step_for(rows, first, context)
+        return first, self.step_for(rows, first, max(self._cache.lengths[slot] for slot in active) + 1)
 
     def _counts_next(self) -> bool:
         """Whether the step that is started now is counted: the first is, and one of so many."""
@@ -321,7 +316,7 @@ class CudaDecoder(Decoder):
         linears = (linear for block in self.weights.blocks for linear in block.linears if linear.dense)
         return sum(linear.in_features * linear.out_features for linear in linears)
 
-    def _apply(self, block: BlockWeights, first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
+    def _apply(self, block: Block[FusedLinear], first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
         """``_observe`` is called with each linear, its input (T, K) and the first masked row, before the product."""
         linear: FusedLinear = getattr(block, role)
         if self._observe is not None:
@@ -329,8 +324,7 @@ class CudaDecoder(Decoder):
         return project(linear, x, first_sparse, self.weights.dequantized)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        normed = self.weights.norm(hidden)
-        return finish_logits(self.config, head_products(self.weights, normed).float())
+        return finish_logits(self.config, head_products(self.weights, self.weights.norm(hidden)).float())
 
     def _count_prompt(self, linear: FusedLinear, x: Tensor, first_sparse: int) -> None:
         tail = x[first_sparse:]

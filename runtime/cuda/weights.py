@@ -20,31 +20,17 @@ from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, round_weight
 from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
-from ..torch.block import LINEARS, BlockSpec, Norm, block_tensors, read_spec
+from ..torch.block import LINEARS, Block, Norm, block_tensors, read_spec
 
 _HEAD_ROWS = 4096  # rows of a quantized output layer that a prompt dequantizes at once, at least
 _MOST_THREADS = 12  # that read files
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockWeights(BlockSpec):
-    """One transformer block. A recurrent block's ``qkv`` and ``o`` are the linears around its ``delta``."""
-
-    qkv: FusedLinear
-    o: FusedLinear
-    gate_up: FusedLinear
-    down: FusedLinear
-
-    @property
-    def linears(self) -> tuple[FusedLinear, FusedLinear, FusedLinear, FusedLinear]:
-        return self.qkv, self.o, self.gate_up, self.down
-
-
 @dataclass(frozen=True)
 class CudaWeights:
     embedding: Tensor
-    blocks: list[BlockWeights]
+    blocks: list[Block[FusedLinear]]
     norm: Norm
     head: Tensor  # (V, H), int8 if it has scales
     head_scales: Tensor | None  # (V,) float32
@@ -120,7 +106,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
             spec = read_spec(config, index, source.tensor)
             loaded = (_load_linear(*one, source, weights) for one in _projections(config, index))
             linears: dict[str, Any] = dict(zip(LINEARS, loaded, strict=True))
-            blocks.append(BlockWeights(**spec, **linears))
+            blocks.append(Block(**spec, **linears))
         norm = Norm(source.tensor(_NORM), config.rms_norm_eps, config.architecture.norm_offset)
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
         quantized = [linear for block in blocks for linear in block.linears if linear.weight.quant != "none"]
@@ -223,12 +209,7 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
 
 @contextmanager
 def staged_reads(
-    checkpoint: Checkpoint,
-    names: Iterable[str],
-    device: torch.device,
-    *,
-    threads: int | None = None,
-    part_bytes: int = 8 << 20,
+    checkpoint: Checkpoint, names: Iterable[str], device: torch.device, *, threads: int = 0, part_bytes: int = 8 << 20
 ) -> Iterator[Callable[[str], Tensor]]:
     """Gives ``read(name)`` for ``names`` in their order: the tensor on ``device``, checked, its copy queued on the stream."""
     threads = threads or min(_MOST_THREADS, os.cpu_count() or 1)

@@ -20,7 +20,7 @@ from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
-from ..torch.block import BlockSpec, Positions, attention, embed, run_block
+from ..torch.block import Block, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
@@ -39,11 +39,12 @@ class Decoder(ABC):
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # which of WEIGHT_TYPES it can hold weights as
     prefill_chunk: int  # positions of a prompt that are read together; chunks begin at multiples of it
+    pieces_under_load = 1  # that a chunk is read in while other sequences wait for their next token
     # The first positions of a slot can serve another prompt up to a multiple of this. Where it is the prefill chunk,
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
     prefix_block_size: int
     _embedding: Tensor  # (V, H)
-    _blocks: Sequence[BlockSpec]  # with projections
+    _blocks: Sequence[Block]
     _cache: KVCache
     _sparse_positions = 0  # that ``_forward`` has read since ``measure_sparsity``
     _attention = staticmethod(attention)
@@ -81,11 +82,6 @@ class Decoder(ABC):
     def keeps(cls, stored: StoredWeight) -> bool:
         """Whether it multiplies with a quantised weight as stored; if not, the weight is dequantised at load."""
         return False
-
-    @property
-    def prefill_chunk_under_load(self) -> int:
-        """The prefill chunk while other sequences wait for their next token; divides ``prefill_chunk``."""
-        return self.prefill_chunk
 
     @property
     def lengths(self) -> list[int]:

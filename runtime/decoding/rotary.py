@@ -113,8 +113,7 @@ def query_scales(config: ModelConfig, start: int, stop: int, device: torch.devic
     if config.query_scaling is None:
         return None
     beta, length = config.query_scaling
-    positions = torch.arange(start, stop, device=device)
-    return 1 + beta * torch.log(1 + torch.floor(positions / length))
+    return 1 + beta * torch.log(1 + torch.floor(torch.arange(start, stop, device=device) / length))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -65,8 +65,7 @@ class Grammar:
                 schema = json.dumps(schema)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
-        elif not isinstance(schema, str):
-            raise UsageError(f"{field}: expected a JSON schema, found {guard.quoted(schema)}")
+        guard.expect(isinstance(schema, str), field, "a JSON schema", schema)
         return cls(field, schema, True)
 
     def __post_init__(self) -> None:

@@ -74,9 +74,8 @@ def _as_prompt(given: Any, where: str) -> Prompt | None:
     if first == "ids":
         return [guard.integer(f"{where}[{index}]", one, 0) for index, one in enumerate(given)]
     for index, message in enumerate(given):
-        if not isinstance(message.get("role"), str):
-            found = guard.quoted(dict(message))
-            raise UsageError(f"{where}[{index}]: expected a message with a role (str) and a content, found {found}")
+        words = "a message with a role (str) and a content"
+        guard.expect(isinstance(message.get("role"), str), f"{where}[{index}]", words, dict(message))
         content = message.get("content")
         # The chat template knows parts and calls of tools, or refuses them.
         if not isinstance(content, list) and (content is not None or not message.keys() - {"role", "content"}):
@@ -122,10 +121,9 @@ class GenerationSettings(SamplingParams):
     def stop_texts(self) -> list[str]:
         if self.stop is None:
             return []
-        several = [self.stop] if isinstance(self.stop, str) else self.stop
-        if not isinstance(several, (list, tuple, set, frozenset)):
-            raise UsageError(f"stop: expected a text, or a list of texts, found {guard.quoted(self.stop)}")
-        return [guard.text("stop", one, empty=False) for one in several]
+        given = [self.stop] if isinstance(self.stop, str) else self.stop
+        guard.expect(isinstance(given, (list, tuple, set, frozenset)), "stop", "a text, or a list of texts", self.stop)
+        return [guard.text("stop", one, empty=False) for one in given]
 
 
 class GenerationArguments(TypedDict, total=False):

@@ -143,12 +143,10 @@ class Scheduler:
         """Raise ContextLengthError or UsageError unless the request can be queued."""
         check_prompt(len(request.prompt_token_ids), self.decoder.max_seq_len)
         vocab_size = self.decoder.config.vocab_size
-        unknown = next((token for token in request.prompt_token_ids if not 0 <= token < vocab_size), None)
-        if unknown is not None:
-            raise UsageError(f"prompt: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
-        biased = max(request.sampling.logit_bias or (0,))
-        if biased >= vocab_size:
-            raise UsageError(f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {biased}")
+        for field, ids in (("prompt", request.prompt_token_ids), ("logit_bias", request.sampling.logit_bias or ())):
+            unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
+            if unknown is not None:
+                raise UsageError(f"{field}: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
         self._level(request.sparsity)
 
     def _level(self, sparsity: float | None) -> float | None:
@@ -223,7 +221,7 @@ class Scheduler:
             self._admit()
         if self.prefilling is not None:
             alone = len(self.running) == 1
-            size = self.decoder.prefill_chunk if alone else self.decoder.prefill_chunk_under_load
+            size = self.decoder.prefill_chunk // (1 if alone else self.decoder.pieces_under_load)
             if self.prefilling.needs_prompt_scores:
                 size = min(size, _SCORE_CHUNK)
             if alone or self._prefilled < size:
@@ -331,8 +329,7 @@ class Scheduler:
         tokens = _last_tokens(rows)
         scored = any(request.sampling.logprobs is not None for request in running)
         settings = [request.sampling if request else _IDLE for request in rows]
-        active = any(request.processor.active for request in running)
-        process = partial(self._process, rows=rows) if active else None
+        process = partial(self._process, rows=rows) if any(one.processor.active for one in running) else None
         until = time.perf_counter() + _TOGETHER_SECONDS
         one_token = scored or interrupted is None or self.prefilling is not None or self._switch is not None
         while True:

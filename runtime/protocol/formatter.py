@@ -14,7 +14,7 @@ from typing import Any
 from ..generation.logits import TokenScore
 from ..generation.request import Chunk, Generation
 from ..tokenizer import partial_marker
-from .requests import ApiError, ChatRequest, CompletionRequest
+from .requests import ApiError, CompletionRequest
 from .tools import Delta, ToolCallParser
 
 THINK, END_THINK = "<think>", "</think>"
@@ -123,6 +123,7 @@ class Formatter:
     def __init__(self, request: Any, context: Context) -> None:
         self._request, self._context = request, context
         self._id, self._created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
+        self._parsers = [AnswerParser(context, request.stream) for _ in range(context.count)]
         self._tokens = 0
 
     def start(self) -> bytes:
@@ -163,8 +164,7 @@ class Formatter:
         raise NotImplementedError
 
     def final_usage(self, answers: Sequence[Generation]) -> dict[str, Any]:
-        cached = cached_tokens(answers, self._request.n)
-        return self._usage(sum(len(answer.token_ids) for answer in answers), cached)
+        return self._usage(sum(len(one.token_ids) for one in answers), cached_tokens(answers, self._request.n))
 
     def _choices(self, items: Sequence[tuple[int, Chunk]], stream: bool) -> Iterable[dict[str, Any]]:
         for index, group in itertools.groupby(sorted(items, key=itemgetter(0)), itemgetter(0)):
@@ -193,10 +193,6 @@ class ChatFormatter(Formatter):
     """``/v1/chat/completions``."""
 
     id_prefix, complete_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, request: ChatRequest, context: Context) -> None:
-        super().__init__(request, context)
-        self._parsers = [AnswerParser(context, request.stream) for _ in range(context.count)]
 
     def start(self) -> bytes:
         delta = {"role": "assistant", "content": ""}

@@ -70,8 +70,7 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
         case ApiError():
             return error
         case QueueFullError():
-            later = {"retry-after": "1"}
-            return ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers=later)
+            return ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers={"retry-after": "1"})
         case ContextLengthError():
             return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
         case UsageError():

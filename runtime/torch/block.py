@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from wisparse.kernels.reference import keep_mask, soft_cap
 from ..decoding.cache import DeltaState, KVCache
 from ..decoding.rotary import rotate
 
+Linear = TypeVar("Linear")
 LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, by the input that they read, in the order of execution
 _CHUNK = 64  # positions of the delta rule that are solved together
 _LENGTH_EPS = 1e-6  # added to the squared length of a delta net's queries and keys
@@ -121,9 +122,7 @@ class DeltaWeights:
         out = apply_delta_rule(q * delta.key_dim**-0.5, k, v, log_decay, beta, memory.state)
 
         # Normalised by head, then gated, rounded where transformers rounds.
-        normed = out.transpose(0, 1).to(x.dtype).to(wide)
-        normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + self.eps)
-        normed = self.norm * normed.to(x.dtype)
+        normed = Norm(self.norm, self.eps, offset=False)(out.transpose(0, 1).to(x.dtype))
         return (normed * functional.silu(gate.view_as(normed).to(wide))).to(x.dtype).reshape(len(x), delta.value_size)
 
 
@@ -145,9 +144,14 @@ def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSpec:
-    """A block without its projections. A norm that the architecture lacks is None."""
+class Block(Generic[Linear]):
+    """A block, whose linears are the decoder's own type; a recurrent one's ``qkv`` are in_proj_qkv and in_proj_z, its
+    ``o`` is out_proj. A norm that the architecture lacks is None."""
 
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
     spec: model_config.Block
     attention_input: Norm | None = None
     attention_output: Norm | None = None
@@ -158,23 +162,13 @@ class BlockSpec:
     delta: DeltaWeights | None = None  # of a recurrent block
     scalar: Tensor | None = None  # (1,), multiplies the block's output
 
-
-@dataclass(frozen=True, kw_only=True)
-class Block(BlockSpec):
-    """A block with its projections; a recurrent one's ``qkv`` are in_proj_qkv and in_proj_z, its ``o`` is out_proj."""
-
-    qkv: list[MaskedLinear]
-    o: list[MaskedLinear]
-    gate_up: list[MaskedLinear]
-    down: list[MaskedLinear]
-
     @property
-    def projections(self) -> list[MaskedLinear]:
-        return [*self.qkv, *self.o, *self.gate_up, *self.down]
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        return self.qkv, self.o, self.gate_up, self.down
 
 
 def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
-    """A block's tensors beside its projections: field of `BlockSpec`, or of `DeltaWeights`, -> name in the checkpoint."""
+    """A block's tensors beside its projections: field of `Block`, or of `DeltaWeights`, -> name in the checkpoint."""
     arch, block, prefix = config.architecture, config.blocks[index], f"model.layers.{index}."
     norms = asdict(arch.norms)
     if arch.qk_norm is not None and not block.recurrent:
@@ -186,7 +180,7 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
 
 
 def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
-    """The fields of a block's `BlockSpec`; ``read`` gives a tensor by its name in the checkpoint."""
+    """The fields of a `Block` but its linears; ``read`` gives a tensor by its name in the checkpoint."""
     eps, delta = config.rms_norm_eps, None
     tensors = {field: read(name) for field, name in block_tensors(config, index).items()}
     if config.delta_net is not None and config.blocks[index].recurrent:
@@ -234,7 +228,7 @@ def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, star
 def run_block(
     config: ModelConfig,
     index: int,
-    block: BlockSpec,
+    block: Block,
     x: Tensor,
     at: Positions,
     apply: Callable[[str, Tensor], Sequence[Tensor]],
@@ -277,7 +271,11 @@ def run_block(
 
 
 def finish_block(
-    config: ModelConfig, block: BlockSpec, x: Tensor, attended: Tensor, apply: Callable[[str, Tensor], Sequence[Tensor]]
+    config: ModelConfig,
+    block: Block,
+    x: Tensor,
+    attended: Tensor,
+    apply: Callable[[str, Tensor], Sequence[Tensor]],
 ) -> Tensor:
     """A block from its input x and its attention's output (T, heads * head_dim) on, to (T, H)."""
 
