@@ -89,11 +89,8 @@ class Model(AbstractContextManager["Model"]):
 
     @property
     def sparsity(self) -> float:
-        """The sparsity level that answers are decoded at, one of the bundle's; 0 for the dense model.
-
-        Setting it takes milliseconds and loads nothing; not while an answer is in progress. A server's requests may each
-        name another level.
-        """
+        """The sparsity level that answers are decoded at, one of the bundle's; 0 for the dense model. Setting it takes
+        milliseconds and loads nothing; not while an answer is in progress. A server's requests may name another."""
         return self.bundle.sparsity
 
     @sparsity.setter

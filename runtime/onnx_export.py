@@ -212,13 +212,11 @@ class OnnxDecoder:
 def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
     """Compare an export with our decoder in float32; WisparseError if they differ by more than ``dtype`` explains.
 
-    Dense logits of a prompt in two chunks are compared end to end. Sparse projections are compared node by node, each on
-    its own input in a decoding step: end to end, a score within a rounding error of its threshold is kept by one and
-    dropped by the other, which changes the next blocks' scores in turn. How far that goes is reported, not judged.
-
-    Returns: ``dense_error`` and ``projection_error`` (largest difference over the largest value), ``sparse_kl`` and
-    ``sparse_top1`` (of the sparse steps' logits against ours: mean KL in nats, fraction with the same first choice),
-    ``masks_kl`` (the same KL between our sparse and our dense steps, to compare with).
+    Dense logits of a prompt in two chunks are compared end to end, sparse projections node by node, each on its own
+    input in a decoding step: end to end, a score within a rounding error of its threshold is kept by one and dropped by
+    the other, which changes the next blocks' scores in turn. How far that goes is reported, not judged: ``sparse_kl``,
+    ``sparse_top1`` (of the sparse steps' logits against ours: mean KL in nats, share with the same first choice) and,
+    to compare with, ``masks_kl`` between our sparse and our dense steps. Errors: largest difference over largest value.
     """
     config = bundle.config
     # LongRoPE turns all positions by other angles beyond its switch: stay on one side of it.

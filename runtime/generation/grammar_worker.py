@@ -1,6 +1,6 @@
 """Compiles grammars in a process that may die: started as a script by ``grammar.py``, it imports nothing of WiSparse or
 torch. It loads the tokenizer once and forks for each grammar; limits on processor time, memory and stack hold in the
-fork. ``convert`` and ``build`` are also what ``grammar.py`` does with a grammar that was accepted here."""
+fork. ``build`` is also what ``grammar.py`` does with a grammar that was accepted here."""
 
 from __future__ import annotations
 
@@ -32,16 +32,6 @@ _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|\
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 _RULE = re.compile(r"^[ \t]*[?!]?([\w-]+)[^\n:]*:(?::=)?", re.MULTILINE)
 _NAME = re.compile(r"[\w-]+")
-
-
-def convert(source: str, schema: bool) -> str:
-    """A JSON schema, a Lark or a GBNF grammar as llguidance's own format."""
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if schema:
-        return LLMatcher.grammar_from_json_schema(source, defaults=JSON_SPACE)
-    return LLMatcher.grammar_from_lark(any_to_lark(source))
 
 
 def build(tokenizer: Any, converted: str) -> Any:
@@ -106,11 +96,17 @@ def _references(schema: Any) -> dict[str, list[str]]:
 def _compile(tokenizer: Any, source: str, schema: bool) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
+        from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import any_to_lark
+
         if (found := depth(source, schema)) > MAX_DEPTH:
             return {"exceeded": "depth", "found": found}
         if not schema and (found := count_parts(source)) > MAX_PARTS:
             return {"exceeded": "parts", "found": found}
-        converted = convert(source, schema)
+        if schema:
+            converted = LLMatcher.grammar_from_json_schema(source, defaults=JSON_SPACE)
+        else:
+            converted = LLMatcher.grammar_from_lark(any_to_lark(source))
         matcher = build(tokenizer, converted)
         if matcher.is_error():
             return {"error": one_line(matcher.get_error())}

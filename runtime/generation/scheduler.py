@@ -106,12 +106,9 @@ class PrefixCache:
 
 
 class Scheduler:
-    """Runs requests on one decoder, which nobody else may use between two steps but through ``start_over``. Not
-    thread-safe, but for ``validate``.
-
-    The decoder applies one sparsity level to all rows of a step. Requests of any level share the slots: a step decodes
-    the rows of one level, the others are idle rows in it, and the levels take turns.
-    """
+    """Runs requests on one decoder, which nobody else may use between two steps but through ``start_over``. Only
+    ``validate`` is thread-safe. Requests of any sparsity level share the slots: a step decodes the rows of one, the
+    others are idle in it, and the levels take turns."""
 
     def __init__(self, decoder: Decoder, bundle: Bundle | None = None) -> None:
         self.decoder, self.bundle = decoder, bundle
@@ -150,7 +147,6 @@ class Scheduler:
         self._level(request.sparsity)
 
     def _level(self, sparsity: float | None) -> float | None:
-        """The bundle's level of this sparsity, or the default one."""
         if sparsity is None or self.bundle is None:
             return self.default_sparsity
         return self.bundle.at(sparsity).sparsity
@@ -159,6 +155,8 @@ class Scheduler:
         if request.sampling.seed is None:
             request.sampling = replace(request.sampling, seed=secrets.randbits(62))
         request.sparsity = self._level(request.sparsity)
+        limit = self.decoder.max_seq_len
+        request.most_positions = min(len(request.prompt_token_ids) + (request.max_new_tokens or limit) - 1, limit)
         request.processor = LogitsProcessor(request.sampling, request.prompt_token_ids, request.constraint)
         self.waiting.append(request)
         return request
@@ -259,17 +257,13 @@ class Scheduler:
         self.slots[slot], request.running = request, True
         # Compile and capture what the batch needs once the requests that came together have been admitted.
         if len(idle) == 1 or not self.waiting or self.waiting[0].sparsity != request.sparsity:
-            limit = self.decoder.max_seq_len
             batch = {i: one for i, one in enumerate(self.slots) if one is not None and one.sparsity == request.sparsity}
-            lengths = [one.num_tokens for one in batch.values()]
-            lasts = [  # positions that are read of each: all but its last token's
-                limit if one.max_new_tokens is None else min(len(one.prompt_token_ids) + one.max_new_tokens - 1, limit)
-                for one in batch.values()
-            ]
-            if max(lasts) > min(lengths):
+            shortest = min(one.num_tokens for one in batch.values())
+            longest = max(one.most_positions for one in batch.values())
+            if longest > shortest:
                 sampled = any(not one.sampling.greedy for one in batch.values())
                 self.set_sparsity(request.sparsity)
-                self.decoder.prepare(list(batch), min(lengths) + 1, max(lasts), sampled=sampled)
+                self.decoder.prepare(list(batch), shortest + 1, longest, sampled=sampled)
         began = time.perf_counter()
         if source != slot:
             self.decoder.copy(source, slot, length)
@@ -385,10 +379,7 @@ class Scheduler:
         request.processor.take(token)
         if token in request.stop_token_ids:
             self.finish(request, "stop")
-        elif (
-            len(request.output_token_ids) == request.max_new_tokens
-            or request.num_tokens - 1 == self.decoder.max_seq_len  # the last token takes no position
-        ):
+        elif request.num_tokens - 1 == request.most_positions:
             self.finish(request, "length")
 
 
