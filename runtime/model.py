@@ -20,16 +20,7 @@ from wisparse.formats.model_config import ModelConfig
 from .decoding.decoder import Decoder
 from .generation.engine import Engine
 from .generation.grammar import Grammars
-from .generation.request import (
-    Chunk,
-    Generation,
-    GenerationArguments,
-    GenerationSettings,
-    Prompt,
-    Request,
-    as_prompts,
-    spelled_out,
-)
+from .generation.request import Chunk, Generation, GenerationArguments, GenerationSettings, Prompt, Request, as_prompts
 from .tokenizer import Tokenizer, stop_ids
 
 # What OpenAI's API and transformers call arguments of `Model.generate`.
@@ -122,7 +113,7 @@ class Model(AbstractContextManager["Model"]):
     @overload
     def generate(self, prompt: Sequence[Prompt], **settings: Unpack[GenerationArguments]) -> list[Generation]: ...
 
-    @spelled_out
+    @GenerationSettings.spelled_out
     def generate(
         self, prompt: Prompt | Sequence[Prompt], **settings: Unpack[GenerationArguments]
     ) -> Generation | list[Generation]:

@@ -19,15 +19,7 @@ from wisparse.formats.machine import usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.cpu.launch import Team, prepare, team_size
-from wisparse.kernels.cpu.layout import (
-    NAMES,
-    BlockField,
-    DeltaField,
-    ProjectionField,
-    StepField,
-    StoredAs,
-    scratch_layout,
-)
+from wisparse.kernels.cpu.layout import NAMES, BlockField, DeltaField, ProjectionField, StepField, scratch_layout
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import check_capacity
@@ -49,7 +41,7 @@ class CpuDecoder(TorchDecoder):
     def _load(self, bundle: Bundle, weights: str) -> None:
         super()._load(bundle, weights)
         # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
-        codes = any(projection.weight.stored_as != StoredAs.BASE for projection in self._projections)
+        codes = any(projection.weight.scale is not None for projection in self._projections)
         converted = self.dtype != torch.float32 or codes
         fast = product_dtype(self.dtype) == torch.bfloat16
         self._step_rows = 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2

@@ -125,6 +125,15 @@ class GenerationSettings(SamplingParams):
         guard.expect(isinstance(given, (list, tuple, set, frozenset)), "stop", "a text, or a list of texts", self.stop)
         return [guard.text("stop", one, empty=False) for one in given]
 
+    @classmethod
+    def spelled_out(cls, function: F) -> F:
+        """Give a function that takes ``**settings`` a signature with the fields' names and defaults."""
+        signature, make = inspect.signature(function), partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        keywords = [make(one.name, default=one.default, annotation=one.type) for one in fields(cls)]
+        parameters = [*list(signature.parameters.values())[:-1], *keywords]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
 
 class GenerationArguments(TypedDict, total=False):
     """The fields of :class:`GenerationSettings`, for ``Unpack``."""
@@ -147,15 +156,6 @@ class GenerationArguments(TypedDict, total=False):
     chat_template: bool | None
     prefill: str | None
     measure_sparsity: bool
-
-
-def spelled_out(function: F) -> F:
-    """Give a function that takes ``**settings`` a signature with the fields' names and defaults."""
-    signature, make = inspect.signature(function), partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-    keywords = [make(one.name, default=one.default, annotation=one.type) for one in fields(GenerationSettings)]
-    parameters = [*list(signature.parameters.values())[:-1], *keywords]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,7 @@ import torch
 import vllm
 from torch import Tensor
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.linear import (
-    LinearBase,
-    UnquantizedLinearMethod,
-    register_weight_loader_v2_supported_method,
-)
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
@@ -109,10 +105,10 @@ class WisparseConfig(QuantizationConfig):
             raise UnsupportedModelError("a bundle does not run as a draft model in vLLM yet: expected a dense draft")
         # The embedding asks first: a bad tensor-parallel size would fail later in a bare assertion of vLLM's.
         rows = self.rows = self.rows or self._prepare()
-        if not isinstance(layer, LinearBase):
+        if not isinstance(layer, linear.LinearBase):
             return None
         if not prefix.startswith("model.layers."):
-            return UnquantizedLinearMethod()
+            return linear.UnquantizedLinearMethod()
         parent, _, last = prefix.rpartition(".")
         names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
         for name in names:
@@ -152,8 +148,8 @@ class WisparseConfig(QuantizationConfig):
         return MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
 
 
-@register_weight_loader_v2_supported_method
-class WisparseLinearMethod(UnquantizedLinearMethod):
+@linear.register_weight_loader_v2_supported_method
+class WisparseLinearMethod(linear.UnquantizedLinearMethod):
     """vLLM's own unquantised layer up to the loaded weights, our product from there on."""
 
     supports_pre_processed_weights = False
