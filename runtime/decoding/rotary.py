@@ -128,4 +128,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     else:
         first, second = rotated.chunk(2, dim=-1)
         crossed = torch.cat((-second, first), dim=-1)
-    return torch.cat((rotated * cos + crossed * sin, rest), dim=-1)
+    rotated = rotated * cos + crossed * sin
+    return rotated if not rest.shape[-1] else torch.cat((rotated, rest), dim=-1)
