@@ -76,7 +76,8 @@ def random_bundle(
         if "layer_types" in config_dict:
             config_dict["layer_types"] = config_dict["layer_types"][:num_blocks]
     config = ModelConfig.from_dict(config_dict)
-    return SimpleNamespace(config=config, checkpoint=_RandomCheckpoint(config, seed, dtype), masks={})
+    masks = {one.name: ProjectionMask(torch.ones(one.in_features), 0.0, 0.0) for one in config.projections()}
+    return SimpleNamespace(config=config, checkpoint=_RandomCheckpoint(config, seed, dtype), masks=masks)
 
 
 def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, alpha: float = 0.5) -> dict:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from .decoding.cache import memory_errors
 from .decoding.decoder import Decoder, default_max_seq_len, weight_bytes
 from .model import Model
 from .tokenizer import Tokenizer
+from .torch.decoder import TorchDecoder
 
 log = logging.getLogger(__name__)
 
@@ -41,57 +41,42 @@ def make_decoder(
     longest = bundle.config.max_position_embeddings
     if max_seq_len is not None and not 1 <= max_seq_len <= longest:
         raise UsageError(f"max_seq_len: expected 1 to the model's context of {longest}, found {max_seq_len}")
-    guard.integer("max_batch", max_batch, 1)
-    guard.choice("weights", weights, tuple(WEIGHT_TYPES))
     try:
         name, reason = choose_backend(device, dtype, backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    implementation = _decoder_class(name)
-    refused: str | None = implementation.refusal(bundle.config, weights)
+    chosen: type[Decoder] = TorchDecoder
+    if name == "numba":  # imported when chosen: numba and triton cost seconds
+        from .cpu.decoder import CpuDecoder as chosen
+    elif name == "triton":
+        from .cuda.decoder import CudaDecoder as chosen
+    refused = chosen.refusal(bundle.config, weights)
     if refused is not None and backend == "auto" and name != "torch":
-        reason, implementation = f"{name} cannot: {refused}", _decoder_class("torch")
-        refused = implementation.refusal(bundle.config, weights)
+        reason, chosen = f"{name} cannot: {refused}", TorchDecoder
+        refused = chosen.refusal(bundle.config, weights)
         if refused is not None:
             raise UsageError(f"no back end can run this model on {device}: {reason}; torch cannot: {refused}")
     if refused is not None:
-        raise UsageError(f"back end {implementation.name} cannot run this model: {refused}")
+        raise UsageError(f"back end {chosen.name} cannot run this model: {refused}")
     if max_seq_len is None:
-        needed = weight_bytes(bundle, dtype, weights, implementation.keeps)
+        needed = weight_bytes(bundle, dtype, weights, chosen.keeps)
         with memory_errors(device, "to begin with"):
             max_seq_len = default_max_seq_len(bundle.config, dtype, device, max_batch, needed)
         if max_seq_len < longest:
             text = "max_seq_len %d: the model's context of %d does not fit a quarter of the free memory"
             log.info(text, max_seq_len, longest)
-    log.info("back end %s on %s in %s: %s", implementation.name, device, str(dtype).removeprefix("torch."), reason)
+    log.info("back end %s on %s in %s: %s", chosen.name, device, str(dtype).removeprefix("torch."), reason)
     dequantized = {
         stored.packing.kind if stored.packing.group is None else f"{stored.packing.kind} (groups)"
         for stored in bundle.checkpoint.quantised.values()
-        if weights not in ("native", stored.packing.kind) or not implementation.keeps(stored)
+        if weights not in ("native", stored.packing.kind) or not chosen.keeps(stored)
     }
     if dequantized:
         then = "" if weights == "native" else f", and rounds them to {weights}"
         kinds = ", ".join(sorted(dequantized))
-        log.info("back end %s dequantizes the bundle's %s weights at load%s", implementation.name, kinds, then)
+        log.info("back end %s dequantizes the bundle's %s weights at load%s", chosen.name, kinds, then)
     with memory_errors(device, "to load the model"):
-        return implementation(
-            bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch
-        )
-
-
-def _decoder_class(name: str) -> type[Any]:
-    """Imported when chosen: numba and triton cost seconds."""
-    if name == "numba":
-        from .cpu.decoder import CpuDecoder
-
-        return CpuDecoder
-    if name == "triton":
-        from .cuda.decoder import CudaDecoder
-
-        return CudaDecoder
-    from .torch.decoder import TorchDecoder
-
-    return TorchDecoder
+        return chosen(bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch)
 
 
 def load(
@@ -113,14 +98,12 @@ def load(
         bundle: a folder, a Hub id ``USER/NAME`` (a folder that exists wins), or an opened bundle.
         device: ``auto`` (the first NVIDIA GPU, else the CPU), ``cpu``, ``cuda``, ``cuda:1``, …
         dtype: ``auto`` (the weights' own), ``bfloat16``, ``float16`` or ``float32``.
-        backend: ``auto`` (the fastest that can run it; the choice and its reason are logged), ``torch``, ``numba`` or
-            ``triton``.
+        backend: ``auto`` (the fastest that can run it; choice and reason are logged), ``torch``, ``numba``, ``triton``.
         weights: ``native``, or rounded where the back end can: ``int8`` (a scale a row), ``int4`` (a scale for each
             group of 128 channels, or the largest divisor below), ``fp8`` (e4m3, a scale a row; NVIDIA GPUs); the output
             layer is int8 with any of them.
-        sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: the bundle's default,
-            of an opened bundle the level in force.
-            ``model.sparsity`` changes it between two answers.
+        sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: its default, or the level in
+            force of an opened bundle. ``model.sparsity`` changes it between two answers.
         prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
         max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as a quarter
             of the memory that the weights leave free can hold.

@@ -167,8 +167,7 @@ def time_run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
 
 def prompts(config: ModelConfig, workload: Workload) -> list[Tensor]:
     generator = torch.Generator().manual_seed(workload.seed)
-    shape = (workload.batch, workload.prompt_length)
-    return list(torch.randint(config.vocab_size, shape, generator=generator))
+    return list(torch.randint(config.vocab_size, (workload.batch, workload.prompt_length), generator=generator))
 
 
 def read_bandwidth_gbps(device: torch.device) -> float:

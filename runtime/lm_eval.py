@@ -63,7 +63,6 @@ class WisparseLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text; the lowest one if the model has several."""
         token = self.text.special_id("eos_token")
         if token is None and not self.model.stop_ids:
             raise UsageError("lm-eval: the model has no end-of-text token")
@@ -71,7 +70,6 @@ class WisparseLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
         token = self.text.special_id("bos_token")
         return self.eot_token_id if token is None else token
 
@@ -104,9 +102,7 @@ class WisparseLM(TemplateLM):
             if not continuation:
                 continue
             if len(continuation) > limit:
-                raise UsageError(
-                    f"lm-eval: a continuation of {len(continuation)} tokens does not fit the context of {limit}"
-                )
+                raise UsageError(f"lm-eval: a continuation has {len(continuation)} tokens, the context holds {limit}")
             # The last token is predicted, never read; of a context that is too long the end is kept.
             inputs = tuple([*context, *continuation][-(limit + 1) : -1])
             start = sparse_from(self.prefill, len(inputs) - (len(continuation) - 1))

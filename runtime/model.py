@@ -16,22 +16,11 @@ from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.weight_types import sparse_from
 
 from .decoding.decoder import Decoder
 from .generation.engine import Engine
 from .generation.grammar import Grammars
-from .generation.request import (
-    Chunk,
-    Generation,
-    GenerationArguments,
-    GenerationSettings,
-    Message,
-    Prompt,
-    Request,
-    as_prompts,
-    spelled_out,
-)
+from .generation.request import Chunk, Generation, GenerationArguments, GenerationSettings, Prompt, Request, as_prompts
 from .tokenizer import Tokenizer, stop_ids
 
 # What OpenAI's API and transformers call arguments of `Model.generate`.
@@ -55,7 +44,6 @@ class Model(AbstractContextManager["Model"]):
     """
 
     def __init__(self, bundle: Bundle, decoder: Decoder, text: Tokenizer | None, prefill: str = "dense") -> None:
-        sparse_from(prefill, 1)
         self.bundle, self.decoder, self.text, self.prefill = bundle, decoder, text, prefill
         self.stop_ids = stop_ids(bundle, text)
         self.engine = Engine(decoder, text, bundle)
@@ -92,11 +80,8 @@ class Model(AbstractContextManager["Model"]):
 
     @property
     def sparsity(self) -> float:
-        """The sparsity level that answers are decoded at, one of the bundle's; 0 for the dense model.
-
-        Setting it takes milliseconds and loads nothing; not while an answer is in progress. A server's requests may each
-        name another level.
-        """
+        """The sparsity level that answers are decoded at, one of the bundle's; 0 for the dense model. Setting it takes
+        milliseconds and loads nothing; not while an answer is in progress. A server's requests may name another."""
         return self.bundle.sparsity
 
     @sparsity.setter
@@ -128,7 +113,7 @@ class Model(AbstractContextManager["Model"]):
     @overload
     def generate(self, prompt: Sequence[Prompt], **settings: Unpack[GenerationArguments]) -> list[Generation]: ...
 
-    @spelled_out
+    @GenerationSettings.spelled_out
     def generate(
         self, prompt: Prompt | Sequence[Prompt], **settings: Unpack[GenerationArguments]
     ) -> Generation | list[Generation]:
@@ -172,9 +157,7 @@ class Model(AbstractContextManager["Model"]):
         """Answer many prompts, ``max_batch`` at a time: gives each one's index and answer as it ends. Arguments are
         checked at once, the model starts at the first ``next``; they are those of :meth:`generate`."""
         ended = self._chunks(self._requests(prompts, settings), final_only=True)
-        return (
-            (index, chunk.generation) for together in ended for index, chunk in together if chunk.generation is not None
-        )
+        return ((index, chunk.generation) for some in ended for index, chunk in some if chunk.generation is not None)
 
     def stream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generator[Chunk, None, None]:
         """Answer token by token; arguments as for :meth:`generate`, one prompt only. Arguments are checked at once, the
@@ -184,8 +167,7 @@ class Model(AbstractContextManager["Model"]):
     def stream_together(
         self, prompt: Prompt, **settings: Unpack[GenerationArguments]
     ) -> Generator[list[Chunk], None, None]:
-        """:meth:`stream`, with the chunks that are there at once in one list: printing a list costs as little as
-        printing one chunk."""
+        """:meth:`stream`, with the chunks that are there at once in one list, which costs as little to print as one."""
         chunks = self._chunks(self._requests(_one_prompt("stream", prompt), settings))
         return ([chunk for _, chunk in together] for together in chunks)
 
@@ -201,7 +183,7 @@ class Model(AbstractContextManager["Model"]):
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to read it
                     loop.call_soon_threadsafe(came.put_nowait, item)
 
-            with self._submitted(requests, deliver):
+            with self._submitted(requests, deliver, final_only=False):
                 drive = partial(self.engine.drive, lambda: request.done)
                 threading.Thread(target=drive, name="wisparse-stream", daemon=True).start()
                 reason = None
@@ -225,12 +207,11 @@ class Model(AbstractContextManager["Model"]):
     ) -> Request:
         """A validated :class:`Request` with these fields, for ``engine.submit``. A stop string that is a special
         token's name becomes a stop token. prefill: the loader's choice if None."""
-        special = [one for one in stop if self.text is not None and self.text.is_special(one)]
-        tokens = {self.text.token_id(one) for one in special} if self.text is not None else set()
+        special = {} if self.text is None else self.text.special_ids
         request = Request(
             prompt_token_ids,
             stop=[one for one in stop if one not in special],
-            stop_token_ids=self.stop_ids | {token for token in tokens if token is not None},
+            stop_token_ids=self.stop_ids | {special[one] for one in stop if one in special},
             prefill=prefill or self.prefill,
             **fields,
         )
@@ -238,7 +219,6 @@ class Model(AbstractContextManager["Model"]):
         return request
 
     def _requests(self, prompts: Sequence[Prompt], arguments: GenerationArguments) -> list[Request]:
-        """Check and tokenise; the decoder is not used."""
         guard.keywords("generate", arguments, tuple(GenerationArguments.__annotations__), _OTHER_NAMES)
         settings = GenerationSettings(**arguments)
         grammar = settings.parsed_grammar
@@ -255,9 +235,7 @@ class Model(AbstractContextManager["Model"]):
             for prompt in prompts
         ]
 
-    def _chunks(
-        self, requests: Sequence[Request], final_only: bool = False
-    ) -> Generator[list[tuple[int, Chunk]], None, None]:
+    def _chunks(self, requests: Sequence[Request], final_only: bool = False) -> Iterator[list[tuple[int, Chunk]]]:
         """The chunks that have come since the last time, each with the index of its request, until all have ended."""
         came: deque[tuple[int, Chunk | WisparseError]] = deque()
         left = len(requests)
@@ -273,10 +251,7 @@ class Model(AbstractContextManager["Model"]):
 
     @contextmanager
     def _submitted(
-        self,
-        requests: Sequence[Request],
-        deliver: Callable[[int, Chunk | WisparseError], None],
-        final_only: bool = False,
+        self, requests: Sequence[Request], deliver: Callable[[int, Chunk | WisparseError], None], final_only: bool
     ) -> Iterator[None]:
         """Submit requests, each delivering its index and chunks; those that are not done in the end are cancelled."""
         measure = any(request.measure_sparsity for request in requests)
@@ -295,9 +270,7 @@ class Model(AbstractContextManager["Model"]):
     def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | None) -> list[int]:
         if not isinstance(prompt, str) and isinstance(prompt[0], int):
             if system_prompt is not None or chat_template:
-                raise UsageError(
-                    "token ids stand for themselves: they take neither a system prompt nor a chat template"
-                )
+                raise UsageError("token ids stand for themselves: they take no system prompt and no chat template")
             return list(prompt)  # type: ignore[arg-type]
         tokenizer = self.tokenizer
         system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
@@ -306,10 +279,9 @@ class Model(AbstractContextManager["Model"]):
                 raise UsageError("a system prompt needs the chat template: drop one of the two")
             if not (self._chat or system if chat_template is None else chat_template):
                 return tokenizer.encode(prompt, most=self.max_seq_len)
-            messages: list[Message] = [*system, {"role": "user", "content": prompt}]
-        else:
-            messages = [*system, *prompt]
-        return tokenizer.encode(tokenizer.render(messages), add_special_tokens=False, most=self.max_seq_len)
+            prompt = [{"role": "user", "content": prompt}]
+        rendered = tokenizer.render([*system, *prompt])
+        return tokenizer.encode(rendered, add_special_tokens=False, most=self.max_seq_len)
 
 
 def _one_prompt(verb: str, prompt: Prompt) -> list[Prompt]:

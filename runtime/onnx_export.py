@@ -14,9 +14,9 @@ from onnx import TensorProto, helper
 
 from wisparse.formats.bundle import SMALL_FILES, Bundle
 from wisparse.formats.checkpoint import is_finite
-from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError, UsageError, WisparseError
+from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError, WisparseError
 from wisparse.formats.folder import Kind, check_target, replaced_folder
-from wisparse.formats.guard import dump_json, read_json
+from wisparse.formats.guard import dump_json, expect, read_json
 from wisparse.kernels.reference import keep_mask, scores
 
 from .decoding.rotary import switch_length
@@ -71,12 +71,10 @@ def export_onnx(
         check: run the result and compare it with our runtime; nothing is written if they disagree.
     """
     config, checkpoint, recipe = bundle.config, bundle.checkpoint, bundle.recipe
-    if opset not in OPSETS:
-        raise UsageError(f"opset: expected {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
+    expect(opset in OPSETS, "opset", f"{OPSETS.start} to {OPSETS.stop - 1}", opset)
     if dtype == "auto":
         dtype = config.dtype if config.dtype in DTYPES else "float32"
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype: expected auto, {' or '.join(DTYPES)}, found {dtype!r}")
+    expect(dtype in DTYPES, "dtype", f"auto, {' or '.join(DTYPES)}", dtype)
     if config.delta_net is not None:
         raise UnsupportedModelError(
             f"{config.model_type}: expected blocks with attention, found recurrent ones, which have no ONNX "
@@ -147,8 +145,7 @@ def export_onnx(
 
 
 def _genai_config(bundle: Bundle) -> dict[str, Any]:
-    """onnxruntime-genai's description of a decoder. Its defaults are the names of our inputs and outputs, and greedy
-    decoding."""
+    """onnxruntime-genai's description of a decoder; its defaults are our inputs' and outputs' names, and greedy."""
     config = bundle.config
     generation = json.loads(bundle.read_bytes("generation_config.json") or b"{}")
     ids = {key: generation.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -215,13 +212,11 @@ class OnnxDecoder:
 def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
     """Compare an export with our decoder in float32; WisparseError if they differ by more than ``dtype`` explains.
 
-    Dense logits of a prompt in two chunks are compared end to end. Sparse projections are compared node by node, each on
-    its own input in a decoding step: end to end, a score within a rounding error of its threshold is kept by one and
-    dropped by the other, which changes the next blocks' scores in turn. How far that goes is reported, not judged.
-
-    Returns: ``dense_error`` and ``projection_error`` (largest difference over the largest value), ``sparse_kl`` and
-    ``sparse_top1`` (of the sparse steps' logits against ours: mean KL in nats, fraction with the same first choice),
-    ``masks_kl`` (the same KL between our sparse and our dense steps, to compare with).
+    Dense logits of a prompt in two chunks are compared end to end, sparse projections node by node, each on its own
+    input in a decoding step: end to end, a score within a rounding error of its threshold is kept by one and dropped by
+    the other, which changes the next blocks' scores in turn. How far that goes is reported, not judged: ``sparse_kl``,
+    ``sparse_top1`` (of the sparse steps' logits against ours: mean KL in nats, share with the same first choice) and,
+    to compare with, ``masks_kl`` between our sparse and our dense steps. Errors: largest difference over largest value.
     """
     config = bundle.config
     # LongRoPE turns all positions by other angles beyond its switch: stay on one side of it.

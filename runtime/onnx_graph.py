@@ -77,11 +77,9 @@ class DecoderGraph:
         return name
 
     def to_float32(self, x: str) -> str:
-        """x as float32."""
         return x if self.dtype == TensorProto.FLOAT else self.op("Cast", x, to=TensorProto.FLOAT)
 
     def to_dtype(self, x: str) -> str:
-        """A float32 x in the type of the weights."""
         return x if self.dtype == TensorProto.FLOAT else self.op("Cast", x, to=self.dtype)
 
     def times(self, x: str, factor: float, dtype: int = TensorProto.FLOAT) -> str:
@@ -116,16 +114,14 @@ class DecoderGraph:
         return y
 
     def activate(self, x: str) -> str:
-        """The MLP's activation of its gate."""
         op = self.op
         if self.config.activation == "silu":
             return op("Mul", x, op("Sigmoid", x))
         if self.opset >= 20:
             return op("Gelu", x, approximate="tanh")
         # The operator's definition: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))).
-        half, one, cubic, slope = (
-            self.constant(np.float32(value)) for value in (0.5, 1.0, 0.044715, math.sqrt(2 / math.pi))
-        )
+        numbers = (0.5, 1.0, 0.044715, math.sqrt(2 / math.pi))
+        half, one, cubic, slope = (self.constant(np.float32(number)) for number in numbers)
         x = self.to_float32(x)
         cube = op("Mul", op("Mul", x, x), x)
         bent = op("Tanh", op("Mul", slope, op("Add", x, op("Mul", cubic, cube))))
@@ -163,8 +159,7 @@ class DecoderGraph:
             if window is not None:
                 seen = op("And", visible, op("Greater", keys, op("Sub", queries, constant(np.int64(window)))))
             # (B, 1, 1, S, T). The lowest number instead of -inf: a padded query sees nothing, and must not give NaN.
-            allowed = op("And", seen, real)
-            self.biases[window] = op("Where", allowed, constant(np.float32(0)), constant(_LOWEST))
+            self.biases[window] = op("Where", op("And", seen, real), constant(np.float32(0)), constant(_LOWEST))
         positions = op("Cast", op("Unsqueeze", "position_ids", self.ints(1, 3)), to=TensorProto.FLOAT)
         # Cosines and sines (B, 1, S, rotary_dim / 2).
         self.rotations: dict[int, tuple[str, str]] = {}
@@ -270,8 +265,7 @@ class DecoderGraph:
         self.scope = f"{name}.mlp"
         parts = [self.project(f"{name}.mlp.{role}", x, config.mlp_bias) for role in arch.gate_up]
         gate, up = parts if len(parts) == 2 else self.split(parts[0], *[config.intermediate_size] * 2)
-        gated = self.op("Mul", self.activate(gate), up)
-        down = self.project(f"{name}.mlp.down_proj", gated, config.mlp_bias)
+        down = self.project(f"{name}.mlp.down_proj", self.op("Mul", self.activate(gate), up), config.mlp_bias)
         hidden = leave(hidden, down, arch.norms.mlp_output)
         if arch.block_scalar is None:
             return hidden
@@ -296,21 +290,19 @@ class DecoderGraph:
         shape = op("Concat", op("Shape", "input_ids"), self.ints(config.vocab_size), axis=0)
         op("Reshape", flat, shape, out="logits", name="lm_head/logits")
 
-        tokens: list[str | int | None] = ["batch_size", "sequence_length"]
+        tokens = ("batch_size", "sequence_length")
         inputs = [
             value("input_ids", TensorProto.INT64, tokens),
-            value("attention_mask", TensorProto.INT64, ["batch_size", "total_sequence_length"]),
+            value("attention_mask", TensorProto.INT64, ("batch_size", "total_sequence_length")),
             value("position_ids", TensorProto.INT64, tokens),
         ]
-        outputs = [value("logits", TensorProto.FLOAT, [*tokens, config.vocab_size])]
+        outputs = [value("logits", TensorProto.FLOAT, (*tokens, config.vocab_size))]
         for index, block in enumerate(config.blocks):
+            heads, dim = block.num_kv_heads, block.head_dim
+            past, total = (("batch_size", heads, f"{one}_sequence_length", dim) for one in ("past", "total"))
             for what in ("key", "value"):
-                for values, name, length in (
-                    (inputs, "past_key_values", "past_sequence_length"),
-                    (outputs, "present", "total_sequence_length"),
-                ):
-                    dims: list[str | int | None] = ["batch_size", block.num_kv_heads, length, block.head_dim]
-                    values.append(value(f"{name}.{index}.{what}", self.dtype, dims))
+                inputs.append(value(f"past_key_values.{index}.{what}", self.dtype, past))
+                outputs.append(value(f"present.{index}.{what}", self.dtype, total))
         constants = list(self.constants.values())
         graph = helper.make_graph(self.nodes, "wisparse", inputs, outputs, initializer=constants, doc_string=_GRAPH_DOC)
         opsets = [helper.make_opsetid("", self.opset), helper.make_opsetid(DOMAIN, 1)]

@@ -38,7 +38,8 @@ def _library_errors(action: str) -> Iterator[None]:
 
 
 class Tokenizer:
-    """A bundle's tokenizer and chat template; ``template_source`` is that of the template that is given tools."""
+    """A bundle's tokenizer and chat template; ``template_source`` is that of the template that is given tools,
+    ``special_ids`` those of the tokens that ``decode`` leaves out."""
 
     def __init__(
         self, tokenizer_json: bytes, tokenizer_config: Mapping[str, Any], template: str | None, vocab_size: int
@@ -51,7 +52,8 @@ class Tokenizer:
             self._library.no_truncation()
             self._library.no_padding()
         self._vocab_size = vocab_size
-        self._special_ids = {i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
+        added = self._library.get_added_tokens_decoder()
+        self.special_ids = {token.content: index for index, token in added.items() if token.special}
         # Older files hold an object with the text under ``content``.
         texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in tokenizer_config.items()}
         self.special_tokens = {
@@ -60,21 +62,16 @@ class Tokenizer:
         given = tokenizer_config.get("chat_template") if template is None else template
         if not isinstance(given, list):  # a text is the default one, a list has names
             given = [] if given is None else [{"name": "default", "template": given}]
-        named: dict[str, Any] = {
-            one["name"]: one.get("template")
-            for one in given
-            if isinstance(one, dict) and one.get("name") in ("default", "tool_use")
-        }
+        known = (one for one in given if isinstance(one, dict) and one.get("name") in ("default", "tool_use"))
+        named: dict[str, Any] = {one["name"]: one.get("template") for one in known}
         for found in named.values():
             if not isinstance(found, str):
                 raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {found!r:.80}")
-        source = named.get("default")
-        self.template = None if source is None else ChatTemplate(source, self.special_tokens)
+        templates = {name: ChatTemplate(source, self.special_tokens) for name, source in named.items()}
+        self.template = templates.get("default")
         # Some models have a template of its own for conversations with tools.
-        self.template_source = named.get("tool_use", source)
-        self._tool_template = self.template
-        if self.template_source is not None and self.template_source != source:
-            self._tool_template = ChatTemplate(self.template_source, self.special_tokens)
+        self._tool_template = templates.get("tool_use", self.template)
+        self.template_source: str | None = named.get("tool_use", named.get("default"))
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> Tokenizer:
@@ -87,11 +84,11 @@ class Tokenizer:
             )
         jinja = bundle.read_bytes("chat_template.jinja")
         try:
-            source = (
-                jinja.decode() if jinja is not None else read_json(bundle, "chat_template.json").get("chat_template")
-            )
+            source = None if jinja is None else jinja.decode()
         except UnicodeDecodeError as error:
             raise BundleError(f"chat_template.jinja: not UTF-8: {error}") from error
+        if jinja is None:
+            source = read_json(bundle, "chat_template.json").get("chat_template")
         if source is not None and not isinstance(source, str):
             raise BundleError(f"chat_template.json: expected a text, found {source!r:.80}")
         return cls(tokenizer_json, read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
@@ -118,38 +115,29 @@ class Tokenizer:
         with _library_errors("the tokenizers library cannot run it"):
             # Without the offsets of the tokens in the text: that takes less than half as long.
             (found,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = found.ids
-        return ids
+        return found.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids that the tokenizer does not know give nothing."""
         ids = list(token_ids)
         try:
             with _library_errors("the tokenizers library cannot run it"):
-                text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
+                return self._library.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
-            wrong = [one for one in ids if not hasattr(one, "__index__") or not 0 <= one < 2**32]
-            raise UsageError(
-                f"token ids: expected integers from 0 to {2**32 - 1:,}, found {guard.quoted(wrong)}"
-            ) from error
-        return text
+            wrong = guard.quoted([one for one in ids if not hasattr(one, "__index__") or not 0 <= one < 2**32])
+            raise UsageError(f"token ids: expected integers from 0 to {2**32 - 1:,}, found {wrong}") from error
 
     def detokenizer(self, visible_special_tokens: frozenset[int] = frozenset()) -> Detokenizer:
         """A decoder for one growing sequence; these special tokens are part of its text."""
-        return Detokenizer(self._library, self._special_ids, visible_special_tokens)
+        return Detokenizer(self._library, set(self.special_ids.values()), visible_special_tokens)
 
     def token_id(self, token: str) -> int | None:
         """Id of a token that is a whole vocabulary entry; None if there is no such."""
-        found: int | None = self._library.token_to_id(token)
-        return found
+        return self._library.token_to_id(token)
 
     def special_id(self, name: str) -> int | None:
         """Id of ``bos_token``, ``eos_token``, ...; None if the model has none."""
         return self.token_id(self.special_tokens.get(name, ""))
-
-    def is_special(self, token: str) -> bool:
-        """Whether ``decode`` leaves this token out."""
-        return self.token_id(token) in self._special_ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         """The conversation through the chat template; see :meth:`ChatTemplate.render`."""
@@ -263,10 +251,8 @@ def check_tokenizer(bundle: Bundle) -> None:
 def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The ids that end a text: the union of what config, generation config and tokenizer call end-of-text."""
     found: set[int] = set()
-    for name, config in (
-        ("config.json", bundle.config_dict),
-        ("generation_config.json", read_json(bundle, "generation_config.json")),
-    ):
+    file = "generation_config.json"
+    for name, config in (("config.json", bundle.config_dict), (file, read_json(bundle, file))):
         value = config.get("eos_token_id")
         ids = [item for item in (value if isinstance(value, list) else [value]) if item is not None]
         if any(type(item) is not int for item in ids):

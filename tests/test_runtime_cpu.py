@@ -84,8 +84,7 @@ PROMPTS = [tokens(5, seed=1), tokens(28, seed=2), tokens(12, seed=3)]
 
 def give_rounded(bundle: Bundle, decoder: CpuDecoder, twin: TorchDecoder, kind: str) -> None:
     """The weights that ``decoder`` has rounded at load, to the reference as numbers; they are those asked for."""
-    mine = [projection for block in decoder._blocks for projection in block.projections]
-    theirs = [projection for block in twin._blocks for projection in block.projections]
+    mine, theirs = decoder._projections, twin._projections
     for projection, cpu, plain in zip(bundle.config.projections(), mine, theirs, strict=True):
         weight = bundle.checkpoint.tensor(f"{projection.name}.weight").float()
         plain.weight = round_weight(weight, kind).dequantise(torch.float32)

@@ -109,7 +109,7 @@ def test_long_contexts_lose_their_beginning(model: Model, seen: list[tuple[int, 
     assert seen == [(limit, 0)]  # the same tokens: one pass
     assert cut == short
     assert lm._loglikelihood_tokens([(("x", ""), [5, 6], [])], disable_tqdm=True) == [(0.0, True)]
-    with pytest.raises(UsageError, match="does not fit the context"):
+    with pytest.raises(UsageError, match="306 tokens, the context holds 256"):
         lm._loglikelihood_tokens([(("", ""), [5], long)], disable_tqdm=True)
 
 

@@ -164,7 +164,7 @@ def test_others_go_on_while_a_prompt_is_read(bundles: dict[str, Bundle]) -> None
 
 def test_chunks_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_chunks(bundles["llama"], max_batch=2)
-    monkeypatch.setattr(type(decoder), "prefill_chunk_under_load", CHUNK // 2)
+    monkeypatch.setattr(decoder, "pieces_under_load", 2)
     read = watch_prefill(decoder, monkeypatch)
     scheduler = Scheduler(decoder)
     first = scheduler.add(Request(tokens_of(18, 1), 3))
@@ -180,7 +180,6 @@ def test_others_go_on_beside_scoring(bundles: dict[str, Bundle], scored: bool, m
     """A token after each chunk, and never more positions between two tokens than beside a prompt that is only read."""
     decoder = small_chunks(bundles["llama"], max_batch=2)
     monkeypatch.setattr("wisparse.runtime.generation.scheduler._SCORE_CHUNK", 6)
-    monkeypatch.setattr(type(decoder), "prefill_chunk_under_load", CHUNK)
     read, between = watch_prefill(decoder, monkeypatch), []
     scheduler = Scheduler(decoder)
     stream = scheduler.add(Request(tokens_of(3, 3), 40))

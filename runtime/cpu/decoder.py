@@ -19,22 +19,14 @@ from wisparse.formats.machine import usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.cpu.launch import Team, prepare, team_size
-from wisparse.kernels.cpu.layout import (
-    NAMES,
-    BlockField,
-    DeltaField,
-    ProjectionField,
-    StepField,
-    StoredAs,
-    scratch_layout,
-)
+from wisparse.kernels.cpu.layout import NAMES, BlockField, DeltaField, ProjectionField, StepField, scratch_layout
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import check_capacity
 from ..decoding.rotary import query_scales, switch_length
 from ..torch.block import Block, MaskedLinear, Norm, finish_logits
 from ..torch.decoder import TorchDecoder
-from .weights import CpuProjection, Matrix, product_dtype, read_matrix
+from .weights import CpuProjection, product_dtype, read_matrix
 
 _EMBEDDING = "model.embed_tokens.weight"
 # A thread that reads less than this per step waits for the others for longer than it helps.
@@ -49,7 +41,7 @@ class CpuDecoder(TorchDecoder):
     def _load(self, bundle: Bundle, weights: str) -> None:
         super()._load(bundle, weights)
         # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
-        codes = any(projection.weight.stored_as != StoredAs.BASE for projection in self._projections)
+        codes = any(projection.weight.scale is not None for projection in self._projections)
         converted = self.dtype != torch.float32 or codes
         fast = product_dtype(self.dtype) == torch.bfloat16
         self._step_rows = 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
@@ -67,13 +59,10 @@ class CpuDecoder(TorchDecoder):
         with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
             read = partial(read_matrix, bundle, dtype=dtype, weights=weights, transposed=True)
             matrices = dict(zip(names, pool.map(read, names), strict=True))
-        self._embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False).data
-        tied, head_type = config.tie_word_embeddings, WEIGHT_TYPES[weights].head
-        if tied and head_type == "native":
-            shape = config.vocab_size, config.hidden_size
-            self._head = Matrix(StoredAs.BASE, self._embedding, shape, transposed=False)
-        else:
-            head = _EMBEDDING if tied else "lm_head.weight"
+        self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
+        self._embedding, head_type = embedding.data, WEIGHT_TYPES[weights].head
+        if not config.tie_word_embeddings or head_type != "native":
+            head = _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
             self._head = read_matrix(bundle, head, dtype, head_type, transposed=False)
         return lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], self.device, dtype)
 
@@ -88,8 +77,7 @@ class CpuDecoder(TorchDecoder):
         return packing.kind == "int4" or (packing.kind == "int8" and packing.group is None and not packing.zero_points)
 
     def decode(self, token_ids: Tensor) -> Tensor:
-        lengths = self._cache.lengths
-        tokens = token_ids.tolist()
+        lengths, tokens = self._cache.lengths, token_ids.tolist()
         check_capacity(tokens, lengths, self.max_seq_len)
         rows = [(slot, token, lengths[slot]) for slot, token in enumerate(tokens) if token >= 0]
         if rows:
@@ -99,19 +87,16 @@ class CpuDecoder(TorchDecoder):
             self._sparse_positions += len(rows)
         return self._step.logits[: len(tokens)]
 
-    def _forward(
-        self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int
-    ) -> Tensor:
+    def _forward(self, cache: KVCache, slot: int, ids: Tensor, *, start: int, total: int, first_sparse: int) -> Tensor:
         """Few tokens are rows of a decode step, which converts no weights."""
         switch = switch_length(self.config)  # the step has one table of rotary factors
-        if cache is not self._cache or len(token_ids) > self._step_rows or (switch is not None and total > switch):
-            return super()._forward(cache, slot, token_ids, start=start, total=total, first_sparse=first_sparse)
-        tokens = token_ids.tolist()
+        if cache is not self._cache or len(ids) > self._step_rows or (switch is not None and total > switch):
+            return super()._forward(cache, slot, ids, start=start, total=total, first_sparse=first_sparse)
+        tokens = ids.tolist()
         self._sparse_positions += len(tokens) - first_sparse
         parts = ((tokens[:first_sparse], start, False), (tokens[first_sparse:], start + first_sparse, True))
-        return torch.cat(
-            [self._step.read(slot, part, at, masked=masked).to(self.dtype) for part, at, masked in parts if part]
-        )
+        read = [self._step.read(slot, part, at, masked=masked).to(self.dtype) for part, at, masked in parts if part]
+        return torch.cat(read)
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         super().set_masks(masks)
@@ -263,18 +248,13 @@ class Step:
                 row[BlockField.KEYS], row[BlockField.VALUES] = cache.attention[index]
             else:
                 delta, states = block.delta, cache.recurrent[index]
+                sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "taps")
+                tensors = ("a", "b", "dt_bias", "norm")
                 numbers = {
-                    DeltaField.KEY_HEADS: delta.config.key_heads,
-                    DeltaField.VALUE_HEADS: delta.config.value_heads,
-                    DeltaField.KEY_DIM: delta.config.key_dim,
-                    DeltaField.VALUE_DIM: delta.config.value_dim,
-                    DeltaField.TAPS: delta.config.taps,
-                    DeltaField.A: delta.a.float(),
-                    DeltaField.B: delta.b.float(),
+                    **{DeltaField[name.upper()]: getattr(delta.config, name) for name in sizes},
+                    **{DeltaField[name.upper()]: getattr(delta, name).float() for name in tensors},
                     DeltaField.KERNEL: delta.kernel[:, 0].t().float(),
                     DeltaField.RATE: delta.log_rate.float().exp(),
-                    DeltaField.DT_BIAS: delta.dt_bias.float(),
-                    DeltaField.NORM: delta.norm.float(),
                     DeltaField.INPUTS: states.inputs,
                     DeltaField.STATES: states.state,
                 }
@@ -284,13 +264,13 @@ class Step:
                 row[BlockField.ROTARY_HALF], row[BlockField.INTERLEAVED] = rope.rotary_dim // 2, rope.interleaved
                 row[BlockField.COS], row[BlockField.SIN] = cos, sin
             rows.append(self._fill(BlockField, row))
-            first += len(block.projections)
+            first += sum(map(len, block.linears))
         return np.array(rows)
 
     def _allocate(self, threads: int, rows: int) -> None:
         """Buffers for a team of ``threads`` and ``rows`` rows; counts are kept."""
         config = self._config
-        longest = max(config.hidden_size, max(projection.in_features for projection in self._projections))
+        longest = max(config.hidden_size, *(projection.in_features for projection in self._projections))
         if config.delta_net is not None:  # out_proj's input, and a head's scratch
             delta = config.delta_net
             longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))

@@ -133,9 +133,8 @@ class CpuProjection(MaskedLinear):
 
 
 def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, transposed: bool) -> Matrix:
-    """Read the weight ``name`` (N, K), laid out as (K, N) if ``transposed``; int4 always is. ``weights``: one of
-    ``WEIGHT_TYPES``; ``native`` takes int4, and int8 with a scale a row, as they are on disk, and dequantises others to
-    ``dtype``."""
+    """Read the weight ``name`` (N, K), laid out as (K, N) if ``transposed``; int4 always is. ``weights``: as at load;
+    ``native`` takes int4, and int8 with a scale a row, as they are on disk, and dequantises others to ``dtype``."""
     checkpoint, (n, k) = bundle.checkpoint, bundle.checkpoint.shape(name)
     stored, packed = None, checkpoint.quantised.get(name)
     if packed is not None and weights in ("native", packed.packing.kind):

@@ -23,10 +23,10 @@ from wisparse.kernels.reference import keep_mask
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, OnLogits, check_capacity
 from ..decoding.sampling import SamplingParams, sample
-from ..torch.block import finish_logits
+from ..torch.block import Block, finish_logits
 from .prefill import ShortPrompts, attention, chunk_size, head_products, lower_right, project, too_little_memory
 from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
-from .weights import BlockWeights, CudaWeights, dense_linears, load_weights, put_masks, with_dense
+from .weights import CudaWeights, dense_linears, load_weights, put_masks, with_dense
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class CudaDecoder(Decoder):
 
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
-    prefix_block_size = 1
+    prefix_block_size, pieces_under_load = 1, 2
     _attention = staticmethod(attention)
 
     def _load(self, bundle: Bundle, weights: str) -> None:
@@ -111,20 +111,14 @@ class CudaDecoder(Decoder):
         head, scales = self.weights.head, self.weights.head_scales
         return self.weights.num_bytes_inside, head.nbytes + (0 if scales is None else scales.nbytes)
 
-    @property
-    def prefill_chunk_under_load(self) -> int:
-        return max(1, self.prefill_chunk // 2)
-
-    def _prefill(
-        self, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits | None
-    ) -> Tensor:
+    def _prefill(self, slot: int, ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits) -> Tensor:
         self._forget_ahead()
         dense = stop <= sparse_from and on_logits is None
-        short = self._short.logits(slot, token_ids, start, stop) if dense and self._short is not None else None
+        short = self._short.logits(slot, ids, start, stop) if dense and self._short is not None else None
         if short is not None:
             logits = finish_logits(self.config, short)
         else:
-            logits = super()._prefill(slot, token_ids, sparse_from, start, stop, on_logits)
+            logits = super()._prefill(slot, ids, sparse_from, start, stop, on_logits)
         self._positions[slot : slot + 1].fill_(stop)
         return logits
 
@@ -139,9 +133,7 @@ class CudaDecoder(Decoder):
         return self._logits_of(self._replay(token_ids), len(token_ids))
 
     @torch.inference_mode()
-    def step(
-        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: Callable[[Tensor], None] | None = None
-    ) -> Tensor:
+    def step(self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None) -> Tensor:
         """A step starts the one after it before it returns, as its input is known by then: the GPU does not wait for the
         host to read the token. If something else is asked for next, that step is forgotten."""
         batch, settings = len(token_ids), list(settings)
@@ -212,7 +204,7 @@ class CudaDecoder(Decoder):
             return
         self._forget_ahead()
         # Warm up prefill on a scratch KV cache.
-        size = min(self.prefill_chunk_under_load, self.max_seq_len)
+        size = min(self.prefill_chunk // self.pieces_under_load, self.max_seq_len)
         scratch = KVCache(self.config, 1, size, self.device, self.dtype)
         for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
             pass
@@ -250,10 +242,6 @@ class CudaDecoder(Decoder):
         for step in self._all_steps():
             kept += step.counts.weights(but_last=self._ahead is not None and self._ahead[2] is step)
         return 1.0 - (kept + float(self._kept_in_prompts)) / (positions * per_position)
-
-    def close(self) -> None:
-        super().close()
-        self.__dict__.pop("weights", None)
 
     def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:
         """The captured step of ``rows`` slots from ``first`` on, for contexts up to ``context`` positions."""
@@ -298,8 +286,7 @@ class CudaDecoder(Decoder):
         """The step that appends one more token to the slots whose ``tokens`` are not negative, and its first slot."""
         active = [slot for slot, token in enumerate(tokens) if token >= 0]
         ((first, rows),) = _blocks(active)
-        context = max(self._cache.lengths[slot] for slot in active) + 1
-        return first, self.step_for(rows, first, context)
+        return first, self.step_for(rows, first, max(self._cache.lengths[slot] for slot in active) + 1)
 
     def _counts_next(self) -> bool:
         """Whether the step that is started now is counted: the first is, and one of so many."""
@@ -329,7 +316,7 @@ class CudaDecoder(Decoder):
         linears = (linear for block in self.weights.blocks for linear in block.linears if linear.dense)
         return sum(linear.in_features * linear.out_features for linear in linears)
 
-    def _apply(self, block: BlockWeights, first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
+    def _apply(self, block: Block[FusedLinear], first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
         """``_observe`` is called with each linear, its input (T, K) and the first masked row, before the product."""
         linear: FusedLinear = getattr(block, role)
         if self._observe is not None:
@@ -337,8 +324,7 @@ class CudaDecoder(Decoder):
         return project(linear, x, first_sparse, self.weights.dequantized)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        normed = self.weights.norm(hidden)
-        return finish_logits(self.config, head_products(self.weights, normed).float())
+        return finish_logits(self.config, head_products(self.weights, self.weights.norm(hidden)).float())
 
     def _count_prompt(self, linear: FusedLinear, x: Tensor, first_sparse: int) -> None:
         tail = x[first_sparse:]

@@ -39,9 +39,8 @@ def explain(decoder: Decoder, *, batch: int) -> str:
 
 
 def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) -> dict[str, dict[str, float]]:
-    """Microseconds of each kernel, averaged over the blocks, and for linears the time their kept weights take to read.
-    ``sparsity``: realised; the ideal counts the bytes of the weights that it leaves (of a batch: if all rows kept the
-    same channels), at ``gbps``."""
+    """Microseconds of each kernel, averaged over the blocks, and for linears the time that their kept weights take
+    to read at ``gbps``. ``sparsity``: realised; the ideal is that of rows in a batch that keep the same channels."""
     decoder = _require_triton(decoder, "--kernels")
     _read_prompts(decoder, batch)
     step = _step(decoder, batch, None)

@@ -26,10 +26,10 @@ from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import switch_length
+from ..torch.block import Block, drop_channels, embed, finish_block
 from ..torch.block import attention as plain_attention
-from ..torch.block import drop_channels, embed, finish_block
 from .step import MAX_ROWS, PositionTables, attention_arguments, capture
-from .weights import BlockWeights, CudaWeights
+from .weights import CudaWeights
 
 # Chunks bound the activations of a long prompt, and the time that other sequences wait for theirs: half a chunk. For
 # 1,024 positions of an 8B model they waited 52 to 56 ms on an H200, for 768 45 to 55, and they may for 50.
@@ -180,7 +180,7 @@ class ShortPrompts:
             x = embed(config, weights.embedding, given[3:])
             for index, block in enumerate(weights.blocks):
 
-                def apply(role: str, n: Tensor, block: BlockWeights = block) -> tuple[Tensor]:
+                def apply(role: str, n: Tensor, block: Block[FusedLinear] = block) -> tuple[Tensor]:
                     return (self._products(getattr(block, role), n),)
 
                 n = x if block.attention_input is None else block.attention_input(x)

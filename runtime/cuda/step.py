@@ -27,12 +27,13 @@ from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launc
 from wisparse.kernels.gpu.plan import GemvTile, KernelPlan, Scratch, gpu_of, launch_linear, plan
 from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, launch_sample
+from wisparse.kernels.gpu.weights import FusedLinear
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import Rotary, query_scales
 from ..decoding.sampling import SamplingParams
-from ..torch.block import LINEARS, Norm
-from .weights import BlockWeights, CudaWeights
+from ..torch.block import LINEARS, Block, Norm
+from .weights import CudaWeights
 
 MAX_ROWS = 16
 # KV splits of one row's context, up to how many positions: with 8 KV heads 16 make about one program for each of an
@@ -62,14 +63,12 @@ def position_tables(
 ) -> PositionTables:
     scales = query_scales(config, 0, max_seq_len, device)
     factors = None if scales is None else scales.to(dtype)
-    found: PositionTables = {
-        i: RotaryTables(*rotaries[i].step_tables(max_seq_len), factors) for i in range(len(rotaries))
-    }
+    found: PositionTables = {i: RotaryTables(*one.step_tables(max_seq_len), factors) for i, one in enumerate(rotaries)}
     # Of no dimensions where nothing is rotated.
     return found | {None: RotaryTables(found[0].cos[:, :0], found[0].sin[:, :0], factors)}
 
 
-def attention_arguments(config: ModelConfig, block: BlockWeights, rotary: RotaryTables) -> dict[str, Any]:
+def attention_arguments(config: ModelConfig, block: Block[FusedLinear], rotary: RotaryTables) -> dict[str, Any]:
     spec, norm = block.spec, config.architecture.qk_norm
     norm_of = "whole" if norm and not norm.per_head else "rotated head" if norm and norm.after_rotary else "head"
     shape = AttentionShape(
@@ -112,18 +111,15 @@ class DecodeStep:
         first: int,
         rows: int,
         tiles: dict[str, GemvTile] | None = None,
-        pdl: bool | None = None,
         kv_splits: int = max(KV_SPLITS.values()),
     ) -> None:
-        """``tiles`` (qkv, o, gate_up, down) and ``pdl`` override what ``plan`` chooses, for measurements."""
+        """``tiles`` (qkv, o, gate_up, down) override those that ``plan`` chooses, for measurements."""
         self.weights, self.config, self.rows, self._tables = weights, config, rows, tables
         device, dtype = weights.embedding.device, weights.embedding.dtype
         gpu = gpu_of(device)
-        self.pdl = gpu.arch >= 90 if pdl is None else pdl
+        self.pdl = gpu.arch >= 90
         own = slice(first, first + rows)
-        self._cache = {
-            i: KVSlots(keys[own], values[own], keys.shape[2]) for i, (keys, values) in cache.attention.items()
-        }
+        self._cache = {i: KVSlots(k[own], v[own], k.shape[2]) for i, (k, v) in cache.attention.items()}
         self._states = {
             i: DeltaMemory(s.inputs[:, own], s.state[:, own], s.inputs.stride(0), s.state.stride(0))
             for i, s in cache.recurrent.items()
@@ -163,13 +159,12 @@ class DecodeStep:
         self._attention_stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
         self._activated = empty(rows, config.intermediate_size)
         self._logits = Logits.empty(rows, config.vocab_size, device)
-        sampled = dtype in SAMPLED_DTYPES
-        self._sampling = SampleState.empty(rows, config.vocab_size, device) if sampled else None
+        self._sampling = SampleState.empty(rows, config.vocab_size, device) if dtype in SAMPLED_DTYPES else None
         self._settings: list[SamplingParams] = []
         self.counts = _KeptCells(self)
         self._replays: dict[tuple[bool, bool], list[Callable[[], None]]] = {}
 
-    def _plan_block(self, block: BlockWeights, tiles: dict[str, GemvTile], kv_splits: int) -> None:
+    def _plan_block(self, block: Block[FusedLinear], tiles: dict[str, GemvTile], kv_splits: int) -> None:
         chosen: dict[str, KernelPlan] = {}
 
         def choose(role: str, output: str, ssq_parts: int = 1, **attention: int) -> None:

@@ -20,31 +20,17 @@ from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, round_weight
 from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
-from ..torch.block import LINEARS, BlockSpec, Norm, block_tensors, read_spec
+from ..torch.block import LINEARS, Block, Norm, block_tensors, read_spec
 
 _HEAD_ROWS = 4096  # rows of a quantized output layer that a prompt dequantizes at once, at least
 _MOST_THREADS = 12  # that read files
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockWeights(BlockSpec):
-    """One transformer block. A recurrent block's ``qkv`` and ``o`` are the linears around its ``delta``."""
-
-    qkv: FusedLinear
-    o: FusedLinear
-    gate_up: FusedLinear
-    down: FusedLinear
-
-    @property
-    def linears(self) -> tuple[FusedLinear, FusedLinear, FusedLinear, FusedLinear]:
-        return self.qkv, self.o, self.gate_up, self.down
-
-
 @dataclass(frozen=True)
 class CudaWeights:
     embedding: Tensor
-    blocks: list[BlockWeights]
+    blocks: list[Block[FusedLinear]]
     norm: Norm
     head: Tensor  # (V, H), int8 if it has scales
     head_scales: Tensor | None  # (V,) float32
@@ -118,11 +104,9 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
         blocks = []
         for index in range(config.num_blocks):
             spec = read_spec(config, index, source.tensor)
-            linears: dict[str, Any] = {
-                role: _load_linear(projections, copies, source, weights)
-                for role, (projections, copies) in zip(LINEARS, _projections(config, index), strict=True)
-            }
-            blocks.append(BlockWeights(**spec, **linears))
+            loaded = (_load_linear(*one, source, weights) for one in _projections(config, index))
+            linears: dict[str, Any] = dict(zip(LINEARS, loaded, strict=True))
+            blocks.append(Block(**spec, **linears))
         norm = Norm(source.tensor(_NORM), config.rms_norm_eps, config.architecture.norm_offset)
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
         quantized = [linear for block in blocks for linear in block.linears if linear.weight.quant != "none"]
@@ -189,11 +173,8 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
 
 def dense_linears(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tuple[bool, ...]:
     """Linear by linear, whether masks drop nothing: what a step is compiled for. Masks alike share their steps."""
-    return tuple(
-        not any(mask.threshold for projection in projections if (mask := masks.get(projection.name)) is not None)
-        for index in range(config.num_blocks)
-        for projections, _ in _projections(config, index)
-    )
+    linears = (shared for index in range(config.num_blocks) for shared in config.shared_inputs(index))
+    return tuple(not any(masks[projection.name].threshold for projection in shared) for shared in linears)
 
 
 def with_dense(weights: CudaWeights, dense: tuple[bool, ...]) -> CudaWeights:
@@ -214,12 +195,9 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
     for index in range(config.num_blocks):
         for projections, copies in _projections(config, index):
             for projection in projections:
-                scale, threshold = torch.ones(projection.in_features), 0.0
-                mask = masks.get(projection.name)
-                if mask is not None and mask.sparsity > 0:
-                    scale, threshold = mask.channel_scale, mask.threshold
-                scales += [scale] * copies
-                thresholds += [threshold] * copies
+                mask = masks[projection.name]
+                scales += [mask.channel_scale] * copies
+                thresholds += [mask.threshold] * copies
     # One transfer each: a transfer for every projection waits for the device as often.
     device = linears[0].scales.device
     flat, bounds = torch.cat(scales).to(device), torch.tensor(thresholds, dtype=torch.float32).to(device)
@@ -231,12 +209,7 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
 
 @contextmanager
 def staged_reads(
-    checkpoint: Checkpoint,
-    names: Iterable[str],
-    device: torch.device,
-    *,
-    threads: int | None = None,
-    part_bytes: int = 8 << 20,
+    checkpoint: Checkpoint, names: Iterable[str], device: torch.device, *, threads: int = 0, part_bytes: int = 8 << 20
 ) -> Iterator[Callable[[str], Tensor]]:
     """Gives ``read(name)`` for ``names`` in their order: the tensor on ``device``, checked, its copy queued on the stream."""
     threads = threads or min(_MOST_THREADS, os.cpu_count() or 1)

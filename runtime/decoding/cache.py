@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wisparse.formats.errors import ResourceError, UsageError, first_line
+from wisparse.formats.errors import ResourceError, first_line
 from wisparse.formats.model_config import ModelConfig
 
 # torch's messages where the error has no type of its own.
@@ -49,30 +49,22 @@ class DeltaState:
 
 
 class KVCache:
-    """``max_batch`` slots of ``max_seq_len`` positions."""
+    """Some slots of ``length`` positions."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        max_batch: int,
-        max_seq_len: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        buffers: int = 1,
+        self, config: ModelConfig, slots: int, length: int, device: torch.device, dtype: torch.dtype, buffers: int = 1
     ) -> None:
-        """``buffers``: 1, or 2: the state after p positions then lies in buffer p % 2, and a step leaves that of the
-        position before it where it is."""
+        """``buffers``: 1, or 2: the state after p positions then lies in buffer p % 2, beside that of p - 1."""
         self._buffers = buffers
-        # Block -> keys and values, each (max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond lengths.
+        # Block -> keys and values, each (slots, num_kv_heads, length, head_dim), uninitialised beyond lengths.
         self.attention: dict[int, tuple[Tensor, Tensor]] = {}
-        # Recurrent block -> its states, each tensor of a DeltaState with (buffers, max_batch) in front.
+        # Recurrent block -> its states, each tensor of a DeltaState with (buffers, slots) in front.
         self.recurrent: dict[int, DeltaState] = {}
-        self.lengths = [0] * max_batch  # positions filled in each slot
-        delta, copies = config.delta_net, (buffers, max_batch)
+        self.lengths = [0] * slots  # positions filled in each slot
+        delta, copies = config.delta_net, (buffers, slots)
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-        size = bytes_per_position(config, dtype) * max_batch * max_seq_len / 1e9
-        with memory_errors(device, f"for a cache of {size:.1f} GB, {max_batch} x {max_seq_len} positions"):
+        size = bytes_per_position(config, dtype) * slots * length / 1e9
+        with memory_errors(device, f"for a cache of {size:.1f} GB, {slots} x {length} positions"):
             for index, block in enumerate(config.blocks):
                 if block.recurrent and delta is not None:
                     heads = delta.value_heads, delta.key_dim, delta.value_dim
@@ -81,7 +73,7 @@ class KVCache:
                         torch.zeros(*copies, *heads, dtype=accumulator, device=device),
                     )
                 else:
-                    shape = (2, max_batch, block.num_kv_heads, max_seq_len, block.head_dim)
+                    shape = (2, slots, block.num_kv_heads, length, block.head_dim)
                     keys, values = torch.empty(shape, dtype=dtype, device=device)
                     self.attention[index] = keys, values
 
@@ -92,8 +84,6 @@ class KVCache:
                 state = self.state(block, slot, 0)
                 state.inputs.zero_()
                 state.state.zero_()
-        else:
-            self._check_states(slot, start)
         self.lengths[slot] = 0
 
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,17 +108,9 @@ class KVCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Fill ``target`` with the first ``length`` positions of ``source``."""
-        self._check_states(source, length)
         for pair in self.attention.values():
             for tensor in pair:
                 tensor[target, :, :length] = tensor[source, :, :length]
         for block in self.recurrent:
             self.state(block, target, length).take(self.state(block, source, length))
         self.lengths[target] = length
-
-    def _check_states(self, slot: int, position: int) -> None:
-        if self.recurrent and position != self.lengths[slot]:
-            raise UsageError(
-                f"slot {slot}: the state of its recurrent blocks is that of {self.lengths[slot]} positions, "
-                f"expected {position}"
-            )

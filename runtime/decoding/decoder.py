@@ -20,7 +20,7 @@ from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
-from ..torch.block import BlockSpec, Positions, attention, embed, run_block
+from ..torch.block import Block, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
@@ -28,7 +28,7 @@ from .sampling import SamplingParams, sample
 _CACHE_SHARE = 0.25  # of the memory that the weights leave free
 _FEWEST_POSITIONS = 256
 
-OnLogits = Callable[[Tensor], None]
+OnLogits = Callable[[Tensor], None] | None
 
 
 class Decoder(ABC):
@@ -39,11 +39,12 @@ class Decoder(ABC):
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # which of WEIGHT_TYPES it can hold weights as
     prefill_chunk: int  # positions of a prompt that are read together; chunks begin at multiples of it
+    pieces_under_load = 1  # that a chunk is read in while other sequences wait for their next token
     # The first positions of a slot can serve another prompt up to a multiple of this. Where it is the prefill chunk,
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
     prefix_block_size: int
     _embedding: Tensor  # (V, H)
-    _blocks: Sequence[BlockSpec]  # with projections
+    _blocks: Sequence[Block]
     _cache: KVCache
     _sparse_positions = 0  # that ``_forward`` has read since ``measure_sparsity``
     _attention = staticmethod(attention)
@@ -83,11 +84,6 @@ class Decoder(ABC):
         return False
 
     @property
-    def prefill_chunk_under_load(self) -> int:
-        """The prefill chunk while other sequences wait for their next token; divides ``prefill_chunk``."""
-        return self.prefill_chunk
-
-    @property
     def lengths(self) -> list[int]:
         """Positions filled in each slot, counted on the host."""
         return list(self._cache.lengths)
@@ -107,16 +103,14 @@ class Decoder(ABC):
             yield self._forward(cache, slot, ids[start:end], start=start, total=total, first_sparse=first_sparse)
             start = end
 
-    def _forward(
-        self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int
-    ) -> Tensor:
+    def _forward(self, cache: KVCache, slot: int, ids: Tensor, *, start: int, total: int, first_sparse: int) -> Tensor:
         """Positions from ``start`` on, of a sequence of ``total``: (T,) ids to (T, H) hidden states, filling the cache.
         Those from the chunk's ``first_sparse``-th on are masked."""
-        config, stop = self.config, start + len(token_ids)
-        self._sparse_positions += len(token_ids) - first_sparse
+        config, stop = self.config, start + len(ids)
+        self._sparse_positions += len(ids) - first_sparse
         tables = [rotary.tables(start, stop, total) for rotary in self._rotaries]
         at = Positions(cache, slot, start, tables, query_scales(config, start, stop, self.device))
-        x = embed(config, self._embedding, token_ids)
+        x = embed(config, self._embedding, ids)
         for index, block in enumerate(self._blocks):
             x = run_block(config, index, block, x, at, partial(self._apply, block, first_sparse), self._attention)
         return x
@@ -138,7 +132,7 @@ class Decoder(ABC):
         *,
         start: int = 0,
         stop: int | None = None,
-        on_logits: OnLogits | None = None,
+        on_logits: OnLogits = None,
     ) -> Tensor:
         """Read positions start..stop of a prompt (T,) int64 into a slot: the last one's logits (V,) float32. Positions
         from ``sparse_from`` on (policy ``dense``: T, ``half``: T - T // 2, ``all``: 0) run with the bundle's masks.
@@ -155,11 +149,9 @@ class Decoder(ABC):
         self._cache.lengths[slot] = stop
         return logits[0]
 
-    def _prefill(
-        self, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits | None
-    ) -> Tensor:
+    def _prefill(self, slot: int, ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits) -> Tensor:
         """:meth:`prefill`, with its arguments checked: logits (1, V)."""
-        for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
+        for hidden in self._read(self._cache, slot, ids, sparse_from, start, stop):
             if on_logits is not None:
                 on_logits(self._logits(hidden))
             last = hidden[-1:]
@@ -184,13 +176,10 @@ class Decoder(ABC):
         negative id marks an idle row: its slot stays as it is, its logits are undefined. The result is valid until the
         next call. ``longrope``: a sequence that grows beyond ``switch_length`` must be prefilled anew first."""
 
-    def step(
-        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: Callable[[Tensor], None] | None = None
-    ) -> Tensor:
+    def step(self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None) -> Tensor:
         """``decode``, then choose the next token of every row: (B,) int64; idle rows are undefined. ``settings``: one
         for each row, seeds resolved. ``adjust`` changes the logits (B, V) in place. An implementation that samples on
-        its device must give the same tokens as ``sampling.sample``, with position = the slot's length after the
-        append."""
+        its device must give the tokens of ``sampling.sample``, at the slot's length after the append."""
         logits = self.decode(token_ids)
         if adjust is not None:
             logits = logits.clone()
@@ -230,7 +219,7 @@ class Decoder(ABC):
 
     def close(self) -> None:
         """Free the memory. Closing twice is fine."""
-        for name in [name for name in self.__dict__ if name.startswith("_")]:
+        for name in [name for name in self.__dict__ if name.startswith("_") or name == "weights"]:
             del self.__dict__[name]
 
 
@@ -257,9 +246,7 @@ def next_chunk(start: int, size: int) -> int:
     return (start // size + 1) * size
 
 
-def weight_bytes(
-    bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callable[[StoredWeight], bool] = lambda _: False
-) -> int:
+def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callable[[StoredWeight], bool]) -> int:
     """What a bundle's weights take in memory as ``weights``, all else in ``dtype``; keeps: as of a `Decoder`."""
     chosen = WEIGHT_TYPES[weights]
     total = 0

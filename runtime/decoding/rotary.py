@@ -31,13 +31,9 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
         rotations = rope.parameters["original_max_position_embeddings"] * plain / (2 * math.pi)
         blend = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - blend) * plain / factor + blend * plain
-    if rope.rope_type == "yarn":
-        return _yarn(plain, rope)
-    return plain
-
-
-def _yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """As llama3, blended by the pair's index: https://arxiv.org/abs/2309.00071, section 3.2."""
+    if rope.rope_type != "yarn":
+        return plain
+    # As llama3, blended by the pair's index: https://arxiv.org/abs/2309.00071, section 3.2.
     original, factor = rope.parameters["original_max_position_embeddings"], float(rope.parameters["factor"])
 
     def pair(rotations: float) -> float:
@@ -78,12 +74,8 @@ def attention_scaling(rope: RopeConfig) -> float:
 def switch_length(config: ModelConfig) -> int | None:
     """The longest sequence that LongRoPE's short factors serve; None for other models. A sequence that grows beyond it
     must be prefilled anew, because its cached keys were rotated by other angles."""
-    lengths = [
-        int(rope.parameters["original_max_position_embeddings"])
-        for rope in config.rotaries
-        if rope.rope_type == "longrope"
-    ]
-    return min(lengths, default=None)
+    scaled = [rope.parameters for rope in config.rotaries if rope.rope_type == "longrope"]
+    return min((int(parameters["original_max_position_embeddings"]) for parameters in scaled), default=None)
 
 
 class Rotary:
@@ -97,8 +89,7 @@ class Rotary:
         self._dtype = dtype
 
     def tables(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions start..stop in a sequence of ``length``: (stop - start, rotary_dim) each. The halves
-        of the last axis are equal."""
+        """cos and sin of positions start..stop of ``length``: (stop - start, rotary_dim) each, in equal halves."""
         long = self._switch is not None and length > self._switch
         positions = torch.arange(start, stop, dtype=torch.float32, device=self._short.device)
         angles = positions[:, None] * (self._long if long else self._short)
@@ -122,8 +113,7 @@ def query_scales(config: ModelConfig, start: int, stop: int, device: torch.devic
     if config.query_scaling is None:
         return None
     beta, length = config.query_scaling
-    positions = torch.arange(start, stop, device=device)
-    return 1 + beta * torch.log(1 + torch.floor(positions / length))
+    return 1 + beta * torch.log(1 + torch.floor(torch.arange(start, stop, device=device) / length))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

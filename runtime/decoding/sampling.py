@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from wisparse.formats import guard
-from wisparse.formats.errors import UsageError
 
 MOST_LOGPROBS = 100  # the largest number of top log-probabilities beside each token
 
@@ -51,17 +49,12 @@ class SamplingParams:
             given = getattr(self, name)
             checked[name] = None if given is None else guard.integer(name, given, 0, most)
         biases: Any = {} if self.logit_bias is None else self.logit_bias
-        if not isinstance(biases, Mapping) or len(biases) > _MOST_BIASES:
-            raise UsageError(
-                f"logit_bias: expected a mapping of up to {_MOST_BIASES:,} token ids to numbers, "
-                f"found {guard.quoted(biases)}"
-            )
-        checked["logit_bias"] = {
-            guard.integer("logit_bias", token, 0, 2**31 - 1): guard.number(
-                "logit_bias", bias, -100.0, 100.0, "numbers from -100 to 100"
-            )
-            for token, bias in biases.items()
-        } or None
+        words = f"a mapping of up to {_MOST_BIASES:,} token ids to numbers"
+        guard.expect(isinstance(biases, Mapping) and len(biases) <= _MOST_BIASES, "logit_bias", words, biases)
+        ids = [guard.integer("logit_bias", token, 0, 2**31 - 1) for token in biases]
+        words = "numbers from -100 to 100"
+        values = [guard.number("logit_bias", bias, -100.0, 100.0, words) for bias in biases.values()]
+        checked["logit_bias"] = dict(zip(ids, values, strict=True)) or None
         for name, value in checked.items():  # as Python's own numbers
             object.__setattr__(self, name, value)
 
@@ -74,11 +67,6 @@ class SamplingParams:
         """Whether logits change before filters apply."""
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
         return penalties or self.logit_bias is not None
-
-
-def resolve_seed(settings: SamplingParams) -> SamplingParams:
-    """The settings with a seed, a fresh one if they have none."""
-    return settings if settings.seed is not None else replace(settings, seed=secrets.randbits(62))
 
 
 def _mix(state: int) -> int:
@@ -113,27 +101,23 @@ def sample(logits: Tensor, settings: Sequence[SamplingParams], positions: Sequen
 
 def _draw(logits: Tensor, settings: SamplingParams, position: int) -> Tensor:
     """One random token from finite logits (V,), as () int64."""
-    assert settings.seed is not None  # see resolve_seed
+    assert settings.seed is not None
     # Less the maximum first: a tiny temperature must not overflow.
     scaled = (logits.double() - logits.max()) / settings.temperature
     if 0 < settings.top_k < scaled.shape[0]:
         scaled = torch.where(scaled >= scaled.topk(settings.top_k).values[-1], scaled, -torch.inf)
     if settings.top_p < 1.0:
-        scaled = torch.where(scaled >= _nucleus(scaled, settings.top_p), scaled, -torch.inf)
+        total = scaled.exp().sum()
+        for count in (1024, len(scaled)):  # 1024 is nearly always enough, and far cheaper than a full sort
+            ordered = scaled.topk(min(count, len(scaled))).values
+            sums = ordered.exp().cumsum(0) / total
+            if bool(sums[-1] >= settings.top_p):
+                break
+        # The smallest set of most probable tokens whose probabilities sum to top_p; the first is always inside.
+        inside = (sums - ordered.exp() / total) < settings.top_p
+        scaled = torch.where(scaled >= ordered[int(inside.sum()) - 1], scaled, -torch.inf)
     weights = scaled.exp()  # the largest is 1, so min_p compares with it directly
     weights = torch.where(weights >= settings.min_p, weights, 0.0)
     sums = weights.cumsum(0)
     drawn = torch.searchsorted(sums, uniform(settings.seed, position) * sums[-1], right=True)
     return drawn.clamp(max=scaled.shape[0] - 1)
-
-
-def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
-    """The smallest logit of the smallest set of most probable tokens whose probabilities sum to ``top_p``."""
-    total = scaled.exp().sum()
-    for count in (1024, scaled.shape[0]):  # 1024 is nearly always enough, and far cheaper than a full sort
-        ordered = scaled.topk(min(count, scaled.shape[0])).values
-        sums = ordered.exp().cumsum(0) / total
-        if bool(sums[-1] >= top_p):
-            break
-    inside = (sums - ordered.exp() / total) < top_p  # the first always is
-    return ordered[int(inside.sum()) - 1]

@@ -120,8 +120,7 @@ class Engine:
             self.ask(partial(self.scheduler.stop_measuring, every))
 
     def start(self, max_queue: int) -> None:
-        """Compile and capture what later requests take, then have a thread of the engine's own run the steps, with at
-        most ``max_queue`` requests waiting."""
+        """Compile and capture ahead, then have a thread run the steps, with at most ``max_queue`` requests waiting."""
         self.call(self.decoder.prepare_prompts)
         self.call(self.decoder.prepare_batches)
         with self._changed:
@@ -169,8 +168,7 @@ class Engine:
             self.call(close)
 
     def drive(self, until: Callable[[], object]) -> None:
-        """Wait until something holds, and run the steps meanwhile unless another thread does. ``until`` is called after
-        every step, by any thread."""
+        """Run the steps, unless another thread does, until something holds: asked after every step, by any thread."""
         while not until():
             if self._run_lock.acquire(blocking=False):
                 try:

@@ -47,7 +47,6 @@ _EXCEEDED = {
     "memory": "expected at most {mebibytes} MiB of memory to compile it, found more; simplify it",
     "unknown": "expected a grammar that compiles, found one that ended llguidance by {found}; simplify it",
 }
-ANY_OBJECT = '{"type": "object"}'
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class Grammar:
                 schema = json.dumps(schema)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
-        elif not isinstance(schema, str):
-            raise UsageError(f"{field}: expected a JSON schema, found {guard.quoted(schema)}")
+        guard.expect(isinstance(schema, str), field, "a JSON schema", schema)
         return cls(field, schema, True)
 
     def __post_init__(self) -> None:
@@ -77,7 +75,6 @@ class Grammar:
 
     @property
     def digest(self) -> bytes:
-        """Of what is compiled."""
         return hashlib.sha256(f"{self.schema} {self.source}".encode(errors="surrogatepass")).digest()
 
 
@@ -95,7 +92,6 @@ class Constraint:
         mask_bits(logits, bits)
 
     def take(self, token: int) -> None:
-        """Advance by an allowed token."""
         self._matcher.consume_token(token)  # an error shows at the next mask
 
 

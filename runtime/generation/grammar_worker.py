@@ -1,6 +1,6 @@
 """Compiles grammars in a process that may die: started as a script by ``grammar.py``, it imports nothing of WiSparse or
 torch. It loads the tokenizer once and forks for each grammar; limits on processor time, memory and stack hold in the
-fork. ``convert`` and ``build`` are also what ``grammar.py`` does with a grammar that was accepted here."""
+fork. ``build`` is also what ``grammar.py`` does with a grammar that was accepted here."""
 
 from __future__ import annotations
 
@@ -34,16 +34,6 @@ _RULE = re.compile(r"^[ \t]*[?!]?([\w-]+)[^\n:]*:(?::=)?", re.MULTILINE)
 _NAME = re.compile(r"[\w-]+")
 
 
-def convert(source: str, schema: bool) -> str:
-    """A JSON schema, a Lark or a GBNF grammar as llguidance's own format."""
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    if schema:
-        return LLMatcher.grammar_from_json_schema(source, defaults=JSON_SPACE)
-    return LLMatcher.grammar_from_lark(any_to_lark(source))
-
-
 def build(tokenizer: Any, converted: str) -> Any:
     """The matcher, after its first mask; it may be in error."""
     from llguidance import LLMatcher, LLParserLimits
@@ -64,13 +54,8 @@ def depth(source: str, schema: bool) -> int:
     """How many rules, or definitions of a JSON schema, stand within one another; a cycle is followed once."""
     try:
         uses = _references(json.loads(source)) if schema else _rules(source)
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):  # what is wrong with a schema is the library's to say
-        return 0
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return 0  # what is wrong with a schema is the library's to say
     depths: dict[str, int] = {}
     # The last is taken first: cycles are cut where they are entered from the start.
     todo = [(name, False) for name in (*uses, "#", "root", "start") if name in uses]
@@ -111,11 +96,17 @@ def _references(schema: Any) -> dict[str, list[str]]:
 def _compile(tokenizer: Any, source: str, schema: bool) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
+        from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import any_to_lark
+
         if (found := depth(source, schema)) > MAX_DEPTH:
             return {"exceeded": "depth", "found": found}
         if not schema and (found := count_parts(source)) > MAX_PARTS:
             return {"exceeded": "parts", "found": found}
-        converted = convert(source, schema)
+        if schema:
+            converted = LLMatcher.grammar_from_json_schema(source, defaults=JSON_SPACE)
+        else:
+            converted = LLMatcher.grammar_from_lark(any_to_lark(source))
         matcher = build(tokenizer, converted)
         if matcher.is_error():
             return {"error": one_line(matcher.get_error())}

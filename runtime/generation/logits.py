@@ -25,8 +25,6 @@ class TokenScore:
 
 
 class LogitsProcessor:
-    """Penalties, bias and grammar of one sequence."""
-
     def __init__(self, sampling: SamplingParams, prompt: Sequence[int], constraint: Constraint | None = None) -> None:
         self.sampling = sampling
         self._constraint = constraint
@@ -66,7 +64,6 @@ class LogitsProcessor:
             self._constraint.mask(logits)
 
     def take(self, token: int) -> None:
-        """The sequence continues with this token."""
         self._new.append(token)
         if self._constraint is not None:
             self._constraint.take(token)
@@ -81,8 +78,5 @@ def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> list[T
         own = log_probs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
         top = log_probs.topk(min(count, log_probs.shape[1]), dim=-1)
         tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        scores += [
-            TokenScore(token, logprob, tuple(zip(ids, values, strict=True)))
-            for token, logprob, (ids, values) in zip(tokens, own, tops, strict=True)
-        ]
+        scores += map(TokenScore, tokens, own, (tuple(zip(*one, strict=True)) for one in tops))
     return scores

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -36,9 +37,8 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
     for index, given in enumerate(prompts):
         prompt = _as_prompt(given, f"prompt[{index}]")
         if prompt is None:
-            raise UsageError(
-                f"prompt[{index}]: expected a text, messages or token ids, found a list of lists: {guard.quoted(given)}"
-            )
+            nested = f"found a list of lists: {guard.quoted(given)}"
+            raise UsageError(f"prompt[{index}]: expected a text, messages or token ids, {nested}")
         found.append(prompt)
     return found, False
 
@@ -74,9 +74,8 @@ def _as_prompt(given: Any, where: str) -> Prompt | None:
     if first == "ids":
         return [guard.integer(f"{where}[{index}]", one, 0) for index, one in enumerate(given)]
     for index, message in enumerate(given):
-        if not isinstance(message.get("role"), str):
-            found = guard.quoted(dict(message))
-            raise UsageError(f"{where}[{index}]: expected a message with a role (str) and a content, found {found}")
+        words = "a message with a role (str) and a content"
+        guard.expect(isinstance(message.get("role"), str), f"{where}[{index}]", words, dict(message))
         content = message.get("content")
         # The chat template knows parts and calls of tools, or refuses them.
         if not isinstance(content, list) and (content is not None or not message.keys() - {"role", "content"}):
@@ -122,10 +121,18 @@ class GenerationSettings(SamplingParams):
     def stop_texts(self) -> list[str]:
         if self.stop is None:
             return []
-        several = [self.stop] if isinstance(self.stop, str) else self.stop
-        if not isinstance(several, (list, tuple, set, frozenset)):
-            raise UsageError(f"stop: expected a text, or a list of texts, found {guard.quoted(self.stop)}")
-        return [guard.text("stop", one, empty=False) for one in several]
+        given = [self.stop] if isinstance(self.stop, str) else self.stop
+        guard.expect(isinstance(given, (list, tuple, set, frozenset)), "stop", "a text, or a list of texts", self.stop)
+        return [guard.text("stop", one, empty=False) for one in given]
+
+    @classmethod
+    def spelled_out(cls, function: F) -> F:
+        """Give a function that takes ``**settings`` a signature with the fields' names and defaults."""
+        signature, make = inspect.signature(function), partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+        keywords = [make(one.name, default=one.default, annotation=one.type) for one in fields(cls)]
+        parameters = [*list(signature.parameters.values())[:-1], *keywords]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
 
 
 class GenerationArguments(TypedDict, total=False):
@@ -149,18 +156,6 @@ class GenerationArguments(TypedDict, total=False):
     chat_template: bool | None
     prefill: str | None
     measure_sparsity: bool
-
-
-def spelled_out(function: F) -> F:
-    """Give a function that takes ``**settings`` a signature with the fields' names and defaults."""
-    signature = inspect.signature(function)
-    keywords = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in fields(GenerationSettings)
-    ]
-    parameters = [*list(signature.parameters.values())[:-1], *keywords]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
 
 
 @dataclass(frozen=True)
@@ -250,6 +245,7 @@ class Request:
     cached_tokens: int = field(default=0, init=False)  # prompt tokens that a slot held already
     # positions of the sequence (prompt and output) that its slot holds during prefill
     num_computed_tokens: int = field(default=0, init=False)
+    most_positions: int = field(default=0, init=False)  # of prompt and answer; the answer's last token takes none
     prefill_started: float = field(default=0.0, init=False)
     first_token_time: float = field(default=0.0, init=False)
     last_token_time: float = field(default=0.0, init=False)

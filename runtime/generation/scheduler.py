@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +19,7 @@ from wisparse.formats.weight_types import sparse_from
 
 from ..decoding.decoder import Decoder, check_prompt, next_chunk
 from ..decoding.rotary import switch_length
-from ..decoding.sampling import SamplingParams, resolve_seed, sample
+from ..decoding.sampling import SamplingParams, sample
 from .logits import LogitsProcessor, score_tokens
 from .request import Request
 
@@ -105,12 +106,9 @@ class PrefixCache:
 
 
 class Scheduler:
-    """Runs requests on one decoder, which nobody else may use between two steps but through ``start_over``. Not
-    thread-safe, but for ``validate``.
-
-    The decoder applies one sparsity level to all rows of a step. Requests of any level share the slots: a step decodes
-    the rows of one level, the others are idle rows in it, and the levels take turns.
-    """
+    """Runs requests on one decoder, which nobody else may use between two steps but through ``start_over``. Only
+    ``validate`` is thread-safe. Requests of any sparsity level share the slots: a step decodes the rows of one, the
+    others are idle in it, and the levels take turns."""
 
     def __init__(self, decoder: Decoder, bundle: Bundle | None = None) -> None:
         self.decoder, self.bundle = decoder, bundle
@@ -142,24 +140,23 @@ class Scheduler:
         """Raise ContextLengthError or UsageError unless the request can be queued."""
         check_prompt(len(request.prompt_token_ids), self.decoder.max_seq_len)
         vocab_size = self.decoder.config.vocab_size
-        unknown = next((token for token in request.prompt_token_ids if not 0 <= token < vocab_size), None)
-        if unknown is not None:
-            raise UsageError(f"prompt: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
-        biased = max(request.sampling.logit_bias or (0,))
-        if biased >= vocab_size:
-            raise UsageError(f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {biased}")
+        for field, ids in (("prompt", request.prompt_token_ids), ("logit_bias", request.sampling.logit_bias or ())):
+            unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
+            if unknown is not None:
+                raise UsageError(f"{field}: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
         self._level(request.sparsity)
 
     def _level(self, sparsity: float | None) -> float | None:
-        """The bundle's level of this sparsity, or the default one."""
         if sparsity is None or self.bundle is None:
             return self.default_sparsity
         return self.bundle.at(sparsity).sparsity
 
     def add(self, request: Request) -> Request:
-        """Queue a validated request."""
-        request.sampling = resolve_seed(request.sampling)
+        if request.sampling.seed is None:
+            request.sampling = replace(request.sampling, seed=secrets.randbits(62))
         request.sparsity = self._level(request.sparsity)
+        limit = self.decoder.max_seq_len
+        request.most_positions = min(len(request.prompt_token_ids) + (request.max_new_tokens or limit) - 1, limit)
         request.processor = LogitsProcessor(request.sampling, request.prompt_token_ids, request.constraint)
         self.waiting.append(request)
         return request
@@ -188,8 +185,7 @@ class Scheduler:
         return failed
 
     def start_over(self) -> None:
-        """After the slots' contents were lost: every running request is queued again, first, and prefilled anew with
-        what it has generated."""
+        """After the slots' contents were lost: queue running requests again, first, with what they have generated."""
         for request in reversed(self.running):
             request.running = False
             self.waiting.appendleft(request)
@@ -218,13 +214,12 @@ class Scheduler:
             self.decoder.measure_sparsity(False)
 
     def step(self, interrupted: Callable[[], object] | None = None) -> list[Request]:
-        """Prefill one chunk, or decode: one token, or until ``interrupted()``, a request finishes, or a millisecond has
-        passed."""
+        """Prefill a chunk, or decode: one token, or until ``interrupted()``, a request's end, or for a millisecond."""
         if self.prefilling is None and self.waiting and None in self.slots:
             self._admit()
         if self.prefilling is not None:
             alone = len(self.running) == 1
-            size = self.decoder.prefill_chunk if alone else self.decoder.prefill_chunk_under_load
+            size = self.decoder.prefill_chunk // (1 if alone else self.decoder.pieces_under_load)
             if self.prefilling.needs_prompt_scores:
                 size = min(size, _SCORE_CHUNK)
             if alone or self._prefilled < size:
@@ -262,17 +257,13 @@ class Scheduler:
         self.slots[slot], request.running = request, True
         # Compile and capture what the batch needs once the requests that came together have been admitted.
         if len(idle) == 1 or not self.waiting or self.waiting[0].sparsity != request.sparsity:
-            limit = self.decoder.max_seq_len
             batch = {i: one for i, one in enumerate(self.slots) if one is not None and one.sparsity == request.sparsity}
-            lengths = [one.num_tokens for one in batch.values()]
-            lasts = [  # positions that are read of each: all but its last token's
-                limit if one.max_new_tokens is None else min(len(one.prompt_token_ids) + one.max_new_tokens - 1, limit)
-                for one in batch.values()
-            ]
-            if max(lasts) > min(lengths):
+            shortest = min(one.num_tokens for one in batch.values())
+            longest = max(one.most_positions for one in batch.values())
+            if longest > shortest:
                 sampled = any(not one.sampling.greedy for one in batch.values())
                 self.set_sparsity(request.sparsity)
-                self.decoder.prepare(list(batch), min(lengths) + 1, max(lasts), sampled=sampled)
+                self.decoder.prepare(list(batch), shortest + 1, longest, sampled=sampled)
         began = time.perf_counter()
         if source != slot:
             self.decoder.copy(source, slot, length)
@@ -314,10 +305,7 @@ class Scheduler:
 
     def _decode(self, level: float | None, interrupted: Callable[[], object] | None) -> list[Request]:
         """One token, or several, for every request of a level that is not being prefilled."""
-        rows = [
-            None if request is None or request is self.prefilling or request.sparsity != level else request
-            for request in self.slots
-        ]
+        rows = [None if one is None or one is self.prefilling or one.sparsity != level else one for one in self.slots]
         if self._switch is not None:
             # LongRoPE: keys cached with the short factors do not fit a longer sequence; prefill it anew.
             for slot, request in enumerate(rows):
@@ -335,8 +323,7 @@ class Scheduler:
         tokens = _last_tokens(rows)
         scored = any(request.sampling.logprobs is not None for request in running)
         settings = [request.sampling if request else _IDLE for request in rows]
-        active = any(request.processor.active for request in running)
-        process = partial(self._process, rows=rows) if active else None
+        process = partial(self._process, rows=rows) if any(one.processor.active for one in running) else None
         until = time.perf_counter() + _TOGETHER_SECONDS
         one_token = scored or interrupted is None or self.prefilling is not None or self._switch is not None
         while True:
@@ -383,8 +370,7 @@ class Scheduler:
         if token < 0:
             self._culprits = [request]
             raise WisparseError(
-                "the model's output is not a number: its activations overflow in this dtype; load with dtype float32 "
-                "or bfloat16"
+                "the model's output is not a number: activations overflow in this dtype; load with float32 or bfloat16"
             )
         if not request.output_token_ids:
             request.first_token_time = now
@@ -393,10 +379,7 @@ class Scheduler:
         request.processor.take(token)
         if token in request.stop_token_ids:
             self.finish(request, "stop")
-        elif (
-            len(request.output_token_ids) == request.max_new_tokens
-            or request.num_tokens - 1 == self.decoder.max_seq_len  # the last token takes no position
-        ):
+        elif request.num_tokens - 1 == request.most_positions:
             self.finish(request, "length")
 
 

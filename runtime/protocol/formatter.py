@@ -14,7 +14,7 @@ from typing import Any
 from ..generation.logits import TokenScore
 from ..generation.request import Chunk, Generation
 from ..tokenizer import partial_marker
-from .requests import ApiError, ChatRequest, CompletionRequest
+from .requests import ApiError, CompletionRequest
 from .tools import Delta, ToolCallParser
 
 THINK, END_THINK = "<think>", "</think>"
@@ -116,14 +116,14 @@ def cached_tokens(answers: Sequence[Generation], copies: int) -> int:
 
 
 class Formatter:
-    """The answers to one request; chunks come with the index of their answer. A protocol is a subclass. What is here is
-    common to chats and completions: choices, and usage at the end."""
+    """The answers to one request; chunks come with their answer's index. Here is what chats and completions share."""
 
     id_prefix, complete_object, chunk_object = "", "", ""
 
     def __init__(self, request: Any, context: Context) -> None:
         self._request, self._context = request, context
         self._id, self._created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
+        self._parsers = [AnswerParser(context, request.stream) for _ in range(context.count)]
         self._tokens = 0
 
     def start(self) -> bytes:
@@ -164,8 +164,7 @@ class Formatter:
         raise NotImplementedError
 
     def final_usage(self, answers: Sequence[Generation]) -> dict[str, Any]:
-        cached = cached_tokens(answers, self._request.n)
-        return self._usage(sum(len(answer.token_ids) for answer in answers), cached)
+        return self._usage(sum(len(one.token_ids) for one in answers), cached_tokens(answers, self._request.n))
 
     def _choices(self, items: Sequence[tuple[int, Chunk]], stream: bool) -> Iterable[dict[str, Any]]:
         for index, group in itertools.groupby(sorted(items, key=itemgetter(0)), itemgetter(0)):
@@ -194,10 +193,6 @@ class ChatFormatter(Formatter):
     """``/v1/chat/completions``."""
 
     id_prefix, complete_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, request: ChatRequest, context: Context) -> None:
-        super().__init__(request, context)
-        self._parsers = [AnswerParser(context, request.stream) for _ in range(context.count)]
 
     def start(self) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -237,10 +232,7 @@ class ChatFormatter(Formatter):
         scores = [chunk.score for chunk in chunks if chunk.score is not None]
         if not self._request.logprobs or not scores:
             return None
-        content = [
-            {**entry(score.token_id, score.logprob), "top_logprobs": [entry(*one) for one in score.top]}
-            for score in scores
-        ]
+        content = [{**entry(s.token_id, s.logprob), "top_logprobs": [entry(*one) for one in s.top]} for s in scores]
         return {"content": content, "refusal": None}
 
 
@@ -288,14 +280,12 @@ class CompletionFormatter(Formatter):
         spell = self._context.spell
         tokens = [spell(score if isinstance(score, int) else score.token_id) for score in scores]
         *offsets, self._offsets[index] = itertools.accumulate(map(len, tokens), initial=self._offsets[index])
-        logprobs: list[float | None] = []
+        logprobs = [None if isinstance(score, int) else max(score.logprob, _MIN_LOGPROB) for score in scores]
         tops: list[dict[str, float] | None] = []
         for score in scores:
             if isinstance(score, int):
-                logprobs.append(None)
                 tops.append(None)
                 continue
-            logprobs.append(max(score.logprob, _MIN_LOGPROB))
             top: dict[str, float] = {}
             for token, logprob in (*score.top, (score.token_id, score.logprob)):
                 top.setdefault(spell(token), max(logprob, _MIN_LOGPROB))  # the likelier of two that are written alike

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..generation.request import Chunk, Generation
-from .formatter import AnswerParser, Context, Formatter, to_json
+from .formatter import Context, Formatter, to_json
 from .requests import UNSUPPORTED, ApiError, ChatRequest, GenerationRequest, Strict, invalid, validated
 from .tools import Delta
 
@@ -227,7 +227,7 @@ class MessagesFormatter(Formatter):
 
     def __init__(self, request: MessagesRequest, context: Context) -> None:
         super().__init__(request, context)
-        self._parser = AnswerParser(context, request.stream)
+        self._parser = self._parsers[0]
         self._blocks: list[tuple[dict[str, Any], list[str]]] = []  # each with its text, or its input's JSON
 
     def start(self) -> bytes:
@@ -260,7 +260,6 @@ class MessagesFormatter(Formatter):
         return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _stop(self, answer: Generation) -> dict[str, Any]:
-        """Why the answer ended."""
         reason = _STOP_REASONS[str(self._parser.finish_reason(answer.finish_reason))]
         stopped = answer.stop_string is not None
         return {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": answer.stop_string}
@@ -279,8 +278,7 @@ class MessagesFormatter(Formatter):
             return self._begin_block({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
         kind, events = _KINDS[delta.kind], b""
         if not self._blocks or self._blocks[-1][0]["type"] != kind:
-            signature = {"signature": ""} if kind == "thinking" else {}
-            events = self._begin_block({"type": kind, kind: "", **signature})
+            events = self._begin_block({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
         self._blocks[-1][1].append(delta.text)
         name, field = ("input_json", "partial_json") if kind == "tool_use" else (kind, kind)
         return events + self._block_event("delta", delta={"type": f"{name}_delta", field: delta.text})

@@ -15,7 +15,7 @@ from wisparse.formats.errors import ContextLengthError, UsageError, WisparseErro
 from wisparse.formats.guard import parse_json
 
 from ..generation.engine import QueueFullError
-from ..generation.grammar import ANY_OBJECT, Grammar
+from ..generation.grammar import Grammar
 
 T = TypeVar("T", bound=BaseModel)
 log = logging.getLogger(__name__)
@@ -70,18 +70,15 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
         case ApiError():
             return error
         case QueueFullError():
-            later = {"retry-after": "1"}
-            return ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers=later)
+            return ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers={"retry-after": "1"})
         case ContextLengthError():
             return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
         case UsageError():
             field = str(error).partition(":")[0]
             return ApiError(400, str(error), param=field if field.isidentifier() else None, code="invalid_value")
         case WisparseError():
-            # The engine wraps what was not foreseen.
-            log.warning(
-                "a request failed: %s", error, exc_info=error.__cause__ if type(error) is WisparseError else None
-            )
+            cause = error.__cause__ if type(error) is WisparseError else None  # what the engine did not foresee
+            log.warning("a request failed: %s", error, exc_info=cause)
             return ApiError(500, str(error), type="server_error")
     log.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed: its log has more", type="server_error")
@@ -225,7 +222,7 @@ class GenerationRequest(Strict):
     def constraint(self) -> Grammar | None:
         if self.response_format is not None and self.formatted:
             schema = self.response_format.json_schema
-            return Grammar.of_schema("response_format", ANY_OBJECT if schema is None else schema.schema_)
+            return Grammar.of_schema("response_format", {"type": "object"} if schema is None else schema.schema_)
         return Grammar("grammar", self.grammar) if self.grammar else None
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, Field, field_validator
 
 from ..generation.request import Chunk, Generation
-from .formatter import AnswerParser, Context, Formatter, to_json
+from .formatter import Context, Formatter, to_json
 from .requests import UNSUPPORTED, ApiError, ChatRequest, FieldError, GenerationRequest, Message, Strict, validated
 from .tools import Delta
 
@@ -160,7 +160,7 @@ class ResponsesFormatter(Formatter):
 
     def __init__(self, request: ResponsesRequest, context: Context) -> None:
         super().__init__(request, context)
-        self._parser = AnswerParser(context, request.stream)
+        self._parser = self._parsers[0]
         self._events_sent = 0
         self._growing = False  # the last item
         self._text = ""  # of that item

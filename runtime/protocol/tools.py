@@ -85,22 +85,15 @@ def call_grammar(
     """A grammar (llguidance's Lark) for one call of one of ``functions``, or ``several``, and nothing else;
     ``special``: ids of those markers that are special tokens."""
     places = ["#"] if len(functions) == 1 else [f"#/anyOf/{index}" for index in range(len(functions))]
-    schemas = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                syntax.key: _moved(function["parameters"], f"{place}/properties/{syntax.key}"),
-            },
-            "required": ["name", syntax.key],
-            "additionalProperties": False,
-        }
-        for place, function in zip(places, functions, strict=True)
-    ]
+    schemas = []
+    for place, function in zip(places, functions, strict=True):
+        arguments = _moved(function["parameters"], f"{place}/properties/{syntax.key}")
+        fields = {"name": {"const": function["name"]}, syntax.key: arguments}
+        schemas.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     text = json.dumps({**schema, "x-guidance": JSON_SPACE}).replace("::=", ":\\u003a=")  # else taken for GBNF
-    opens = f"<[{special[syntax.opens]}]>" if syntax.opens in special else json.dumps(syntax.opens)
-    closes = f"<[{special[syntax.closes]}]>" if syntax.closes in special else json.dumps(syntax.closes)
+    markers = (syntax.opens, syntax.closes)
+    opens, closes = (f"<[{special[one]}]>" if one in special else json.dumps(one) for one in markers)
     if syntax.listed:
         start, call, between = f'{opens} "[" calls "]"', "object", '", "'
     elif syntax.bare:
@@ -130,8 +123,7 @@ def _moved(schema: Any, place: str, named: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Delta:
-    """What some text adds to an answer. A tool call's first delta has its id and name, the others have some of its
-    arguments' JSON as text."""
+    """What some text adds to an answer; of a tool call first its id and name, then its arguments' JSON as text."""
 
     kind: Literal["reasoning", "content", "tool_call"]
     text: str = ""

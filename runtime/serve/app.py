@@ -79,9 +79,10 @@ class Encoder:
         self._syntax = syntax_of(self._template)
         markers = () if self._syntax is None else (self._syntax.opens, self._syntax.closes)
         # Those that are special tokens, which an answer's text shows then.
-        self._special: dict[str, int] = {one: text.token_id(one) for one in markers if text.is_special(one)}  # type: ignore
+        special = {} if text is None else text.special_ids
+        self._special = {one: special[one] for one in markers if one in special}
         # A special token would not be part of an answer's text.
-        self._thinks = text is not None and text.token_id(THINK) is not None and not text.is_special(THINK)
+        self._thinks = text is not None and text.token_id(THINK) is not None and THINK not in special
 
     def encode(self, body: ChatRequest | CompletionRequest) -> tuple[list[Request], Context, Grammar | None]:
         """A validated engine request for each answer, what formatting takes, and a grammar that ``constrain`` compiles."""
@@ -100,7 +101,6 @@ class Encoder:
             request.constraint = self._model.grammars.begin(grammar)
 
     def count(self, body: ChatRequest) -> int:
-        """Tokens of the prompt."""
         return self._chat(body)[1].prompt_tokens
 
     def _completion(self, body: CompletionRequest) -> tuple[list[Request], Context]:
@@ -291,9 +291,8 @@ class Server:
             if prompts * body.n > (most := batch + self._settings.max_queue):
                 found = f"{prompts} prompts with n = {body.n}"
                 raise UsageError(f"prompt: expected at most {most} answers in one request, found {found}")
-            requests, context, grammar = await unless_disconnected(
-                http.receive, run(self._texts, self._encoder.encode, body)
-            )
+            encoding = run(self._texts, self._encoder.encode, body)
+            requests, context, grammar = await unless_disconnected(http.receive, encoding)
             if grammar is not None:
                 await unless_disconnected(http.receive, run(self._grammars, self._encoder.constrain, requests, grammar))
             formatter = make(context)

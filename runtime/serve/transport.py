@@ -137,8 +137,7 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Middleware that checks the Host header and the key, counts answers, and answers every exception by OpenAI's error
-    object."""
+    """Middleware that checks the Host header and the key, counts answers, and answers exceptions by error objects."""
 
     def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str], metrics: Metrics) -> None:
         self._app, self._key, self._hosts, self._metrics = app, key, hosts, metrics

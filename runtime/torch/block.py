@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from wisparse.kernels.reference import keep_mask, soft_cap
 from ..decoding.cache import DeltaState, KVCache
 from ..decoding.rotary import rotate
 
+Linear = TypeVar("Linear")
 LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, by the input that they read, in the order of execution
 _CHUNK = 64  # positions of the delta rule that are solved together
 _LENGTH_EPS = 1e-6  # added to the squared length of a delta net's queries and keys
@@ -45,15 +46,12 @@ class MaskedLinear:
         self.name, self.weight, self._device = name, weight, device
         self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if projection.bias else None
         self.kept: Tensor | None = None  # () int64 while kept channels are counted
-        self.set_mask(bundle.masks.get(name))
+        self.set_mask(bundle.masks[name])
 
-    def set_mask(self, mask: ProjectionMask | None) -> None:
-        """Use a mask; None or one of sparsity 0: the projection is dense."""
-        self.channel_scale: Tensor | None = None  # (K,) float32
-        self.threshold = 0.0
-        if mask is not None and mask.sparsity > 0:
-            self.channel_scale = mask.channel_scale.contiguous().to(self._device)
-            self.threshold = mask.threshold
+    def set_mask(self, mask: ProjectionMask) -> None:
+        self.threshold = mask.threshold
+        # (K,) float32; None: the projection is dense
+        self.channel_scale = mask.channel_scale.contiguous().to(self._device) if mask.sparsity > 0 else None
 
     def product(self, x: Tensor) -> Tensor:
         """x (T, K) to (T, N), with the bias if there is one."""
@@ -107,42 +105,30 @@ class DeltaWeights:
 
     def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, memory: DeltaState) -> Tensor:
         """Positions that follow those in ``memory``, which is updated: to (T, value_size), the input of out_proj. x:
-        (T, H), the block's normalised input; mixed: (T, mixed_size) of in_proj_qkv; gate: (T, value_size) of
-        in_proj_z."""
+        (T, H), the block's normed input; mixed: (T, mixed_size) of in_proj_qkv; gate: (T, value_size) of in_proj_z."""
         delta, wide = self.config, float_dtype(x.dtype)
         seen = torch.cat((memory.inputs, mixed))
         memory.inputs.copy_(seen[len(mixed) :])
         mixed = functional.silu(functional.conv1d(seen.t()[None], self.kernel, groups=delta.mixed_size)[0].t())
-        q, k, v = (
-            part.view(len(x), -1, size).transpose(0, 1).to(wide)
-            for part, size in zip(
-                mixed.split((delta.key_size, delta.key_size, delta.value_size), dim=-1),
-                (delta.key_dim, delta.key_dim, delta.value_dim),
-                strict=True,
-            )
-        )
-        q, k = (
-            (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + _LENGTH_EPS)).repeat_interleave(
-                delta.value_heads // delta.key_heads, dim=0
-            )
-            for part in (q, k)
-        )
+        parts = mixed.split((delta.key_size, delta.key_size, delta.value_size), dim=-1)
+        sizes = (delta.key_dim, delta.key_dim, delta.value_dim)
+        split = (part.view(len(x), -1, size) for part, size in zip(parts, sizes, strict=True))
+        q, k, v = (part.transpose(0, 1).to(wide) for part in split)
+        q, k = (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + _LENGTH_EPS) for part in (q, k))
+        q, k = (part.repeat_interleave(delta.value_heads // delta.key_heads, dim=0) for part in (q, k))
         beta = functional.linear(x, self.b).sigmoid().to(wide).t()
         steps = functional.softplus(functional.linear(x, self.a).to(wide) + self.dt_bias)
         log_decay = (-self.log_rate.to(wide).exp() * steps).t()
         out = apply_delta_rule(q * delta.key_dim**-0.5, k, v, log_decay, beta, memory.state)
 
         # Normalised by head, then gated, rounded where transformers rounds.
-        normed = out.transpose(0, 1).to(x.dtype).to(wide)
-        normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + self.eps)
-        normed = self.norm * normed.to(x.dtype)
+        normed = Norm(self.norm, self.eps, offset=False)(out.transpose(0, 1).to(x.dtype))
         return (normed * functional.silu(gate.view_as(normed).to(wide))).to(x.dtype).reshape(len(x), delta.value_size)
 
 
 def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """The gated delta rule over T positions: (heads, T, value_dim); ``state`` (heads, key_dim, value_dim) is updated.
-    q, k: (heads, T, key_dim), k of length 1; v: (heads, T, value_dim); log_decay: (heads, T), at most 0; beta: (heads,
-    T), between 0 and 1."""
+    q, k: (heads, T, key_dim), k of length 1; v: (heads, T, value_dim); log_decay <= 0, beta in [0, 1]: (heads, T)."""
     outputs = []
     for chunk in zip(*(part.split(_CHUNK, dim=1) for part in (q, k, v, log_decay, beta)), strict=True):
         q_, k_, v_, decay, beta_ = chunk
@@ -158,9 +144,14 @@ def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSpec:
-    """A block without its projections. A norm that the architecture lacks is None."""
+class Block(Generic[Linear]):
+    """A block, whose linears are the decoder's own type; a recurrent one's ``qkv`` are in_proj_qkv and in_proj_z, its
+    ``o`` is out_proj. A norm that the architecture lacks is None."""
 
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
     spec: model_config.Block
     attention_input: Norm | None = None
     attention_output: Norm | None = None
@@ -171,23 +162,13 @@ class BlockSpec:
     delta: DeltaWeights | None = None  # of a recurrent block
     scalar: Tensor | None = None  # (1,), multiplies the block's output
 
-
-@dataclass(frozen=True, kw_only=True)
-class Block(BlockSpec):
-    """A block with its projections; a recurrent one's ``qkv`` are in_proj_qkv and in_proj_z, its ``o`` is out_proj."""
-
-    qkv: list[MaskedLinear]
-    o: list[MaskedLinear]
-    gate_up: list[MaskedLinear]
-    down: list[MaskedLinear]
-
     @property
-    def projections(self) -> list[MaskedLinear]:
-        return [*self.qkv, *self.o, *self.gate_up, *self.down]
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        return self.qkv, self.o, self.gate_up, self.down
 
 
 def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
-    """A block's tensors beside its projections: field of `BlockSpec`, or of `DeltaWeights`, -> name in the checkpoint."""
+    """A block's tensors beside its projections: field of `Block`, or of `DeltaWeights`, -> name in the checkpoint."""
     arch, block, prefix = config.architecture, config.blocks[index], f"model.layers.{index}."
     norms = asdict(arch.norms)
     if arch.qk_norm is not None and not block.recurrent:
@@ -199,20 +180,13 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
 
 
 def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
-    """The fields of a block's `BlockSpec`; ``read`` gives a tensor by its name in the checkpoint."""
+    """The fields of a `Block` but its linears; ``read`` gives a tensor by its name in the checkpoint."""
     eps, delta = config.rms_norm_eps, None
     tensors = {field: read(name) for field, name in block_tensors(config, index).items()}
     if config.delta_net is not None and config.blocks[index].recurrent:
-        delta = DeltaWeights(
-            config.delta_net,
-            a=tensors.pop("in_proj_a.weight"),
-            b=tensors.pop("in_proj_b.weight"),
-            kernel=tensors.pop("conv1d.weight"),
-            log_rate=tensors.pop("A_log"),
-            dt_bias=tensors.pop("dt_bias"),
-            norm=tensors.pop("norm.weight"),
-            eps=eps,
-        )
+        names = {"a": "in_proj_a.weight", "b": "in_proj_b.weight", "kernel": "conv1d.weight", "log_rate": "A_log"}
+        names |= {"dt_bias": "dt_bias", "norm": "norm.weight"}
+        delta = DeltaWeights(config.delta_net, eps=eps, **{field: tensors.pop(name) for field, name in names.items()})
     scalar, offset = tensors.pop("scalar", None), config.architecture.norm_offset
     norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items()}
     return {"spec": config.blocks[index], "delta": delta, "scalar": scalar, **norms}
@@ -254,7 +228,7 @@ def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, star
 def run_block(
     config: ModelConfig,
     index: int,
-    block: BlockSpec,
+    block: Block,
     x: Tensor,
     at: Positions,
     apply: Callable[[str, Tensor], Sequence[Tensor]],
@@ -298,7 +272,7 @@ def run_block(
 
 def finish_block(
     config: ModelConfig,
-    block: BlockSpec,
+    block: Block,
     x: Tensor,
     attended: Tensor,
     apply: Callable[[str, Tensor], Sequence[Tensor]],

@@ -24,7 +24,7 @@ class TorchDecoder(Decoder):
     weight_types: ClassVar[tuple[str, ...]] = ("native",)
     # Bounds a prompt's activations, its (chunk, T) attention mask, and the time that other sequences wait.
     prefill_chunk = prefix_block_size = 128
-    _blocks: list[Block]
+    _blocks: list[Block[list[MaskedLinear]]]
 
     def _load(self, bundle: Bundle, weights: str) -> None:
         config, device, dtype = self.config, self.device, self.dtype
@@ -40,7 +40,7 @@ class TorchDecoder(Decoder):
             blocks.append(Block(**read_spec(config, index, read), **linears))
         self._norm = Norm(read("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
         self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype)
-        self._projections = [projection for block in blocks for projection in block.projections]
+        self._projections = [projection for block in blocks for linear in block.linears for projection in linear]
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], MaskedLinear]:
         """Read embedding and output layer; returns what makes the projections."""
@@ -67,7 +67,7 @@ class TorchDecoder(Decoder):
             rows.append(self._logits(hidden))
         return torch.cat(rows)
 
-    def _apply(self, block: Block, first_sparse: int, role: str, x: Tensor) -> list[Tensor]:
+    def _apply(self, block: Block[list[MaskedLinear]], first_sparse: int, role: str, x: Tensor) -> list[Tensor]:
         return [projection(x, first_sparse) for projection in getattr(block, role)]
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -12,11 +12,7 @@ import torch
 import vllm
 from torch import Tensor
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.linear import (
-    LinearBase,
-    UnquantizedLinearMethod,
-    register_weight_loader_v2_supported_method,
-)
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
@@ -31,8 +27,7 @@ log = logging.getLogger("vllm.wisparse")
 
 
 class WisparseConfig(QuantizationConfig):
-    """A bundle's masks. vLLM copies and pickles it, so it holds an open file or GPU memory only in the process that runs
-    layers."""
+    """A bundle's masks. vLLM copies and pickles it: it holds open files or GPU memory only where layers run."""
 
     def __init__(self, stored: str | None = None) -> None:
         """``stored``: how ``config.json`` says that the weights are quantised."""
@@ -110,10 +105,10 @@ class WisparseConfig(QuantizationConfig):
             raise UnsupportedModelError("a bundle does not run as a draft model in vLLM yet: expected a dense draft")
         # The embedding asks first: a bad tensor-parallel size would fail later in a bare assertion of vLLM's.
         rows = self.rows = self.rows or self._prepare()
-        if not isinstance(layer, LinearBase):
+        if not isinstance(layer, linear.LinearBase):
             return None
         if not prefix.startswith("model.layers."):
-            return UnquantizedLinearMethod()
+            return linear.UnquantizedLinearMethod()
         parent, _, last = prefix.rpartition(".")
         names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
         for name in names:
@@ -153,8 +148,8 @@ class WisparseConfig(QuantizationConfig):
         return MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
 
 
-@register_weight_loader_v2_supported_method
-class WisparseLinearMethod(UnquantizedLinearMethod):
+@linear.register_weight_loader_v2_supported_method
+class WisparseLinearMethod(linear.UnquantizedLinearMethod):
     """vLLM's own unquantised layer up to the loaded weights, our product from there on."""
 
     supports_pre_processed_weights = False
@@ -178,10 +173,9 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         **more: Any,
     ) -> None:
         """As vLLM's own, with the masks checked against the layer."""
-        if len(self._masks) not in (1, len(output_partition_sizes)):
-            raise BundleError(
-                f"{self._prefix}: expected masks for {len(output_partition_sizes)} outputs, found {len(self._masks)}"
-            )
+        outputs, found = len(output_partition_sizes), len(self._masks)
+        if found not in (1, outputs):
+            raise BundleError(f"{self._prefix}: expected masks for {outputs} outputs, found {found}")
         for mask in self._masks:
             if len(mask.channel_scale) != input_size:
                 raise BundleError(
@@ -203,10 +197,8 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         layer.register_buffer("wisparse_scales", scales.to(device), persistent=False)
         layer.register_buffer("wisparse_thresholds", thresholds.to(device), persistent=False)
         layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
-        reserve(
-            Layer(layer.weight, layer.bias, layer.wisparse_scales, layer.wisparse_thresholds, self._widths),
-            ahead=self._ahead,
-        )
+        given = Layer(layer.weight, layer.bias, layer.wisparse_scales, layer.wisparse_thresholds, self._widths)
+        reserve(given, ahead=self._ahead)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K) to (..., N) by one opaque operator, so that graphs and compilers see no branch."""

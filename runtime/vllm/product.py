@@ -125,11 +125,9 @@ def mask_ahead(x: Tensor, scale: Tensor, threshold: Tensor, masked: Tensor) -> T
 
 def in_torch(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """The definition, projection by projection."""
-    outputs = [
-        functional.linear(mask_ahead(x, scale, threshold, masked), weight, bias)
-        for scale, threshold, (weight, bias) in zip(layer.scales, layer.thresholds, layer.parts(), strict=True)
-    ]
-    return torch.cat(outputs, dim=-1)
+    parts = zip(layer.scales, layer.thresholds, layer.parts(), strict=True)
+    inputs = ((mask_ahead(x, scale, threshold, masked), part) for scale, threshold, part in parts)
+    return torch.cat([functional.linear(kept, weight, bias) for kept, (weight, bias) in inputs], dim=-1)
 
 
 def masked_inputs(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError
+from wisparse.formats.guard import expect
 
 # 0.26 and 0.32 were run; where they differ the code says so.
 FIRST, BEFORE = (0, 26), (0, 33)
@@ -41,19 +42,14 @@ def require_cards(size: int, model: Any) -> None:
     """Raise UsageError unless a model of this config can be split into ``size`` parts by tensor parallelism."""
     for key in ("num_attention_heads", "hidden_size", "intermediate_size"):
         value = getattr(model, key)
-        if value % size:
-            raise UsageError(f"tensor_parallel_size: expected a divisor of {key} ({value}), found {size}")
+        expect(value % size == 0, "tensor_parallel_size", f"a divisor of {key} ({value})", size)
     heads = getattr(model, "num_key_value_heads", None) or size
-    if heads % size and size % heads:
-        raise UsageError(
-            f"tensor_parallel_size: expected a divisor or a multiple of num_key_value_heads ({heads}), found {size}"
-        )
+    words = f"a divisor or a multiple of num_key_value_heads ({heads})"
+    expect(heads % size == 0 or size % heads == 0, "tensor_parallel_size", words, size)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a bundle is run."""
-
     prefill: str  # dense: prompt tokens are not masked; all: every token is
     sparsity: float  # of a sparsity level, or 0
 
@@ -67,15 +63,12 @@ class Settings:
                 right = '{"wisparse": {"sparsity": …}}'
                 raise UsageError(f"additional_config: expected {right} or the like, found the key {key!r:.80}")
         entry = additional.get(NAME) or {}
-        if not isinstance(entry, Mapping):
-            raise UsageError(f"additional_config: wisparse: expected an object, found {entry!r:.80}")
+        expect(isinstance(entry, Mapping), "additional_config: wisparse", "an object", entry)
         given = {key: environment[name] for key, name in ENVIRONMENT.items() if environment.get(name)} | {**entry}
         unknown = next((str(key) for key in given if key not in ENVIRONMENT), None)
-        if unknown is not None:
-            raise UsageError(f"additional_config: wisparse: expected {' or '.join(ENVIRONMENT)}, found {unknown!r:.80}")
+        expect(unknown is None, "additional_config: wisparse", " or ".join(ENVIRONMENT), unknown)
         prefill, sparsity = given.get("prefill", "dense"), given.get("sparsity", default)
-        if prefill not in POLICIES:
-            raise UsageError(f"prefill: expected one of {', '.join(POLICIES)} in vLLM, found {prefill!r:.80}")
+        expect(prefill in POLICIES, "prefill", f"one of {', '.join(POLICIES)} in vLLM", prefill)
         try:
             if isinstance(sparsity, bool):
                 raise ValueError
@@ -103,7 +96,8 @@ class MaskedRows:
         return self._device
 
     def set(self, computed: np.ndarray, counts: np.ndarray, prompts: np.ndarray) -> None:
-        """Describe the next batch; arguments as for `masked_positions`. Asynchronous on a GPU."""
+        """Describe the next batch; asynchronous on a GPU. Each (requests,): tokens that earlier batches have read, tokens in
+        this batch, length of the prompt. Tokens behind their prompt were decoded, and are masked."""
         if self._device is None:
             return
         decoded = (computed >= prompts).all()
@@ -113,8 +107,9 @@ class MaskedRows:
                 self._device.fill_(value)
             self._uniform, self.any = value, value > 0
         else:
-            masked = masked_positions(computed, counts, prompts)
-            host = torch.from_numpy(masked.astype(np.float32))
+            begins = np.cumsum(counts) - counts
+            position = np.arange(int(counts.sum())) - np.repeat(begins - computed, counts)
+            host = torch.from_numpy((position >= np.repeat(prompts, counts)).astype(np.float32))
             if self._device.is_cuda:
                 host = host.pin_memory()
             self._device[: len(host)].copy_(host, non_blocking=True)
@@ -125,14 +120,6 @@ def may_mask(masked: Tensor) -> bool:
     """Whether a row of (the beginning of) what `MaskedRows.on` returned may be masked, as the host knows it."""
     rows = _AT.get(masked.data_ptr())
     return rows is None or rows.any
-
-
-def masked_positions(computed: np.ndarray, counts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
-    """Which tokens of a batch were decoded, those behind their prompt: (sum(counts),) bool. Each (requests,): tokens
-    that earlier batches have read, tokens in this batch, length of the prompt."""
-    begins = np.cumsum(counts) - counts
-    position = np.arange(int(counts.sum())) - np.repeat(begins - computed, counts)
-    return position >= np.repeat(prompts, counts)
 
 
 def _of_v1(runner: Any, batch: Any, scheduled: Any, counts: np.ndarray, *rest: Any) -> tuple[Any, Any, Any]:
