@@ -117,7 +117,6 @@ def main() -> None:
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--num-generations", type=int, default=400)
     parser.add_argument("--num-offspring", type=int, default=64)
-    parser.add_argument("--staged", action="store_true", help="offspring on a quarter of the tokens, the best 4 on all")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = options_of(parser)
 
@@ -128,15 +127,13 @@ def main() -> None:
         "calibration tokens": tokens.input_ids.numel(),
         "search tokens": options.kl_tokens,
         "evaluation tokens": evaluator.input_ids.numel(),
-        "evolution": f"{options.num_generations} generations x {options.num_offspring}, "
-        + ("in two stages" if options.staged else "all on all search tokens"),
+        "evolution": f"{options.num_generations} generations x {options.num_offspring}, all on all search tokens",
         **describe_machine(source.device),
     }
     print_head("Ablation", facts)
     rows: list[dict[str, Any]] = []
 
     def settings(method: str, kind: str) -> SearchSettings:
-        quarter = max(1, round(options.kl_tokens / options.seq_len) // 4)
         return SearchSettings(
             sparsity=options.sparsity,
             method=method,
@@ -144,8 +141,6 @@ def main() -> None:
             num_generations=options.num_generations,
             num_offspring=options.num_offspring,
             kl_tokens=options.kl_tokens if kind not in ("fisher", "refine") else None,
-            stages=((4, quarter), (1, None)) if options.staged else ((1, None),),
-            batch_size=1 if kind == "paper" and options.staged else 4,
             seed=options.seed,
         )
 

@@ -128,17 +128,16 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
         return sum(kl for kl, _ in found) / max(sum(count for _, count in found), 1)
 
     @torch.no_grad()
-    def kls(self, allocations: Sequence[Mapping[str, float]], *, num_batches: int | None = None) -> list[float]:
+    def kls(self, allocations: Sequence[Mapping[str, float]]) -> list[float]:
         """`kl` of up to `side_by_side` allocations of the same projections, in one pass: each has a part of the rows. A
         pass has the same shape however many there are, so that a candidate's KL does not depend on the others."""
         if self.side_by_side == 1:
-            return [self.kl(self.thresholds(allocation), num_batches=num_batches) for allocation in allocations]
+            return [self.kl(self.thresholds(allocation)) for allocation in allocations]
         flow, count = self.flow, self.side_by_side
         filled = [*allocations, *[allocations[0]] * (count - len(allocations))]
         thresholds = [self.thresholds(allocation) for allocation in filled]
         totals, tokens = [0.0] * len(allocations), 0
-        batches = range(flow.num_batches if num_batches is None else num_batches)
-        for batch in batches:
+        for batch in range(flow.num_batches):
             while len(self._wide) <= batch:  # the flow of one micro-batch, `side_by_side` times
                 index = len(self._wide)
                 ids, keep = flow.input_ids[index].repeat(count, 1), flow.counted[index].repeat(count, 1)
@@ -153,7 +152,7 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
             for i in range(len(allocations)):
                 totals[i] += self.reference.kl_sum(batch, finals[i])
             tokens += len(finals[0])
-        self.num_kl_evaluations += len(allocations) * len(batches) / flow.num_batches
+        self.num_kl_evaluations += len(allocations)
         return [total / max(tokens, 1) for total in totals]
 
 

@@ -92,14 +92,11 @@ def test_candidates_side_by_side_are_those_one_by_one(source) -> None:
         calib.build_tables()
         assert calib.side_by_side > 3
         spreads = [dict.fromkeys(calib.names, p) for p in (0.0, 0.3, 0.6)]
-        for batches in (None, 1):
-            together = calib.kls(spreads, num_batches=batches)
-            spent = calib.num_kl_evaluations
-            alone = [calib.kl(calib.thresholds(spread), num_batches=batches) for spread in spreads]
-            assert together == pytest.approx(alone, rel=1e-4, abs=1e-7)
-            assert calib.num_kl_evaluations == pytest.approx(2 * spent)
-            assert calib.kls(spreads[:1], num_batches=batches)[0] == together[0], "whatever the neighbours"
-            calib.num_kl_evaluations = 0.0
+        together = calib.kls(spreads)
+        spent = calib.num_kl_evaluations
+        assert together == pytest.approx([calib.kl(calib.thresholds(spread)) for spread in spreads], rel=1e-4, abs=1e-7)
+        assert calib.num_kl_evaluations == pytest.approx(2 * spent)
+        assert calib.kls(spreads[:1])[0] == together[0], "whatever the neighbours"
 
 
 def test_the_seed_decides_what_is_drawn_and_the_model_is_left_as_it_was(source) -> None:

@@ -131,7 +131,7 @@ def test_a_step_is_of_equal_parameters_and_ends_at_the_cap(target: float, small:
 
 def bowl(best: tuple[float, ...]):
     """A loss with its minimum at ``best``."""
-    return lambda candidates, batches: [sum((p - b) ** 2 for p, b in zip(c, best, strict=True)) for c in candidates]
+    return lambda candidates: [sum((p - b) ** 2 for p, b in zip(c, best, strict=True)) for c in candidates]
 
 
 def generator(seed: int) -> torch.Generator:
@@ -166,27 +166,17 @@ def test_evolution_only_gets_better(best: tuple[float, ...], sizes: list[int], g
     parent, history = runs[0]
     assert mean_sparsity(parent, sizes) == pytest.approx(0.5, abs=1e-9)
     assert all(later <= earlier for earlier, later in itertools.pairwise(history))
-    assert bowl(best)([parent], None) == [history[-1]]
+    assert bowl(best)([parent]) == [history[-1]]
     if len(set(sizes)) == 1:  # the least is within the budget
         assert parent == pytest.approx(best, abs=2 * STEP)
 
 
-def test_offspring_are_thinned_out_and_scored_once() -> None:
-    calls: list[int | None] = []
-
-    def losses(candidates: Sequence[tuple[float, ...]], batches: int | None) -> list[float]:
-        calls.extend([batches] * len(candidates))
-        return bowl((0.2, 0.8, 0.3, 0.7))(candidates, batches)
-
-    evolve(losses, [1] * 4, 0.5, generator(6), num_generations=1, num_offspring=32, stages=((4, 1), (2, 2), (1, None)))
-    assert calls[0] is None  # the start
-    assert (calls.count(2), calls.count(None)) == (4, 1 + 2)
-    # A mutant of one parent is scored once.
+def test_offspring_are_scored_once() -> None:
     scored: list[tuple[float, ...]] = []
 
-    def losses(candidates: Sequence[tuple[float, ...]], batches: int | None) -> list[float]:
+    def losses(candidates: Sequence[tuple[float, ...]]) -> list[float]:
         scored.extend(candidates)
-        return bowl((0.5,) * 4)(candidates, batches)
+        return bowl((0.5,) * 4)(candidates)
 
     evolve(losses, [1] * 4, 0.5, generator(7), num_generations=40, num_offspring=8)
     assert len(scored) == len(set(scored)) == 1 + 4 * 3  # one block up, another one down

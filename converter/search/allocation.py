@@ -159,36 +159,29 @@ def mutate(parent: Candidate, sizes: Sequence[int], generator: torch.Generator) 
 
 
 def evolve(
-    losses: Callable[[Sequence[Candidate], int | None], list[float]],
+    losses: Callable[[Sequence[Candidate]], list[float]],
     sizes: Sequence[int],
     target: float,
     generator: torch.Generator,
     *,
     num_generations: int,
     num_offspring: int,
-    stages: Sequence[tuple[int, int | None]] = ((1, None),),
     on_generation: Callable[[float], None] = lambda loss: None,
 ) -> tuple[Candidate, list[float]]:
     """Search block sparsities of least loss whose weighted mean is ``target``, the paper's coarse search; gives the
-    best, and its loss at the start and after every generation. ``losses`` are over so many micro-batches (None:
-    all)."""
+    best, and its loss at the start and after every generation."""
     parent: Candidate = (target,) * len(sizes)
-    [loss] = losses([parent], None)
+    [loss] = losses([parent])
     history = [loss]
-    # Losses of this parent's mutants, by micro-batches: equal ones are scored once.
-    known: dict[tuple[int | None, Candidate], float] = {(None, parent): loss}
+    known = {parent: loss}  # and its mutants': equal ones are scored once
     for _ in range(num_generations):
         pool = list(dict.fromkeys(mutate(parent, sizes, generator) for _ in range(num_offspring)))
-        for survivors, batches in stages:
-            fresh = [candidate for candidate in pool if (batches, candidate) not in known]
-            if fresh:
-                known |= zip([(batches, candidate) for candidate in fresh], losses(fresh, batches), strict=True)
-            scored = sorted((known[batches, candidate], index) for index, candidate in enumerate(pool))
-            best_loss, best = scored[0][0], pool[scored[0][1]]
-            pool = [pool[index] for _, index in scored[:survivors]]
-        if best_loss < loss:
-            parent, loss = best, best_loss
-            known = {(None, parent): loss}
+        fresh = [candidate for candidate in pool if candidate not in known]
+        known |= zip(fresh, losses(fresh) if fresh else (), strict=True)
+        best = min(pool, key=known.__getitem__)
+        if known[best] < loss:
+            parent, loss = best, known[best]
+            known = {parent: loss}
         history.append(loss)
         on_generation(loss)
     return parent, history

@@ -47,7 +47,6 @@ class SearchSettings:
     seed: int = 0
     # measured on, about; None: 16,384 for fisher and refine, else 4,096. Final thresholds, and refine's steps, use all
     kl_tokens: int | None = None
-    stages: tuple[tuple[int, int | None], ...] = ((1, None),)  # of the evolution: (survivors, micro-batches, None: all)
     greedy_step: float = 0.01  # of a block; TEAL's 5% costs small models a third of the quality (benchmarks/LOG.md)
     refine_steps: int | None = None  # None goes by the number of tokens, see `plan_steps`
     batch_size: int = 4  # sequences per forward pass
@@ -276,13 +275,12 @@ class Run:
         """The paper's coarse search: one sparsity per block."""
         settings, calib = self.settings, self.calib
 
-        def losses(candidates: Sequence[Sequence[float]], num_batches: int | None) -> list[float]:
+        def losses(candidates: Sequence[Sequence[float]]) -> list[float]:
             spreads = [{n: p for group, p in zip(calib.groups, one, strict=True) for n in group} for one in candidates]
             size, before = calib.side_by_side, calib.num_kl_evaluations
             together = [spreads[first : first + size] for first in range(0, len(spreads), size)]
-            found = self.processes.spread(together, partial(calib.kls, num_batches=num_batches))
-            share = 1.0 if num_batches is None else min(1.0, num_batches / calib.flow.num_batches)
-            calib.num_kl_evaluations = before + share * len(spreads)  # of all processes
+            found = self.processes.spread(together, calib.kls)
+            calib.num_kl_evaluations = before + len(spreads)  # of all processes
             return [kl for some in found for kl in some]
 
         generations, offspring = settings.num_generations or 60, settings.num_offspring or 24
@@ -299,7 +297,6 @@ class Run:
                 torch.Generator().manual_seed(settings.seed),
                 num_generations=generations,
                 num_offspring=offspring,
-                stages=settings.stages,
                 on_generation=show,
             )
         return list(best)
