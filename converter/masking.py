@@ -91,7 +91,6 @@ class MaskedModel(AbstractContextManager["MaskedModel"]):
         self._handles.clear()
 
     def set_scale(self, name: str, channel_scale: Tensor) -> None:
-        """Put ``channel_scale`` (K,) float32 on a projection."""
         weight = self.projections[name].weight
         device = channel_scale.device if weight.is_meta else weight.device
         self._masks[name].scale = channel_scale.to(device=device, dtype=torch.float32)

@@ -104,7 +104,6 @@ class MaskedLogits(AbstractContextManager["MaskedLogits"]):
         self._realised = self._counting.enter_context(self._masked.counting()) if enabled else None
 
     def realised_sparsity(self) -> float | None:
-        """Dropped share of the weights since counting began."""
         if self._realised is None:
             return None
         dropped = self._realised()

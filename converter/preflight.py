@@ -70,7 +70,6 @@ class Plan:
         return ", ".join([*used, *(["the model's files"] if left > 0 else [])])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         settings, config = self.settings, self.config
         names = ("text_of", "num_parameters", "projection_parameters", "not_rotated", "calibration", "download_bytes")
         sizes = ("untied_bytes", "bundle_bytes", "disk_free_bytes", "memory_bytes", "memory_free_bytes", "weights_on")

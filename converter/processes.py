@@ -27,8 +27,6 @@ _log = logging.getLogger("wisparse")
 
 @dataclass(frozen=True)
 class Stage:
-    """One running stage."""
-
     bars: rich.Progress
     task: rich.TaskID
 

@@ -197,7 +197,6 @@ class ConvertSettings:
 
     @property
     def has_budget(self) -> bool:
-        """Whether the sparsity is to be found."""
         return self.max_kl is not None or self.min_top1 is not None
 
     @property
@@ -230,7 +229,6 @@ class ConvertSettings:
 
     @property
     def state_dir(self) -> Path:
-        """Where the state of an unfinished conversion lies."""
         return self.work_dir or self.output_dir.with_name(self.output_dir.name + ".work")
 
     def full_report(self, device_type: str) -> bool:

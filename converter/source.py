@@ -43,8 +43,6 @@ def small_digests(folder: Path, error: type[WisparseError]) -> dict[str, str]:
 
 
 def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
-    """sha256 of every weight file, by name."""
-
     def digest(name: str) -> str:
         identity = checkpoint.identities[name]
         with open_regular(checkpoint.folder, name, checkpoint.error, identity) as file:
@@ -269,7 +267,6 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
 
 
 def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """What a wrapper's config says of its text model."""
     given = config.get("text_config")
     if given is None and model_type.startswith("qwen2"):  # published with the text model's keys at the top
         others = ("architectures", "model_type", "vision_config")

@@ -106,7 +106,6 @@ def _counted_ranks(scores: Scores, ranks: Sequence[int]) -> list[tuple[float, in
     scores first, then the lower 16 of those in the bin that holds a rank."""
 
     def count(bits_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Running sums of the bins' counts."""
         counts = torch.zeros(_BINS, dtype=torch.int64, device=scores.device)
         for chunk in scores:
             counts += torch.bincount(bits_of(chunk.reshape(-1).contiguous().view(torch.int32)), minlength=_BINS)

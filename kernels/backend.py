@@ -67,7 +67,6 @@ def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "a
 
 
 def _refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a back end cannot run there, or None."""
     import torch
 
     if name == "torch":

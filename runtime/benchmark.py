@@ -50,8 +50,6 @@ class Speed:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Dense and sparse, with what they were measured on."""
-
     machine: dict[str, str]
     backend: str
     dtype: str

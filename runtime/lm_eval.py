@@ -37,8 +37,6 @@ _SAMPLING: dict[str, type] = {"top_k": int, "top_p": float, "min_p": float, "see
 
 @register_model("wisparse")
 class WisparseLM(TemplateLM):
-    """A loaded bundle as the harness sees a model."""
-
     def __init__(
         self,
         model: Model | None = None,

@@ -23,7 +23,6 @@ Candidate = tuple[float, ...]
 
 
 def mean_sparsity(sparsities: Sequence[float], sizes: Sequence[int]) -> float:
-    """The parameter-weighted mean of ``sparsities``."""
     return sum(p * size for p, size in zip(sparsities, sizes, strict=True)) / sum(sizes)
 
 
@@ -64,7 +63,6 @@ def interpolate(levels: Sequence[float], damages: Sequence[float]) -> Curve:
 
 
 def convex_hull(curve: Curve) -> Curve:
-    """The lower convex hull of a curve."""
     hull: Curve = []
     for point in curve:
         while len(hull) >= 2 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):

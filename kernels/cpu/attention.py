@@ -220,7 +220,6 @@ def _product(a, b, n):
 
 @exact
 def _scale_to(x, n, length):
-    """Scale a vector to a length."""
     factor = length / np.float32(math.sqrt(_product(x, x, n) + _LENGTH_EPS))
     x_ = floats(x)
     for i in range(n):

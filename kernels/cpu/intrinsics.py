@@ -68,8 +68,6 @@ def pointer(typingctx, address, tag):
 
 @intrinsic
 def size_of(typingctx, tag):
-    """Bytes of one element."""
-
     def codegen(context, builder, signature, args):
         return ir.Constant(_I64, tag.bitwidth // 8)
 
@@ -123,7 +121,6 @@ def nibble(builder, byte, shift):
 
 @_fixed(types.float32(types.int32))
 def bits_to_float(builder, value):
-    """An int32's bits as a float32."""
     return builder.bitcast(value, _F32)
 
 
@@ -171,7 +168,6 @@ def relax(builder):
 
 @_fixed(types.int64())
 def now_ns(builder):
-    """Nanoseconds of the monotonic clock."""
     spec = cgutils.alloca_once(builder, _I64, 2)  # struct timespec
     kind = ir.FunctionType(_I32, [_I32, _I64.as_pointer()])
     clock = cgutils.get_or_insert_function(builder.module, kind, SYMBOLS[3])

@@ -56,8 +56,6 @@ class DeltaMemory(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Compiled in."""
-
     hidden: int
     key_heads: int
     value_heads: int

@@ -40,8 +40,6 @@ class Logits(NamedTuple):
 
 
 class HeadConfig(NamedTuple):
-    """Compiled in."""
-
     k: int
     batch: int
     ssq_parts: int

@@ -130,8 +130,6 @@ def mask_rows(
 
 
 class _MaskGemm(NamedTuple):
-    """Compiled in."""
-
     k: int
     n0: int
     n1: int

@@ -314,7 +314,6 @@ def launch_linear(
 
 
 def tile_key(gpu: Gpu, shape: LinearShape, kind: str) -> str:
-    """The key of a launch in tiles.json."""
     if shape.quant != "none":
         kind += f":{shape.quant}" + (f"-{shape.group}" if shape.group < shape.in_features else "")
     return f"sm{gpu.arch}:{kind}:{shape.in_features}x{sum(shape.widths)}"
@@ -328,7 +327,6 @@ def tuned_key(gpu: Gpu, shape: LinearShape, rows: int) -> str:
 
 @cache
 def measured_tiles() -> Mapping[str, GemvTile]:
-    """tiles.json."""
     table = json.loads(Path(__file__).with_name("tiles.json").read_text("utf-8"))
     return {key: GemvTile(**fields) for key, fields in table.items() if key != "_"}
 

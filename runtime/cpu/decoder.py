@@ -115,8 +115,6 @@ class CpuDecoder(TorchDecoder):
 
 
 class Step:
-    """Decodes one token for some of the slots."""
-
     def __init__(self, decoder: CpuDecoder) -> None:
         config, embedding, output, blocks = decoder.config, decoder._embedding, decoder._head, decoder._blocks
         self._region, self._config = f"step_{NAMES[decoder.dtype]}", config

@@ -46,7 +46,6 @@ class CudaWeights:
 
     @property
     def num_bytes_inside(self) -> int:
-        """Bytes of the projections' weights."""
         return sum(linear.weight.num_bytes for block in self.blocks for linear in block.linears)
 
 

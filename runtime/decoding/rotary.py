@@ -79,8 +79,6 @@ def switch_length(config: ModelConfig) -> int | None:
 
 
 class Rotary:
-    """One rotary embedding of a model on one device."""
-
     def __init__(self, rope: RopeConfig, device: torch.device, dtype: torch.dtype) -> None:
         self._short = inverse_frequencies(rope).to(device)
         self._long = inverse_frequencies(rope, long=True).to(device)

@@ -28,8 +28,6 @@ _NUMBERS = (  # name, least, most, what is expected, whether the least itself is
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen from the logits."""
-
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0

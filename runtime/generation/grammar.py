@@ -51,8 +51,6 @@ _EXCEEDED = {
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer has to be."""
-
     field: str  # the argument or field that it came with, for error messages
     source: str  # a JSON schema, or a grammar as llguidance's Lark or llama.cpp's GBNF writes it
     schema: bool = False  # whether it is a JSON schema

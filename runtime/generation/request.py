@@ -267,7 +267,6 @@ class Request:
 
     @property
     def undelivered(self) -> int:
-        """Output tokens that no chunk was made of yet."""
         return len(self.output_token_ids) - len(self.text_parts)
 
     def next_chunk(self) -> Chunk:

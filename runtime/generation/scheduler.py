@@ -56,8 +56,6 @@ class _CachedPrefix:
 
 
 class PrefixCache:
-    """Which prompts the slots still hold."""
-
     def __init__(self, slots: int, block_size: int, switch: int | None) -> None:
         self._held = [_CachedPrefix() for _ in range(slots)]
         self._block_size, self._switch = block_size, switch
@@ -245,7 +243,6 @@ class Scheduler:
         return [self._turn]
 
     def _admit(self) -> None:
-        """Give the first waiting request a slot."""
         request = self.waiting.popleft()
         self._culprits = [request]
         tokens = [*request.prompt_token_ids, *request.output_token_ids]

@@ -127,11 +127,9 @@ class Formatter:
         self._tokens = 0
 
     def start(self) -> bytes:
-        """The events before the first chunk."""
         return b""
 
     def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
-        """The events for some chunks."""
         found = [self._chunk(choices=[choice]) for choice in self._choices(items, stream=True)]
         self._tokens += len(items)
         if self._request.stream_options.continuous_usage_stats:
@@ -140,7 +138,6 @@ class Formatter:
         return b"".join(found)
 
     def end(self, answers: Sequence[Generation]) -> bytes:
-        """The events after the last chunk."""
         options = self._request.stream_options
         if not options.include_usage:
             return DONE

@@ -29,7 +29,6 @@ _KINDS = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}  
 
 
 def _joined(content: Any) -> Any:
-    """The text of text blocks."""
     if not isinstance(content, list):
         return content
     for block in content:

@@ -37,8 +37,6 @@ _HEAD = re.compile(
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    """How a model writes tool calls."""
-
     opens: str  # marker before a call, or before the list of calls
     closes: str  # optional marker behind a call
     key: str = "arguments"  # name of the arguments' field
@@ -169,7 +167,6 @@ class JsonScanner:
 
 
 def _may_be_call(text: str) -> bool:
-    """Whether a call's object may begin like this."""
     found = _BEGINNING.match(text)
     key, closed = (None, None) if found is None else found.groups()
     if found is None or closed:

@@ -52,8 +52,6 @@ _NOT_HERE = ("embeddings", "images/{rest:path}", "audio/{rest:path}", "moderatio
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What a server is called, and whom it answers."""
-
     name: str  # the model's, in answers and in ``/v1/models``
     max_queue: int = 64  # requests that may wait beside those in the batch
     # what clients have to send, as ``Authorization: Bearer KEY``; None: nothing

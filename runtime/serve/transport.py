@@ -292,7 +292,6 @@ def set_up(app: FastAPI, key: str | None, hosts: Collection[str], cors: Sequence
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; raises UsageError."""
     if not host.strip():
         raise UsageError("--host: expected an address, found an empty text; 0.0.0.0 is everywhere")
     try:

@@ -78,7 +78,6 @@ class WisparseConfig(QuantizationConfig):
         return NAME
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Open and check the bundle."""
         require_known_version(vllm.__version__)
         if self._stored is not None:
             raise UnsupportedModelError(
