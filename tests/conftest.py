@@ -68,7 +68,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 @pytest.fixture(scope="session")
 def example_model() -> Path:
-    """The 6.5M-parameter Llama that ships with the project."""
     return ROOT / "examples" / "pycode-llama-6m"
 
 
@@ -82,7 +81,6 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def chat_bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the chat template of the server's tests."""
     from served import TEMPLATE, with_template
 
     return with_template(example_model, tmp_path_factory.mktemp("chat"), TEMPLATE)
@@ -90,7 +88,6 @@ def chat_bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def model(chat_bundle: Path) -> Iterator[Model]:
-    """What a server's answers are compared with."""
     import wisparse
 
     with wisparse.load(chat_bundle, dtype="float32", backend="torch", max_seq_len=256) as model:

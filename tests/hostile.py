@@ -116,7 +116,6 @@ def answers(folder: Path) -> list[tuple[int, ...] | str]:
 
 
 def verify(folder: Path) -> bool:
-    """What the command does."""
     verify_bundle(folder)
     check_tokenizer(Bundle.open(folder))
     return True

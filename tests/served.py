@@ -52,7 +52,6 @@ class Running:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
 
     def complete(self, prompt: Any, **more: Any) -> Any:
-        """A completion, greedy unless ``more`` says otherwise."""
         return self.client().completions.create(model=NAME, prompt=prompt, **{"temperature": 0, **more})
 
     def chat(self, messages: Any, **more: Any) -> Any:

@@ -58,7 +58,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(run: Run) -> Run:
-    """Of ``wisparse-convert ARGS``."""
     return partial(run, main=convert_main)
 
 

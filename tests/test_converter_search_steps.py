@@ -130,7 +130,6 @@ def test_a_step_is_of_equal_parameters_and_ends_at_the_cap(target: float, small:
 
 
 def bowl(best: tuple[float, ...]):
-    """A loss with its minimum at ``best``."""
     return lambda candidates: [sum((p - b) ** 2 for p, b in zip(c, best, strict=True)) for c in candidates]
 
 

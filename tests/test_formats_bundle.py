@@ -205,7 +205,6 @@ def test_a_level_that_the_bundle_lacks(sparsity: Any, intact: Path) -> None:
 
 
 def other_space(name: str) -> Change:
-    """The file with another white space at its end."""
     return lambda f: (f / name).write_bytes((d := (f / name).read_bytes())[:-1] + (b"\n" if d[-1:] == b" " else b" "))
 
 

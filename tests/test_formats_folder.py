@@ -41,7 +41,6 @@ def write(out: Path, text: str, *, overwrite: bool = True, fail: BaseException |
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """A thing whose files hold ``one``."""
     write(tmp_path / "out", "one")
     return tmp_path / "out"
 

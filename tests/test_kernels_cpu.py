@@ -184,7 +184,6 @@ REGION = "dequantize_float32"
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache folder, and nothing compiled."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "_cache_folder", launch._cache_folder.__wrapped__)
     monkeypatch.setattr(launch, "_regions", {})

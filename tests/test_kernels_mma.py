@@ -14,7 +14,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def execute(name: str, numbers: list[int]) -> int:
-    """One PTX instruction on the bits of 32-bit registers."""
     if name == "prmt":
         both = numbers[0] | numbers[1] << 32
         return sum((both >> 8 * (numbers[2] >> 4 * i & 7) & 255) << 8 * i for i in range(4))
@@ -44,7 +43,6 @@ def left_operands(source: str, words: list[int], first: int) -> list[list[int]]:
 
 
 def halves(bits: int, dtype: torch.dtype) -> list[float]:
-    """The two numbers in a register."""
     return torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.int16).view(dtype).double().tolist()
 
 

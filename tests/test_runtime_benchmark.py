@@ -23,7 +23,6 @@ from wisparse.runtime.benchmark import Workload, compare_weights, prompts
 
 
 def bench(bundle: Path, *options: str, env: dict[str, str | None] | None = None) -> Result:
-    """`wisparse bench` with one run of three tokens."""
     short = ["--device", "cpu", "--runs", "1", "--max-new-tokens", "3"]
     return CliRunner().invoke(command, [str(bundle), *short, *options], env=env)
 

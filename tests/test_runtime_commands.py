@@ -25,7 +25,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(run: Run, bundle: Path) -> Run:
-    """Of ``wisparse VERB BUNDLE ARGS``."""
     return lambda verb, *args, bundle=bundle: run(verb, bundle, *args)
 
 

@@ -58,7 +58,6 @@ def opened(variant_bundle: Callable[[str], Path]) -> Callable[[str], Bundle]:
 
 
 def cpu_decoder(bundle: Bundle, dtype: torch.dtype = torch.float32, max_batch: int = 1, **settings: str) -> CpuDecoder:
-    """The default on CPUs."""
     decoder = make_decoder(bundle, device=CPU, dtype=dtype, max_seq_len=100, max_batch=max_batch, **settings)
     assert isinstance(decoder, CpuDecoder)
     return decoder

@@ -48,7 +48,6 @@ TEMPLATES = {
 
 
 def _told(parts: Sequence[Delta]) -> tuple[str, list[list[str]]]:
-    """The text, and each call's name and arguments."""
     calls: list[list[str]] = []
     for part in parts:
         if part.kind == "tool_call":

@@ -26,7 +26,6 @@ CLASSES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
-    """A ``config.json`` of two blocks, hidden size 16."""
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model_type].class_name], "model_type": model_type, "hidden_size": 16,
         "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -142,7 +141,6 @@ def resign(folder: Path, *, recipe: bool = True) -> None:
 
 
 def split_safetensors(content: bytes) -> tuple[dict[str, Any], bytes]:
-    """Header and data of a safetensors file."""
     (length,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 

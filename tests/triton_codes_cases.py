@@ -29,7 +29,6 @@ def quantized_linear(
     kind: str, group: int | None, zero_points: bool, widths: tuple[int, ...], k: int, dtype: torch.dtype, sparsity: float,
     *, bias: bool = False,
 ) -> FusedLinear:  # fmt: skip
-    """As ``make_linear``, its weights rounded."""
     plain = make_linear(widths, k, dtype, sparsity, bias=bias)
     weight = empty_weight(kind, k, widths, group, dtype, DEVICE, zeros=zero_points)
     generator = torch.Generator().manual_seed(3)
