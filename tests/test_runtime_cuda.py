@@ -40,8 +40,8 @@ def answers(bundle: Path, dtype: str, max_batch: int = 1, **settings: object) ->
 
 def plain_answers(bundle: Path, max_batch: int = 1, device: str = "cuda", **settings: object) -> list[Generation]:
     """By the plain decoder in float64."""
-    opened, settings = Bundle.open(bundle), {"dtype": torch.float64, "max_seq_len": 256, "max_batch": max_batch}
-    decoder = make_decoder(opened, device=torch.device(device), backend="torch", **settings)
+    opened, how = Bundle.open(bundle), {"dtype": torch.float64, "max_seq_len": 256, "max_batch": max_batch}
+    decoder = make_decoder(opened, device=torch.device(device), backend="torch", **how)
     with Model(opened, decoder, Tokenizer.from_bundle(opened)) as model:
         return model.generate(PROMPTS, max_new_tokens=64, **settings)
 
