@@ -61,7 +61,7 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
         self.names = list(source.projections)  # in order of execution
         self.sizes = {name: module.weight.numel() for name, module in source.projections.items()}
         blocks = range(source.config.num_blocks)
-        self.groups = [[projection.name for projection in source.config.projections(block)] for block in blocks]
+        self.groups = [[name for name in self.names if f".{block}." in name] for block in blocks]
         self.scales: dict[str, Tensor] = {}
         self.tables: dict[str, list[float]] = {}
         self.num_kl_evaluations = 0.0  # whole passes over the tokens; of a part of one that part

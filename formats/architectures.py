@@ -87,6 +87,11 @@ class Architecture:
     residual_multiplier: Power | None = None
     logits_multiplier: Power | None = None
 
+    def __post_init__(self) -> None:
+        for name, given, known in (("qkv", self.qkv, _QKV), ("gate_up", self.gate_up, _GATE_UP)):
+            if given not in known:
+                raise ValueError(f"{self.class_name}: expected {name} to be one of {known}, found {given}")
+
 
 _BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _WINDOWS: dict[str, Any] = {"layer_types": True}

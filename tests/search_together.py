@@ -19,7 +19,7 @@ from wisparse.formats.errors import ResourceError
 SEARCHES = {
     "fisher": {"kl_tokens": 8 * 24, "batch_size": 3},
     "refine": {"kl_tokens": 8 * 24, "batch_size": 3, "refine_steps": 2},
-    "paper": {"num_generations": 2, "num_offspring": 5, "kl_tokens": 96, "stages": ((3, 1), (1, None))},
+    "paper": {"num_generations": 2, "num_offspring": 5, "kl_tokens": 96},
 }
 
 
