@@ -4,9 +4,9 @@
     onnx-peers/bin/python benchmarks/onnx_peers.py EXPORT TOKENS.json [EXPORT TOKENS.json ...]
 
 Neither is installed beside this project: optimum-onnx wants an older transformers. So this file imports nothing of
-ours. It compares exported folders with the prompts and answers that ``benchmarks/onnx_export.py --tokens TOKENS.json``
-wrote. One line of JSON for each; exit code 1 if any differs. ``tests/test_onnx.py`` runs it, with that
-interpreter in WISPARSE_ONNX_PEERS_PYTHON.
+ours. It compares exported folders with prompts and answers of our runtime in a JSON file. One line of JSON for each;
+exit code 1 if any differs. ``tests/test_onnx.py`` writes both and runs it, by the interpreter in
+WISPARSE_ONNX_PEERS_PYTHON.
 """
 
 from __future__ import annotations
