@@ -71,7 +71,7 @@ def dataset_documents(name: str | Path, seed: int) -> Iterator[Document]:
     try:
         import datasets
     except ImportError as error:
-        needed = "reading data sets needs the package datasets: pip install 'wisparse[datasets]'"
+        needed = "reading data sets needs the package datasets: pip install datasets"
         raise CalibrationError(f"{needed}; or calibrate with --calibration self, or on text files") from error
     datasets.disable_progress_bars()
     path = name if isinstance(name, Path) else None

@@ -127,7 +127,7 @@ class Model(AbstractContextManager["Model"]):
                 logit_bias, logprobs: see :class:`SamplingParams`; temperature 0 is greedy. A given seed holds for
                 each prompt of a list; without one each gets a fresh seed, told in its :class:`Generation`.
             json_schema: the answer is JSON that this schema describes, a mapping or its text; ``{}`` is any JSON.
-                ``max_new_tokens`` may still cut it off. Needs ``pip install 'wisparse[serve]'``.
+                ``max_new_tokens`` may still cut it off. Needs ``pip install llguidance``.
             grammar: the answer is what this grammar describes, written as llguidance's Lark or llama.cpp's GBNF.
             stop: the answer ends before any of these strings; a special token's name works too. None for none.
             system_prompt: put before a text as the system's message; needs a chat template.

@@ -405,4 +405,4 @@ def test_command(bundle: Path, tmp_path: Path, run: Run) -> None:
 def test_the_command_without_the_harness(bundle: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "lm_eval" else find(name))
-    assert "pip install 'wisparse[eval]'" in refusal(run, bundle, "gsm8k", code=2)[-1]
+    assert "pip install lm-eval" in refusal(run, bundle, "gsm8k", code=2)[-1]

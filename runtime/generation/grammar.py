@@ -237,7 +237,7 @@ class Grammars:
             if self._process is not None:
                 return self._tokenizer, self._process
             if importlib.util.find_spec("llguidance") is None:
-                raise UsageError(f"{field}: it needs the package llguidance: pip install 'wisparse[serve]'")
+                raise UsageError(f"{field}: it needs the package llguidance: pip install llguidance")
             from llguidance import LLTokenizer
 
             data = self._tokenizer_json()

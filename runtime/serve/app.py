@@ -361,7 +361,7 @@ class Server:
         }
 
     async def not_here(self, http: HttpRequest) -> Response:
-        text = f"{http.url.path:.80}: this server completes text, and keeps nothing; it has no such thing"
+        text = f"{http.url.path:.80}: this server has chats and completions; it makes no embeddings, and stores no files or batches"
         raise ApiError(501, text, code="not_implemented")
 
 

@@ -34,7 +34,7 @@ def require_known_version(found: str) -> None:
         first, before = (f"{major}.{minor}" for major, minor in (FIRST, BEFORE))
         raise UsageError(
             f"vLLM: expected a version from {first} to before {before}, found {found}; install one "
-            "(pip install 'wisparse[vllm]') or run the dense model: VLLM_PLUGINS='' vllm serve …"
+            f"(pip install 'vllm>={first},<{before}') or run the dense model: VLLM_PLUGINS='' vllm serve …"
         )
 
 

@@ -98,7 +98,7 @@ def command(
         if not names:
             raise UsageError("--tasks: expected names, separated by commas")
         if importlib.util.find_spec("lm_eval") is None:
-            raise UsageError("--tasks needs lm-evaluation-harness: pip install 'wisparse[eval]'")
+            raise UsageError("--tasks needs lm-evaluation-harness: pip install lm-eval")
     else:
         for option, value in task_options.items():
             if value not in (None, ()) and value is not False:

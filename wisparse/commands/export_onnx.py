@@ -47,7 +47,7 @@ def command(
     """
     for package in ("onnx", "onnxruntime") if check else ("onnx",):
         if importlib.util.find_spec(package) is None:
-            raise UsageError(f"export-onnx needs the package {package}: pip install 'wisparse[onnx]'")
+            raise UsageError(f"export-onnx needs the package {package}: pip install {package}")
     from wisparse.runtime.onnx_export import EXPORT, export_onnx
 
     text("OUT", str(out))  # as the onnx package can write it

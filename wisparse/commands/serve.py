@@ -58,7 +58,7 @@ def command(
     """
     set_up_logging(verbose)
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
-        raise UsageError('the server needs more packages: pip install "wisparse[serve]"')
+        raise UsageError('the server needs more packages: pip install ".[serve]" in a clone of wisparse')
     key = _api_key(api_key_file)
     name = alias if alias is not None else Path(bundle).resolve().name if os.path.isdir(bundle) else bundle
     if not name.strip() or not name.isprintable():
