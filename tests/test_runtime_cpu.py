@@ -6,7 +6,9 @@ import dataclasses
 import json
 import subprocess
 import sys
+import timeit
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -37,7 +39,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small only wait for each other on more threads; tests about threads set their own number."""
+    """For models this small more are slower; tests about threads set their own number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -46,7 +48,6 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def as_many_threads_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the model, few the cores, and busy the machine."""
     monkeypatch.setattr(cpu_step, "_BYTES_PER_THREAD", 1)
     monkeypatch.setattr(cpu_step, "usable_cores", lambda: 8)
     monkeypatch.setattr(cpu_team, "_DEBT_NS", float("inf"))
@@ -210,6 +211,14 @@ def test_a_short_prompt_is_read_by_the_step(
     for theirs, mine in zip(found[:3], found[3:], strict=True):
         torch.testing.assert_close(mine[0], theirs[0], atol=3e-3, rtol=1e-3)
         assert (mine[1] or 0) == pytest.approx(theirs[1] or 0, abs=0.02)
+
+
+def test_a_prompt_in_16_bits_takes_about_as_long_as_in_float32(example_model: Path, tmp_path: Path) -> None:
+    bundle, prompt, seconds = Bundle.open(make_bundle(example_model, tmp_path / "out")), tokens(64), []
+    for dtype in (torch.float32, torch.bfloat16):
+        read = partial(cpu_decoder(bundle, dtype).prefill, 0, prompt, len(prompt))
+        seconds.append(min(timeit.repeat(read, number=1, repeat=5)))
+    assert seconds[1] < 4 * seconds[0]  # 50 to 80 times where torch has a slow product
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

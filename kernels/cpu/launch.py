@@ -165,8 +165,9 @@ def _load(region: Any, folder: Path) -> Any:
 def _cache_folder() -> Path | None:
     """Where compiled code is kept: under NUMBA_CACHE_DIR or the user's cache; None, with a warning, if not writable.
     The name changes with the CPU back end's source, the compiler and the processor."""
-    features = llvmlite.binding.get_host_cpu_features().flatten()
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {features}".encode())
+    name, features = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
+    asked = f"{_config.CPU_NAME} {_config.CPU_FEATURES}"  # by NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
+    digest = hashlib.sha256(f"{numba.__version__} {name} {features} {asked}".encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
     try:
