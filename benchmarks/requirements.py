@@ -15,7 +15,7 @@ import torch
 from shapes import LLAMA_1B, LLAMA_3B, LLAMA_8B
 
 from wisparse.converter.preflight import bundle_bytes, working_bytes
-from wisparse.converter.settings import ConvertSettings, auto_num_samples, auto_seq_len
+from wisparse.converter.settings import ConvertSettings, auto_seq_len
 from wisparse.converter.source import full_config
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime.decoding.cache import bytes_per_position
@@ -39,8 +39,7 @@ def row(name: str, shape: dict[str, object]) -> list[str]:
     parameters = sum(torch.Size(size).numel() for size in expected_tensors(config).values())
     needs = {}
     for device in ("cuda", "cpu"):
-        length = auto_seq_len(device, config.max_position_embeddings)
-        settings = ConvertSettings("x", Path("x"), seq_len=length, num_samples=auto_num_samples(device, ("self",)))
+        settings = ConvertSettings("x", Path("x"), seq_len=auto_seq_len(device, config.max_position_embeddings))
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         needs[device] = parameters * dtype.itemsize + working_bytes(config, dtype, settings)
     bundle = bundle_bytes(config, parameters, "auto")

@@ -23,7 +23,7 @@ from .source import SourceModel
 from .state import Stages
 
 # Sequences and tokens of each, to fit and to mask with, and others to measure on.
-SAMPLES, LONGEST = 4, 512
+SAMPLES, LONGEST = 4, 256
 
 
 @torch.no_grad()

@@ -224,7 +224,7 @@ def _prepared(
     """The model with the weights that the bundle gets, their checkpoint, the calibration text, the text to measure on
     where the model wrote one, and the records of the rotation and of the coordinates that were compared."""
     settings = plan.settings
-    samples, length, seed = settings.samples, settings.length, settings.seed
+    samples, length, seed = settings.num_samples, settings.length, settings.seed
     sizes = {
         "calibration": (samples, length, seed),
         # Another text than the calibration's, half as long: directions need less of it than thresholds.
@@ -253,7 +253,8 @@ def _prepared(
         source, checkpoint, record = rotate(source, checkpoint, tokens, directions, stages)
     if settings.weights != "native":  # `source` computes with the quantized weights from here on
         kind, numbers = cast(Kind, settings.weights), checkpoint.dtype
-        fit = tokens.joined(texts["rotation"]) if "rotation" in texts else tokens  # it is there already
+        # int4 is fitted to the text of the rotation too, which is there already.
+        fit = tokens.joined(text("rotation")) if kind == "int4" and settings.rotation != "none" else tokens
         checkpoint = checkpoint.quantize(quantise_weights(source, fit, kind, numbers, stages), numbers)
     return source, checkpoint, tokens, texts.get("measurement"), record, compared
 

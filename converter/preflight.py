@@ -25,7 +25,7 @@ from .gptq import group_size
 from .processes import SILENT, Progress
 from .rotation import why_fixed
 from .sensitivity import LARGEST_LOGITS
-from .settings import ConvertSettings, auto_num_samples, auto_seq_len
+from .settings import ConvertSettings, auto_seq_len
 from .source import choose_dtype, full_config, lacks_accelerate, load_tokenizer
 from .state import check_folder, placed_bundle
 
@@ -81,7 +81,7 @@ class Plan:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             **settings.fingerprint(),
-            "calibration_tokens": settings.samples * settings.length,
+            "calibration_tokens": settings.num_samples * settings.length,
             **{name: getattr(self, name) for name in (*names, *sizes)},
             "work_dir": str(settings.state_dir) if settings.resume else None,
             "upload_repo": settings.upload_repo,
@@ -112,11 +112,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         if settings.weights == "int4":
             group_size(config)
         context = config.max_position_embeddings
-        settings = replace(
-            settings,
-            seq_len=settings.seq_len or auto_seq_len(device.type, context),
-            num_samples=settings.num_samples or auto_num_samples(device.type, settings.calibration),
-        )
+        settings = replace(settings, seq_len=settings.seq_len or auto_seq_len(device.type, context))
         if settings.length > context:
             raise UsageError(f"--seq-len {settings.seq_len}: the model's context is {context} tokens")
         placed = settings.resume and placed_bundle(settings.state_dir, settings.output_dir) is not None
@@ -133,7 +129,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         stage.advance()
         tokens = None
         if settings.calibration != ("self",):
-            sizes = settings.samples, settings.length, settings.seed
+            sizes = settings.num_samples, settings.length, settings.seed
             tokens = load_calibration(settings.calibration, tokenizer, None, *sizes, progress)
             if (largest := int(tokens.input_ids.max())) >= config.vocab_size:
                 differs = f"the tokenizer gives token {largest}, but the model knows {config.vocab_size}"
@@ -202,7 +198,7 @@ def _itemsize(config: ModelConfig, dtype: str) -> int:
 
 def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSettings) -> int:
     """What is needed beside the weights: a bound from measurements (benchmarks/results/scale*.json)."""
-    length, tokens = settings.length, settings.samples * settings.length
+    length, tokens = settings.length, settings.num_samples * settings.length
     # One block's inputs at all tokens, twice while they are put together; hidden states before and after it.
     states = tokens * (4 * config.hidden_size + 2 * config.intermediate_size) * dtype.itemsize
     # A backward pass through one micro-batch: the scores of attention in float32, some rows of logits.

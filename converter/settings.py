@@ -46,7 +46,7 @@ class ConvertOptions(TypedDict, total=False):
     num_generations: int | None
     num_offspring: int | None
     calibration: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-    num_samples: int | None
+    num_samples: int
     seq_len: int | None
     seed: int
     rotation: str
@@ -110,9 +110,7 @@ class ConvertSettings:
         "self: the model writes its own text. paper: the paper's mixture, from the Hub. Or a text, JSONL or source "
         "file, a folder of them, or a Hub data set (USER/NAME). Repeat it for several.", metavar="SOURCE",
     )  # fmt: skip
-    num_samples: int | None = _option(
-        "int", None, "Calibration", "Calibration sequences.", low=1, shown="16; of a given text 32 on a CPU"
-    )
+    num_samples: int = _option("int", 16, "Calibration", "Calibration sequences.", low=1)
     # A sequence needs a first token, which is left out, and enough others.
     seq_len: int | None = _option(
         "int", None, "Calibration", "Tokens per calibration sequence.", low=8, shown="2048 on a GPU, 512 on a CPU"
@@ -217,12 +215,6 @@ class ConvertSettings:
         return self.seq_len
 
     @property
-    def samples(self) -> int:
-        """``num_samples``, given or filled in by the preflight."""
-        assert self.num_samples is not None
-        return self.num_samples
-
-    @property
     def chosen_search(self) -> str:
         """The search that ``auto`` stands for, or the one asked for."""
         return _OWN_SEARCH[self.method] if self.search == "auto" else self.search
@@ -279,12 +271,6 @@ def _checked(option: Field[Any], value: Any) -> Any:
             return str(guard.integer(name, value, 1))
         case _:  # checked where it is used, which knows the machine
             return value
-
-
-def auto_num_samples(device_type: str, calibration: tuple[str, ...]) -> int:
-    """Sequences where nobody says: 16,384 tokens or more, from where KL hardly falls any further (docs/method.md), and
-    half of that where a model has to write them on a CPU."""
-    return 32 if device_type == "cpu" and calibration != ("self",) else 16
 
 
 def auto_seq_len(device_type: str, context: int) -> int:

@@ -210,7 +210,7 @@ CONVERT: dict[str, Test] = {
     "max_shard_size": lambda value: type(value) in (int, str) and str(value) in ("2", str(2**70)),
 }
 _MAY_BE_NONE = ("output_dir", "num_generations", "num_offspring", "seq_len", "revision", "work_dir", "progress")
-_MAY_BE_NONE += ("sparsity", "default", "max_kl", "min_top1", "num_samples")
+_MAY_BE_NONE += ("sparsity", "default", "max_kl", "min_top1")
 
 
 @pytest.mark.parametrize("name", CONVERT)

@@ -163,7 +163,7 @@ def _print_plan(plan: Plan) -> None:
     parameters = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.1f}M"
     shape = f"{config.model_type}{text_of}, {config.num_blocks} blocks, hidden {config.hidden_size}"
     in_scope = f"{plan.projection_parameters / size:.0%} of them in scope"
-    samples = f"{settings.samples} x {settings.seq_len} = {settings.samples * settings.length:,} tokens"
+    samples = f"{settings.num_samples} x {settings.seq_len} = {settings.num_samples * settings.length:,} tokens"
     overwritten = " (overwritten)" if settings.output_dir.exists() else ""
     rows = (
         ("model", plan.source.name + (f" at {plan.source.commit}" if plan.source.commit else "")),
