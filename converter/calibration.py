@@ -73,8 +73,8 @@ class CalibrationTokens:
 
     def joined(self, other: CalibrationTokens) -> CalibrationTokens:
         """These sequences and others of the same length."""
-        pairs = (self.input_ids, other.input_ids), (self.keep, other.keep)
-        return replace(self, **{name: torch.cat(pair) for name, pair in zip(("input_ids", "keep"), pairs, strict=True)})
+        ids, keep = torch.cat((self.input_ids, other.input_ids)), torch.cat((self.keep, other.keep))
+        return replace(self, input_ids=ids, keep=keep)
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[int]], source: str, seed: int) -> CalibrationTokens:
