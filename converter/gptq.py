@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
@@ -141,7 +141,6 @@ def quantise_weights(
     kind: Kind,
     scale_dtype: torch.dtype,
     stages: Stages = NO_STATE,
-    stage_name: str = "weights",
 ) -> dict[str, QuantizedMatrix]:
     """Quantise every projection of ``source`` in place; returns the codes by name, on the CPU. int4 is fitted to
     ``tokens``; int8 and fp8 are rounded, with a scale a row. Scales are numbers of ``scale_dtype``."""
@@ -154,20 +153,19 @@ def quantise_weights(
         weight.copy_(matrices[name].dequantise(weight.dtype))
 
     def compute() -> dict[str, list[Tensor]]:
-        with stages.progress.stage("Quantising", source.config.num_blocks) as stage:
-            if group is not None:
-                for block_matrices in _fitted(source, tokens, group, scale_dtype):
-                    for name, matrix in block_matrices.items():
-                        put(name, matrix.codes.cpu(), matrix.scales.cpu())
-                    stage.advance()
-            else:
-                for name, module in source.projections.items():
-                    matrix = quantise(kind, module.weight, scale_dtype=scale_dtype)
-                    put(name, matrix.codes.cpu(), matrix.scales.cpu())
-                stage.advance(source.config.num_blocks)
+        found: Iterable[tuple[str, QuantizedMatrix]]
+        if group is not None:
+            found = _fitted(source, tokens, group, scale_dtype)
+        else:
+            weights = ((name, module.weight) for name, module in source.projections.items())
+            found = ((name, quantise(kind, weight, scale_dtype=scale_dtype)) for name, weight in weights)
+        with stages.progress.stage("Quantising", len(source.projections)) as stage:
+            for name, matrix in found:
+                put(name, matrix.codes.cpu(), matrix.scales.cpu())
+                stage.advance()
         return {name: [matrix.codes, matrix.scales] for name, matrix in matrices.items()}
 
-    for name, (codes, scales) in stages.run(stage_name, compute).items():
+    for name, (codes, scales) in stages.run("weights", compute).items():
         if name not in matrices:
             put(name, codes, scales)
     return matrices
@@ -175,8 +173,8 @@ def quantise_weights(
 
 def _fitted(
     source: SourceModel, tokens: CalibrationTokens, group: int, scale_dtype: torch.dtype
-) -> Iterator[dict[str, QuantizedMatrix]]:
-    """The matrices of one block after another; the caller puts them into ``source`` before it asks for the next."""
+) -> Iterator[tuple[str, QuantizedMatrix]]:
+    """One projection after another; the caller puts its matrix into ``source`` before it asks for the next."""
     flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep)
     dense, hidden = flow.start(), flow.start()  # entering the block: in the dense model, and in the one made here
     for block in range(source.config.num_blocks):
@@ -186,7 +184,6 @@ def _fitted(
         for batch, state in enumerate(dense):
             with _kept_inputs(modules, of_dense):
                 dense[batch] = flow.block(block, batch, state)
-        matrices: dict[str, QuantizedMatrix] = {}
         for first, *others in shared:
             module = modules[first]
             moments, cross = torch.zeros(2, module.in_features, module.in_features, device=module.weight.device)
@@ -198,10 +195,7 @@ def _fitted(
                 moments.addmm_(x.t(), x)
                 cross.addmm_(z.t(), x)
             for name in (first, *others):
-                weight = source.projections[name].weight
-                matrices[name] = fit_int4(weight, moments, group, scale_dtype, cross)
-                weight.copy_(matrices[name].dequantise(weight.dtype))
-        yield matrices
+                yield name, fit_int4(source.projections[name].weight, moments, group, scale_dtype, cross)
         hidden = [flow.block(block, batch, state) for batch, state in enumerate(hidden)]
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -238,6 +238,7 @@ def _prepared(
         texts = _self_texts(source, {name: sizes[name] for name in sizes if name not in unused}, stages)
     tokens = plan.tokens or texts["calibration"]
 
+    @cache
     def text(name: str) -> CalibrationTokens:
         if texts:
             return texts[name]
