@@ -228,9 +228,7 @@ def main(out: Path | None) -> None:
     click.echo(table)
     if out is not None:
         out.with_suffix(".md").write_text(table, "utf-8")
-        out.with_suffix(".json").write_text(
-            json.dumps({"versions": versions, "calls": found}, indent=1) + "\n", "utf-8"
-        )
+        out.with_suffix(".json").write_text(json.dumps({"versions": versions, "calls": found}) + "\n", "utf-8")
     sys.exit(good < len(found))
 
 
