@@ -8,11 +8,12 @@ Speed depends on shapes and on how many channels are kept, not on what the weigh
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.errors import WisparseError
+from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, group_of
 
@@ -28,18 +30,10 @@ from .backends import make_decoder
 from .benchmark import Workload, time_run
 from .decoding.cache import bytes_per_position
 from .decoding.decoder import Decoder, weight_bytes
-from .decoding.sampling import SamplingParams
 
-# A model of at most so many parameters is timed whole; of a larger one blocks with at least a quarter of them, and twice
-# as many. A GPU makes weights fast, and has a large cache.
-_WHOLE = {"cpu": 120_000_000, "cuda": 1_600_000_000}
-# The output layer of these parts has few rows; of a third part it has about so many weights.
-_FEW_ROWS, _HEAD_WEIGHTS = 256, {"cpu": 32_000_000, "cuda": 500_000_000}
-_ROUNDS = 5
+_ROUNDS, _STEPS = 4, 4  # of parts of a model; a whole one has 200 steps, as `wisparse bench`
 # Seconds of a step that no block and no row takes; more than this is noise, which would be multiplied.
 _MOST_FIXED = 3e-4
-# Read before each step of a part on the CPU: in the whole model its blocks would not be in the cache either.
-_FLUSH_BYTES = 128 << 20
 # Half the range that is stated at least: `wisparse bench` was within it (benchmarks/results/advise.json).
 _ERROR = 0.15
 
@@ -96,18 +90,23 @@ def forecast(
     """For each weight type that the device's back end has, and each of ``levels``; ``context``: positions of the KV
     cache in ``memory_bytes``. ``on_type`` is called before each type is measured."""
     dtype = getattr(torch, config.dtype, torch.float32)
-    parts = _parts(config, device.type)
+    parts = _parts(config, device, dtype)
     whole = len(parts) == 1
-    few = 32 if device.type == "cuda" else 3
-    work = Workload(new_tokens=min(200, config.max_position_embeddings - 6) if whole else few)
+    work = Workload(1, min(200, config.max_position_embeddings - 2) if whole else _STEPS)
+    measured = levels if device.type == "cpu" else (levels[0], levels[-1])
     bundles = [_random_bundle(part, dtype, levels) for part in parts]
-    flush = None if whole or device.type == "cuda" else torch.ones(_FLUSH_BYTES // 4)
     try:
         grouped = all(group_of(projection.in_features) for projection in config.projections())
     except ValueError:
         grouped = False  # no int4
+
+    def memory(kind: str) -> int:
+        everything = SimpleNamespace(config=config, checkpoint=bundles[0].checkpoint)
+        weights = weight_bytes(everything, dtype, kind, made.keeps)  # type: ignore[arg-type]
+        return weights + context * bytes_per_position(config, dtype)
+
     found: list[Forecast] = []
-    kinds = ["native"]
+    kinds, other = ["native"], list[str]()
     for kind in kinds:
         on_type(kind)
         decoders: list[Decoder] = []
@@ -116,53 +115,88 @@ def forecast(
             made = make_decoder(bundle, device=device, dtype=dtype, max_seq_len=length, weights=kind)
             decoders.append(made)
         if kind == "native":
-            kinds += [one for one in made.weight_types if one != kind and (grouped or not WEIGHT_TYPES[one].grouped)]
+            other = [one for one in made.weight_types if one != kind and (grouped or not WEIGHT_TYPES[one].grouped)]
+            # On a GPU kernels of every type would take minutes to compile: see `_by_bytes`.
+            kinds += other if device.type == "cpu" else []
         # Rounds alternate between the levels, so that a change of the machine's speed meets all.
-        times: dict[float, list[list[float]]] = {level: [] for level in levels}
+        times: dict[float, list[list[float]]] = {level: [] for level in measured}
         for count in range(1 + _ROUNDS):
             for level, rounds in times.items():
                 for decoder, bundle in zip(decoders, bundles, strict=True):
                     decoder.set_masks(bundle.levels[level])
-                seconds = [_step_seconds(decoder, work, flush) for decoder in decoders]
+                seconds = [time_run(decoder, work)[1] / work.new_tokens for decoder in decoders]
                 if count:  # the first only warms up
                     rounds.append(seconds)
         medians = {level: [*map(statistics.median, zip(*rounds, strict=True))] for level, rounds in times.items()}
-        # The output layer is never sparse: all levels tell of it.
-        head = 0.0
+        row = 0.0  # seconds; the output layer is never sparse, so all levels tell of it
         if not whole:
             more = statistics.median(larger - small for small, _, larger in medians.values())
-            share = (config.vocab_size - parts[0].vocab_size) / (parts[2].vocab_size - parts[0].vocab_size)
-            head = share * max(0.0, more)
-        everything = SimpleNamespace(config=config, checkpoint=bundles[0].checkpoint)
-        memory = weight_bytes(everything, dtype, kind, made.keeps)  # type: ignore[arg-type]
-        memory += context * bytes_per_position(config, dtype)
+            row = max(0.0, more) / (parts[2].vocab_size - parts[0].vocab_size)
         for decoder in decoders:
             decoder.close()
         for level, (seconds, *others) in medians.items():
             if others:
-                fixed = min(max(0.0, 2 * seconds - others[0]), _MOST_FIXED)
-                seconds = fixed + (others[0] - fixed) * config.num_blocks / parts[1].num_blocks + head
+                head = row * parts[0].vocab_size
+                fixed = min(max(0.0, 2 * seconds - others[0] - head), _MOST_FIXED)
+                blocks = (others[0] - fixed - head) * config.num_blocks / parts[1].num_blocks
+                seconds = fixed + blocks + row * config.vocab_size
             largest = [one[min(1, len(others))] for one in times[level]]
             slow, fast = (statistics.median(largest) / edge for edge in (max(largest), min(largest)))
             low, high = min(slow, 1 - _ERROR) / seconds, max(fast, 1 + _ERROR) / seconds
-            found.append(Forecast(kind, level, 1 / seconds, low, high, memory))
-    return found
+            found.append(Forecast(kind, level, 1 / seconds, low, high, memory(kind)))
+    if device.type == "cpu":
+        return found
+    both = found[0], found[-1]
+    return [
+        _by_bytes(config, dtype, *both, kind, level, memory(kind)) for kind in ["native", *other] for level in levels
+    ]
 
 
-def _parts(config: ModelConfig, device_type: str) -> list[ModelConfig]:
-    """The model itself, or what of it is timed: some blocks, twice as many, and these with more of the vocabulary."""
-    expected = expected_tensors(config)
-    whole = _WHOLE[device_type]
+def _by_bytes(
+    config: ModelConfig, dtype: torch.dtype, dense: Forecast, sparse: Forecast, kind: str, level: float, memory: int
+) -> Forecast:
+    """On a GPU a step takes a fixed part, and its bytes at one rate: both from the native weights at two levels. Of the
+    other types' steps in benchmarks/results/gpu-h200-weights.md this gives the speed within 11%."""
+
+    def bytes_read(kind: str, level: float) -> float:
+        held, vocabulary = WEIGHT_TYPES[kind], (config.vocab_size, config.hidden_size)
+        shapes = [(projection.out_features, projection.in_features) for projection in config.projections()]
+        inside = sum(held.nbytes(shape, dtype) for shape in shapes)
+        return inside * (1 - level) + WEIGHT_TYPES[held.head].nbytes(vocabulary, dtype)
+
+    whole = bytes_read("native", 0.0)
+    saved = max(1e-9, 1 / dense.tok_per_s - 1 / sparse.tok_per_s)  # a model too small to gain gains nothing
+    per_byte = saved / (whole - bytes_read("native", sparse.sparsity))
+    per_byte = min(per_byte, 1 / dense.tok_per_s / whole)
+    rate = 1 / (1 / dense.tok_per_s - (whole - bytes_read(kind, level)) * per_byte)
+    low, high = rate * dense.low / dense.tok_per_s, rate * dense.high / dense.tok_per_s
+    return Forecast(kind, level, rate, low, high, memory)
+
+
+def _parts(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[ModelConfig]:
+    """The model itself, or what of it is timed: some blocks, twice as many, and a larger vocabulary. They are as large
+    as they have to be for the cache not to help more than in the whole model."""
+    # Of a GPU whatever fits: it makes weights fast, and steps of a few blocks would wait for the host.
+    cache = _cache_bytes() if device.type == "cpu" else available_bytes(device) // (10 * dtype.itemsize)
     # Blocks of several kinds come in turns: of each kind there have to be as many as in the whole.
     period = next(n for n in range(1, config.num_blocks + 1) if config.blocks[n:] == config.blocks[:-n])
     each = sum(projection.num_parameters for block in range(period) for projection in config.projections(block))
-    blocks = period * -(-whole // (4 * each))
-    if sum(map(math.prod, expected.values())) <= whole or 2 * blocks >= config.num_blocks:
+    blocks = period * math.ceil(1.5 * cache / each)
+    whole = sum(map(math.prod, expected_tensors(config).values())) <= 6 * cache
+    if whole or 2 * blocks >= config.num_blocks:
         return [config]
-    rows = min(config.vocab_size // 2, _FEW_ROWS)
-    more_rows = min(config.vocab_size, rows + _HEAD_WEIGHTS[device_type] // config.hidden_size)
-    shapes = [(blocks, rows), (2 * blocks, rows), (blocks, more_rows)]
+    rows = min(config.vocab_size // 2, 2 * cache // config.hidden_size)
+    shapes = [(blocks, rows), (2 * blocks, rows), (blocks, min(2 * rows, config.vocab_size))]
     return [replace(config, num_blocks=n, blocks=config.blocks[:n], vocab_size=vocab) for n, vocab in shapes]
+
+
+def _cache_bytes() -> int:
+    """Of all last-level caches together; 32 MB where the system does not tell."""
+    found = {}
+    for cache in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
+        with contextlib.suppress(OSError, ValueError):
+            found[(cache / "shared_cpu_list").read_text()] = int((cache / "size").read_text().strip()[:-1]) << 10
+    return sum(found.values()) or 32 << 20
 
 
 def _random_bundle(config: ModelConfig, dtype: torch.dtype, levels: Sequence[float]) -> Any:
@@ -177,16 +211,3 @@ def _random_bundle(config: ModelConfig, dtype: torch.dtype, levels: Sequence[flo
             of_level[projection.name] = ProjectionMask(scale, 1e-12 if level else 0.0, level)
     checkpoint = _RandomCheckpoint(config, dtype)
     return SimpleNamespace(config=config, checkpoint=checkpoint, masks=masks[0.0], levels=masks)
-
-
-def _step_seconds(decoder: Decoder, work: Workload, flush: Tensor | None) -> float:
-    if flush is None:
-        return time_run(decoder, work)[1] / work.new_tokens
-    decoder.prefill(0, torch.zeros(1, dtype=torch.int64), 1)
-    ids, seconds = torch.zeros(1, dtype=torch.int64), []
-    for _ in range(work.new_tokens):
-        flush.sum()
-        began = time.perf_counter()
-        ids = decoder.step(ids, [SamplingParams()])
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)

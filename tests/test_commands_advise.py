@@ -14,6 +14,7 @@ from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime import forecast
+from wisparse.runtime.benchmark import Workload
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.decoding.decoder import Decoder, weight_bytes
 
@@ -94,15 +95,14 @@ def test_parts_of_a_model_tell_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
     def seconds(of: ModelConfig, sparsity: float) -> float:
         return 1e-4 + of.num_blocks * 1e-3 * (1 - sparsity) + of.vocab_size * 1e-6
 
-    def timed(decoder: Decoder, *_: object) -> float:
+    def timed(decoder: Decoder, work: Workload) -> tuple[float, float]:
         asked.append(decoder.config.num_blocks)
         masks = (projection.threshold > 0 for projection in decoder._projections)  # type: ignore[attr-defined]
-        return seconds(decoder.config, 0.5 if any(masks) else 0.0)
+        return 0.0, work.new_tokens * seconds(decoder.config, 0.5 if any(masks) else 0.0)
 
     asked: list[int] = []
-    monkeypatch.setattr(forecast, "_step_seconds", timed)
-    monkeypatch.setattr(forecast, "_WHOLE", {"cpu": 10_000})
-    monkeypatch.setattr(forecast, "_HEAD_WEIGHTS", {"cpu": 10_000})
+    monkeypatch.setattr(forecast, "time_run", timed)
+    monkeypatch.setattr(forecast, "_cache_bytes", lambda: 2000)
     found = forecast.forecast(config, torch.device("cpu"), (0.0, 0.5), 100)
     assert 0 < max(asked) < 24
     assert all(count % 2 == 0 for count in asked)  # as many windows as in the whole

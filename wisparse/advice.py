@@ -42,8 +42,8 @@ KL = {
 # A conversion computes as much as so many forward passes over its calibration text, at the speed of a matrix product:
 # 190 of the 8B shape on an H200 (benchmarks/results/scale-h200.json), CPUCOUNT of the 6.5M example on two cores.
 _PASSES = 150
-# A decode step of a text that the model writes itself, in transformers on a GPU, a block: 45 ms of 32 blocks.
-_BLOCK_SECONDS = 0.0014
+# What a block costs in a step of the text that the model writes itself, in transformers, whatever its size.
+_BLOCK_SECONDS = {"cuda": 0.0014, "cpu": 0.005}
 _WRITTEN_BYTES_PER_S = 450e6  # a bundle written and verified (benchmarks/results/scale-h200.json)
 CONTEXT = 4096  # positions of the cache that memory is stated for
 
@@ -141,8 +141,8 @@ def _conversion(config: ModelConfig, device: torch.device, read_gbps: float) -> 
     parameters = sum(map(math.prod, expected_tensors(config).values()))
     inside = sum(projection.num_parameters for projection in config.projections())
     searching = _PASSES * inside * settings.num_samples * length * fastest
-    step = inside * dtype.itemsize / read_gbps / 1e9
-    writing_text = length * max(step, _BLOCK_SECONDS * config.num_blocks if device.type == "cuda" else 0)
+    step = inside * (dtype.itemsize / read_gbps / 1e9 + settings.num_samples * fastest)
+    writing_text = length * (step + _BLOCK_SECONDS[device.type] * config.num_blocks)
     writing = parameters * getattr(torch, config.dtype, torch.float32).itemsize / _WRITTEN_BYTES_PER_S
     memory = parameters * dtype.itemsize + working_bytes(config, dtype, settings)
     return searching + writing_text + writing, memory

@@ -25,7 +25,7 @@ def command(model: str, device: str, context: int, revision: str | None, as_json
     weight type and sparsity, and one command that is recommended.
 
     No weights are read or downloaded. Speed is measured here, on blocks of the model's shape with random weights, which
-    takes from some seconds to a minute; kernels that were never used are compiled first.
+    takes from 5 to 30 seconds; kernels that were never used are compiled first.
 
     \b
     wisparse advise meta-llama/Llama-3.1-8B-Instruct
