@@ -31,7 +31,7 @@ from .benchmark import Workload, time_run
 from .decoding.cache import bytes_per_position
 from .decoding.decoder import Decoder, weight_bytes
 
-_ROUNDS, _STEPS = 4, 4  # of parts of a model; a whole one has 200 steps, as `wisparse bench`
+_ROUNDS, _STEPS = 5, 8  # of parts of a model; a whole one has 200 steps, as `wisparse bench`
 # Seconds of a step that no block and no row takes; more than this is noise, which would be multiplied.
 _MOST_FIXED = 3e-4
 # Half the range that is stated at least: `wisparse bench` was within it (benchmarks/results/advise.json).
@@ -87,13 +87,13 @@ def forecast(
     context: int,
     on_type: Callable[[str], None] = lambda weights: None,
 ) -> list[Forecast]:
-    """For each weight type that the device's back end has, and each of ``levels``; ``context``: positions of the KV
+    """For each weight type that the device's back end has, and each of ``levels``, ascending from 0: the first and the
+    last are timed, the time of others lies on the line between them, as their bytes do. ``context``: positions of the KV
     cache in ``memory_bytes``. ``on_type`` is called before each type is measured."""
     dtype = getattr(torch, config.dtype, torch.float32)
     parts = _parts(config, device, dtype)
     whole = len(parts) == 1
     work = Workload(1, min(200, config.max_position_embeddings - 2) if whole else _STEPS)
-    measured = levels if device.type == "cpu" else (levels[0], levels[-1])
     bundles = [_random_bundle(part, dtype, levels) for part in parts]
     try:
         grouped = all(group_of(projection.in_features) for projection in config.projections())
@@ -119,7 +119,7 @@ def forecast(
             # On a GPU kernels of every type would take minutes to compile: see `_by_bytes`.
             kinds += other if device.type == "cpu" else []
         # Rounds alternate between the levels, so that a change of the machine's speed meets all.
-        times: dict[float, list[list[float]]] = {level: [] for level in measured}
+        times: dict[float, list[list[float]]] = {level: [] for level in (levels[0], levels[-1])}
         for count in range(1 + _ROUNDS):
             for level, rounds in times.items():
                 for decoder, bundle in zip(decoders, bundles, strict=True):
@@ -134,16 +134,20 @@ def forecast(
             row = max(0.0, more) / (parts[2].vocab_size - parts[0].vocab_size)
         for decoder in decoders:
             decoder.close()
-        for level, (seconds, *others) in medians.items():
+        steps = []  # seconds of the whole model's
+        for seconds, *others in medians.values():
             if others:
                 head = row * parts[0].vocab_size
                 fixed = min(max(0.0, 2 * seconds - others[0] - head), _MOST_FIXED)
                 blocks = (others[0] - fixed - head) * config.num_blocks / parts[1].num_blocks
                 seconds = fixed + blocks + row * config.vocab_size
-            largest = [one[min(1, len(others))] for one in times[level]]
-            slow, fast = (statistics.median(largest) / edge for edge in (max(largest), min(largest)))
-            low, high = min(slow, 1 - _ERROR) / seconds, max(fast, 1 + _ERROR) / seconds
-            found.append(Forecast(kind, level, 1 / seconds, low, high, memory(kind)))
+            steps.append(seconds)
+        part = 0 if whole else 1
+        spread = [one[part] / medians[level][part] for level, rounds in times.items() for one in rounds]
+        slow, fast = max(*spread, 1 / (1 - _ERROR)), min(*spread, 1 / (1 + _ERROR))
+        for level in levels:
+            rate = 1 / (steps[0] + (steps[-1] - steps[0]) * level / levels[-1])
+            found.append(Forecast(kind, level, rate, rate / slow, rate / fast, memory(kind)))
     if device.type == "cpu":
         return found
     both = found[0], found[-1]
