@@ -65,14 +65,10 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/advise.json"))
-    parser.add_argument("--make", action="store_true", help="make the bundles and stop")
     arguments = parser.parse_args()
     device = arguments.device
     for shape in arguments.shape:
         bundle, masks = masked_bundle(shape, arguments.work_dir, device)
-        if arguments.make:
-            continue
-        config = bundle.config
         work = Workload(new_tokens=200 if shape == "example" or device.type == "cuda" else 16)
         kinds = ["native", "int8", "int4"]
         sizes = dict(device=device, dtype=torch.bfloat16, max_seq_len=256)
@@ -80,7 +76,7 @@ def main() -> None:
         expected: dict[tuple[str, float], list[float]] = {(kind, level): [] for kind in kinds for level in LEVELS}
         measured: dict[tuple[str, float], list[float]] = {key: [] for key in expected}
         for _ in range(arguments.rounds):
-            for one in forecast(config, device, LEVELS, 4096):
+            for one in forecast(bundle.config, device, LEVELS, 4096):
                 expected[one.weights, one.sparsity].append(one.tok_per_s)
             for again in range(2):
                 for kind, level in measured:

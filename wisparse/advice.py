@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-import time
+import timeit
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.quantization import read_quantisation
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.runtime.benchmark import machine, read_bandwidth_gbps, wait
-from wisparse.runtime.forecast import forecast
+from wisparse.runtime.forecast import Forecast, forecast
 
 from .console import print_table
 
@@ -39,9 +39,9 @@ KL = {
     "int4": {0.0: (0.0145, 0.0074), 0.3: (0.0359, 0.0170), 0.4: (0.0585, 0.0269), 0.5: (0.0992, 0.0405)},
 }
 
-# A conversion computes as much as so many forward passes over its calibration text, at the speed of a matrix product:
-# 190 of the 8B shape on an H200 (benchmarks/results/scale-h200.json), CPUCOUNT of the 6.5M example on two cores.
-_PASSES = 150
+# A conversion computes as much as so many forward passes over its calibration text, at the speed of a matrix product: of
+# the 8B shape on an H200 (132 s of search, benchmarks/results/scale-h200.json) and of the 6.5M example on two cores.
+_PASSES = 190
 # What a block costs in a step of the text that the model writes itself, in transformers, whatever its size.
 _BLOCK_SECONDS = {"cuda": 0.0014, "cpu": 0.005}
 _WRITTEN_BYTES_PER_S = 450e6  # a bundle written and verified (benchmarks/results/scale-h200.json)
@@ -49,13 +49,7 @@ CONTEXT = 4096  # positions of the cache that memory is stated for
 
 
 @dataclass(frozen=True)
-class Row:
-    weights: str
-    sparsity: float
-    tok_per_s: float
-    low: float
-    high: float
-    memory_bytes: int  # weights and cache
+class Row(Forecast):
     fits: bool  # into the free memory
     bundle_bytes: int
     kl: tuple[float, float]  # of `MEASURED_ON`
@@ -79,13 +73,7 @@ class Advice:
 
 
 def advise(
-    model: str,
-    folder: Path,
-    device: torch.device,
-    progress: Progress,
-    *,
-    revision: str | None = None,
-    context: int = CONTEXT,
+    model: str, folder: Path, device: torch.device, progress: Progress, *, revision: str | None, context: int = CONTEXT
 ) -> Advice:
     """``folder`` has the config.json of ``model``, as users name it, at ``revision``."""
     stated = full_config(read_config(folder))
@@ -108,10 +96,10 @@ def advise(
         parameters += config.vocab_size * config.hidden_size
     rows = []
     for one in found:
-        saved = sum(
-            math.prod(shape) * native.itemsize - WEIGHT_TYPES[one.weights].nbytes(shape, native) for shape in shapes
-        )
-        disk, kl = bundle_bytes(config, parameters, "auto") - saved, KL[one.weights][one.sparsity]
+        held = WEIGHT_TYPES[one.weights]
+        saved = sum(math.prod(shape) * native.itemsize - held.nbytes(shape, native) for shape in shapes)
+        disk = bundle_bytes(config, parameters, "auto") - saved
+        kl = KL["native" if stored else one.weights][one.sparsity]
         rows.append(
             Row(**asdict(one), fits=one.memory_bytes < free, bundle_bytes=disk, kl=kl, quality=grade_of(max(kl)))
         )
@@ -131,13 +119,12 @@ def _conversion(config: ModelConfig, device: torch.device, read_gbps: float) -> 
     settings = ConvertSettings("model", Path("bundle"), seq_len=length)
     x = torch.ones(length, config.hidden_size, dtype=dtype, device=device)
     weight = torch.ones(config.intermediate_size, config.hidden_size, dtype=dtype, device=device)
-    fastest = math.inf
-    for _ in range(5):
-        wait(device)
-        began = time.perf_counter()
+
+    def multiply() -> None:
         torch.nn.functional.linear(x, weight)
         wait(device)
-        fastest = min(fastest, (time.perf_counter() - began) / (x.numel() * weight.shape[0]))
+
+    fastest = min(timeit.repeat(multiply, number=1, repeat=6)) / (x.numel() * weight.shape[0])
     parameters = sum(map(math.prod, expected_tensors(config).values()))
     inside = sum(projection.num_parameters for projection in config.projections())
     searching = _PASSES * inside * settings.num_samples * length * fastest
