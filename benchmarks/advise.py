@@ -77,7 +77,7 @@ def main() -> None:
         measured: dict[tuple[str, float], list[float]] = {key: [] for key in expected}
         for _ in range(arguments.rounds):
             for one in forecast(bundle.config, device, LEVELS, 4096):
-                expected[one.weights, one.sparsity].append(one.tok_per_s)
+                expected.setdefault((one.weights, one.sparsity), []).append(one.tok_per_s)
             for again in range(2):
                 for kind, level in measured:
                     decoders[kind].set_masks(masks[level])

@@ -34,6 +34,7 @@ from .decoding.decoder import Decoder, weight_bytes
 _ROUNDS, _STEPS = 5, 8  # of parts of a model; a whole one has 200 steps, as `wisparse bench`
 # Seconds of a step that no block and no row takes; more than this is noise, which would be multiplied.
 _MOST_FIXED = 3e-4
+_GPU_BLOCK_SECONDS = 30e-6  # of a block whatever it reads, on an H200: benchmarks/results/gpu-h200-weights.md
 # Half the range that is stated at least: `wisparse bench` was within it (benchmarks/results/advise.json).
 _ERROR = 0.15
 
@@ -87,13 +88,15 @@ def forecast(
     context: int,
     on_type: Callable[[str], None] = lambda weights: None,
 ) -> list[Forecast]:
-    """For each weight type that the device's back end has, and each of ``levels``, ascending from 0: the first and the
-    last are timed, the time of others lies on the line between them, as their bytes do. ``context``: positions of the KV
-    cache in ``memory_bytes``. ``on_type`` is called before each type is measured."""
+    """For each weight type that the device's back end has, and each of ``levels``, ascending from 0. On a CPU the first
+    and the last are timed, the time of others lies on the line between them, as their bytes do. ``context``: positions of
+    the KV cache in ``memory_bytes``. ``on_type`` is called before each type is measured."""
     dtype = getattr(torch, config.dtype, torch.float32)
     parts = _parts(config, device, dtype)
     whole = len(parts) == 1
     work = Workload(1, min(200, config.max_position_embeddings - 2) if whole else _STEPS)
+    # On a GPU kernels of every type and level would take minutes to compile: see `_by_bytes`.
+    timed = (levels[0], levels[-1]) if device.type == "cpu" else (levels[0],)
     bundles = [_random_bundle(part, dtype, levels) for part in parts]
     try:
         grouped = all(group_of(projection.in_features) for projection in config.projections())
@@ -116,10 +119,9 @@ def forecast(
             decoders.append(made)
         if kind == "native":
             other = [one for one in made.weight_types if one != kind and (grouped or not WEIGHT_TYPES[one].grouped)]
-            # On a GPU kernels of every type would take minutes to compile: see `_by_bytes`.
             kinds += other if device.type == "cpu" else []
         # Rounds alternate between the levels, so that a change of the machine's speed meets all.
-        times: dict[float, list[list[float]]] = {level: [] for level in (levels[0], levels[-1])}
+        times: dict[float, list[list[float]]] = {level: [] for level in timed}
         for count in range(1 + _ROUNDS):
             for level, rounds in times.items():
                 for decoder, bundle in zip(decoders, bundles, strict=True):
@@ -150,17 +152,16 @@ def forecast(
             found.append(Forecast(kind, level, rate, rate / slow, rate / fast, memory(kind)))
     if device.type == "cpu":
         return found
-    both = found[0], found[-1]
     return [
-        _by_bytes(config, dtype, *both, kind, level, memory(kind)) for kind in ["native", *other] for level in levels
+        _by_bytes(config, dtype, found[0], kind, level, memory(kind)) for kind in (*kinds, *other) for level in levels
     ]
 
 
 def _by_bytes(
-    config: ModelConfig, dtype: torch.dtype, dense: Forecast, sparse: Forecast, kind: str, level: float, memory: int
+    config: ModelConfig, dtype: torch.dtype, dense: Forecast, kind: str, level: float, memory: int
 ) -> Forecast:
-    """On a GPU a step takes a fixed part, and its bytes at one rate: both from the native weights at two levels. Of the
-    other types' steps in benchmarks/results/gpu-h200-weights.md this gives the speed within 11%."""
+    """On a GPU a step takes a fixed part for each block, and its bytes at the rate of the dense native weights. For the
+    steps in benchmarks/results/gpu-h200-weights.md this gives the speed within 9%."""
 
     def bytes_read(kind: str, level: float) -> float:
         held, vocabulary = WEIGHT_TYPES[kind], (config.vocab_size, config.hidden_size)
@@ -168,11 +169,9 @@ def _by_bytes(
         inside = sum(held.nbytes(shape, dtype) for shape in shapes)
         return inside * (1 - level) + WEIGHT_TYPES[held.head].nbytes(vocabulary, dtype)
 
-    whole = bytes_read("native", 0.0)
-    saved = max(1e-9, 1 / dense.tok_per_s - 1 / sparse.tok_per_s)  # a model too small to gain gains nothing
-    per_byte = saved / (whole - bytes_read("native", sparse.sparsity))
-    per_byte = min(per_byte, 1 / dense.tok_per_s / whole)
-    rate = 1 / (1 / dense.tok_per_s - (whole - bytes_read(kind, level)) * per_byte)
+    seconds = 1 / dense.tok_per_s
+    fixed = min(_GPU_BLOCK_SECONDS * config.num_blocks, seconds / 2)
+    rate = 1 / (fixed + (seconds - fixed) * bytes_read(kind, level) / bytes_read("native", 0.0))
     low, high = rate * dense.low / dense.tok_per_s, rate * dense.high / dense.tok_per_s
     return Forecast(kind, level, rate, low, high, memory)
 
