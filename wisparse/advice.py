@@ -171,10 +171,11 @@ def print_advice(advice: Advice) -> None:
         kl = " / ".join(f"{one:.2g}" for one in row.kl)
         lines.append([row.weights, f"{row.sparsity:.0%}", rate, f"{low} to {high}", *sizes, kl, row.quality])
     minutes = advice.conversion_seconds / 60
+    took = f"{minutes:.2g} minutes" if minutes < 100 else f"{minutes / 60:,.0f} hours"
     note = (
         f"tok/s: one request, measured on blocks of this shape with random weights; memory: with {advice.context:,} "
         f"tokens of context.\nKL to the dense model, nats a token, measured on two models: {' / '.join(MEASURED_ON)}; "
-        f"quality: of the worse; larger models lose less.\nConversion: about {minutes:.2g} minutes (half to twice that; "
+        f"quality: of the worse; larger models lose less.\nConversion: about {took} (half to twice that; "
         f"int4 longer), {advice.conversion_memory_bytes / 1e9:.2g} GB of memory."
     )
     print_table(heads, lines, note=note)
