@@ -259,6 +259,8 @@ def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callab
             total += code_bytes(bits, shape, packing.group, zero_points=packing.zero_points)
         else:
             total += WEIGHT_TYPES[kind].nbytes(shape, dtype)
+    if bundle.config.tie_word_embeddings and chosen.head != "native":  # the output layer is a second copy
+        total += WEIGHT_TYPES[chosen.head].nbytes((bundle.config.vocab_size, bundle.config.hidden_size), dtype)
     return total
 
 
