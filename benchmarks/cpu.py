@@ -7,6 +7,7 @@
     projection   one projection, bfloat16, over the fastest of torch.mv, F.linear and matmul
     llama-1b     decoding a random model of Llama-3.2-1B's shape, over transformers as it is and with mv in every Linear
     examples     decoding the project's small models, over transformers dense in the same type
+    prompts      prompts of 5, 32 and 512 tokens of that model, over transformers in the faster of its types
     first-token  load and first token of the 1B bundle, over reading its files into memory
 
 Times are medians of interleaved repetitions, of first-token the least of them. Close other programs: half a busy core
@@ -42,7 +43,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.runtime.cpu.decoder import CpuDecoder
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("projection", "llama-1b", "examples", "first-token")
+SECTIONS = ("projection", "llama-1b", "examples", "prompts", "first-token")
 PROMPT_TOKENS = 32
 SPARSITY = 0.5
 
@@ -260,6 +261,42 @@ def examples(work: Path, count: int, repetitions: int) -> dict[str, Any]:
     return results
 
 
+def prompts(source: Path, bundle_folder: Path, repetitions: int) -> dict[str, Any]:
+    """Seconds of prompts in every weight and activation type, and the ratio to the faster type of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    bundle, lengths = Bundle.open(bundle_folder), (5, 32, 512)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, bundle.config.vocab_size, (max(lengths),), generator=generator)
+    times: dict[str, dict[int, float]] = {}
+
+    def measure(name: str, run: Callable[[Tensor], object]) -> None:
+        with torch.inference_mode():
+            runs = {str(length): partial(timed, partial(run, tokens[:length])) for length in lengths}
+            found = in_turns(runs, repetitions)
+        times[name] = {length: statistics.median(found[str(length)]) for length in lengths}
+        say(f"{name}: " + ", ".join(f"{length} tokens {seconds:.2f} s" for length, seconds in times[name].items()))
+
+    for dtype in (torch.bfloat16, torch.float32):
+        kind = str(dtype).removeprefix("torch.")
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+        measure(f"transformers {kind}", lambda ids, model=model: model(ids[None], logits_to_keep=1))
+        del model
+        for weights in ("native", "int8", "int4"):
+            decoder = CpuDecoder(bundle, device=torch.device("cpu"), dtype=dtype, max_seq_len=520, weights=weights)
+            measure(f"{weights} {kind}", lambda ids, decoder=decoder: decoder.prefill(0, ids, len(ids)))
+            decoder.close()
+    best = {
+        length: min(times[f"transformers {kind}"][length] for kind in ("bfloat16", "float32")) for length in lengths
+    }
+    return {
+        name: {
+            str(length): {"s": seconds, "over_transformers": seconds / best[length]} for length, seconds in row.items()
+        }
+        for name, row in times.items()
+    }
+
+
 # --- the first token -------------------------------------------------------------------------------------------------
 
 
@@ -369,12 +406,14 @@ def main() -> None:
             result["projection"] = projection(8 * arguments.repetitions)
         if "examples" in arguments.only:
             result["examples"] = examples(work, 64, arguments.repetitions)
-        if {"llama-1b", "first-token"} & set(arguments.only):
+        if {"llama-1b", "prompts", "first-token"} & set(arguments.only):
             say("making the 1B model: about a minute")
             source = random_checkpoint(LLAMA_1B, work / "llama-1b")
             bundle = calibrated_bundle(source, work / f"llama-1b-{SPARSITY:.0%}", SPARSITY)
             if "llama-1b" in arguments.only:
                 result["llama_1b"] = decoding(source, bundle, 16, arguments.repetitions, ("native", "int8", "int4"))
+            if "prompts" in arguments.only:
+                result["prompts"] = prompts(source, bundle, min(3, arguments.repetitions))
             if "first-token" in arguments.only:
                 result["first_token"] = first_token(bundle, arguments.repetitions)
     result["machine"]["load_average_after"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
