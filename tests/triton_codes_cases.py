@@ -13,7 +13,7 @@ from triton_cases import DEVICE, INTERPRETED, apply_linear, assert_close, make_l
 from wisparse.formats.weight_types import quantise
 from wisparse.kernels.gpu.packed_gemv import keeps_subnormals
 from wisparse.kernels.gpu.plan import GemvTile, plan
-from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized
+from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized, widen
 
 HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 # Kind, channels that share a scale (None: all), zero points.
@@ -50,6 +50,15 @@ def exact_twin(x: torch.Tensor, linear: FusedLinear) -> torch.Tensor:
     room = [torch.empty(linear.in_features, width, device=DEVICE) for width in linear.widths]
     numbers = torch.cat([dequantize(linear.weight, i, out) for i, out in enumerate(room)], 1)
     return twin(x, replace(linear, weight=unquantized(numbers, linear.widths)))
+
+
+@pytest.mark.parametrize(("kind", "group", "zero_points"), [*KINDS, ("int4", 7, True)])
+def test_widened_weights_are_the_twins(kind, group, zero_points):
+    """To the bit, whatever stood there."""
+    weight = quantized_linear(kind, group, zero_points, (300, 41), 448, torch.float16, 0.5).weight
+    for i, width in enumerate(weight.widths):
+        found, expected = torch.full((2, 448, width), math.nan, dtype=torch.float16, device=DEVICE)
+        assert torch.equal(widen(weight, i, found), dequantize(weight, i, expected))
 
 
 ODD = [("int4", 7, True), ("int8", None, False), ("fp8", None, False)]
