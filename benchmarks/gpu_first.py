@@ -124,7 +124,9 @@ def main() -> None:
     device, dtype = torch.device(arguments.device), torch.float16 if arguments.tiny else torch.bfloat16
     bundle = random_bundle(tiny(SHAPES[arguments.shape]) if arguments.tiny else arguments.shape, dtype=dtype)
     bundle.folder, bundle.sparsity, bundle.config_dict = Path("random"), 0.5, {}
-    bundle.at, bundle.read_bytes = lambda _: bundle, lambda _: None
+    dense = SimpleNamespace(sparsity=0.0, masks=dict(bundle.masks))
+    bundle.at, bundle.read_bytes = lambda level: bundle if level else dense, lambda _: None
+    bundle.levels = {0.5: bundle.masks}
     lengths = (20, 40) if arguments.tiny else LENGTHS
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name() if device.type == "cuda" else "none", "torch": torch.__version__,

@@ -233,6 +233,27 @@ def test_a_prompts_beginning_serves_again_and_slots_are_decoded_where_they_are(l
     assert sorted({step.rows for step in launches}) == [1, 4]
 
 
+def test_the_cache_grows_as_sequences_do(monkeypatch):
+    """Behind a step that ran ahead, in the middle of a prompt, with counts; what other slots hold stays."""
+    monkeypatch.setattr(cuda_decoder, "_FIRST_POSITIONS", 4)
+
+    def story(decoder: Decoder) -> Iterator[object]:
+        start(decoder, 0, PROMPT[:3])
+        decoder.measure_sparsity(True)
+        yield run(decoder, torch.tensor([3]), 3)
+        decoder.prefill(1, PROMPT.repeat(3), 15, stop=6)
+        yield decoder.prefill(1, PROMPT.repeat(3), 15, start=6).argmax().item()
+        yield run(decoder, torch.tensor([4, 5]), 2)
+        yield pytest.approx(decoder.realised_sparsity(), abs=1e-9)
+        yield decoder.lengths
+
+    fast, _ = told(story, max_batch=2)
+    assert fast._cache.length == 24  # 4, 8, 16 and the most
+    small = make(CudaDecoder)
+    small.reserve(9)
+    assert small._cache.length == 9
+
+
 def test_a_step_ahead_is_forgotten_when_something_else_is_asked_for():
     def story(decoder: Decoder) -> Iterator[object]:
         start(decoder)

@@ -215,7 +215,7 @@ def launch_logits(
     block_v, passes = (_ROW_TILE, max(1, _ROW_TILE * block_k // 16384)) if batch == 1 else (_TILE, 1)
     config = HeadConfig(width, batch, parts, max(32, triton.next_power_of_2(parts)), block_v, passes, block_k)
     _logits_kernel[(triton.cdiv(weight.shape[0], block_v),)](
-        hidden, ssq, norm, weight, scales, out, eps, weight.shape[0], config, pdl, num_warps=4 if batch == 1 else 2,
+        hidden, ssq, norm, weight, scales, out, eps, weight.shape[0], config, pdl, num_warps=2 if 1 < batch <= 16 else 4,
         launch_pdl=pdl,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
-from ..decoding.cache import KVCache
+from ..decoding.cache import KVCache, memory_errors
 from ..decoding.decoder import Decoder, OnLogits, check_capacity
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 # Which of the steps that serve a batch together, rows, KV splits.
 _StepKey = tuple[int, int, int]
+# Positions that a cache has room for before more are asked for.
+_FIRST_POSITIONS = 1024
 
 
 class TokenReadback:
@@ -82,7 +84,7 @@ class CudaDecoder(Decoder):
         self.weights = load_weights(bundle, device, dtype, weights)
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
-        self._cache = KVCache(config, max_batch, self.max_seq_len, device, dtype, buffers=2)
+        self._cache = KVCache(config, max_batch, min(self.max_seq_len, _FIRST_POSITIONS), device, dtype, buffers=2)
         self.prefill_chunk = chunk_size(config, dtype)
         refusal = PromptReader.refusal(config, dtype)
         self._prompts = PromptReader(self.weights, config, self._cache, self._tables) if refusal is None else None
@@ -167,7 +169,7 @@ class CudaDecoder(Decoder):
             for step, slots in zip(steps, groups, strict=True):
                 step.tokens[: len(slots)] = adjusted[step.slots[: len(slots)]]
         self._readback.send([step.tokens[: len(slots)] for step, slots in zip(steps, groups, strict=True)])
-        room = all(lengths[slot] < self.max_seq_len for slot in active)
+        room = all(lengths[slot] < self._cache.length for slot in active)
         follows = room and self._steps_for(groups) == steps
         counts = follows and self._counts_next()
         if follows:
@@ -180,16 +182,33 @@ class CudaDecoder(Decoder):
         return chosen
 
     @torch.inference_mode()
+    def reserve(self, positions: int) -> None:
+        positions, held = min(positions, self.max_seq_len), self._cache.length
+        if positions <= held:
+            return
+        self._forget_ahead()
+        # Captured steps keep the addresses of the smaller cache, and the counts of what their rows have kept.
+        for _, steps in self._by_dense.values():
+            if self._observe is not None:
+                self._kept_dense += sum(step.counts.weights(but_last=False) for step in steps.values())
+            steps.clear()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with memory_errors(self.device, f"for a cache of {self.max_batch} x {positions} positions"):
+            self._cache.grow(min(max(positions, 2 * held), self.max_seq_len))
+
+    @torch.inference_mode()
     def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
         sampled = sampled and self.dtype in SAMPLED_DTYPES
         for index, group in enumerate(self._groups(slots)):
-            for context in contexts_between(first, last):
+            for context in contexts_between(first, min(last, self._cache.length)):
                 step = self.step_for(len(group), context, index)
                 for count in {self._observe is not None, self._observe is not None and self._every == 1}:
                     step.prepare(sampled=sampled, count=count)
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:
+        self.reserve(self.max_seq_len)  # graphs keep the cache's addresses
         lower_right()
         refusal = too_little_memory(self.device) or PromptReader.refusal(self.config, self.dtype)
         if self._prompts is None or refusal is not None:
@@ -279,7 +298,9 @@ class CudaDecoder(Decoder):
         lengths = self._cache.lengths
         check_capacity(tokens, lengths, self.max_seq_len)
         self._forget_ahead()
-        groups, counts = self._groups([slot for slot, token in enumerate(tokens) if token >= 0]), self._counts_next()
+        active, counts = [slot for slot, token in enumerate(tokens) if token >= 0], self._counts_next()
+        self.reserve(max((lengths[slot] + 1 for slot in active), default=0))
+        groups = self._groups(active)
         steps = self._steps_for(groups)
         for step, slots in zip(steps, groups, strict=True):
             step.place([tokens[slot] for slot in slots], [lengths[slot] for slot in slots], slots)

@@ -252,6 +252,8 @@ class Scheduler:
         if request.needs_prompt_scores:
             request.prompt_scores, source, length = [], slot, 0
         self.slots[slot], request.running = request, True
+        # An answer of unknown length makes room as it grows.
+        self.decoder.reserve(len(tokens) if request.max_new_tokens is None else request.most_positions)
         # Compile and capture what the batch needs once the requests that came together have been admitted.
         if len(idle) == 1 or not self.waiting or self.waiting[0].sparsity != request.sparsity:
             batch = {i: one for i, one in enumerate(self.slots) if one is not None and one.sparsity == request.sparsity}
