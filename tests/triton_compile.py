@@ -37,6 +37,7 @@ from wisparse.kernels.gpu.attention import (
     launch_chunk_attention,
     launch_store_kv,
 )
+from wisparse.kernels.gpu.code_gemm import code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
@@ -220,6 +221,13 @@ def delta(arch: int, dtype: torch.dtype = BF16) -> None:
     launch_delta_net(given, weights, DeltaMemory(one, state, 1, 1), rows, one, key_heads=16, eps=1e-5, pdl=arch >= 90)
 
 
+def codes(rows: int, quant: tuple[str, int, bool]) -> None:
+    linear = llama_linear("qkv", True, BF16, quant)
+    tile = code_gemm_tile(linear, rows, 132)
+    assert tile is not None
+    code_gemm(empty(rows, 4096), linear, empty(256, dtype=I32), tile)
+
+
 def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
     def tile_of(group: str, kind: str, *, measured: bool = False) -> GemvTile:
         if not measured:
@@ -336,6 +344,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "sample": partial(draw, dtype=BF16),
         "sample fp16": partial(draw, dtype=FP16),
         "sample capped": partial(draw, dtype=BF16, multiplier=0.125, cap=30.0),
+        **{f"codes {rows} {quant[0]}": partial(codes, rows, quant) for rows in (32, 128)
+           for quant in (("int4", 128, True), ("int8", 0, False))},
         # vLLM's for many rows.
         "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),
         "mask gemm": partial(mask_gemm, many, qkv, by_row, GemvTile(64, 64, stages=4)),

@@ -179,7 +179,7 @@ def dequantize(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
 
 
 @triton.jit
-def _code_values(code, QUANT: tl.constexpr):
+def code_values(code, QUANT: tl.constexpr):
     """Codes in the low bits of int32 as float32."""
     if QUANT == "fp8":
         # As a float32 whose exponent is 120 too small; that of subnormal numbers too.
@@ -202,7 +202,7 @@ def _widen_kernel(
     each = tl.arange(0, EACH)
     column = word[:, None] * EACH + each[None, :]
     code = (words[:, :, None] >> (each * (32 // EACH))[None, None, :]) & (15 if QUANT == "int4" else 255)
-    value = _code_values(code, QUANT)
+    value = code_values(code, QUANT)
     scale_at = (k // GROUP)[:, None, None] * (STRIDE * EACH) + column[None, :, :]
     there = (k < K)[:, None, None] & (column < WIDTH)[None, :, :]
     if zero_ptr is not None:
@@ -250,7 +250,7 @@ def dequantize_block(weights, column, k, live, problem: tl.constexpr):
     at = k.to(tl.int64)[:, None] * problem.stride + (column // EACH)[None, :]
     word = tl.load(weights.weight_t + at, mask=live, other=0)
     code = (word >> ((column % EACH) * (32 // EACH))[None, :]) & (15 if INT4 else 255)
-    value = _code_values(code, problem.quant)
+    value = code_values(code, problem.quant)
     scale_at = (k // problem.group)[:, None] * (problem.stride * EACH) + column[None, :]
     if weights.quant_zeros is not None:
         value -= tl.load(weights.quant_zeros + scale_at, mask=live, other=0.0)

@@ -147,7 +147,7 @@ def _time_launches(launch: Callable[[], None], count: int) -> float:
     return statistics.median(_elapsed_us(replay) for _ in range(20)) / count
 
 
-def _elapsed_us(launch: Callable[[], None]) -> float:
+def _elapsed_us(launch: Callable[[], object]) -> float:
     """Microseconds that the GPU takes for what ``launch`` gives it."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()

@@ -123,7 +123,7 @@ class _Graph(NamedTuple):
 
     rows: int
     given: Tensor  # (3 + rows,) int64: slot, first position, number of positions, and their tokens
-    replay: Callable[[], None]
+    replay: Callable[[], object]
     launch: Callable[[], Tensor]  # the graph itself keeps no memory that was there before its capture
 
 
