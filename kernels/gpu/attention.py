@@ -392,13 +392,15 @@ def launch_store_kv(
 
 
 def launch_chunk_attention(
-    queries: Tensor, qkv: Tensor, chunk: Tensor, cache: KVSlots, out: Tensor, shape: AttentionShape, scale: float
-) -> None:
-    """Launch one block's attention for a chunk, after ``launch_store_kv``; half precision only. out: (T, heads, D)."""
+    queries: Tensor, qkv: Tensor, chunk: Tensor, cache: KVSlots, out: Tensor, shape: AttentionShape, scale: float, *,
+    stages: int = 2,
+) -> None:  # fmt: skip
+    """Launch one block's attention for a chunk, after ``launch_store_kv``; half precision only. out: (T, heads, D).
+    ``stages`` tiles of keys and values are in flight in shared memory."""
     rows, group = len(out), shape.heads // shape.kv_heads
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows * group, _CHUNK_TILES)), 16), 64)
     d_pad, group_pad = max(16, triton.next_power_of_2(shape.d)), triton.next_power_of_2(group)
-    config = _Config(0, block_m, 64 if shape.d <= 128 else 32, 2, d_pad, group_pad)
+    config = _Config(0, block_m, 64 if shape.d <= 128 else 32, stages, d_pad, group_pad)
     _chunk_attention_kernel[(triton.cdiv(rows * group, block_m), shape.kv_heads)](
         queries, qkv, chunk, cache, out, rows, scale * _LOG2_E.value, shape, config
     )

@@ -53,7 +53,8 @@ def _code_gemm_kernel(x_ptr, weights, out_ptr, partial_ptr, counter_ptr, M, conf
     BLOCK_N: tl.constexpr = config.tile.block_n
     BLOCK_K: tl.constexpr = config.tile.block_k
     SPLITS: tl.constexpr = config.tile.splits
-    INT4: tl.constexpr = config.quant == "int4"
+    QUANT: tl.constexpr = config.quant
+    INT4: tl.constexpr = QUANT == "int4"
     EACH: tl.constexpr = 8 if INT4 else 4
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     of = tile_columns(tl.program_id(0), tl.program_id(1), config, BLOCK_N)
@@ -74,7 +75,7 @@ def _code_gemm_kernel(x_ptr, weights, out_ptr, partial_ptr, counter_ptr, M, conf
         x = tl.load(x_at + (first + lane)[None, :], mask=there[:, None], other=0.0)
         words = tl.load(weights.weight_t + (first + lane).to(tl.int64)[:, None] * config.stride + word[None, :])
         code = (words[:, :, None] >> (each * (32 // EACH))[None, None, :]) & (15 if INT4 else 255)
-        value = code_values(code, config.quant)
+        value = code_values(code, QUANT)
         scale_at = (first // config.group) * (config.stride * EACH) + column
         if weights.quant_zeros is not None:
             value -= tl.load(weights.quant_zeros + scale_at)[None, :, :]

@@ -174,10 +174,11 @@ def _add_bias_and_activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, 
     if bias_ptr is not None:
         y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(tl.float32)
     y = y.to(dtype)
-    if problem.output == "silu" or problem.output == "gelu_tanh":
+    OUTPUT: tl.constexpr = problem.output
+    if OUTPUT == "silu" or OUTPUT == "gelu_tanh":
         if bias_ptr is not None:
             up += tl.load(bias_ptr + problem.n0 + columns, mask=live, other=0.0).to(tl.float32)
-        y = activate(y.to(tl.float32), up.to(dtype).to(tl.float32), dtype, problem.output)
+        y = activate(y.to(tl.float32), up.to(dtype).to(tl.float32), dtype, OUTPUT)
     return y
 
 

@@ -245,12 +245,13 @@ def quant_columns(of, n, problem: tl.constexpr):
 @triton.jit
 def dequantize_block(weights, column, k, live, problem: tl.constexpr):
     """(q - zero) * scale of the channels ``k`` and padded columns, float32; 0 where not ``live`` (BLOCK_K, BLOCK_N)."""
-    INT4: tl.constexpr = problem.quant == "int4"
+    QUANT: tl.constexpr = problem.quant
+    INT4: tl.constexpr = QUANT == "int4"
     EACH: tl.constexpr = 8 if INT4 else 4
     at = k.to(tl.int64)[:, None] * problem.stride + (column // EACH)[None, :]
     word = tl.load(weights.weight_t + at, mask=live, other=0)
     code = (word >> ((column % EACH) * (32 // EACH))[None, :]) & (15 if INT4 else 255)
-    value = code_values(code, problem.quant)
+    value = code_values(code, QUANT)
     scale_at = (k // problem.group)[:, None] * (problem.stride * EACH) + column[None, :]
     if weights.quant_zeros is not None:
         value -= tl.load(weights.quant_zeros + scale_at, mask=live, other=0.0)

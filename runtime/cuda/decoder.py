@@ -215,7 +215,7 @@ class CudaDecoder(Decoder):
             log.info("short prompts are read without graphs: %s", refusal)
         elif not self._prompts.captured:
             self._forget_ahead()
-            self._prompts.capture()
+            self._prompts.capture(min(self.prefill_chunk, self.max_seq_len))
 
     @torch.inference_mode()
     def prepare_batches(self) -> None:
