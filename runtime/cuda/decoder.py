@@ -229,6 +229,8 @@ class CudaDecoder(Decoder):
         scratch = KVCache(self.config, 1, size, self.device, self.dtype)
         for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
             pass
+        for setting in (SamplingParams(), SamplingParams(1.0, 20, 0.9, 0.01, seed=0)):  # of a prompt's first token
+            sample(torch.zeros(1, self.config.vocab_size, device=self.device), [setting], [0])
         for full in range(0, self.max_batch, self._most_rows):
             rows = 1
             while rows < 2 * min(self.max_batch - full, self._most_rows):

@@ -131,11 +131,16 @@ class PromptReader:
     """Reads dense prompts of one decoder. Half precision, and no recurrent blocks; see :meth:`refusal`."""
 
     def __init__(self, weights: CudaWeights, config: ModelConfig, cache: KVCache, tables: PositionTables) -> None:
-        self._weights, self._config, self._cache, self._tables = weights, config, cache, tables
+        self._weights, self._config, self._cache = weights, config, cache
         self._switch = switch_length(config)
         device = weights.embedding.device
         self._logits = Logits.empty(1, config.vocab_size, device)
         self._graphs: list[_Graph] = []
+        rotaries = [tables[block.spec.rotary] for block in weights.blocks]
+        self._attention = [
+            (attention_arguments(config, block, rotary), rotary)
+            for block, rotary in zip(weights.blocks, rotaries, strict=True)
+        ]
         # Quantized linears' products, MAX_ROWS rows at a time.
         self._scratch = Scratch(device, weights.embedding.dtype)
         self._planned: dict[int, tuple[FusedLinear, KernelPlan]] = {}
@@ -207,8 +212,7 @@ class PromptReader:
         for index, block in enumerate(blocks):
             qkv = self._products(block.qkv, n)
             keys, values = self._cache.attention[index]
-            slots, rotary = KVSlots(keys, values, keys.shape[2]), self._tables[block.spec.rotary]
-            arguments = attention_arguments(config, block, rotary)
+            slots, (arguments, rotary) = KVSlots(keys, values, keys.shape[2]), self._attention[index]
             shape, scale = arguments["shape"], arguments["scale"]
             launch_store_kv(qkv, given, slots, rotary, queries, shape, arguments["norms"])
             attended = torch.empty_like(queries)
