@@ -21,6 +21,8 @@ from .channels import tile_columns
 from .common import Weights
 from .weights import INT4_ZERO, FusedLinear, code_values, quant_columns
 
+MOST_TILES = 1 << 14  # of one launch
+
 
 class CodeGemmTile(NamedTuple):
     block_m: int
@@ -115,8 +117,8 @@ def code_gemm_tile(linear: FusedLinear, rows: int, processors: int) -> CodeGemmT
 
 
 def code_gemm(x: Tensor, linear: FusedLinear, counter: Tensor, tile: CodeGemmTile) -> Tensor:
-    """y (M, N) of x (M, K), or of a copy of x for each projection (projections, M, K), fp16 or bf16. ``counter``: int32
-    for every tile, 0 before and after."""
+    """y (M, N) of x (M, K), or of a copy of x for each projection (projections, M, K), fp16 or bf16. ``counter``:
+    (MOST_TILES,) int32, 0 before and after."""
     rows, weight = x.shape[-2], linear.weight
     out = x.new_empty(rows, linear.out_features)
     partial: Any = torch.empty(tile.splits, *out.shape, device=x.device) if tile.splits > 1 else out

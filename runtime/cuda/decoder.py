@@ -36,7 +36,7 @@ from .prefill import (
 )
 from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
 from .weights import CudaWeights, dense_linears, load_weights, put_masks, with_dense
-from .wide import WIDE_ROWS, WideStep
+from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,7 @@ class CudaDecoder(Decoder):
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
             dense_linears(config, bundle.masks): (self.weights, self._steps)
         }
-        quantized = any(linear.weight.quant != "none" for block in self._blocks for linear in block.linears)
-        self._most_rows = MAX_ROWS if quantized else WIDE_ROWS  # of one step
+        self._most_rows = WIDE_ROWS if takes_wide_steps(self.weights) else MAX_ROWS  # of one step
         # The next step of a batch, started before anybody asked for it: its input ids (negative for idle slots), how each
         # slot chooses, its captured steps, and whether it is counted.
         self._ahead: tuple[list[int], list[SamplingParams], list[DecodeStep], bool] | None = None

@@ -19,6 +19,7 @@ from torch.nn import functional
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
 from wisparse.kernels.gpu.attention import KVSlots, launch_chunk_attention, launch_store_kv
+from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Input, Output
 from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.plan import KernelPlan, Scratch, gpu_of, launch_linear, plan
@@ -44,8 +45,9 @@ PIECES_UNDER_LOAD = 4
 _FEW = 64
 # Rows of the graphs: a chunk is read by the smallest that it fits into.
 _ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-# Rows of quantized weights that are multiplied by the decode kernels, ``MAX_ROWS`` at a time; more by widened weights.
-_PACKED_ROWS = 32
+# Rows of quantized weights that are multiplied by the decode kernels, ``MAX_ROWS`` at a time, and as codes; more by
+# widened weights.
+_PACKED_ROWS, _CODE_ROWS = 16, 256
 # Bytes of the GPU that have to be free before the graphs are made: they take some tens of MB, and cuBLAS its workspace.
 _FREE = 1 << 30
 
@@ -142,7 +144,8 @@ class PromptReader:
             for block, rotary in zip(weights.blocks, rotaries, strict=True)
         ]
         # Quantized linears' products, MAX_ROWS rows at a time.
-        self._scratch = Scratch(device, weights.embedding.dtype)
+        self._scratch, self._gpu = Scratch(device, weights.embedding.dtype), gpu_of(device)
+        self._counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         self._planned: dict[int, tuple[FusedLinear, KernelPlan]] = {}
 
     @property
@@ -207,7 +210,7 @@ class PromptReader:
         first = blocks[0].attention_input
         n = hidden.clone() if first is None else first(hidden)
         # Measured on an H100 with heads of 128: 412 TFLOPS, 356 with two stages, 321 by torch's flash kernel.
-        stages = 3 if gpu_of(hidden.device).arch in (90, 100) and config.blocks[0].head_dim <= 128 else 2
+        stages = 3 if self._gpu.arch in (90, 100) and config.blocks[0].head_dim <= 128 else 2
         queries = hidden.new_empty(len(hidden), config.num_heads, config.blocks[0].head_dim)
         for index, block in enumerate(blocks):
             qkv = self._products(block.qkv, n)
@@ -242,6 +245,7 @@ class PromptReader:
         if weight.quant == "none":
             y = x @ weight.data[:, : linear.out_features]
             return y if linear.bias is None else y + linear.bias
+        tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors) if len(x) <= _CODE_ROWS else None
         y = x.new_empty(len(x), linear.out_features)
         planned = self._planned.get(id(weight.data)) if len(x) <= _PACKED_ROWS and len(x) % MAX_ROWS == 0 else None
         if planned is not None:
@@ -249,6 +253,8 @@ class PromptReader:
             for rows, out in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
                 launch_linear(dense, Input(rows), Output(out), self._scratch, chosen)
             return y
+        if tile is not None:
+            return code_gemm(x, linear, self._counter, tile)
         assert self._weights.dequantized is not None
         for i, (width, out) in enumerate(zip(linear.widths, y.split(linear.widths, dim=1), strict=True)):
             numbers = self._weights.dequantized[: weight.in_features * width].view(weight.in_features, width)

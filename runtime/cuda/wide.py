@@ -1,4 +1,4 @@
-"""A decode step for 17 to 32 rows of unquantized weights: cuBLAS multiplies, and kernels of many rows stand between.
+"""A decode step for 17 to 32 rows: cuBLAS multiplies, or ``code_gemm`` codes, and kernels of many rows stand between.
 
     embed -> [mask, qkv -> attention -> combine, mask, o -> add, norm, mask, gate and up -> activate, mask, down -> add,
     norm] x blocks -> logits -> next token
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wisparse.kernels.gpu.attention import Rows, launch_attention
+from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_tile
@@ -25,14 +26,27 @@ from wisparse.kernels.reference import keep_mask
 
 from ..torch.block import Norm
 from .step import DecodeStep, attention_arguments
+from .weights import CudaWeights
 
 WIDE_ROWS = 32
+
+
+def takes_wide_steps(weights: CudaWeights) -> bool:
+    """Whether ``WIDE_ROWS`` rows of these weights can be one step."""
+    linears = [linear for block in weights.blocks for linear in block.linears]
+    half, processors = weights.embedding.dtype != torch.float32, gpu_of(weights.embedding.device).multiprocessors
+    return all(
+        linear.weight.quant == "none" or (half and code_gemm_tile(linear, WIDE_ROWS, processors) is not None)
+        for linear in linears
+    )
 
 
 class WideStep(DecodeStep):
     def _plan(self, tiles: dict[str, GemvTile], kv_splits: int) -> None:
         self._separate_add = {"o": True, "down": True}
-        self._all_masked = torch.ones(self.rows, device=self.weights.embedding.device)
+        device = self.weights.embedding.device
+        self._gpu, self._all_masked = gpu_of(device), torch.ones(self.rows, device=device)
+        self._counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
     def _launch_blocks(self, count: bool) -> None:
         config, blocks, eps = self.config, self.weights.blocks, self.config.rms_norm_eps
@@ -80,6 +94,9 @@ class WideStep(DecodeStep):
         """A linear's masked product of x (rows, K)."""
         linear = cast("FusedLinear", getattr(self.weights.blocks[index], role))
         weight_t, k = linear.weight.data, linear.in_features
+        tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors)
+        if linear.dense and tile is not None:
+            return code_gemm(x, linear, self._counter, tile)
         if linear.dense:
             y = x @ weight_t[:, : linear.out_features]
             return y if linear.bias is None else y + linear.bias
@@ -88,9 +105,12 @@ class WideStep(DecodeStep):
             active = (counting.token >= 0)[:, None]
             for cell, scales, threshold in zip(counting.after, linear.scales, linear.thresholds, strict=True):
                 cell += (keep_mask(x, scales, threshold) & active).sum()
-        tile = mask_gemm_tile(gpu_of(x.device), k, linear.out_features, len(x))
         if tile is not None:
-            return mask_gemm(x, linear, self._all_masked, tile)
+            masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
+            return code_gemm(masked, linear, self._counter, tile)
+        measured = mask_gemm_tile(self._gpu, k, linear.out_features, len(x))
+        if measured is not None:
+            return mask_gemm(x, linear, self._all_masked, measured)
         y = x.new_empty(len(x), linear.out_features)
         masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
         for i, (width, one) in enumerate(zip(linear.widths, masked, strict=True)):
