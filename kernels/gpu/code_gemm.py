@@ -110,10 +110,16 @@ def code_gemm_tile(linear: FusedLinear, rows: int, processors: int) -> CodeGemmT
     weight, block_k = linear.weight, 64
     if weight.quant == "none" or weight.group % block_k or weight.in_features % block_k:
         return None
-    block_m, block_n = max(16, min(128, triton.next_power_of_2(rows))), 128
-    programs = triton.cdiv(rows, block_m) * sum(triton.cdiv(width, block_n) for width in linear.widths)
-    splits = max(1, min(processors // programs, weight.in_features // (8 * block_k), 8))
-    return CodeGemmTile(block_m, block_n, block_k, splits, 8 if block_m == 128 else 4, 3)
+    block_m = max(16, min(128, triton.next_power_of_2(rows)))
+
+    def programs(block_n: int) -> int:
+        return triton.cdiv(rows, block_m) * sum(triton.cdiv(width, block_n) for width in linear.widths)
+
+    # Measured on an H100, 8B shape, 32 and 128 rows: narrow tiles where wide ones leave multiprocessors idle, then so
+    # many splits that each multiprocessor has about three programs.
+    block_n = 128 if programs(128) >= processors else 64
+    splits = max(1, min(3 * processors // programs(block_n), weight.in_features // (8 * block_k), 8))
+    return CodeGemmTile(block_m, block_n, block_k, 1 << (splits.bit_length() - 1), 4, 3)
 
 
 def code_gemm(x: Tensor, linear: FusedLinear, counter: Tensor, tile: CodeGemmTile) -> Tensor:

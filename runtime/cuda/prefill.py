@@ -8,7 +8,6 @@ A graph serves any slot at any position: those are read from the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,9 +19,8 @@ from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
 from wisparse.kernels.gpu.attention import KVSlots, launch_chunk_attention, launch_store_kv
 from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
-from wisparse.kernels.gpu.common import Input, Output
 from wisparse.kernels.gpu.head import Logits, launch_logits
-from wisparse.kernels.gpu.plan import KernelPlan, Scratch, gpu_of, launch_linear, plan
+from wisparse.kernels.gpu.plan import gpu_of
 from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.rows import launch_activate
 from wisparse.kernels.gpu.weights import FusedLinear, widen
@@ -32,7 +30,7 @@ from ..decoding.cache import KVCache
 from ..decoding.rotary import switch_length
 from ..torch.block import attention as plain_attention
 from ..torch.block import drop_channels, embed
-from .step import MAX_ROWS, PositionTables, attention_arguments, capture
+from .step import PositionTables, attention_arguments, capture
 from .weights import CudaWeights
 
 # Chunks bound the activations of a long prompt; cuBLAS is at its full rate from about so many positions on.
@@ -45,9 +43,9 @@ PIECES_UNDER_LOAD = 4
 _FEW = 64
 # Rows of the graphs: a chunk is read by the smallest that it fits into.
 _ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-# Rows of quantized weights that are multiplied by the decode kernels, ``MAX_ROWS`` at a time, and as codes; more by
-# widened weights.
-_PACKED_ROWS, _CODE_ROWS = 16, 256
+# Up to so many rows are multiplied by codes; widened weights are as fast from 256 on (an H100, 8B shape), 1.9 times as
+# slow with 128.
+_CODE_ROWS = 128
 # Bytes of the GPU that have to be free before the graphs are made: they take some tens of MB, and cuBLAS its workspace.
 _FREE = 1 << 30
 
@@ -143,10 +141,8 @@ class PromptReader:
             (attention_arguments(config, block, rotary), rotary)
             for block, rotary in zip(weights.blocks, rotaries, strict=True)
         ]
-        # Quantized linears' products, MAX_ROWS rows at a time.
-        self._scratch, self._gpu = Scratch(device, weights.embedding.dtype), gpu_of(device)
+        self._gpu = gpu_of(device)
         self._counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
-        self._planned: dict[int, tuple[FusedLinear, KernelPlan]] = {}
 
     @property
     def captured(self) -> bool:
@@ -168,12 +164,6 @@ class PromptReader:
     def capture(self, chunk: int) -> None:
         """Capture the graphs of up to ``chunk`` rows, largest first: they share memory, as one runs at a time."""
         device, pool = self._weights.embedding.device, None
-        for linear in (linear for block in self._weights.blocks for linear in block.linears):
-            if linear.weight.quant != "none":
-                dense = replace(linear, dense=True)
-                chosen = plan(dense.shape, MAX_ROWS, pdl=False)
-                self._scratch.reserve(chosen)
-                self._planned[id(linear.weight.data)] = dense, chosen
         if device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
         with triton_compiling(2 * len(set(self._config.blocks)) + len(_ROWS)):
@@ -246,16 +236,10 @@ class PromptReader:
             y = x @ weight.data[:, : linear.out_features]
             return y if linear.bias is None else y + linear.bias
         tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors) if len(x) <= _CODE_ROWS else None
-        y = x.new_empty(len(x), linear.out_features)
-        planned = self._planned.get(id(weight.data)) if len(x) <= _PACKED_ROWS and len(x) % MAX_ROWS == 0 else None
-        if planned is not None:
-            dense, chosen = planned
-            for rows, out in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
-                launch_linear(dense, Input(rows), Output(out), self._scratch, chosen)
-            return y
         if tile is not None:
             return code_gemm(x, linear, self._counter, tile)
         assert self._weights.dequantized is not None
+        y = x.new_empty(len(x), linear.out_features)
         for i, (width, out) in enumerate(zip(linear.widths, y.split(linear.widths, dim=1), strict=True)):
             numbers = self._weights.dequantized[: weight.in_features * width].view(weight.in_features, width)
             torch.mm(x, widen(weight, i, numbers), out=out)
