@@ -250,6 +250,11 @@ def test_default_limits(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
         assert default_limits(config, torch.float32, torch.device(device), None, max_seq_len, 1000) == expected
 
 
+def test_a_batch_as_large_as_memory_allows(tiny: Bundle) -> None:
+    with wisparse.load(tiny.folder, backend="torch", max_batch=None) as model:
+        assert model.decoder.max_batch == 8
+
+
 @pytest.mark.exhaustive
 def test_many_prompts_do_not_grow(model: Model) -> None:
     def burst(count: int) -> int:
