@@ -25,7 +25,7 @@ from ..decoding.decoder import Decoder, OnLogits, check_capacity
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
 from .prefill import (
-    PIECES_UNDER_LOAD,
+    PIECE,
     PromptReader,
     attention,
     chunk_size,
@@ -76,7 +76,7 @@ class CudaDecoder(Decoder):
 
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
-    prefix_block_size, pieces_under_load = 1, PIECES_UNDER_LOAD
+    prefix_block_size = 1
     _attention = staticmethod(attention)
 
     def _load(self, bundle: Bundle, weights: str) -> None:
@@ -86,6 +86,7 @@ class CudaDecoder(Decoder):
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
         self._cache = KVCache(config, max_batch, min(self.max_seq_len, _FIRST_POSITIONS), device, dtype, buffers=2)
         self.prefill_chunk = chunk_size(config, dtype)
+        self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
         self._prompts = PromptReader(self.weights, config, self._cache, self._tables) if refusal is None else None
         self._steps: dict[_StepKey, DecodeStep] = {}

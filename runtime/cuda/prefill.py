@@ -37,8 +37,8 @@ from .weights import CudaWeights
 _CHUNK = 2048
 # With a sliding window an explicit (chunk, context) mask is needed; capped, scores are kept as well.
 _SMALL_CHUNK = 512
-# Parts of a chunk that are read between two tokens of other sequences, which wait for them.
-PIECES_UNDER_LOAD = 4
+# Positions that are read between two tokens of other sequences, which wait for them; of a small chunk a half.
+PIECE = 512
 # Up to so many positions after a cached prefix, an explicit mask costs less than it takes to import the other one.
 _FEW = 64
 # Rows of the graphs: a chunk is read by the smallest that it fits into.
