@@ -171,6 +171,8 @@ class PromptReader:
                 given = torch.zeros(3 + rows, dtype=torch.int64, device=device)  # no positions: it writes no cache
 
                 self._graphs.insert(0, _Graph(rows, given, capture(partial(self._launch, given), device, pool)))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the launches before each capture took
 
     def read(self, slot: int, token_ids: Tensor, start: int, stop: int, chunk: int) -> Tensor | None:
         """Read some positions of a prompt (T,) into a slot, all dense: (1, V) float32, the head's products of the last

@@ -87,6 +87,9 @@ class KVCache:
             for old, new in zip((keys, values), wider, strict=True):
                 new[:, :, :filled] = old[:, :, :filled]
             self.attention[index] = wider[0], wider[1]
+            del keys, values, old
+            if wider.is_cuda:
+                torch.cuda.empty_cache()  # what was freed is too small for the next block
         self.length = length
 
     def begin(self, slot: int, start: int) -> None:
