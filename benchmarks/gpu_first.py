@@ -158,6 +158,7 @@ def main() -> None:
         decoder.close()
         if "streams" in arguments.parts and device.type == "cuda":
             decoder = make(weights, max(STREAMS), 1024)
+            decoder.prepare_batches()
             found["tok_per_s"] = {n: statistics.median(rates(decoder, batch=n, runs=3)) for n in STREAMS}
             print(f"{time.perf_counter() - began:5.0f} s {weights} streams: {found['tok_per_s']}", flush=True)
             decoder.close()

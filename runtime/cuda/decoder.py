@@ -15,6 +15,7 @@ from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import UsageError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
+from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.weights import FusedLinear
@@ -231,12 +232,21 @@ class CudaDecoder(Decoder):
             pass
         for setting in (SamplingParams(), SamplingParams(1.0, 20, 0.9, 0.01, seed=0)):  # of a prompt's first token
             sample(torch.zeros(1, self.config.vocab_size, device=self.device), [setting], [0])
-        for full in range(0, self.max_batch, self._most_rows):
+        steps = []
+        for index, full in enumerate(range(0, self.max_batch, self._most_rows)):
             rows = 1
             while rows < 2 * min(self.max_batch - full, self._most_rows):
-                for sampled in (False, True):
-                    self.prepare(range(full + rows), 1, self.max_seq_len, sampled=sampled)
+                steps += [self.step_for(rows, context, index) for context in contexts_between(1, self.max_seq_len)]
                 rows *= 2
+        counts = {self._observe is not None, self._observe is not None and self._every == 1}
+        choices = (False, True) if self.dtype in SAMPLED_DTYPES else (False,)
+        ways = [(step, sampled, count) for step in dict.fromkeys(steps) for sampled in choices for count in counts]
+        if self.device.type == "cuda":
+            with compiling_side_by_side():
+                for step, sampled, count in ways:
+                    step.prepare(sampled=sampled, count=count, compile_only=True)
+        for step, sampled, count in ways:
+            step.prepare(sampled=sampled, count=count)
 
     @torch.inference_mode()
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:

@@ -7,7 +7,7 @@ A graph serves any slot at any position: those are read from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
-from wisparse.kernels.backend import triton_compiling
+from wisparse.kernels.backend import compiling_side_by_side, triton_compiling
 from wisparse.kernels.gpu.attention import KVSlots, launch_chunk_attention, launch_store_kv
 from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.head import Logits, launch_logits
@@ -42,7 +42,7 @@ PIECE = 512
 # Up to so many positions after a cached prefix, an explicit mask costs less than it takes to import the other one.
 _FEW = 64
 # Rows of the graphs: a chunk is read by the smallest that it fits into.
-_ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+_ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 # Up to so many rows are multiplied by codes; widened weights are as fast from 256 on (an H100, 8B shape), 1.9 times as
 # slow with 128.
 _CODE_ROWS = 128
@@ -166,8 +166,14 @@ class PromptReader:
         device, pool = self._weights.embedding.device, None
         if device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
-        with triton_compiling(2 * len(set(self._config.blocks)) + len(_ROWS)):
-            for rows in sorted({min(rows, chunk) for rows in _ROWS}, reverse=True):
+        sizes = sorted({min(rows, chunk) for rows in _ROWS}, reverse=True)
+        with triton_compiling(2 * len(set(self._config.blocks)) + len(sizes)):
+            if device.type == "cuda":
+                different = {block: index for index, block in enumerate(self._config.blocks)}
+                with compiling_side_by_side():
+                    for rows in sizes:
+                        self._launch(torch.zeros(3 + rows, dtype=torch.int64, device=device), different.values())
+            for rows in sizes:
                 given = torch.zeros(3 + rows, dtype=torch.int64, device=device)  # no positions: it writes no cache
 
                 self._graphs.insert(0, _Graph(rows, given, capture(partial(self._launch, given), device, pool)))
@@ -194,8 +200,9 @@ class PromptReader:
             start = end
         return self._logits.logit
 
-    def _launch(self, given: Tensor) -> Tensor:
-        """Read the positions that ``given`` says, as a ``_Graph``'s; leaves the last one's logits."""
+    def _launch(self, given: Tensor, indices: Iterable[int] | None = None) -> Tensor:
+        """Read the positions that ``given`` says, as a ``_Graph``'s; leaves the last one's logits. ``indices``: of the
+        blocks, if not all are launched."""
         config, weights = self._config, self._weights
         blocks, eps = weights.blocks, config.rms_norm_eps
         hidden = embed(config, weights.embedding, given[3:])
@@ -204,7 +211,8 @@ class PromptReader:
         # Measured on an H100 with heads of 128: 412 TFLOPS, 356 with two stages, 321 by torch's flash kernel.
         stages = 3 if self._gpu.arch in (90, 100) and config.blocks[0].head_dim <= 128 else 2
         queries = hidden.new_empty(len(hidden), config.num_heads, config.blocks[0].head_dim)
-        for index, block in enumerate(blocks):
+        for index in range(len(blocks)) if indices is None else indices:
+            block = blocks[index]
             qkv = self._products(block.qkv, n)
             keys, values = self._cache.attention[index]
             slots, (arguments, rotary) = KVSlots(keys, values, keys.shape[2]), self._attention[index]

@@ -12,7 +12,7 @@ Launches overlap the previous one's tail (programmatic dependent launch) from co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -188,12 +188,13 @@ class DecodeStep:
         choose("gate_up", self.config.activation, 1 if self._separate_add["o"] else chosen["o"].ssq_parts)
         self.plans.append({role: chosen[role] for role in LINEARS})
 
-    def launch(self, *, sampled: bool = False, count: bool = False) -> None:
+    def launch(self, *, sampled: bool = False, count: bool = False, indices: Iterable[int] | None = None) -> None:
+        """``indices``: of the blocks, if not all are launched."""
         launch_embed(
             self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"),
             multiplier=self._embedding_multiplier,
         )  # fmt: skip
-        self._launch_blocks(count)
+        self._launch_blocks(count, range(len(self.weights.blocks)) if indices is None else indices)
         self.launch_logits()
         config, choice = self.config, Choice(self.tokens, self._ids[1 - self._turn], self.positions)
         if sampled and self._sampling is not None:
@@ -205,8 +206,8 @@ class DecodeStep:
             launch_argmax(self._logits, *choice, pdl=self.pdl)
         self._turn = 1 - self._turn
 
-    def _launch_blocks(self, count: bool) -> None:
-        for index in range(len(self.weights.blocks)):
+    def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
+        for index in indices:
             for launch in self.block_launches(index, count=count).values():
                 launch()
 
@@ -308,22 +309,31 @@ class DecodeStep:
         self._replays[sampled, count][turn]()
         self._turn = 1 - turn
 
-    def prepare(self, *, sampled: bool = False, count: bool = False) -> None:
-        """Compile and capture what :meth:`replay` runs, if it has not been done."""
+    def prepare(self, *, sampled: bool = False, count: bool = False, compile_only: bool = False) -> None:
+        """Compile and capture what :meth:`replay` runs, if it has not been done. ``compile_only``: launch every kernel
+        once, within ``compiling_side_by_side``."""
         if (sampled, count) in self._replays:
             return
         wanted, counted, turn = self._ids.clone(), self.counts.cells.clone(), self._turn
         self._ids.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
 
-        def launch(turn: int) -> None:
+        def launch(turn: int, indices: Iterable[int] | None = None) -> None:
             self._turn = turn
-            self.launch(sampled=sampled, count=count)
+            self.launch(sampled=sampled, count=count, indices=indices)
 
         # Beside the choice of the token: embedding, logits, and one for each way to attend, to multiply and to add.
         linears = {(p.kernel, p.problem, p.launch) for plans in self.plans for p in plans.values()}
         kernels = 2 + len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
-        with triton_compiling(kernels + (3 if sampled else 1)):
-            self._replays[sampled, count] = [capture(partial(launch, other), self._ids.device) for other in (0, 1)]
+        if compile_only:
+            plans = self.plans or [{}] * len(self.config.blocks)
+            different = {
+                (block, *((p.problem, p.launch, p.packed) for p in own.values())): index
+                for index, (block, own) in enumerate(zip(self.config.blocks, plans, strict=True))
+            }
+            launch(0, different.values())
+        else:
+            with triton_compiling(kernels + (3 if sampled else 1)):
+                self._replays[sampled, count] = [capture(partial(launch, other), self._ids.device) for other in (0, 1)]
         self._ids.copy_(wanted)
         self.counts.cells.copy_(counted)
         self._turn = turn

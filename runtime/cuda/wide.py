@@ -9,6 +9,7 @@ inputs that it reads, which for more rows takes longer than to read the weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -48,15 +49,15 @@ class WideStep(DecodeStep):
         self._gpu, self._all_masked = gpu_of(device), torch.ones(self.rows, device=device)
         self._counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
-    def _launch_blocks(self, count: bool) -> None:
+    def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
         config, blocks, eps = self.config, self.weights.blocks, self.config.rms_norm_eps
         rows = Rows(self.tokens, self.positions, self.slots)
         if count:  # the set that this step writes begins with what the steps before it kept
             self.counts.cells[self._turn].copy_(self.counts.cells[1 - self._turn])
         first = blocks[0].attention_input
         n = self.hidden.clone() if first is None else first(self.hidden)
-        for index, block in enumerate(blocks):
-            ssq = self._sums(index - 1, "down")
+        for index in indices:
+            block, ssq = blocks[index], self._sums(index - 1, "down")
             qkv = self._product(index, "qkv", n, count)
             if block.delta is not None:
                 delta, norm = block.delta, block.attention_input
