@@ -196,6 +196,17 @@ def cached_tokens(peer: Peer) -> bool:
 REQUESTS["second turn, `cached_tokens`"] = cached_tokens
 
 
+def make_bundle(folder: Path) -> tuple[Path, Path]:
+    """The example with a chat template for tools, as it is and at 50%."""
+    source, bundle = folder / "source", folder / "bundle"
+    shutil.copytree(EXAMPLE, source)
+    (source / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    convert = [sys.executable, "-m", "wisparse", "convert", str(source), "-o", str(bundle), "--sparsity", "0.5"]
+    convert += ["--calibration", str(ROOT / "converter"), "--num-samples", "1", "--seq-len", "128"]
+    subprocess.run([*convert, "--search", "uniform", "-q"], check=True)
+    return source, bundle
+
+
 def make_gguf(source: Path, out: Path) -> Path:
     """The example model as llama.cpp reads it."""
     import gguf
@@ -264,12 +275,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="wisparse-peers-"))
     commands: dict[str, Callable[[int], list[str]]] = {}
     try:
-        source, bundle = folder / "source", folder / "bundle"
-        shutil.copytree(EXAMPLE, source)
-        (source / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
-        convert = [sys.executable, "-m", "wisparse", "convert", str(source), "-o", str(bundle), "--sparsity", "0.5"]
-        convert += ["--calibration", str(ROOT / "converter"), "--num-samples", "1", "--seq-len", "128"]
-        subprocess.run([*convert, "--search", "uniform", "-q"], check=True)
+        source, bundle = make_bundle(folder)
         commands["wisparse"] = lambda port: [
             sys.executable, "-m", "wisparse", "serve", str(bundle), "--port", str(port)
         ]  # fmt: skip
@@ -304,14 +310,14 @@ def ask_all(command: Callable[[int], list[str]], log: Path) -> dict[str, str]:
             for what, ask in REQUESTS.items():
                 if what in found:
                     continue
-                found[what] = _outcome(ask, peer)
-                if found[what] != "yes" and _outcome(Peer.completion, peer) != "yes":
+                found[what] = outcome(ask, peer)
+                if found[what] != "yes" and outcome(Peer.completion, peer) != "yes":
                     found[what] += "; after it the server answers nothing more"
                     break
     return found
 
 
-def _outcome(ask: Callable[[Peer], bool], peer: Peer) -> str:
+def outcome(ask: Callable[[Peer], bool], peer: Peer) -> str:
     try:
         return "yes" if ask(peer) else "no: answered otherwise"
     except Exception as error:

@@ -1,11 +1,14 @@
 """A server under requests of random kinds: what it answers wrongly or loses, and whether its memory grows.
 
-Each of ``--clients`` threads sends one request after another over a raw socket: a whole answer, a stream, one cancelled
-in the middle, a malformed body, a slow reader, a client that goes before it has sent everything. Whole answers and
-streams are compared with the direct call's; a refusal other than the expected one, a timeout and a missing answer are
-failures.
+Each of ``--clients`` threads sends one request after another over a raw socket, at a random one of the bundle's levels
+or dense. Answered: completions, whole and streamed; with a JSON schema, a regular expression, Lark and GBNF; with
+``echo`` and ``logprobs``; Anthropic's messages, whole and streamed. Beside them slow readers, streams cancelled in the
+middle, clients that go before they have sent everything, malformed bodies, and grammars that are too deep or too wide.
+Every answer is compared with the direct call's at its level, log-probabilities too, and with its constraint; a refusal
+other than the expected one, a timeout and a missing answer are failures.
 
-    python benchmarks/serve_soak.py BUNDLE --requests 10000
+    wisparse convert examples/pycode-llama-6m --sparsity 0.3,0.5 --calibration self -o BUNDLE
+    python benchmarks/serve_soak.py BUNDLE --requests 10000 > results/serve-soak.json
 """
 
 from __future__ import annotations
@@ -14,22 +17,44 @@ import collections
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import click
 import psutil
 from serve_speed import address_of
 
 import wisparse
+from wisparse.runtime.decoding.sampling import SamplingParams
 
 PROMPTS = ["def mean(values):\n", "import os", "class A:", "x = [", "# ", "for i in range(10):\n    ", "return", "try:"]
 LENGTHS = (1, 4, 16, 40)
-KINDS = ("whole", "stream", "slow", "cancelled", "malformed", "disconnected")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["a", "bc"]}, "count": {"type": "integer", "minimum": 0, "maximum": 999}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+# Of each constraint what asks the server for it and what the direct call, and what every answer matches.
+_REGEX = "[0-9]{2,4}-[a-z]{1,3}"
+_LARK = 'start: pair ("," pair){0,2}\npair: NAME "=" VALUE\nNAME: /[a-z]{1,4}/\nVALUE: /[1-9][0-9]{0,2}/'
+_GBNF = 'root ::= item item?\nitem ::= "(" [a-z] ("+" [a-z])? ")"'
+_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+GUIDED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "schema": ({"response_format": _FORMAT}, {"json_schema": SCHEMA}, r'\{"name": *"(a|bc)", *"count": *\d{1,3}\}'),
+    "regex": ({"grammar": f"start: /{_REGEX}/"}, {"grammar": f"start: /{_REGEX}/"}, _REGEX),
+    "lark": ({"grammar": _LARK}, {"grammar": _LARK}, "[a-z]{1,4}=[1-9][0-9]{0,2}(,[a-z]{1,4}=[1-9][0-9]{0,2}){0,2}"),
+    "gbnf": ({"grammar": _GBNF}, {"grammar": _GBNF}, r"(\([a-z](\+[a-z])?\)){1,2}"),
+}
+ANSWERED = ("completion", *GUIDED, "echo", "message")  # one half of them streamed, but for ``echo``
+KINDS = (*ANSWERED, "slow", "cancelled", "disconnected", "malformed", "hostile")
 MALFORMED = (
     b"{",
     b"[]",
@@ -37,83 +62,150 @@ MALFORMED = (
     b'{"prompt": "a", "n": 0}',
     b"\xff",
     b'{"prompt": "a", "temperature": "hot"}',
+    b'{"prompt": "a", "sparsity": 0.123}',
+    b'{"prompt": "a", "grammar": "start: /(/"}',
 )
 SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Case:
+    path: str
+    body: dict[str, Any]
+    text: str  # the direct call's
+    logprobs: list[float] | None = None  # of the prompt's tokens but the first, and of the answer's
+    pattern: str = "(?s:.*)"  # what the text matches
 
 
 @click.command()
 @click.argument("bundle", type=click.Path(exists=True, file_okay=False))
 @click.option("--requests", default=10_000, show_default=True)
 @click.option("--clients", default=32, show_default=True)
+@click.option("--max-batch", default=4, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-def main(bundle: str, requests: int, clients: int, seed: int) -> None:
-    """Print counts of each kind, failures, and the server's memory, JSON last."""
-    with wisparse.load(bundle) as model:
-        expected = {
-            (p, n): model.generate(p, max_new_tokens=n, chat_template=False).text for p in PROMPTS for n in LENGTHS
-        }
-    command = [sys.executable, "-m", "wisparse", "serve", bundle, "--port", "0", "--max-batch", "4"]
+def main(bundle: str, requests: int, clients: int, max_batch: int, seed: int) -> None:
+    """Print JSON: counts of each kind, failures, times of answers, and the server's memory after each tenth."""
+    cases = direct_answers(bundle)
+    command = [sys.executable, "-m", "wisparse", "serve", bundle, "--port", "0", "--max-batch", str(max_batch)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         port = int(address_of(server).split(":")[2].partition("/")[0])
-        found = soak(port, expected, requests, clients, seed, lambda: psutil.Process(server.pid).memory_info().rss)
+        # What it writes later is read too: a full pipe would hold it up.
+        tracebacks: list[str] = []
+        log = (line for line in server.stderr or () if line.startswith("Traceback"))
+        threading.Thread(target=tracebacks.extend, args=[log], daemon=True).start()
+        found = soak(port, cases, requests, clients, seed, lambda: psutil.Process(server.pid).memory_info().rss)
     finally:
         server.terminate()
         code = server.wait(90)
     machine = {"cores": os.cpu_count(), "wisparse": wisparse.__version__}
-    print(json.dumps({"bundle": os.path.basename(bundle), **found, "exit_code": code, **machine}))
+    found |= {"max_batch": max_batch, "exit_code": code, "tracebacks": len(tracebacks), **machine}
+    print(json.dumps({"bundle": os.path.basename(bundle), **found}))
+
+
+def direct_answers(bundle: str) -> dict[str, list[Case]]:
+    """The cases of each answered kind, with what the direct call gives for them."""
+    cases: dict[str, list[Case]] = {kind: [] for kind in ANSWERED}
+    with wisparse.load(bundle) as model:
+        for level in (0.0, *model.bundle.recipe.sparsities):
+            model.sparsity = level
+            common = {"temperature": 0, "sparsity": level}
+            for length in LENGTHS:
+                answers = model.generate(PROMPTS, max_new_tokens=length, chat_template=False)
+                for prompt, answer in zip(PROMPTS, answers, strict=True):
+                    body = {**common, "prompt": prompt, "max_tokens": length}
+                    cases["completion"].append(Case("/v1/completions", body, answer.text))
+            for kind, (asked, direct, pattern) in GUIDED.items():
+                for seed, prompt in enumerate(PROMPTS):
+                    heat = {"temperature": float(seed % 2), "seed": seed}  # every other one is sampled
+                    text = model.generate(prompt, max_new_tokens=64, chat_template=False, **direct, **heat).text
+                    body = {**common, "prompt": prompt, "max_tokens": 64, **asked, **heat}
+                    cases[kind].append(Case("/v1/completions", body, text, pattern=pattern))
+            for prompt in PROMPTS:
+                # ``Model.generate`` does not score prompts; the engine does, without HTTP.
+                sampling = SamplingParams(temperature=0, logprobs=0)
+                request = model.request(
+                    model.tokenizer.encode(prompt),
+                    max_new_tokens=8,
+                    sampling=sampling,
+                    score_prompt=True,
+                    sparsity=level,
+                )
+                chunks: list[Any] = []
+                model.engine.submit(request, chunks.append)
+                model.engine.drive(lambda request=request: request.done)  # type: ignore[misc]
+                answer = chunks[-1].generation
+                scores = [score.logprob for score in (*answer.prompt_scores, *answer.scores)]
+                body = {**common, "prompt": prompt, "max_tokens": 8, "echo": True, "logprobs": 2}
+                cases["echo"].append(Case("/v1/completions", body, prompt + answer.text, scores))
+                messages = [{"role": "user", "content": prompt}]
+                body = {**common, "messages": messages, "max_tokens": 16, "model": os.path.basename(bundle)}
+                text = model.generate(messages, max_new_tokens=16).text
+                cases["message"].append(Case("/v1/messages", body, text))
+    return cases
 
 
 def soak(
-    port: int, expected: dict[tuple[str, int], str], requests: int, clients: int, seed: int, memory: Callable[[], int]
+    port: int, cases: dict[str, list[Case]], requests: int, clients: int, seed: int, memory: Callable[[], int]
 ) -> dict[str, object]:
-    """Send them all; ``expected`` has each prompt's greedy text at each length, ``memory`` the server's bytes."""
+    """Send them all; ``memory``: the server's bytes."""
     lock = threading.Lock()
     kinds: collections.Counter[str] = collections.Counter()
+    levels: collections.Counter[float] = collections.Counter()
     failures: list[str] = []
-    after: dict[int, int] = {}
+    after: dict[int, float] = {}
+    slowest: dict[str, float] = {}  # of the answers that nothing holds up
     started = time.perf_counter()
 
     def client(first: int) -> None:
         for number in range(first, requests, clients):
             dice = random.Random(f"{seed} {number}")
-            kind, key = dice.choice(KINDS), dice.choice(list(expected))
+            kind = dice.choice(KINDS)
+            case = dice.choice(cases[kind if kind in cases else dice.choice(ANSWERED)])
+            stream = kind in ("slow", "cancelled") or (kind in ANSWERED and dice.random() < 0.5)
+            stream = stream and not case.body.get("echo")
+            began = time.perf_counter()
             try:
-                wrong = _one(port, kind, key, expected[key], dice)
-            except OSError as error:
+                wrong = _one(port, kind, case, stream, dice)
+            except (OSError, ValueError, LookupError, TypeError) as error:
                 wrong = f"lost: {error!r}"
             with lock:
-                kinds[kind] += 1
+                kinds[f"{kind}, streamed" if stream and kind in ANSWERED else kind] += 1
+                if kind in ANSWERED:
+                    levels[case.body["sparsity"]] += 1
+                    slowest[kind] = max(slowest.get(kind, 0), round(time.perf_counter() - began, 3))
                 if wrong is not None:
-                    failures.append(f"request {number}, {kind}, {key}: {wrong}")
-                done = kinds.total()
-                if done in (min(1000, requests // 2), requests):
-                    after[done] = memory()
+                    failures.append(f"request {number}, {kind}, {case.body}: {wrong}")
+                    click.echo(failures[-1], err=True)
+                if (done := kinds.total()) % max(requests // 10, 1) == 0:
+                    after[done] = round(memory() / 1e6, 2)
+                    seconds = time.perf_counter() - started
+                    click.echo(f"{done}: {len(failures)} failed, {after[done]} MB, {seconds:.0f} s", err=True)
 
     threads = [threading.Thread(target=client, args=(index,)) for index in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seconds = time.perf_counter() - started
-    growth = (max(after.items())[1] - min(after.items())[1]) / 1e6
     return {
         "requests": kinds.total(), "clients": clients, "kinds": dict(sorted(kinds.items())),
-        "wrong_or_lost": len(failures), "failures": failures[:20], "seconds": round(seconds, 1),
-        "measured_after": sorted(after), "memory_growth_mb": round(growth, 2),
+        "answers_by_sparsity": dict(sorted(levels.items())), "wrong_or_lost": len(failures), "failures": failures[:20],
+        "seconds": round(time.perf_counter() - started, 1), "memory_mb_after": after,
+        "memory_growth_mb": round(after[max(after)] - after[min(after)], 2),
+        "slowest_seconds": slowest,
     }  # fmt: skip
 
 
-def _one(port: int, kind: str, key: tuple[str, int], text: str, dice: random.Random) -> str | None:
+def _one(port: int, kind: str, case: Case, stream: bool, dice: random.Random) -> str | None:
     """Send one request; what was wrong with its answer, if anything."""
-    prompt, most = key
-    stream = kind in ("stream", "slow", "cancelled")
-    body = json.dumps({"prompt": prompt, "max_tokens": most, "temperature": 0, "stream": stream}).encode()
+    body, path = json.dumps({**case.body, "stream": stream}).encode(), case.path
     if kind == "malformed":
-        body = dice.choice(MALFORMED)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        body, path = dice.choice(MALFORMED), "/v1/completions"
+    if kind == "hostile":
+        body, path = json.dumps({"prompt": "a", "max_tokens": 4, **_hostile(dice)}).encode(), "/v1/completions"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as one:
-        sent = head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body
+        sent = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
         if kind == "disconnected":
             one.sendall(sent[: dice.randrange(1, len(sent) + 1)])
             return None
@@ -126,27 +218,62 @@ def _one(port: int, kind: str, key: tuple[str, int], text: str, dice: random.Ran
             answer += piece
             if kind == "slow":
                 time.sleep(0.002)
-    return _wrong(bytes(answer), kind, text)
-
-
-def _wrong(answer: bytes, kind: str, text: str) -> str | None:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    status = head.split(b" ")[1:2]
-    if kind == "malformed":
-        return None if status == [b"400"] else f"expected a 400, found {head[:80]!r}"
-    if status == [b"429"]:
-        return "refused: the queue is full"
+    first, _, rest = bytes(answer).partition(b"\r\n\r\n")
+    status = first.split(b" ")[1:2]
+    if kind in ("malformed", "hostile"):
+        refused = status == [b"400"] and (kind == "malformed" or b"expected at most" in rest)
+        return None if refused else f"expected a 400, found {first[:80]!r} {rest[:200]!r}"
     if status != [b"200"]:
-        return f"expected a 200, found {head[:80]!r}"
-    if kind == "whole":
-        found = json.loads(body)["choices"][0]["text"]
+        return f"expected a 200, found {first[:80]!r} {rest[:200]!r}"
+    return _wrong(rest, case, stream)
+
+
+def _hostile(dice: random.Random) -> dict[str, Any]:
+    """A grammar beyond the limits: rules within rules, optional parts, or an expression that takes too long. Most are
+    new to the server; of those that cost it two seconds each there are four."""
+    depth, title = dice.randrange(300, 3000), str(dice.random())
+    properties = {f"p{number}": {"type": "integer"} for number in range(4000)}
+    definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(depth)} | {f"d{depth}": {"type": "integer"}}
+    match dice.randrange(5):
+        case 0:
+            return {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(depth)) + f'r{depth}: "a"\n'}
+        case 1:
+            return {"grammar": 'root ::= [0-9] "x" ' + '"a"? ' * (10_000 + depth)}
+        case 2:
+            return {"grammar": f"start: /{'a?' * (10_000 + dice.randrange(4))}/"}
+        case 3:
+            schema = {"title": title, "$defs": definitions, "$ref": "#/$defs/d0"}
+        case _:
+            schema = {"title": title, "type": "object", "properties": properties}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def _wrong(body: bytes, case: Case, stream: bool) -> str | None:
+    """What differs from the direct call, or from the constraint."""
+    messages, logprobs = case.path == "/v1/messages", None
+    if not stream:
+        answer = json.loads(body)
+        found = answer["content"][0]["text"] if messages else answer["choices"][0]["text"]
+        if case.logprobs is not None:
+            first, *logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+            if first is not None or len(logprobs) != len(case.logprobs):
+                return f"expected {len(case.logprobs)} log-probabilities, found {first}, {len(logprobs)}"
+            if logprobs != case.logprobs:
+                far = max(abs(a - b) for a, b in zip(logprobs, case.logprobs, strict=True))
+                return f"log-probabilities differ by {far}"
     else:
         # The chunks of HTTP stand on lines of their own, between the events.
         lines = [line[6:] for line in body.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(b"data: ")]
-        if not lines or lines[-1] != b"[DONE]":
-            return "the stream has no end"
-        found = "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
-    return None if found == text else f"expected {text!r:.80}, found {found!r:.80}"
+        if not lines or lines[-1] != (b'{"type":"message_stop"}' if messages else b"[DONE]"):
+            return f"the stream has no end: {lines[-1:]}"
+        events = [json.loads(line) for line in lines if line != b"[DONE]"]
+        if messages:
+            found = "".join(one["delta"]["text"] for one in events if one["type"] == "content_block_delta")
+        else:
+            found = "".join(one["choices"][0]["text"] for one in events)
+    if not re.fullmatch(case.pattern, found):
+        return f"expected what {case.pattern} matches, found {found!r:.80}"
+    return None if found == case.text else f"expected {case.text!r:.80}, found {found!r:.80}"
 
 
 if __name__ == "__main__":
