@@ -30,6 +30,7 @@ _SERVER_CACHE_SHARE = (
     0.7  # where a server chooses its batch, on a GPU: activations and graphs take 1 to 2 GB of the rest
 )
 _FEWEST_POSITIONS = 256
+_LOGITS_ROWS = 512  # that are worked out at a time
 _SERVED_POSITIONS = 16384  # that each of a server's slots has room for, before there are more slots
 _MOST_SLOTS = {"cuda": 32, "cpu": 8}
 
@@ -172,8 +173,9 @@ class Decoder(ABC):
         result = torch.empty(total, self.config.vocab_size, device=self.device)
         start = 0
         for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
-            result[start : start + len(hidden)] = self._logits(hidden)
-            start += len(hidden)
+            for part in hidden.split(_LOGITS_ROWS):
+                result[start : start + len(part)] = self._logits(part)
+                start += len(part)
         return result
 
     @abstractmethod
