@@ -80,6 +80,7 @@ def prompts(decoder: CudaDecoder, lengths: tuple[int, ...]) -> dict[int, float]:
 def served(bundle: SimpleNamespace, decoder: CudaDecoder):
     """The port of a server on the decoder, once it is ready, and the seconds that took."""
     model, ready, began = Model(bundle, decoder, None), threading.Event(), time.perf_counter()
+    sys.setswitchinterval(0.0005)  # as ``wisparse serve`` does
     with open_socket("127.0.0.1", 0) as listener:
         server = http_server(make_app(model, ServeSettings("m"), ready.set))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -158,7 +159,6 @@ def main() -> None:
         decoder.close()
         if "streams" in arguments.parts and device.type == "cuda":
             decoder = make(weights, max(STREAMS), 1024)
-            decoder.prepare_batches()
             found["tok_per_s"] = {n: statistics.median(rates(decoder, batch=n, runs=3)) for n in STREAMS}
             print(f"{time.perf_counter() - began:5.0f} s {weights} streams: {found['tok_per_s']}", flush=True)
             decoder.close()
