@@ -110,7 +110,7 @@ class WideStep(DecodeStep):
             masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
             return code_gemm(masked, linear, self._counter, tile)
         measured = mask_gemm_tile(self._gpu, k, linear.out_features, len(x))
-        if measured is not None:
+        if measured is not None and x.dtype != torch.float32:
             return mask_gemm(x, linear, self._all_masked, measured)
         y = x.new_empty(len(x), linear.out_features)
         masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
