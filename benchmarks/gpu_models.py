@@ -10,7 +10,7 @@ import argparse
 import math
 import zlib
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from shapes import LLAMA_8B
@@ -48,6 +48,8 @@ def need_gpu(parser: argparse.ArgumentParser, device: str = "cuda") -> None:
 
 class _RandomCheckpoint:
     """Tensors made on demand, the same for the same name and seed."""
+
+    quantised: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
         self.shapes = expected_tensors(config)

@@ -44,9 +44,12 @@ _WORST = "clearly damaged: choose a lower sparsity"
 def grade(quality: Quality) -> str:
     """What was measured, in a few words: the worst that KL, top-1 agreement or perplexity gives."""
     found = quality.sparse
-    rise = found.perplexity / found.dense_perplexity - 1
-    for kl, top1, most, word in _GRADES:
-        if found.kl <= kl and found.top1_agreement >= top1 and not rise > most:  # NaN: not known
+    return grade_of(found.kl, found.top1_agreement, found.perplexity / found.dense_perplexity - 1)
+
+
+def grade_of(kl: float, top1: float = 1.0, rise: float = 0.0) -> str:
+    for most_kl, least_top1, most_rise, word in _GRADES:
+        if kl <= most_kl and top1 >= least_top1 and not rise > most_rise:  # NaN: not known
             return word
     return _WORST
 

@@ -248,6 +248,7 @@ QUICK += ["--device", "cpu", "-q"]
 EVAL = ["--num-samples", "1", "--seq-len", "8", *RUN]
 # What each verb is given beside the parameter; small, so that a value that is taken costs little.
 GIVEN = {
+    "advise": (["MODEL"], ["--device", "cpu"]),
     "convert": (["MODEL"], ["-o", "out", "--dry-run", *QUICK]),
     "inspect": (["BUNDLE"], []),
     "verify": (["BUNDLE"], []),

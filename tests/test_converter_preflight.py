@@ -179,8 +179,11 @@ def test_dry_run_prints_the_plan_and_stops(settings: ConvertSettings, caplog: py
     assert shown.exit_code == document.exit_code == 0, shown.output
     assert "nothing was converted" in shown.stdout
     assert "llama, 2 blocks" in shown.stdout
+    assert "Recommended: wisparse convert " in shown.stdout
     assert json.loads(document.stdout)["model"] == "model"
-    assert all(err.endswith("s  Checking: 0 of 4\n") for err in (shown.stderr, document.stderr))  # nothing else
+    assert len(json.loads(document.stdout)["advice"]["rows"]) == 12
+    for err in (shown.stderr, document.stderr):  # nothing else
+        assert [line.split("s  ")[1] for line in err.splitlines()] == ["Checking: 0 of 4", "Measuring this machine"]
     assert not settings.output_dir.exists()
 
 

@@ -22,6 +22,7 @@ from .formats.errors import WisparseError
 
 # A verb's module is imported when it is used: `wisparse --help` must not cost a second.
 _VERBS = {
+    "advise": "Say what converting a model would bring on this machine.",
     "convert": "Convert a Hugging Face model into a sparse bundle.",
     "inspect": "Show what a bundle holds.",
     "verify": "Check a bundle's every tensor, number and digest.",

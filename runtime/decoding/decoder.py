@@ -26,9 +26,8 @@ from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
 _CACHE_SHARE = 0.25  # of the memory that the weights leave free
-_SERVER_CACHE_SHARE = (
-    0.7  # where a server chooses its batch, on a GPU: activations and graphs take 1 to 2 GB of the rest
-)
+# Where a server chooses its batch, on a GPU: activations and graphs take 1 to 2 GB of the rest.
+_SERVER_CACHE_SHARE = 0.7
 _FEWEST_POSITIONS = 256
 _LOGITS_ROWS = 512  # that are worked out at a time
 _SERVED_POSITIONS = 16384  # that each of a server's slots has room for, before there are more slots
@@ -271,6 +270,8 @@ def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callab
             total += code_bytes(bits, shape, packing.group, zero_points=packing.zero_points)
         else:
             total += WEIGHT_TYPES[kind].nbytes(shape, dtype)
+    if bundle.config.tie_word_embeddings and chosen.head != "native":  # the output layer is a second copy
+        total += WEIGHT_TYPES[chosen.head].nbytes((bundle.config.vocab_size, bundle.config.hidden_size), dtype)
     return total
 
 

@@ -70,7 +70,7 @@ def _option(field: Field[Any]) -> Any:
 @click.command("convert", cls=_Command, context_settings={"show_default": True})
 @click.argument("model", type=FOLDER_OR_ID)
 @stacked(*map(_option, fields(ConvertSettings)[1:]))
-@click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print the plan and what `advise` says, and stop.")
 @click.option("-v", "--verbose", is_flag=True, help="Say more.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
@@ -110,10 +110,18 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
             from wisparse.converter.preflight import preflight
 
             plan = preflight(settings, progress)
+            found = None
+            if not quiet:
+                from ..advice import advise, print_advice
+
+                at = settings.revision
+                found = advise(settings.model, plan.source.folder, plan.device, progress, revision=at)
             if as_json:
-                click.echo(json.dumps(plan.to_dict(), indent=2))
+                click.echo(json.dumps({**plan.to_dict(), "advice": found and found.to_dict()}, indent=2))
             else:
                 _print_plan(plan)
+                if found:
+                    print_advice(found)
         return
     from wisparse.converter.pipeline import run
 

@@ -1,0 +1,119 @@
+"""``wisparse advise``: a complete table from config.json alone, and the extrapolation behind it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
+
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.runtime import forecast
+from wisparse.runtime.benchmark import Workload
+from wisparse.runtime.cpu.decoder import CpuDecoder
+from wisparse.runtime.decoding.decoder import Decoder, weight_bytes
+
+Run = Callable[..., tuple[int, str, str]]
+LEVELS = (0.0, 0.3, 0.4, 0.5)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a model its configuration only, and no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(forecast, "_ROUNDS", 1)
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_config(hidden_size=64, intermediate_size=128, head_dim=16)))
+    return folder
+
+
+def test_a_table_and_a_command_from_the_configuration_alone(run: Run, model: Path) -> None:
+    code, out, err = run("advise", model, "--device", "cpu", "--context", 100, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    rows = {(row["weights"], row["sparsity"]): row for row in found["rows"]}
+    assert list(rows) == [(kind, level) for kind in ("native", "int8", "int4") for level in LEVELS]
+    for (_, level), row in rows.items():
+        assert 0 < row["low"] <= row["tok_per_s"] * 0.86 < row["tok_per_s"] * 1.14 <= row["high"]
+        assert row["fits"]
+        assert all(kl >= level / 10 * 0.01 for kl in row["kl"])
+    for size in ("memory_bytes", "bundle_bytes"):
+        native, int8, int4 = (rows[kind, 0.0][size] for kind in ("native", "int8", "int4"))
+        assert native > int8 > int4
+    assert [rows["native", level]["quality"].split()[0] for level in LEVELS] == ["nearly", "nearly", "close", "close"]
+    assert found["command"].startswith(f"wisparse convert '{model}' --weights int8 --sparsity 0")
+    assert found["conversion_seconds"] > 0
+    assert found["context"] == 100
+    code, out, err = run("advise", model, "--device", "cpu")
+    assert code == 0, err
+    assert "Recommended: wisparse convert" in out
+    assert "measured on two models: 6.5M Llama / 37M Qwen2" in out
+    assert len([line for line in out.splitlines() if line.startswith(("native", "int8", "int4"))]) == 12
+
+
+def test_a_quantised_model_keeps_its_weights(run: Run, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    method = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    code, out, err = run("advise", model, "--device", "cpu", "--json")
+    assert code == 0, err
+    assert {row["weights"] for row in json.loads(out)["rows"]} == {"int4"}
+    assert "--weights" not in json.loads(out)["command"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "sentence"),
+    [
+        ({"model_type": "mixtral"}, 3, "unsupported architecture: "),
+        ({"hidden_size": -1}, 3, "config.json: "),
+        (None, 4, "no such folder"),
+    ],
+)
+def test_what_is_refused_is_one_sentence(
+    run: Run, model: Path, changes: dict[str, Any] | None, code: int, sentence: str
+) -> None:
+    if changes is not None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | changes))
+    found, out, err = run("advise", model if changes is not None else model / "gone")
+    assert (found, out, len(err.splitlines())) == (code, "", 1), err
+    assert sentence in err
+
+
+def test_parts_of_a_model_tell_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine whose steps cost exactly what the formula says, every forecast is exact, and more sparsity faster."""
+    windows = ["sliding_attention", "full_attention"] * 12
+    given = tiny_config("qwen3", num_hidden_layers=24, layer_types=windows, sliding_window=8, vocab_size=3000)
+    config = ModelConfig.from_dict({**given, "tie_word_embeddings": True})
+
+    def seconds(of: ModelConfig, sparsity: float) -> float:
+        return 1e-4 + of.num_blocks * 1e-3 * (1 - sparsity) + of.vocab_size * 1e-6
+
+    def timed(decoder: Decoder, work: Workload) -> tuple[float, float]:
+        asked.append(decoder.config.num_blocks)
+        masks = (projection.threshold > 0 for projection in decoder._projections)  # type: ignore[attr-defined]
+        return 0.0, work.new_tokens * seconds(decoder.config, 0.5 if any(masks) else 0.0)
+
+    asked: list[int] = []
+    monkeypatch.setattr(forecast, "time_run", timed)
+    monkeypatch.setattr(forecast, "_cache_bytes", lambda: 2000)
+    found = forecast.forecast(config, torch.device("cpu"), (0.0, 0.5), 100)
+    assert 0 < max(asked) < 24
+    assert all(count % 2 == 0 for count in asked)  # as many windows as in the whole
+    for one in found:
+        assert one.tok_per_s == pytest.approx(1 / seconds(config, one.sparsity), rel=0.02)
+
+
+def test_tied_int8_output_layers_are_a_second_copy(tmp_path: Path) -> None:
+    bundle = Bundle.open(write_tiny_bundle(tmp_path / "out", write_tiny_model(tmp_path / "model")))
+    decoder = CpuDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8, weights="int8")
+    embedding = 4 * torch.Size(expected_tensors(bundle.config)["model.embed_tokens.weight"]).numel()
+    small = sum(4 * shape[0] for shape in expected_tensors(bundle.config).values() if len(shape) == 1)
+    held = sum(decoder.bytes_read()) + embedding + small
+    assert weight_bytes(bundle, torch.float32, "int8", CpuDecoder.keeps) == held

@@ -1,0 +1,182 @@
+"""What to convert a model to: speed, memory, disk and quality of every weight type and sparsity, before converting."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import timeit
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from wisparse.converter.preflight import bundle_bytes, working_bytes
+from wisparse.converter.processes import Progress
+from wisparse.converter.report import grade_of
+from wisparse.converter.settings import USUAL, USUAL_DEFAULT, ConvertSettings, auto_seq_len
+from wisparse.converter.source import choose_dtype, full_config
+from wisparse.formats.checkpoint import read_config
+from wisparse.formats.errors import printable
+from wisparse.formats.machine import available_bytes, choose_device
+from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.quantization import read_quantisation
+from wisparse.formats.weight_types import WEIGHT_TYPES
+from wisparse.runtime.benchmark import machine, read_bandwidth_gbps, wait
+from wisparse.runtime.forecast import Forecast, forecast
+
+from .console import print_table
+
+# KL(dense || converted) in nats a token of the models of 6.5 and of 37 million parameters, by weight type and sparsity:
+# benchmarks/front.py; int4 at 0 and 30% benchmarks/coordinates.py, above from before its present fit.
+MEASURED_ON = "6.5M Llama", "37M Qwen2"
+KL = {
+    "native": {0.0: (0.0, 0.0), 0.3: (0.0107, 0.0032), 0.4: (0.0294, 0.0090), 0.5: (0.0685, 0.0219)},
+    "int8": {0.0: (0.0004, 0.0002), 0.3: (0.0111, 0.0034), 0.4: (0.0296, 0.0093), 0.5: (0.0692, 0.0221)},
+    "fp8": {0.0: (0.0037, 0.0019), 0.3: (0.0143, 0.0052), 0.4: (0.0327, 0.0110), 0.5: (0.0715, 0.0238)},
+    "int4": {0.0: (0.0145, 0.0074), 0.3: (0.0359, 0.0170), 0.4: (0.0585, 0.0269), 0.5: (0.0992, 0.0405)},
+}
+
+# A conversion computes as much as so many forward passes over its calibration text, at the speed of a matrix product: of
+# the 8B shape on an H200 (132 s of search, benchmarks/results/scale-h200.json) and of the 6.5M example on two cores.
+_PASSES = 190
+# What a block costs in a step of the text that the model writes itself, in transformers, whatever its size.
+_BLOCK_SECONDS = {"cuda": 0.0014, "cpu": 0.005}
+_WRITTEN_BYTES_PER_S = 450e6  # a bundle written and verified (benchmarks/results/scale-h200.json)
+CONTEXT = 4096  # positions of the cache that memory is stated for
+
+
+@dataclass(frozen=True)
+class Row(Forecast):
+    fits: bool  # into the free memory
+    bundle_bytes: int
+    kl: tuple[float, float]  # of `MEASURED_ON`
+    quality: str  # of the worse of both
+
+
+@dataclass(frozen=True)
+class Advice:
+    machine: dict[str, str]
+    read_gbps: float
+    memory_free_bytes: int
+    context: int
+    rows: tuple[Row, ...]
+    conversion_seconds: float
+    conversion_memory_bytes: int
+    command: str
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "kl_measured_on": MEASURED_ON}
+
+
+def advise(
+    model: str, folder: Path, device: torch.device, progress: Progress, *, revision: str | None, context: int = CONTEXT
+) -> Advice:
+    """``folder`` has the config.json of ``model``, as users name it, at ``revision``."""
+    stated = full_config(read_config(folder))
+    config = ModelConfig.from_dict(stated)
+    packings = read_quantisation(stated, config)  # quantised weights stay as they are
+    stored = next(iter(packings.values())).kind if packings else None
+    context = min(context, config.max_position_embeddings)
+    free = available_bytes(device)
+    with progress.stage("Measuring this machine") as stage:
+        read_gbps = read_bandwidth_gbps(device)
+        found = forecast(config, device, (0.0, *USUAL), context, stage.note)
+        seconds, memory = _conversion(config, device, read_gbps)
+    if stored is not None:  # a back end without such weights dequantises them
+        kept = stored if stored in {one.weights for one in found} else "native"
+        found = [one for one in found if one.weights == kept]
+    native = getattr(torch, config.dtype, torch.float32)
+    shapes = [(projection.out_features, projection.in_features) for projection in config.projections()]
+    parameters = sum(map(math.prod, expected_tensors(config).values()))
+    if config.tie_word_embeddings:  # the rotation makes two tensors of them
+        parameters += config.vocab_size * config.hidden_size
+    rows = []
+    for one in found:
+        held = WEIGHT_TYPES[one.weights]
+        saved = sum(math.prod(shape) * native.itemsize - held.nbytes(shape, native) for shape in shapes)
+        disk = bundle_bytes(config, parameters, "auto") - saved
+        kl = KL["native" if stored else one.weights][one.sparsity]
+        rows.append(
+            Row(**asdict(one), fits=one.memory_bytes < free, bundle_bytes=disk, kl=kl, quality=grade_of(max(kl)))
+        )
+    given, why = _recommended(rows, stored)
+    given += ["--device", str(device)] if device != choose_device() else []
+    given += ["--revision", revision] if revision is not None else []
+    line = shlex.join(["wisparse", "convert", model, *given])
+    told = machine(device)
+    if device.type == "cpu":
+        told["instructions"] = torch.backends.cpu.get_cpu_capability()
+    return Advice(told, read_gbps, free, context, tuple(rows), seconds, memory, line, why)
+
+
+def _conversion(config: ModelConfig, device: torch.device, read_gbps: float) -> tuple[float, int]:
+    """Seconds and memory of a conversion with the default settings."""
+    dtype, length = choose_dtype(config.dtype, device), auto_seq_len(device.type, config.max_position_embeddings)
+    settings = ConvertSettings("model", Path("bundle"), seq_len=length)
+    x = torch.ones(length, config.hidden_size, dtype=dtype, device=device)
+    weight = torch.ones(config.intermediate_size, config.hidden_size, dtype=dtype, device=device)
+
+    def multiply() -> None:
+        torch.nn.functional.linear(x, weight)
+        wait(device)
+
+    fastest = min(timeit.repeat(multiply, number=1, repeat=6)) / (x.numel() * weight.shape[0])
+    parameters = sum(map(math.prod, expected_tensors(config).values()))
+    inside = sum(projection.num_parameters for projection in config.projections())
+    searching = _PASSES * inside * settings.num_samples * length * fastest
+    step = inside * (dtype.itemsize / read_gbps / 1e9 + settings.num_samples * fastest)
+    writing_text = length * (step + _BLOCK_SECONDS[device.type] * config.num_blocks)
+    writing = parameters * getattr(torch, config.dtype, torch.float32).itemsize / _WRITTEN_BYTES_PER_S
+    memory = parameters * dtype.itemsize + working_bytes(config, dtype, settings)
+    return searching + writing_text + writing, memory
+
+
+def _recommended(rows: Sequence[Row], stored: str | None) -> tuple[list[str], str]:
+    """Options of `wisparse convert`, and why these."""
+    table = {(row.weights, row.sparsity): row for row in rows}
+    kinds = [kind for kind in ("int8", "int4", "native", "fp8") if (kind, 0.0) in table]
+    fitting = [kind for kind in kinds if table[kind, 0.0].fits]
+    kind = fitting[0] if fitting else min(kinds, key=lambda one: table[one, 0.0].memory_bytes)
+    options = [] if stored else ["--weights", kind]
+    if stored:
+        why = f"the model is {stored} already and stays so"
+    elif not fitting:
+        why = "no weight type fits into the free memory; this is the smallest"
+    else:
+        why = {"int8": "int8 costs almost no quality", "int4": "int8 does not fit into the free memory"}.get(kind, "")
+        why = why or "this back end has no other weight type"
+    dense, sparse = table[kind, 0.0].tok_per_s, table[kind, USUAL_DEFAULT].tok_per_s
+    if sparse < 1.05 * dense:
+        return [*options, "--sparsity", "0"], f"{why}; sparsity would not make it faster here"
+    times = sparse / rows[0].tok_per_s
+    options += ["--sparsity", ",".join(f"{one:g}" for one in USUAL)]
+    return options, f"{why}; {kind} at {USUAL_DEFAULT:.0%} is {times:.2g} times as fast as {rows[0].weights} dense"
+
+
+def print_advice(advice: Advice) -> None:
+    told = ", ".join(f"{key} {value}" for key, value in advice.machine.items() if key not in ("python", "torch"))
+    click.echo(f"{told}; memory reads {advice.read_gbps:,.1f} GB/s, {advice.memory_free_bytes / 1e9:,.1f} GB free")
+    heads = ["weights", "sparsity", "tok/s", "range", "memory GB", "bundle GB", "KL", "quality"]
+    lines = []
+    for row in advice.rows:
+        rate, low, high = (
+            f"{rate:,.0f}" if rate >= 20 else f"{rate:.2g}" for rate in (row.tok_per_s, row.low, row.high)
+        )
+        sizes = [f"{size / 1e9:,.2f}" for size in (row.memory_bytes, row.bundle_bytes)]
+        sizes[0] += "" if row.fits else " too large"
+        kl = " / ".join(f"{one:.2g}" for one in row.kl)
+        lines.append([row.weights, f"{row.sparsity:.0%}", rate, f"{low} to {high}", *sizes, kl, row.quality])
+    minutes = advice.conversion_seconds / 60
+    took = f"{minutes:.2g} minutes" if minutes < 100 else f"{minutes / 60:,.0f} hours"
+    note = (
+        f"tok/s: one request, measured on blocks of this shape with random weights; memory: with {advice.context:,} "
+        f"tokens of context.\nKL to the dense model, nats a token, measured on two models: {' / '.join(MEASURED_ON)}; "
+        f"quality: of the worse; larger models lose less.\nConversion: about {took} (half to twice that; "
+        f"int4 longer), {advice.conversion_memory_bytes / 1e9:.2g} GB of memory."
+    )
+    print_table(heads, lines, note=note)
+    click.echo(f"Recommended: {printable(advice.command)}\n  {advice.why}")
