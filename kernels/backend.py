@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,26 @@ def triton_compiling(count: int) -> Iterator[None]:
         yield
     finally:
         compilation.listener = before
+
+
+@contextmanager
+def compiling_side_by_side() -> Iterator[None]:
+    """Triton kernels that are launched within are compiled, in as many threads as there are cores, and not run: for a
+    CUDA device's, whose launches need nothing that one of them gives."""
+    import triton
+    from triton.runtime import JITFunction
+
+    run = JITFunction.run
+
+    def compile_only(self: Any, *given: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *given, warmup=True, **options)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+        JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            JITFunction.run = run
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> tuple[str, str]:

@@ -17,7 +17,7 @@ from wisparse.formats.weight_types import DTYPES, NOT_DTYPES, PREFILL_POLICIES, 
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.cache import memory_errors
-from .decoding.decoder import Decoder, default_max_seq_len, weight_bytes
+from .decoding.decoder import Decoder, default_limits, weight_bytes
 from .model import Model
 from .tokenizer import Tokenizer
 from .torch.decoder import TorchDecoder
@@ -35,7 +35,7 @@ def make_decoder(
     max_seq_len: int | None,
     backend: str = "auto",
     weights: str = "native",
-    max_batch: int = 1,
+    max_batch: int | None = 1,
 ) -> Decoder:
     """Build the decoder that ``backend`` names; ``auto``: the fastest that can run it. Arguments as for :func:`load`."""
     longest = bundle.config.max_position_embeddings
@@ -58,13 +58,14 @@ def make_decoder(
             raise UsageError(f"no back end can run this model on {device}: {reason}; torch cannot: {refused}")
     if refused is not None:
         raise UsageError(f"back end {chosen.name} cannot run this model: {refused}")
-    if max_seq_len is None:
+    if max_seq_len is None or max_batch is None:
         needed = weight_bytes(bundle, dtype, weights, chosen.keeps)
         with memory_errors(device, "to begin with"):
-            max_seq_len = default_max_seq_len(bundle.config, dtype, device, max_batch, needed)
-        if max_seq_len < longest:
-            text = "max_seq_len %d: the model's context of %d does not fit a quarter of the free memory"
-            log.info(text, max_seq_len, longest)
+            limits = default_limits(bundle.config, dtype, device, max_batch, max_seq_len, needed)
+        if max_seq_len is None and limits[1] < longest:
+            text = "max_seq_len %d: the model's context of %d does not fit the free memory's share for %d slots"
+            log.info(text, limits[1], longest, limits[0])
+        max_batch, max_seq_len = limits
     log.info("back end %s on %s in %s: %s", chosen.name, device, str(dtype).removeprefix("torch."), reason)
     dequantized = {
         stored.packing.kind if stored.packing.group is None else f"{stored.packing.kind} (groups)"
@@ -89,7 +90,7 @@ def load(
     sparsity: float | None = None,
     prefill: str = "dense",
     max_seq_len: int | None = None,
-    max_batch: int = 1,
+    max_batch: int | None = 1,
     revision: str | None = None,
 ) -> Model:
     """Load a bundle.
@@ -107,7 +108,8 @@ def load(
         prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
         max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as a quarter
             of the memory that the weights leave free can hold.
-        max_batch: prompts decoded side by side; more of them wait their turn. Sparsity pays most at 1.
+        max_batch: prompts decoded side by side; more of them wait their turn. Sparsity pays most at 1. None: as many as
+            memory holds, up to 32 (8 on a CPU).
         revision: branch, tag or commit on the Hub.
 
     Raises:
@@ -123,7 +125,7 @@ def load(
     guard.choice("backend", backend, ("auto", *BACKENDS))
     guard.choice("weights", weights, tuple(WEIGHT_TYPES))
     guard.choice("prefill", prefill, PREFILL_POLICIES)
-    max_batch = guard.integer("max_batch", max_batch, 1, _LARGEST_BATCH)
+    max_batch = None if max_batch is None else guard.integer("max_batch", max_batch, 1, _LARGEST_BATCH)
     max_seq_len = None if max_seq_len is None else guard.integer("max_seq_len", max_seq_len, 1)
     revision = None if revision is None else guard.text("revision", revision, empty=False)
     start = time.perf_counter()

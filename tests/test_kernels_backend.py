@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wisparse.kernels.backend import choose_backend
+from wisparse.kernels.backend import choose_backend, compiling_side_by_side
 
 CPU = torch.device("cpu")
 
@@ -65,3 +65,16 @@ def test_only_a_compiled_gpu_kernel_is_told(monkeypatch: pytest.MonkeyPatch, cap
         listener(cache_hit=False, **more)
     assert caplog.text.count("compiling 8 kernels for the GPU") == 1
     assert heard == [True, False, False]  # whoever listened before goes on hearing
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_side_by_side_kernels_are_compiled_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import JITFunction
+
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *given, **options: seen.append((self, *given, options)))
+    before = JITFunction.run
+    with compiling_side_by_side():
+        JITFunction.run("kernel", 7, grid=(1,), warmup=False, num_warps=4)
+    assert seen == [("kernel", 7, {"grid": (1,), "warmup": True, "num_warps": 4})]
+    assert JITFunction.run is before

@@ -186,7 +186,7 @@ def test_stopping_finishes_what_is_under_way_unless_told_not_to(model: Model, mo
     for name in ("prepare_prompts", "prepare_batches"):
         monkeypatch.setattr(model.decoder, name, lambda: prepared.append(model.engine._thread is None))
     model.engine.start(max_queue=10)
-    assert prepared == [True, True]  # what later requests need is there before a server runs
+    assert prepared == [True] * (2 + len(model.bundle.levels))  # what later requests need is there before a server runs
     readers = [ask(model, "def f(x):", 12)[0] for _ in range(5)]
     model.engine.stop()
     assert [len(reader.answer().token_ids) for reader in readers] == [12] * 5

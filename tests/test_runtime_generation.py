@@ -23,7 +23,7 @@ import wisparse
 from wisparse import BundleError, ContextLengthError, Model, UsageError
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.weight_types import sparse_from
-from wisparse.runtime.decoding.decoder import default_max_seq_len, weight_bytes
+from wisparse.runtime.decoding.decoder import default_limits, weight_bytes
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.tokenizer import stop_ids
@@ -227,7 +227,7 @@ def test_sparse_from() -> None:
     assert [sparse_from("half", length) for length in (1, 2, 3)] == [1, 1, 2]
 
 
-def test_default_max_seq_len(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_limits(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """``free``: positions that four times the share of the cache holds; the fewest are 256."""
     position = 2 * 3 * 2 * 16 * 4  # keys and values, blocks, heads, head_dim, float32
     for context, free, max_batch, expected in (
@@ -238,7 +238,21 @@ def test_default_max_seq_len(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr("wisparse.runtime.decoding.decoder.available_bytes", available)
         config = Bundle.open(tiny.folder).config
         object.__setattr__(config, "max_position_embeddings", context)
-        assert default_max_seq_len(config, torch.float32, torch.device("cpu"), max_batch, 1000) == expected
+        cpu = torch.device("cpu")
+        assert default_limits(config, torch.float32, cpu, max_batch, None, 1000) == (max_batch, expected)
+    # A server's batch: slots of 16,384 positions, or the context, or what was asked for, up to 8 on a CPU, 32 on a GPU.
+    for device, context, free, max_seq_len, expected in (
+        ("cpu", 5000, 10**6, None, (8, 5000)), ("cpu", 5000, 15500, None, (3, 5000)), ("cpu", 5000, 10, 4000, (1, 4000)),
+        ("cpu", 10**5, 40000, None, (2, 19968)), ("cuda", 5000, 10**6, None, (32, 5000)), ("cuda", 5000, 10, 10, (2, 10)),
+    ):  # fmt: skip
+        available.return_value = free * 4 * position + 1000
+        object.__setattr__(config, "max_position_embeddings", context)
+        assert default_limits(config, torch.float32, torch.device(device), None, max_seq_len, 1000) == expected
+
+
+def test_a_batch_as_large_as_memory_allows(tiny: Bundle) -> None:
+    with wisparse.load(tiny.folder, backend="torch", max_batch=None) as model:
+        assert model.decoder.max_batch == 8
 
 
 @pytest.mark.exhaustive

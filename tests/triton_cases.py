@@ -367,16 +367,18 @@ def test_attention_then_projection(dtype, shape, positions, normed):
     place = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
     expected_caches = [cache.clone() for cache in caches]
     expected = attention_twin(qkv, expected_caches, place, rotary, shape, norms, 1e-6)
+    slots = torch.arange(batch, dtype=torch.int32, device=DEVICE).flip(0)  # the last row's cache comes first
+    caches = [cache.flip(0) for cache in caches]
     out = KVSplits(
         torch.full((batch, shape.heads, splits, d), float("nan"), device=DEVICE),
         *torch.full((2, batch, shape.heads, splits), float("nan"), device=DEVICE),
     )
     launch_attention(
-        qkv, KVSlots(*caches, length), Rows(place.sign().long(), place), rotary, out, shape, scale=d**-0.5,
+        qkv, KVSlots(*caches, length), Rows(place.sign().long(), place, slots), rotary, out, shape, scale=d**-0.5,
         norms=QKNorms(*norms, 1e-6),
     )  # fmt: skip
     for found, wanted in zip(caches, expected_caches, strict=True):
-        assert_close(found, wanted, dtype)
+        assert_close(found.flip(0), wanted, dtype)
     factor = torch.exp2(out.maximum - out.maximum.amax(2, keepdim=True))
     combined = (out.x * factor[..., None]).sum(2) / (out.total * factor).sum(2)[..., None]
     active = place >= 0
@@ -444,7 +446,7 @@ def test_delta_net_is_the_plain_one_position_by_position(dtype, normed):
     state = random(2, rows, heads, config.key_dim, config.value_dim, kind=torch.float32)
     memory = DeltaMemory(inputs, state, inputs.stride(0), state.stride(0))
     tokens = torch.tensor([3, -1, 0], device=DEVICE)
-    positions = torch.tensor([4, 4, 7], dtype=torch.int32, device=DEVICE)
+    positions, slots = torch.tensor([[4, 4, 7], [0, 1, 2]], dtype=torch.int32, device=DEVICE)
     idle = inputs[:, 1].clone(), state[:, 1].clone()
     kept = {row: DeltaState(inputs[at % 2, row].double(), state[at % 2, row].double()) for row, at in ((0, 4), (2, 7))}
     out = torch.empty(rows, config.value_size, dtype=dtype, device=DEVICE)
@@ -453,7 +455,9 @@ def test_delta_net_is_the_plain_one_position_by_position(dtype, normed):
         x, new = random(rows, hidden), random(rows, mixed + config.value_size)
         ssq = (x.float() ** 2).sum(1, keepdim=True)
         given = DeltaInput(new, x, ssq if normed else None, norm)
-        launch_delta_net(given, weights, memory, Rows(tokens, positions), out, key_heads=config.key_heads, eps=eps)
+        launch_delta_net(
+            given, weights, memory, Rows(tokens, positions, slots), out, key_heads=config.key_heads, eps=eps
+        )
         for row, before in kept.items():
             n, own = x[row : row + 1].double(), new[row : row + 1].double()
             if norm is not None:

@@ -35,7 +35,9 @@ from wisparse.kernels.gpu.attention import (
     Rows,
     launch_attention,
     launch_chunk_attention,
+    launch_store_kv,
 )
+from wisparse.kernels.gpu.code_gemm import code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
@@ -43,8 +45,9 @@ from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel, sum_source
 from wisparse.kernels.gpu.plan import GemvTile, Gpu
 from wisparse.kernels.gpu.reduction import launch_residual_add
+from wisparse.kernels.gpu.rows import launch_activate, launch_combine
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
-from wisparse.kernels.gpu.weights import FusedLinear, empty_weight
+from wisparse.kernels.gpu.weights import FusedLinear, empty_weight, widen
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 I8, I32, I64 = torch.int8, torch.int32, torch.int64
@@ -188,11 +191,12 @@ def attention(
     rotary = RotaryTables(angles, angles, empty(64, dtype=dtype) if scaled else None)
     if rows:
         q = empty(rows, shape.heads, shape.d)
-        launch_chunk_attention(qkv, empty(3, dtype=I64), slots, rotary, q, q, shape, scale=0.1, norms=norms)
+        launch_store_kv(qkv, empty(3, dtype=I64), slots, rotary, q, shape, norms)
+        launch_chunk_attention(q, qkv, empty(3, dtype=I64), slots, q, shape, 0.1)
         return
     sums = empty(1, shape.heads, splits, dtype=FP32)
     launch_attention(
-        qkv, slots, Rows(empty(1, dtype=I64), empty(1, dtype=I32)), rotary,
+        qkv, slots, Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32)), rotary,
         KVSplits(empty(*sums.shape, shape.d, dtype=FP32), sums, sums), shape, scale=0.1, norms=norms, stages=stages,
         pdl=arch >= 90,
     )  # fmt: skip
@@ -213,8 +217,15 @@ def delta(arch: int, dtype: torch.dtype = BF16) -> None:
     one, state = empty(1, dtype=dtype), empty(2, 1, 32, 128, 128, dtype=FP32)
     given = DeltaInput(one, empty(1, 2560, dtype=dtype), empty(1, 16, dtype=FP32), empty(2560, dtype=FP32))
     weights = DeltaTensors(one, one, empty(8192, 1, 4, dtype=dtype), one, one, one)
-    rows = Rows(empty(1, dtype=I64), empty(1, dtype=I32))
+    rows = Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32))
     launch_delta_net(given, weights, DeltaMemory(one, state, 1, 1), rows, one, key_heads=16, eps=1e-5, pdl=arch >= 90)
+
+
+def codes(rows: int, quant: tuple[str, int, bool]) -> None:
+    linear = llama_linear("qkv", True, BF16, quant)
+    tile = code_gemm_tile(linear, rows, 132)
+    assert tile is not None
+    code_gemm(empty(rows, 4096), linear, empty(256, dtype=I32), tile)
 
 
 def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
@@ -314,7 +325,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
         "delta net": partial(delta, arch),
         "delta net fp32": partial(delta, arch, dtype=FP32),
-        **{f"logits batch {batch}{name}": partial(logits, arch, batch=batch, **changes) for batch in (1, 4)
+        **{f"logits batch {batch}{name}": partial(logits, arch, batch=batch, **changes) for batch in (1, 4, 32)
            for name, changes in {
                "": {}, " fp32": {"dtype": FP32}, " offset": {"norm": FP32}, " int8": {"int8": True},
            }.items()},
@@ -322,11 +333,19 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "add norm": partial(add, norm=hidden[0]),
         "add multiplied": partial(add, multiplier=0.22),
         "add scaled": partial(add, norm=hidden[0], scalar=empty(1)),
+        "add, then norm": partial(add, next_norm=hidden[0], normed=hidden),
+        "activate": partial(launch_activate, empty(64, 28672), "silu"),
+        "combine": partial(launch_combine, KVSplits(*(empty(32, 32, 2, d, dtype=FP32) for d in (128, 1, 1))), BF16),
+        **{f"widen {kind}": partial(
+               widen, empty_weight(kind, 4096, (4096, 1024), group, BF16, META, zeros=kind == "int4"), 1, empty(4096, 1024)
+           ) for kind, group in (("int4", 128), ("int8", None), ("fp8", None))},
         "embed": partial(launch_embed, ids, empty(VOCABULARY, 4096), hidden, empty(1, 16, dtype=FP32)),
         "argmax": partial(launch_argmax, found, ids, ids, place, pdl=pdl),
         "sample": partial(draw, dtype=BF16),
         "sample fp16": partial(draw, dtype=FP16),
         "sample capped": partial(draw, dtype=BF16, multiplier=0.125, cap=30.0),
+        **{f"codes {rows} {quant[0]}": partial(codes, rows, quant) for rows in (32, 128)
+           for quant in (("int4", 128, True), ("int8", 0, False))},
         # vLLM's for many rows.
         "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),
         "mask gemm": partial(mask_gemm, many, qkv, by_row, GemvTile(64, 64, stages=4)),

@@ -186,9 +186,10 @@ def test_a_bundles_own_codes_at_every_level(scheme: str, tmp_path: Path) -> None
         follow(fast, slow, 2)
 
 
-def test_short_pieces_of_codes() -> None:
-    """More rows than one launch has, and biases."""
-    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1)
+@pytest.mark.parametrize("hidden", [48, 64])
+def test_short_pieces_of_codes(hidden: int) -> None:
+    """More rows than one launch has, and biases; widened, or multiplied as codes where blocks of 64 channels fit."""
+    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1, hidden_size=hidden, intermediate_size=2 * hidden)
     settings = {"device": DEVICE, "max_seq_len": 40, "max_batch": 2}
     fast = CudaDecoder(bundle, dtype=torch.float16, weights="int4", **settings)
     fast.prepare_prompts()
@@ -201,3 +202,19 @@ def test_short_pieces_of_codes() -> None:
         return decoder.prefill(1, prompt, 30, start=9)
 
     within_half_precision(fast, slow, exact, run)
+
+
+def test_a_step_of_many_rows_of_codes() -> None:
+    bundle = make_bundle("qwen2", 0.0, num_hidden_layers=1, hidden_size=64, intermediate_size=128)
+    settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": 17}
+    fast = CudaDecoder(bundle, dtype=torch.float16, weights="int8", **settings)
+    same = rounded(bundle, "int8", torch.float16)
+    slow, exact = (TorchDecoder(same, dtype=dtype, **settings) for dtype in (torch.float16, torch.float64))
+
+    def run(decoder: CudaDecoder | TorchDecoder) -> torch.Tensor:
+        for slot in range(17):
+            decoder.prefill(slot, PROMPT[: 1 + slot % 3], 1 + slot % 3)
+        return decoder.decode(torch.arange(17))
+
+    within_half_precision(fast, slow, exact, run)
+    assert [rows for _, rows, _ in fast._steps] == [32]

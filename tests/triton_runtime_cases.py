@@ -18,6 +18,7 @@ from wisparse.runtime.cuda import prefill as cuda_prefill
 from wisparse.runtime.cuda import step as cuda_step
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
+from wisparse.runtime.cuda.wide import WideStep
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
 from wisparse.runtime.torch.decoder import TorchDecoder
@@ -172,22 +173,28 @@ def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
     within_half_precision(fast, slow, exact, lambda decoder: decoder.decode(torch.tensor([-1, 5]))[1])
 
 
-def test_what_short_pieces_do_not_serve_is_read_the_other_way(monkeypatch):
-    fast, plain = (make(CudaDecoder, dtype=torch.float16, max_seq_len=160) for _ in range(2))
+def test_prompts_are_the_same_with_graphs_and_without(monkeypatch):
+    """Of more positions than the largest graph has, in chunks, and masked ones, which no graph reads."""
+    monkeypatch.setattr(cuda_prefill, "_ROWS", (16, 32))
+    monkeypatch.setattr(cuda_prefill, "_CHUNK", 48)
+    fast, launched, slow = (make(CudaDecoder, dtype=torch.float16, max_seq_len=80) for _ in range(3))
     fast.prepare_prompts()
-    prompt = torch.arange(150) * 7 % 70
-    for sparse_from, stop in ((3, 9), (150, 150)):  # masked positions, and more than the largest graph has
-        found, expected = (decoder.prefill(0, prompt, sparse_from, stop=stop) for decoder in (fast, plain))
-        assert torch.equal(found, expected)
+    monkeypatch.setattr(slow, "_prompts", None)
+    exact = make(TorchDecoder, dtype=torch.float64, max_seq_len=80)
+    prompt = torch.arange(70) * 7 % 70
+    for start, stop in ((0, 5), (5, 70)):
+        for reader in (fast, launched):
+            within_half_precision(reader, slow, exact, lambda d: d.prefill(0, prompt, 70, start=start, stop=stop))  # noqa: B023
+    assert torch.equal(fast.prefill(0, prompt, 3, stop=9), launched.prefill(0, prompt, 3, stop=9))
     for decoder in (make(CudaDecoder), make(CudaDecoder, dtype=torch.float16, family="qwen3.5")):
         decoder.prepare_prompts()
-        assert decoder._short is None
+        assert decoder._prompts is None
     fast.close()
     fast.close()  # twice is fine
 
 
 def test_what_is_prepared_is_what_batches_take():
-    """Every step of a batch that begins at the first slot, however long its contexts are, and nothing else."""
+    """Every step of a batch, of whatever slots and however long its contexts are, and nothing else."""
     fast, plain = (make(CudaDecoder, dtype=torch.float16, max_batch=4, max_seq_len=300) for _ in range(2))
     for decoder in (fast, plain):
         decoder.prefill(0, PROMPT, 5)
@@ -195,7 +202,7 @@ def test_what_is_prepared_is_what_batches_take():
     held = {key: set(step._replays) for key, step in fast._steps.items()}
     assert all(ways == {(False, False), (True, False)} for ways in held.values())
     assert {rows for _, rows, _ in held} == {1, 2, 4}
-    for slots in ([0], [0, 1], [1, 0, 2], [0, 3]):
+    for slots in ([3], [0, 1], [1, 3, 2], [0, 3]):
         for sampled in (False, True):
             fast.prepare(slots, 1, 300, sampled=sampled)
     assert {key: set(step._replays) for key, step in fast._steps.items()} == held
@@ -204,8 +211,7 @@ def test_what_is_prepared_is_what_batches_take():
 
 
 def test_a_prompts_beginning_serves_again_and_slots_are_decoded_where_they_are(launches):
-    """Part of a prompt in a slot, the rest later, or copied from another slot; a step's rows are the fewest that reach
-    from the first slot that is not idle to the last one."""
+    """Part of a prompt in a slot, the rest later, or copied from another slot; idle slots take no rows of a step."""
 
     def story(decoder: Decoder) -> Iterator[object]:
         whole = decoder.prefill(0, PROMPT, 5)
@@ -224,7 +230,28 @@ def test_a_prompts_beginning_serves_again_and_slots_are_decoded_where_they_are(l
         yield decoder.lengths
 
     told(story, max_batch=4)
-    assert {step.rows for step in launches} == {1, 4}
+    assert sorted({step.rows for step in launches}) == [1, 4]
+
+
+def test_the_cache_grows_as_sequences_do(monkeypatch):
+    """Behind a step that ran ahead, in the middle of a prompt, with counts; what other slots hold stays."""
+    monkeypatch.setattr(cuda_decoder, "_FIRST_POSITIONS", 4)
+
+    def story(decoder: Decoder) -> Iterator[object]:
+        start(decoder, 0, PROMPT[:3])
+        decoder.measure_sparsity(True)
+        yield run(decoder, torch.tensor([3]), 3)
+        decoder.prefill(1, PROMPT.repeat(3), 15, stop=6)
+        yield decoder.prefill(1, PROMPT.repeat(3), 15, start=6).argmax().item()
+        yield run(decoder, torch.tensor([4, 5]), 2)
+        yield pytest.approx(decoder.realised_sparsity(), abs=1e-9)
+        yield decoder.lengths
+
+    fast, _ = told(story, max_batch=2)
+    assert fast._cache.length == 24  # 4, 8, 16 and the most
+    small = make(CudaDecoder)
+    small.reserve(9)
+    assert small._cache.length == 9
 
 
 def test_a_step_ahead_is_forgotten_when_something_else_is_asked_for():
@@ -316,7 +343,7 @@ def test_no_step_runs_ahead_of_a_full_slot(monkeypatch):
     seen.clear()
     run(decoder, torch.tensor([1, 4]), 1)
     assert seen == [[4, 6]]
-    assert decoder._positions.tolist()[:2] == decoder.lengths == [5, 7]
+    assert decoder.lengths == [5, 7]
 
 
 @pytest.mark.parametrize("prompt", [4, 5])
@@ -328,17 +355,28 @@ def test_the_steps_change_where_the_context_grows_long(prompt, monkeypatch, laun
     assert len(set(launches)) == 2
 
 
-def test_more_rows_than_a_graph_holds():
-    fast, slow = both(max_batch=18)
-    tokens = torch.full((18,), -1)
-    for decoder in (fast, slow):
-        for slot in (0, 15, 16, 17):
+@pytest.mark.parametrize("several", [False, True])
+def test_more_rows_than_usual_take_a_step_of_another_kind_or_several(several, monkeypatch, launches):
+    """Idle slots among them, tokens started ahead, and what is counted."""
+    monkeypatch.setattr(cuda_decoder, "MAX_ROWS", 4)
+    monkeypatch.setattr(cuda_decoder, "WIDE_ROWS", 4 if several else 32)
+
+    def story(decoder: Decoder) -> Iterator[object]:
+        tokens = torch.full((9,), -1)
+        for slot in (0, 1, 3, 5, 6, 7, 8):
             tokens[slot] = start(decoder, slot, PROMPT[: 2 + slot % 3])
-    active = tokens >= 0
-    first, second = fast.decode(tokens), slow.decode(tokens)
-    torch.testing.assert_close(first[active], second[active], rtol=1e-5, atol=1e-5)
+        decoder.measure_sparsity(True)
+        for _ in range(2):
+            tokens = torch.where(tokens >= 0, decoder.step(tokens, [GREEDY] * 9), -1)
+            yield tokens.tolist()
+        yield pytest.approx(decoder.realised_sparsity(), abs=1e-9)
+        yield decoder.decode(tokens)[[0, 8]].argmax(-1).tolist()
+
+    fast, _ = told(story, bundle=make_bundle("qwen2", 0.5, num_hidden_layers=1), max_batch=9)
     with pytest.raises(UsageError, match="1 to max_batch"):
-        fast.decode(torch.zeros(19, dtype=torch.int64))
+        fast.decode(torch.zeros(10, dtype=torch.int64))
+    assert {type(step) for step in launches} == {DecodeStep if several else WideStep}
+    assert len(launches) == 4 * (2 if several else 1)  # two, one ahead, and one that gave logits
 
 
 @pytest.mark.parametrize("dense", [False, True])

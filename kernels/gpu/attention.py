@@ -13,8 +13,8 @@ The linear that reads the attention's output combines the splits as it selects i
 token's key and value from registers, so no program waits for the cache's store. Bytes: 2 * kv_heads * d * context *
 sizeof(dtype) a row.
 
-A prompt's chunk (``launch_chunk_attention``): two launches, as every row reads what the rows before it have stored.
-Slot, start and number of rows are in a tensor, so that a captured graph serves every prompt.
+A prompt's chunk: ``launch_store_kv``, then ``launch_chunk_attention``, as every row reads what the rows before it have
+stored. Slot, start and number of rows are in a tensor, so that a captured graph serves every prompt.
 
 Rotary products are rounded to the model's dtype one by one, as transformers does. Twin: ``runtime.torch.block``.
 """
@@ -49,7 +49,7 @@ class RotaryTables(NamedTuple):
 
 
 class KVSlots(NamedTuple):
-    k: Tensor  # (slots, kv_heads, max_seq_len, D) dtype; decode: slot = row
+    k: Tensor  # (slots, kv_heads, max_seq_len, D) dtype
     v: Tensor
     max_seq_len: int
 
@@ -59,6 +59,7 @@ class Rows(NamedTuple):
 
     token: Tensor  # (B,) int64, negative for an idle row
     position: Tensor  # (B,) int32
+    slot: Tensor  # (B,) int32, of the cache; every row that is not idle has one of its own
 
 
 class AttentionShape(NamedTuple):
@@ -241,7 +242,8 @@ def _attention_kernel(
     place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
     p = tl.maximum(place, 0)
     cos, sin = _cos_sin(rotary, p, shape, config)
-    slot_base = (row * shape.kv_heads + kv_head).to(tl.int64) * cache.max_seq_len * D
+    slot = tl.load(rows.slot + row).to(tl.int64)
+    slot_base = (slot * shape.kv_heads + kv_head) * cache.max_seq_len * D
     low = tl.maximum(p + 1 - shape.window, 0) if shape.window > 0 else 0
     length = tl.cdiv(tl.cdiv(p - low, config.splits), BLOCK_T) * BLOCK_T
     begin = low + split * length
@@ -377,18 +379,28 @@ def _chunk_attention_kernel(
     tl.store(out_ptr + at, out.to(dtype), mask=inside)
 
 
-def launch_chunk_attention(
-    qkv: Tensor, chunk: Tensor, cache: KVSlots, rotary: RotaryTables, queries: Tensor, out: Tensor,
-    shape: AttentionShape, *, scale: float, norms: QKNorms,
+def launch_store_kv(
+    qkv: Tensor, chunk: Tensor, cache: KVSlots, rotary: RotaryTables, queries: Tensor, shape: AttentionShape,
+    norms: QKNorms,
 ) -> None:  # fmt: skip
-    """Launch one block's attention for a chunk of up to T rows; half precision only. qkv: (T, (heads + 2 * kv_heads) *
-    D). chunk: (3,) int64: the slot, the first row's position, and how many rows there are, 0 to T; rows beyond write
-    nothing. queries: (T, heads, D), scratch. out: (T, heads, D)."""
+    """Store the keys and values of a chunk of up to T rows, and give its queries (T, heads, D), all rotated. qkv: (T,
+    (heads + 2 * kv_heads) * D). chunk: (3,) int64: the slot, the first row's position, and how many rows there are, 0
+    to T; rows beyond write nothing."""
+    d_pad, group_pad = max(16, triton.next_power_of_2(shape.d)), triton.next_power_of_2(shape.heads // shape.kv_heads)
+    config = _Config(0, 0, 0, 0, d_pad, group_pad)
+    _store_kv_kernel[(len(queries), shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, shape, config)
+
+
+def launch_chunk_attention(
+    queries: Tensor, qkv: Tensor, chunk: Tensor, cache: KVSlots, out: Tensor, shape: AttentionShape, scale: float, *,
+    stages: int = 2,
+) -> None:  # fmt: skip
+    """Launch one block's attention for a chunk, after ``launch_store_kv``; half precision only. out: (T, heads, D).
+    ``stages`` tiles of keys and values are in flight in shared memory."""
     rows, group = len(out), shape.heads // shape.kv_heads
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows * group, _CHUNK_TILES)), 16), 64)
     d_pad, group_pad = max(16, triton.next_power_of_2(shape.d)), triton.next_power_of_2(group)
-    config = _Config(0, block_m, 64 if shape.d <= 128 else 32, 2, d_pad, group_pad)
-    _store_kv_kernel[(rows, shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, shape, config)
+    config = _Config(0, block_m, 64 if shape.d <= 128 else 32, stages, d_pad, group_pad)
     _chunk_attention_kernel[(triton.cdiv(rows * group, block_m), shape.kv_heads)](
         queries, qkv, chunk, cache, out, rows, scale * _LOG2_E.value, shape, config
     )

@@ -47,7 +47,7 @@ class DeltaInput(NamedTuple):
 
 
 class DeltaMemory(NamedTuple):
-    """Both buffers; slot = row. The second buffer lies ``…_stride`` numbers after the first."""
+    """Both buffers. The second buffer lies ``…_stride`` numbers after the first."""
 
     inputs: Tensor  # (2, slots, taps - 1, mixed) dtype, oldest first
     state: Tensor  # (2, slots, value_heads, key_dim, value_dim) float32
@@ -128,11 +128,12 @@ def _delta_net_kernel(
     # One of the heads that share them writes a key head's inputs.
     moves_key = i < tl.where(head % SHARE == 0, keys, 0)
     own = live_key[:, None] & live_value[None, :]
-    at = ((row * shape.value_heads + head).to(tl.int64) * KEY + i[:, None]) * VALUE + j[None, :]
+    slot = tl.load(rows.slot + row).to(tl.int64)
+    at = ((slot * shape.value_heads + head) * KEY + i[:, None]) * VALUE + j[None, :]
     state = tl.load(memory.state + side * memory.state_stride + at, mask=own, other=0.0)
-    slot = row.to(tl.int64) * (TAPS - 1) * MIXED
-    before = side * memory.inputs_stride + slot
-    after = (1 - side) * memory.inputs_stride + slot
+    inputs_at = slot * (TAPS - 1) * MIXED
+    before = side * memory.inputs_stride + inputs_at
+    after = (1 - side) * memory.inputs_stride + inputs_at
     q_at = key_head * KEY + i
     k_at = KEY_SIZE + q_at
     v_at = 2 * KEY_SIZE + head * VALUE + j

@@ -116,14 +116,15 @@ def _logits_kernel(
             v += PART
         _store_best(out, best, best_id, broken, tile)
     else:
+        ROWS: tl.constexpr = 16 if config.batch <= 16 else 32
         gdc_wait(PDL)
-        rows = tl.arange(0, 16)
+        rows = tl.arange(0, ROWS)
         live_rows = rows < config.batch
         i = tl.arange(0, config.ssq_pad)
         squares_at = ssq_ptr + rows[:, None] * config.ssq_parts + i[None, :]
         squares = tl.load(squares_at, mask=live_rows[:, None] & (i < config.ssq_parts)[None, :], other=0.0)
         rstd_rows = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
-        acc = tl.zeros((16, PART), tl.float32)
+        acc = tl.zeros((ROWS, PART), tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=3):
             k = start + lane
             live = k < K
@@ -214,7 +215,7 @@ def launch_logits(
     block_v, passes = (_ROW_TILE, max(1, _ROW_TILE * block_k // 16384)) if batch == 1 else (_TILE, 1)
     config = HeadConfig(width, batch, parts, max(32, triton.next_power_of_2(parts)), block_v, passes, block_k)
     _logits_kernel[(triton.cdiv(weight.shape[0], block_v),)](
-        hidden, ssq, norm, weight, scales, out, eps, weight.shape[0], config, pdl, num_warps=4 if batch == 1 else 2,
+        hidden, ssq, norm, weight, scales, out, eps, weight.shape[0], config, pdl, num_warps=2 if 1 < batch <= 16 else 4,
         launch_pdl=pdl,
     )  # fmt: skip
 

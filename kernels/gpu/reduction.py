@@ -106,7 +106,7 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
                     found_up = _poll(at + problem.n0, wanted, launch.reducers)
                     up += _consume(found_up, at + problem.n0, wanted, launch.reducers)
                 y += _consume(found, at, wanted, launch.reducers)
-            y = _activate(y, up, bias_ptr, columns[None, :], live[None, :], dtype, problem)
+            y = _add_bias_and_activate(y, up, bias_ptr, columns[None, :], live[None, :], dtype, problem)
             if problem.output == "residual":
                 y = (hidden.to(tl.float32) + y.to(tl.float32)).to(dtype)
                 squares = tl.where(there, y.to(tl.float32) * y.to(tl.float32), 0.0)
@@ -138,7 +138,9 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
                 sums = added
             for row in tl.static_range(BATCH):
                 # Gate's and up's; else the same one twice, and the second is not used.
-                y = _activate(sums[row * EACH], sums[row * EACH + EACH - 1], bias_ptr, columns, live, dtype, problem)
+                y = _add_bias_and_activate(
+                    sums[row * EACH], sums[row * EACH + EACH - 1], bias_ptr, columns, live, dtype, problem
+                )
                 if problem.output == "residual":
                     y = (hidden[row].to(tl.float32) + y.to(tl.float32)).to(dtype)
                     squares = tl.where(live, y.to(tl.float32) * y.to(tl.float32), 0.0)
@@ -167,27 +169,33 @@ def _consume(found, at, there, REDUCERS: tl.constexpr):
 
 
 @triton.jit
-def _activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, problem: tl.constexpr):
+def _add_bias_and_activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, problem: tl.constexpr):
     """Sums with their bias, or activation(gate) * up, in dtype; rounded where the model's own tensors are."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(tl.float32)
     y = y.to(dtype)
-    if problem.output == "silu" or problem.output == "gelu_tanh":
+    OUTPUT: tl.constexpr = problem.output
+    if OUTPUT == "silu" or OUTPUT == "gelu_tanh":
         if bias_ptr is not None:
             up += tl.load(bias_ptr + problem.n0 + columns, mask=live, other=0.0).to(tl.float32)
-        gate = y.to(tl.float32)
-        slope = gate
-        if problem.output == "gelu_tanh":
-            # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 u = sqrt(8 / pi) * (gate + 0.044715 gate**3)
-            slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        activated = (gate / (1.0 + tl.exp(-slope))).to(dtype).to(tl.float32)
-        y = (activated * up.to(dtype).to(tl.float32)).to(dtype)
+        y = activate(y.to(tl.float32), up.to(dtype).to(tl.float32), dtype, OUTPUT)
     return y
 
 
 @triton.jit
+def activate(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """activation(gate) * up in dtype, of float32 that holds rounded numbers."""
+    slope = gate
+    if ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 u = sqrt(8 / pi) * (gate + 0.044715 gate**3)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    activated = (gate / (1.0 + tl.exp(-slope))).to(dtype).to(tl.float32)
+    return (activated * up).to(dtype)
+
+
+@triton.jit
 def _residual_add_kernel(
-    half_ptr, hidden_ptr, norm_ptr, scalar_ptr, ssq_ptr, eps,  # as of launch_residual_add
+    half_ptr, hidden_ptr, norm_ptr, scalar_ptr, ssq_ptr, next_ptr, normed_ptr, eps,  # as of launch_residual_add
     MULTIPLIER: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
@@ -209,18 +217,27 @@ def _residual_add_kernel(
         y = (y.to(tl.float32) * tl.load(scalar_ptr).to(tl.float32)).to(dtype)
     tl.store(hidden_ptr + row * K + k, y, mask=live)
     y = y.to(tl.float32)
-    tl.store(ssq_ptr + row, tl.sum(y * y, axis=0))
+    squares = tl.sum(y * y, axis=0)
+    if ssq_ptr is not None:
+        tl.store(ssq_ptr + row, squares)
+    if normed_ptr is not None:
+        if next_ptr is not None:
+            next_norm = tl.load(next_ptr + k, mask=live, other=0.0)
+            y = rms_normalize(y, next_norm, tl.rsqrt(squares / K + eps), dtype).to(tl.float32)
+        tl.store(normed_ptr + row * K + k, y.to(dtype), mask=live)
 
 
 def launch_residual_add(
-    half: Tensor, hidden: Tensor, ssq: Tensor, *, norm: Tensor | None = None, scalar: Tensor | None = None,
-    eps: float = 0.0, multiplier: float = 1.0, pdl: bool = False,
+    half: Tensor, hidden: Tensor, ssq: Tensor | None, *, norm: Tensor | None = None, scalar: Tensor | None = None,
+    next_norm: Tensor | None = None, normed: Tensor | None = None, eps: float = 0.0, multiplier: float = 1.0,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """hidden = (hidden + multiplier * norm?(half)) * scalar?, both (B, K), each step rounded as transformers does; norm
-    (K,) as ``common.Input.norm``, scalar (1,). ``ssq`` (B, 1) float32 receives the sums of squares of hidden's rows.
-    One program has a whole row, as a norm needs all of it."""
+    (K,) as ``common.Input.norm``, scalar (1,). ``ssq`` (B, 1) float32 receives the sums of squares of hidden's rows,
+    ``normed`` (B, K) hidden after the RMSNorm ``next_norm``, or as it is. One program has a whole row, as a norm needs
+    all of it."""
     batch, width = hidden.shape
     _residual_add_kernel[(batch,)](
-        half, hidden, norm, scalar, ssq, eps, multiplier, width, triton.next_power_of_2(width), pdl, num_warps=8,
-        launch_pdl=pdl,
+        half, hidden, norm, scalar, ssq, next_norm, normed, eps, multiplier, width, triton.next_power_of_2(width), pdl,
+        num_warps=8, launch_pdl=pdl,
     )  # fmt: skip

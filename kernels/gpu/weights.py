@@ -1,6 +1,6 @@
 """Weights on the device, channel-major: unquantized, or int4, int8 or fp8 in int32 words.
 
-    weight[k, n] = (q[k, n] - zero[k // group, n]) * scale[k // group, n]          the twin is ``dequantize``
+    weight[k, n] = (q[k, n] - zero[k // group, n]) * scale[k // group, n]    ``widen``; the twin is ``dequantize``
 
 Unquantized: (K, stride), the projections' columns side by side; rows begin at multiples of 16 elements.
 Quantized: (K, words), each projection padded to 256 columns, so that no warp's 16 bytes a lane span two projections. A
@@ -178,6 +178,56 @@ def dequantize(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
     return out
 
 
+@triton.jit
+def code_values(code, QUANT: tl.constexpr):
+    """Codes in the low bits of int32 as float32."""
+    if QUANT == "fp8":
+        # As a float32 whose exponent is 120 too small; that of subnormal numbers too.
+        bits = ((code & 127) << 20) | ((code & 128) << 24)
+        return bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+    return ((code ^ 128) - 128 if QUANT == "int8" else code).to(tl.float32)
+
+
+@triton.jit
+def _widen_kernel(
+    data_ptr, scale_ptr, zero_ptr, out_ptr, WIDTH, K: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr,
+    QUANT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    EACH: tl.constexpr = 8 if QUANT == "int4" else 4
+    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    word = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    live = (k < K)[:, None] & (word * EACH < WIDTH)[None, :]
+    words = tl.load(data_ptr + k.to(tl.int64)[:, None] * STRIDE + word[None, :], mask=live, other=0)
+    # Each thread's words become neighbouring columns of the third axis.
+    each = tl.arange(0, EACH)
+    column = word[:, None] * EACH + each[None, :]
+    code = (words[:, :, None] >> (each * (32 // EACH))[None, None, :]) & (15 if QUANT == "int4" else 255)
+    value = code_values(code, QUANT)
+    scale_at = (k // GROUP)[:, None, None] * (STRIDE * EACH) + column[None, :, :]
+    there = (k < K)[:, None, None] & (column < WIDTH)[None, :, :]
+    if zero_ptr is not None:
+        value -= tl.load(zero_ptr + scale_at, mask=there, other=0.0)
+    elif QUANT == "int4":
+        value -= INT4_ZERO
+    value = value * tl.load(scale_ptr + scale_at, mask=there, other=0.0)
+    out_at = out_ptr + k.to(tl.int64)[:, None, None] * WIDTH + column[None, :, :]
+    tl.store(out_at, value.to(out_ptr.dtype.element_ty), mask=there)
+
+
+def widen(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
+    """As ``dequantize``, in one launch; out (K, N) contiguous."""
+    k, width = out.shape
+    each = 32 // BITS[weight.quant]
+    first, block_w = weight.first(index), 512 // each
+    assert weight.scales is not None
+    zeros = None if weight.zeros is None else weight.zeros[:, first:]
+    _widen_kernel[(triton.cdiv(k, 8), triton.cdiv(width, 512))](
+        weight.data[:, first // each :], weight.scales[:, first:], zeros, out, width, K=k, STRIDE=weight.data.stride(0),
+        GROUP=weight.group, QUANT=weight.quant, BLOCK_K=8, BLOCK_W=block_w, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def without_default_zeros(weight: DeviceWeight) -> DeviceWeight:
     """The same weight; zero points that all are the type's own are not read."""
     default = weight.zeros is not None and bool((weight.zeros == ZERO[weight.quant]).all())
@@ -195,17 +245,13 @@ def quant_columns(of, n, problem: tl.constexpr):
 @triton.jit
 def dequantize_block(weights, column, k, live, problem: tl.constexpr):
     """(q - zero) * scale of the channels ``k`` and padded columns, float32; 0 where not ``live`` (BLOCK_K, BLOCK_N)."""
-    INT4: tl.constexpr = problem.quant == "int4"
+    QUANT: tl.constexpr = problem.quant
+    INT4: tl.constexpr = QUANT == "int4"
     EACH: tl.constexpr = 8 if INT4 else 4
     at = k.to(tl.int64)[:, None] * problem.stride + (column // EACH)[None, :]
     word = tl.load(weights.weight_t + at, mask=live, other=0)
     code = (word >> ((column % EACH) * (32 // EACH))[None, :]) & (15 if INT4 else 255)
-    if problem.quant == "fp8":
-        # As a float32 whose exponent is 120 too small; that of subnormal numbers too.
-        bits = ((code & 127) << 20) | ((code & 128) << 24)
-        value = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    else:
-        value = ((code ^ 128) - 128 if problem.quant == "int8" else code).to(tl.float32)
+    value = code_values(code, QUANT)
     scale_at = (k // problem.group)[:, None] * (problem.stride * EACH) + column[None, :]
     if weights.quant_zeros is not None:
         value -= tl.load(weights.quant_zeros + scale_at, mask=live, other=0.0)

@@ -15,23 +15,36 @@ from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import UsageError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
+from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
-from ..decoding.cache import KVCache
+from ..decoding.cache import KVCache, memory_errors
 from ..decoding.decoder import Decoder, OnLogits, check_capacity
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
-from .prefill import ShortPrompts, attention, chunk_size, head_products, lower_right, project, too_little_memory
+from .prefill import (
+    PIECE,
+    PromptReader,
+    attention,
+    chunk_size,
+    head_products,
+    lower_right,
+    project,
+    too_little_memory,
+)
 from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
 from .weights import CudaWeights, dense_linears, load_weights, put_masks, with_dense
+from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 
 log = logging.getLogger(__name__)
 
-# First slot, rows, KV splits.
+# Which of the steps that serve a batch together, rows, KV splits.
 _StepKey = tuple[int, int, int]
+# Positions that a cache has room for before more are asked for.
+_FIRST_POSITIONS = 1024
 
 
 class TokenReadback:
@@ -42,12 +55,15 @@ class TokenReadback:
         self._ids = torch.empty(size, dtype=torch.int64, pin_memory=on_gpu)
         self._stream = torch.cuda.Stream(device) if on_gpu else None
 
-    def send(self, ids: Tensor) -> None:
-        """Start to copy ``ids`` (n,), which must stay as they are until they are read."""
+    def send(self, parts: Sequence[Tensor]) -> None:
+        """Start to copy ids, part behind part; they must stay as they are until they are read."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        first = 0
         with torch.cuda.stream(self._stream):
-            self._ids[: len(ids)].copy_(ids, non_blocking=True)
+            for ids in parts:
+                self._ids[first : first + len(ids)].copy_(ids, non_blocking=True)
+                first += len(ids)
 
     def read(self, count: int) -> Tensor:
         """Wait for what was sent: the first ``count`` ids."""
@@ -61,7 +77,7 @@ class CudaDecoder(Decoder):
 
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
-    prefix_block_size, pieces_under_load = 1, 2
+    prefix_block_size = 1
     _attention = staticmethod(attention)
 
     def _load(self, bundle: Bundle, weights: str) -> None:
@@ -69,20 +85,21 @@ class CudaDecoder(Decoder):
         self.weights = load_weights(bundle, device, dtype, weights)
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
-        self._cache = KVCache(config, max_batch, self.max_seq_len, device, dtype, buffers=2)
-        # Graphs are padded to 1, 2, 4, 8 or 16 rows.
-        self._positions = torch.zeros(-(-max_batch // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
+        self._cache = KVCache(config, max_batch, min(self.max_seq_len, _FIRST_POSITIONS), device, dtype, buffers=2)
         self.prefill_chunk = chunk_size(config, dtype)
+        self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
+        refusal = PromptReader.refusal(config, dtype)
+        self._prompts = PromptReader(self.weights, config, self._cache, self._tables) if refusal is None else None
         self._steps: dict[_StepKey, DecodeStep] = {}
         # The weights and steps by which linears masks leave dense; now these are in force.
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
             dense_linears(config, bundle.masks): (self.weights, self._steps)
         }
-        # A step's successor, started before anybody asked for it: its input ids, how it chooses, the step, and whether
-        # it is counted.
-        self._ahead: tuple[list[int], list[SamplingParams], DecodeStep, bool] | None = None
-        self._readback = TokenReadback(MAX_ROWS, device)
-        self._short: ShortPrompts | None = None  # once somebody has asked for it
+        self._most_rows = WIDE_ROWS if takes_wide_steps(self.weights) else MAX_ROWS  # of one step
+        # The next step of a batch, started before anybody asked for it: its input ids (negative for idle slots), how each
+        # slot chooses, its captured steps, and whether it is counted.
+        self._ahead: tuple[list[int], list[SamplingParams], list[DecodeStep], bool] | None = None
+        self._readback = TokenReadback(max_batch, device)
         # Counting: the prompts' kept weights, on the device; decoded rows that were counted, and the weights of dense
         # linears that they read; one of so many steps is counted, and so many have been started.
         self._observe: Callable[[FusedLinear, Tensor, int], None] | None = None  # see _apply; None: nothing is counted
@@ -113,91 +130,96 @@ class CudaDecoder(Decoder):
 
     def _prefill(self, slot: int, ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits) -> Tensor:
         self._forget_ahead()
-        dense = stop <= sparse_from and on_logits is None
-        short = self._short.logits(slot, ids, start, stop) if dense and self._short is not None else None
-        if short is not None:
-            logits = finish_logits(self.config, short)
-        else:
-            logits = super()._prefill(slot, ids, sparse_from, start, stop, on_logits)
-        self._positions[slot : slot + 1].fill_(stop)
-        return logits
+        if self._prompts is not None and stop <= sparse_from and on_logits is None:
+            read = self._prompts.read(slot, ids, start, stop, self.prefill_chunk)
+            if read is not None:
+                return finish_logits(self.config, read)
+        return super()._prefill(slot, ids, sparse_from, start, stop, on_logits)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         self._forget_ahead()
         self._cache.copy(source, target, length)
-        self._positions[target : target + 1].fill_(length)
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
-        return self._logits_of(self._replay(token_ids), len(token_ids))
+        return self._logits_of(self._replay(token_ids.tolist()), token_ids.tolist())
 
     @torch.inference_mode()
     def step(self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None) -> Tensor:
         """A step starts the one after it before it returns, as its input is known by then: the GPU does not wait for the
         host to read the token. If something else is asked for next, that step is forgotten."""
-        batch, settings = len(token_ids), list(settings)
-        greedy = all(setting.greedy for setting in settings)
-        tokens = token_ids.tolist()
-        known = greedy or adjust is not None or self.dtype in SAMPLED_DTYPES
-        if batch > MAX_ROWS or max(tokens) < 0 or not known:
+        tokens, settings = token_ids.tolist(), list(settings)
+        active = [slot for slot, token in enumerate(tokens) if token >= 0]
+        known = all(setting.greedy for setting in settings) or adjust is not None or self.dtype in SAMPLED_DTYPES
+        if not active or not known:
             return super().step(token_ids, settings, adjust)
         drawn = settings if adjust is None else []  # how the graph chooses; adjusted logits are chosen from behind it
         if self._ahead is not None and self._ahead[0] == tokens and (adjust is not None or self._ahead[1] == settings):
-            _, _, step, counted = self._ahead
+            _, _, steps, counted = self._ahead
             self._ahead = None
             self._append(tokens, counted=counted)
         else:
-            (step,) = self._replay(token_ids, drawn).values()
-        first, following = self._step_of(tokens)
-        landed = min(step.rows, batch - first)
-        lengths = self._cache.lengths
+            steps = self._replay(tokens, drawn)
+        lengths, groups = self._cache.lengths, self._groups(active)
         if adjust is not None:
             # Nothing here may wait for the device: the step that follows is on its way before this one has ended.
-            logits = self._logits_of({first: step}, batch).clone()
+            logits = self._logits_of(steps, tokens).clone()
             adjust(logits)
-            served = slice(first, first + landed)
-            adjusted = sample(logits[served], settings[served], lengths[served])
-            for row, token in enumerate(tokens[served]):
-                if token < 0:
-                    adjusted[row] = -1
-            step.tokens[:landed] = adjusted
-        self._readback.send(step.tokens)
-        room = all(token < 0 or lengths[slot] < self.max_seq_len for slot, token in enumerate(tokens))
-        follows = room and following is step
+            adjusted = sample(logits, settings, lengths[: len(tokens)])
+            for step, slots in zip(steps, groups, strict=True):
+                step.tokens[: len(slots)] = adjusted[step.slots[: len(slots)]]
+        self._readback.send([step.tokens[: len(slots)] for step, slots in zip(steps, groups, strict=True)])
+        room = all(lengths[slot] < self._cache.length for slot in active)
+        follows = room and self._steps_for(groups) == steps
         counts = follows and self._counts_next()
         if follows:
-            step.replay(drawn[first : first + step.rows], count=counts)
-        chosen = torch.full((batch,), -1)
-        chosen[first : first + landed] = self._readback.read(landed)
+            for step, slots in zip(steps, groups, strict=True):
+                step.replay([drawn[slot] for slot in slots] if drawn else (), count=counts)
+        chosen = torch.full((len(tokens),), -1)
+        chosen[active] = self._readback.read(len(active))
         if follows:
-            self._ahead = chosen.tolist(), drawn, step, counts
+            self._ahead = chosen.tolist(), drawn, steps, counts
         return chosen
 
     @torch.inference_mode()
+    def reserve(self, positions: int) -> None:
+        positions, held = min(positions, self.max_seq_len), self._cache.length
+        if positions <= held:
+            return
+        self._forget_ahead()
+        # Captured steps keep the addresses of the smaller cache, and the counts of what their rows have kept.
+        for _, steps in self._by_dense.values():
+            if self._observe is not None:
+                self._kept_dense += sum(step.counts.weights(but_last=False) for step in steps.values())
+            steps.clear()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with memory_errors(self.device, f"for a cache of {self.max_batch} x {positions} positions"):
+            self._cache.grow(min(max(positions, 2 * held), self.max_seq_len))
+
+    @torch.inference_mode()
     def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
-        sampled = sampled and self.dtype in SAMPLED_DTYPES and max(slots) < MAX_ROWS
-        for start, rows in _blocks(slots):
-            for context in contexts_between(first, last):
-                step = self.step_for(rows, start, context)
+        sampled = sampled and self.dtype in SAMPLED_DTYPES
+        for index, group in enumerate(self._groups(slots)):
+            for context in contexts_between(first, min(last, self._cache.length)):
+                step = self.step_for(len(group), context, index)
                 for count in {self._observe is not None, self._observe is not None and self._every == 1}:
                     step.prepare(sampled=sampled, count=count)
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:
+        self.reserve(self.max_seq_len)  # graphs keep the cache's addresses
         lower_right()
-        if self._short is not None:
-            return
-        refusal = ShortPrompts.refusal(self.config, self.dtype, self.device)
-        if refusal is None:
-            self._forget_ahead()
-            self._short = ShortPrompts(self.weights, self.config, self._cache, self._tables)
-        else:
+        refusal = too_little_memory(self.device) or PromptReader.refusal(self.config, self.dtype)
+        if self._prompts is None or refusal is not None:
             log.info("short prompts are read without graphs: %s", refusal)
+        elif not self._prompts.captured:
+            self._forget_ahead()
+            self._prompts.capture(min(self.prefill_chunk, self.max_seq_len))
 
     @torch.inference_mode()
     def prepare_batches(self) -> None:
-        """Those that begin at the first slot: other batches have the same kernels, and are captured as they come."""
         refusal = too_little_memory(self.device)
         if refusal is not None:
             log.info("batches are prepared as they come: %s", refusal)
@@ -208,10 +230,23 @@ class CudaDecoder(Decoder):
         scratch = KVCache(self.config, 1, size, self.device, self.dtype)
         for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
             pass
-        most = min(triton.next_power_of_2(self.max_batch), MAX_ROWS)
-        for sampled in (False, True):
-            for power in range(most.bit_length()):
-                self.prepare(range(1 << power), 1, self.max_seq_len, sampled=sampled)
+        for setting in (SamplingParams(), SamplingParams(1.0, 20, 0.9, 0.01, seed=0)):  # of a prompt's first token
+            sample(torch.zeros(1, self.config.vocab_size, device=self.device), [setting], [0])
+        steps = []
+        for index, full in enumerate(range(0, self.max_batch, self._most_rows)):
+            rows = 1
+            while rows < 2 * min(self.max_batch - full, self._most_rows):
+                steps += [self.step_for(rows, context, index) for context in contexts_between(1, self.max_seq_len)]
+                rows *= 2
+        counts = {self._observe is not None, self._observe is not None and self._every == 1}
+        choices = (False, True) if self.dtype in SAMPLED_DTYPES else (False,)
+        ways = [(step, sampled, count) for step in dict.fromkeys(steps) for sampled in choices for count in counts]
+        if self.device.type == "cuda":
+            with compiling_side_by_side():
+                for step, sampled, count in ways:
+                    step.prepare(sampled=sampled, count=count, compile_only=True)
+        for step, sampled, count in ways:
+            step.prepare(sampled=sampled, count=count)
 
     @torch.inference_mode()
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
@@ -240,53 +275,60 @@ class CudaDecoder(Decoder):
             return None
         kept = self._kept_dense
         for step in self._all_steps():
-            kept += step.counts.weights(but_last=self._ahead is not None and self._ahead[2] is step)
+            kept += step.counts.weights(but_last=self._ahead is not None and step in self._ahead[2])
         return 1.0 - (kept + float(self._kept_in_prompts)) / (positions * per_position)
 
-    def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:
-        """The captured step of ``rows`` slots from ``first`` on, for contexts up to ``context`` positions."""
+    def step_for(self, rows: int, context: int = 0, index: int = 0) -> DecodeStep:
+        """The captured step of so many rows, of contexts up to ``context`` positions; ``index``: among the steps that
+        serve a batch together."""
+        rows = triton.next_power_of_2(rows)
         kv_splits = kv_splits_for(context, rows)
-        key = (first, rows, kv_splits)
+        key = index, rows, kv_splits
         if key not in self._steps:
-            self._steps[key] = DecodeStep(
-                self.weights, self.config, self._cache, self._positions, self._tables,
-                first=first, rows=rows, kv_splits=kv_splits,
-            )  # fmt: skip
+            kind = DecodeStep if rows <= MAX_ROWS else WideStep
+            self._steps[key] = kind(
+                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits
+            )
         return self._steps[key]
 
-    def _replay(self, token_ids: Tensor, settings: Sequence[SamplingParams] = ()) -> dict[int, DecodeStep]:
-        """Append the tokens, with settings at most ``MAX_ROWS``; gives the steps by the first of their slots."""
-        tokens = token_ids.tolist()
+    def _groups(self, slots: Sequence[int]) -> list[Sequence[int]]:
+        """The slots that each step of a batch serves."""
+        return [slots[first : first + self._most_rows] for first in range(0, len(slots), self._most_rows)]
+
+    def _steps_for(self, groups: Sequence[Sequence[int]]) -> list[DecodeStep]:
+        """The steps that append one more token to each slot."""
+        lengths = self._cache.lengths
+        return [
+            self.step_for(len(group), max(lengths[slot] for slot in group) + 1, index)
+            for index, group in enumerate(groups)
+        ]
+
+    def _replay(self, tokens: Sequence[int], settings: Sequence[SamplingParams] = ()) -> list[DecodeStep]:
+        """Append a token to each slot whose own is not negative; gives the steps."""
         if not 1 <= len(tokens) <= self.max_batch:
             raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {len(tokens)}")
-        check_capacity(tokens, self._cache.lengths, self.max_seq_len)
+        lengths = self._cache.lengths
+        check_capacity(tokens, lengths, self.max_seq_len)
         self._forget_ahead()
-        steps, counts = {}, self._counts_next()
-        for first in range(0, len(tokens), MAX_ROWS):
-            group = [-1] * first + tokens[first : first + MAX_ROWS]
-            if max(group) < 0:
-                continue
-            start, step = self._step_of(group)
-            padded = (group + [-1] * step.rows)[start : start + step.rows]
-            step.tokens.copy_(torch.tensor(padded), non_blocking=True)
-            step.replay(settings[start : start + step.rows], count=counts)
-            steps[start] = step
+        active, counts = [slot for slot, token in enumerate(tokens) if token >= 0], self._counts_next()
+        self.reserve(max((lengths[slot] + 1 for slot in active), default=0))
+        groups = self._groups(active)
+        steps = self._steps_for(groups)
+        for step, slots in zip(steps, groups, strict=True):
+            step.place([tokens[slot] for slot in slots], [lengths[slot] for slot in slots], slots)
+            step.replay([settings[slot] for slot in slots] if settings else (), count=counts)
         self._append(tokens, counted=counts)
         return steps
 
-    def _logits_of(self, steps: Mapping[int, DecodeStep], batch: int) -> Tensor:
-        if list(steps) == [0] and steps[0].rows >= batch:
-            return finish_logits(self.config, steps[0].logits[:batch])
-        logits = torch.zeros(self.max_batch + MAX_ROWS, self.config.vocab_size, device=self.device)
-        for first, step in steps.items():
-            logits[first : first + step.rows] = step.logits
-        return finish_logits(self.config, logits[:batch])
-
-    def _step_of(self, tokens: Sequence[int]) -> tuple[int, DecodeStep]:
-        """The step that appends one more token to the slots whose ``tokens`` are not negative, and its first slot."""
+    def _logits_of(self, steps: Sequence[DecodeStep], tokens: Sequence[int]) -> Tensor:
+        """(B, V) of the slots whose ``tokens`` the steps have appended; zeros for idle ones."""
         active = [slot for slot, token in enumerate(tokens) if token >= 0]
-        ((first, rows),) = _blocks(active)
-        return first, self.step_for(rows, first, max(self._cache.lengths[slot] for slot in active) + 1)
+        if len(steps) == 1 and len(active) == len(tokens):
+            return finish_logits(self.config, steps[0].logits[: len(tokens)])
+        logits = torch.zeros(len(tokens), self.config.vocab_size, device=self.device)
+        for step, slots in zip(steps, self._groups(active), strict=True):
+            logits[step.slots[: len(slots)]] = step.logits[: len(slots)]
+        return finish_logits(self.config, logits)
 
     def _counts_next(self) -> bool:
         """Whether the step that is started now is counted: the first is, and one of so many."""
@@ -301,12 +343,12 @@ class CudaDecoder(Decoder):
                 self._kept_dense += counted * self._dense_weights
 
     def _forget_ahead(self) -> None:
-        """Undo a step that ran ahead: what it wrote lies beyond every slot's length, or in the states' other side; the
-        positions moved, and what it kept was counted."""
+        """Undo a step that ran ahead: what it wrote lies beyond every slot's length, or in the states' other side; what
+        it kept was counted."""
         if self._ahead is not None:
-            self._ahead[2].counts.forget_last()
+            for step in self._ahead[2]:
+                step.counts.forget_last()
             self._ahead = None
-            self._positions[: self.max_batch].copy_(torch.tensor(self._cache.lengths, dtype=torch.int32))
 
     def _all_steps(self) -> list[DecodeStep]:
         return [step for _, steps in self._by_dense.values() for step in steps.values()]
@@ -331,16 +373,3 @@ class CudaDecoder(Decoder):
         for i, width in enumerate(linear.widths if len(tail) else ()):
             keep = keep_mask(tail, linear.scales[i], linear.thresholds[i])
             self._kept_in_prompts.add_(keep.sum(), alpha=width)
-
-
-def _blocks(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """The first slot and the rows of each step that serves ``slots``: a power of two up to ``MAX_ROWS``, beginning at a
-    multiple of itself, so that there are few different steps, each of which has graphs of its own."""
-    found = []
-    for group in sorted({slot // MAX_ROWS for slot in slots}):
-        inside = [slot for slot in slots if slot // MAX_ROWS == group]
-        rows = 1
-        while min(inside) // rows != max(inside) // rows:
-            rows *= 2
-        found.append((min(inside) // rows * rows, rows))
-    return found

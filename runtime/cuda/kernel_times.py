@@ -123,11 +123,11 @@ def _read_prompts(decoder: CudaDecoder, batch: int) -> None:
 
 def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None) -> DecodeStep:
     step = DecodeStep(
-        decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._tables,
-        first=0, rows=batch, tiles=tiles, kv_splits=kv_splits_for(_CONTEXT, batch),
+        decoder.weights, decoder.config, decoder._cache, decoder._tables, rows=batch, tiles=tiles,
+        kv_splits=kv_splits_for(_CONTEXT, batch),
     )  # fmt: skip
-    step.tokens.fill_(7 % decoder.config.vocab_size)
-    decoder._positions.fill_(min(_CONTEXT, decoder.max_seq_len - 1))
+    place = min(_CONTEXT, decoder.max_seq_len - 1)
+    step.place([7 % decoder.config.vocab_size] * batch, [place] * batch, range(batch))
     return step
 
 
@@ -136,7 +136,7 @@ def _time(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile]) -> float
     step.replay()
     times = []
     for _ in range(9):
-        decoder._positions.fill_(min(_CONTEXT, decoder.max_seq_len - 1))
+        step.positions.fill_(min(_CONTEXT, decoder.max_seq_len - 1))
         times.append(_elapsed_us(step.replay))
     return statistics.median(times)
 
@@ -147,7 +147,7 @@ def _time_launches(launch: Callable[[], None], count: int) -> float:
     return statistics.median(_elapsed_us(replay) for _ in range(20)) / count
 
 
-def _elapsed_us(launch: Callable[[], None]) -> float:
+def _elapsed_us(launch: Callable[[], object]) -> float:
     """Microseconds that the GPU takes for what ``launch`` gives it."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()

@@ -1,14 +1,14 @@
-"""Prompts: read in chunks on the tensor cores by the block in ``runtime.torch.block``; short dense ones by a CUDA graph.
+"""Prompts. Dense ones in half precision are read by ``PromptReader``: a CUDA graph for up to so many positions, else
+the same launches one by one; all others by the block in ``runtime.torch.block``.
 
-Launched one by one, the hundreds of small kernels of a few positions cost the host 20 to 30 ms for an 8B model, several
-times what the GPU needs to read the weights. A graph (``ShortPrompts``: a chat's next question behind what its slot
-holds) serves up to so many rows of any slot at any position: those are read from the device.
+Launched one by one, the kernels of a few positions cost the host several times what the GPU needs to read the weights.
+A graph serves any slot at any position: those are read from the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,30 +16,36 @@ from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
-from wisparse.kernels.backend import triton_compiling
-from wisparse.kernels.gpu.attention import KVSlots, launch_chunk_attention
-from wisparse.kernels.gpu.common import Input, Output
+from wisparse.kernels.backend import compiling_side_by_side, triton_compiling
+from wisparse.kernels.gpu.attention import KVSlots, launch_chunk_attention, launch_store_kv
+from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.head import Logits, launch_logits
-from wisparse.kernels.gpu.plan import KernelPlan, Scratch, launch_linear, plan
-from wisparse.kernels.gpu.weights import FusedLinear, dequantize
+from wisparse.kernels.gpu.plan import gpu_of
+from wisparse.kernels.gpu.reduction import launch_residual_add
+from wisparse.kernels.gpu.rows import launch_activate
+from wisparse.kernels.gpu.weights import FusedLinear, widen
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import switch_length
-from ..torch.block import Block, drop_channels, embed, finish_block
 from ..torch.block import attention as plain_attention
-from .step import MAX_ROWS, PositionTables, attention_arguments, capture
+from ..torch.block import drop_channels, embed
+from .step import PositionTables, attention_arguments, capture
 from .weights import CudaWeights
 
-# Chunks bound the activations of a long prompt, and the time that other sequences wait for theirs: half a chunk. For
-# 1,024 positions of an 8B model they waited 52 to 56 ms on an H200, for 768 45 to 55, and they may for 50.
-_CHUNK = 768
+# Chunks bound the activations of a long prompt; cuBLAS is at its full rate from about so many positions on.
+_CHUNK = 2048
 # With a sliding window an explicit (chunk, context) mask is needed; capped, scores are kept as well.
 _SMALL_CHUNK = 512
+# Positions that are read between two tokens of other sequences, which wait for them; of a small chunk a half.
+PIECE = 512
 # Up to so many positions after a cached prefix, an explicit mask costs less than it takes to import the other one.
 _FEW = 64
-# Rows of the short prompts' graphs: a chunk is read by the smallest that it fits into.
-_ROWS = (16, 32, 64, 128)
+# Rows of the graphs: a chunk is read by the smallest that it fits into.
+_ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+# Up to so many rows are multiplied by codes; widened weights are as fast from 256 on (an H100, 8B shape), 1.9 times as
+# slow with 128.
+_CODE_ROWS = 128
 # Bytes of the GPU that have to be free before the graphs are made: they take some tens of MB, and cuBLAS its workspace.
 _FREE = 1 << 30
 
@@ -50,7 +56,7 @@ def chunk_size(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor | None) -> tuple[Tensor, ...]:
-    """Each projection of x (T, K), masked from row ``first_sparse`` on; quantized ones are dequantized into ``scratch``."""
+    """Each projection of x (T, K), masked from row ``first_sparse`` on; quantized ones are widened into ``scratch``."""
     weight, widths = linear.weight, linear.widths
     dense = linear.dense or first_sparse >= len(x)
     if dense and weight.quant == "none":  # one product for all of them
@@ -65,7 +71,7 @@ def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor |
             if weight.quant != "none":
                 assert scratch is not None
                 numbers = scratch[: weight.in_features * width].view(weight.in_features, width)
-                dequantize(weight, i, numbers)
+                widen(weight, i, numbers)
             outputs.append(masked @ numbers)
         y = torch.cat(outputs, dim=-1)
     return (y if linear.bias is None else y + linear.bias).split(widths, dim=-1)
@@ -118,33 +124,33 @@ class _Graph(NamedTuple):
 
     rows: int
     given: Tensor  # (3 + rows,) int64: slot, first position, number of positions, and their tokens
-    logits: Tensor  # (1, V) float32, the head's products of the last position
-    replay: Callable[[], None]
-    launch: Callable[[], None]  # the graph itself keeps no memory that was there before its capture, as the queries'
+    replay: Callable[[], object]
 
 
-class ShortPrompts:
-    """The graphs of one decoder. Half precision, and no recurrent blocks; see :meth:`refusal`."""
+class PromptReader:
+    """Reads dense prompts of one decoder. Half precision, and no recurrent blocks; see :meth:`refusal`."""
 
     def __init__(self, weights: CudaWeights, config: ModelConfig, cache: KVCache, tables: PositionTables) -> None:
-        self._weights, self._config, self._cache, self._tables = weights, config, cache, tables
-        device, dtype = weights.embedding.device, weights.embedding.dtype
+        self._weights, self._config, self._cache = weights, config, cache
         self._switch = switch_length(config)
-        # Quantized linears' products, MAX_ROWS rows at a time.
-        self._scratch = Scratch(device, dtype)
-        self._planned: dict[int, tuple[FusedLinear, KernelPlan]] = {}
-        for linear in (linear for block in weights.blocks for linear in block.linears):
-            if linear.weight.quant != "none":
-                dense = replace(linear, dense=True)
-                chosen = plan(dense.shape, MAX_ROWS, pdl=False)
-                self._scratch.reserve(chosen)
-                self._planned[id(linear.weight.data)] = dense, chosen
-        with triton_compiling(2 * len(set(config.blocks)) + len(_ROWS)):
-            self._graphs = [self._capture(rows) for rows in _ROWS]
+        device = weights.embedding.device
+        self._logits = Logits.empty(1, config.vocab_size, device)
+        self._graphs: list[_Graph] = []
+        rotaries = [tables[block.spec.rotary] for block in weights.blocks]
+        self._attention = [
+            (attention_arguments(config, block, rotary), rotary)
+            for block, rotary in zip(weights.blocks, rotaries, strict=True)
+        ]
+        self._gpu = gpu_of(device)
+        self._counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+
+    @property
+    def captured(self) -> bool:
+        return bool(self._graphs)
 
     @staticmethod
-    def refusal(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why prompts are not captured, as a clause; None if they are."""
+    def refusal(config: ModelConfig, dtype: torch.dtype) -> str | None:
+        """Why it reads no prompts, as a clause; None if it does."""
         if dtype == torch.float32:
             return "its weights are float32"
         if config.delta_net is not None:
@@ -153,59 +159,98 @@ class ShortPrompts:
             return "its heads differ from block to block"
         if config.architecture.value_norm:
             return "its values are normalised"
-        return too_little_memory(device)
+        return None
 
-    def logits(self, slot: int, token_ids: Tensor, start: int, stop: int) -> Tensor | None:
+    def capture(self, chunk: int) -> None:
+        """Capture the graphs of up to ``chunk`` rows, largest first: they share memory, as one runs at a time."""
+        device, pool = self._weights.embedding.device, None
+        if device.type == "cuda":
+            pool = torch.cuda.graph_pool_handle()
+        sizes = sorted({min(rows, chunk) for rows in _ROWS}, reverse=True)
+        with triton_compiling(2 * len(set(self._config.blocks)) + len(sizes)):
+            if device.type == "cuda":
+                different = {block: index for index, block in enumerate(self._config.blocks)}
+                with compiling_side_by_side():
+                    for rows in sizes:
+                        self._launch(torch.zeros(3 + rows, dtype=torch.int64, device=device), different.values())
+            for rows in sizes:
+                given = torch.zeros(3 + rows, dtype=torch.int64, device=device)  # no positions: it writes no cache
+
+                self._graphs.insert(0, _Graph(rows, given, capture(partial(self._launch, given), device, pool)))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the launches before each capture took
+
+    def read(self, slot: int, token_ids: Tensor, start: int, stop: int, chunk: int) -> Tensor | None:
         """Read some positions of a prompt (T,) into a slot, all dense: (1, V) float32, the head's products of the last
-        one read, valid until the next call; None if no graph serves them. Asynchronous."""
-        count = stop - start
-        graph = next((graph for graph in self._graphs if count <= graph.rows), None)
-        if graph is None or (self._switch is not None and len(token_ids) > self._switch):
+        one read, valid until the next call; None where long rotary factors would serve. Asynchronous."""
+        if self._switch is not None and len(token_ids) > self._switch:
             return None
-        given = torch.zeros(3 + graph.rows, dtype=torch.int64)
-        given[:3] = torch.tensor((slot, start, count))
-        given[3 : 3 + count] = token_ids[start:stop]
-        graph.given.copy_(given, non_blocking=True)
-        graph.replay()
-        return graph.logits
+        while start < stop:
+            end = min((start // chunk + 1) * chunk, stop)
+            count = end - start
+            graph = next((graph for graph in self._graphs if count <= graph.rows), None)
+            given = torch.zeros(3 + (count if graph is None else graph.rows), dtype=torch.int64)
+            given[:3] = torch.tensor((slot, start, count))
+            given[3 : 3 + count] = token_ids[start:end]
+            if graph is None:
+                self._launch(given.to(self._logits.logit.device, non_blocking=True))
+            else:
+                graph.given.copy_(given, non_blocking=True)
+                graph.replay()
+            start = end
+        return self._logits.logit
 
-    def _capture(self, rows: int) -> _Graph:
-        weights, config = self._weights, self._config
-        device, dtype = weights.embedding.device, weights.embedding.dtype
-        given = torch.zeros(3 + rows, dtype=torch.int64, device=device)  # no positions: captured, it writes no cache
-        queries = torch.empty(rows, config.num_heads, config.blocks[0].head_dim, dtype=dtype, device=device)
-        logits = Logits.empty(1, config.vocab_size, device)
-
-        def launch() -> None:
-            x = embed(config, weights.embedding, given[3:])
-            for index, block in enumerate(weights.blocks):
-
-                def apply(role: str, n: Tensor, block: Block[FusedLinear] = block) -> tuple[Tensor]:
-                    return (self._products(getattr(block, role), n),)
-
-                n = x if block.attention_input is None else block.attention_input(x)
-                keys, values = self._cache.attention[index]
-                rotary, out = self._tables[block.spec.rotary], torch.empty_like(queries)
-                launch_chunk_attention(
-                    self._products(block.qkv, n), given, KVSlots(keys, values, keys.shape[2]), rotary, queries, out,
-                    **attention_arguments(config, block, rotary),
-                )  # fmt: skip
-                x = finish_block(config, block, x, out.flatten(1), apply)
-            last = x.index_select(0, (given[2:3] - 1).clamp(min=0))
-            launch_logits(
-                last, last.float().square().sum(-1, keepdim=True), weights.norm.factors, weights.head,
-                weights.head_scales, logits, eps=config.rms_norm_eps,
+    def _launch(self, given: Tensor, indices: Iterable[int] | None = None) -> Tensor:
+        """Read the positions that ``given`` says, as a ``_Graph``'s; leaves the last one's logits. ``indices``: of the
+        blocks, if not all are launched."""
+        config, weights = self._config, self._weights
+        blocks, eps = weights.blocks, config.rms_norm_eps
+        hidden = embed(config, weights.embedding, given[3:])
+        first = blocks[0].attention_input
+        n = hidden.clone() if first is None else first(hidden)
+        # Measured on an H100 with heads of 128: 412 TFLOPS, 356 with two stages, 321 by torch's flash kernel.
+        stages = 3 if self._gpu.arch in (90, 100) and config.blocks[0].head_dim <= 128 else 2
+        queries = hidden.new_empty(len(hidden), config.num_heads, config.blocks[0].head_dim)
+        for index in range(len(blocks)) if indices is None else indices:
+            block = blocks[index]
+            qkv = self._products(block.qkv, n)
+            keys, values = self._cache.attention[index]
+            slots, (arguments, rotary) = KVSlots(keys, values, keys.shape[2]), self._attention[index]
+            shape, scale = arguments["shape"], arguments["scale"]
+            launch_store_kv(qkv, given, slots, rotary, queries, shape, arguments["norms"])
+            attended = torch.empty_like(queries)
+            launch_chunk_attention(queries, qkv, given, slots, attended, shape, scale, stages=stages)
+            half = self._products(block.o, attended.reshape(len(hidden), -1))
+            norm, following = block.attention_output, block.mlp_input
+            launch_residual_add(
+                half, hidden, None, norm=norm.factors if norm else None, normed=n, eps=eps,
+                next_norm=following.factors if following else None, multiplier=config.residual_multiplier,
             )  # fmt: skip
-
-        return _Graph(rows, given, logits.logit, capture(launch, device), launch)
+            half = self._products(block.down, launch_activate(self._products(block.gate_up, n), config.activation))
+            norm, following = block.mlp_output, blocks[index + 1].attention_input if index + 1 < len(blocks) else None
+            launch_residual_add(
+                half, hidden, None, norm=norm.factors if norm else None, scalar=block.scalar, normed=n, eps=eps,
+                next_norm=following.factors if following else None, multiplier=config.residual_multiplier,
+            )  # fmt: skip
+        last = hidden.index_select(0, (given[2:3] - 1).clamp(min=0))
+        launch_logits(
+            last, last.float().square().sum(-1, keepdim=True), weights.norm.factors, weights.head, weights.head_scales,
+            self._logits, eps=eps,
+        )  # fmt: skip
+        return self._logits.logit
 
     def _products(self, linear: FusedLinear, x: Tensor) -> Tensor:
-        """x (T, K) to (T, N), T a multiple of MAX_ROWS."""
-        if linear.weight.quant == "none":
-            y = x @ linear.weight.data[:, : linear.out_features]
+        """x (T, K) to (T, N), dense."""
+        weight = linear.weight
+        if weight.quant == "none":
+            y = x @ weight.data[:, : linear.out_features]
             return y if linear.bias is None else y + linear.bias
-        dense, chosen = self._planned[id(linear.weight.data)]
+        tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors) if len(x) <= _CODE_ROWS else None
+        if tile is not None:
+            return code_gemm(x, linear, self._counter, tile)
+        assert self._weights.dequantized is not None
         y = x.new_empty(len(x), linear.out_features)
-        for rows, out in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
-            launch_linear(dense, Input(rows), Output(out), self._scratch, chosen)
-        return y
+        for i, (width, out) in enumerate(zip(linear.widths, y.split(linear.widths, dim=1), strict=True)):
+            numbers = self._weights.dequantized[: weight.in_features * width].view(weight.in_features, width)
+            torch.mm(x, widen(weight, i, numbers), out=out)
+        return y if linear.bias is None else y.add_(linear.bias)

@@ -1,17 +1,18 @@
-"""One decode step for up to 16 slots, captured as a CUDA graph. Five launches a block; it reads from top to bottom:
+"""One decode step for up to 16 rows, captured as a CUDA graph. Five launches a block; it reads from top to bottom:
 
     embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next token (argmax, or sampled)
 
 A recurrent block has a gated DeltaNet's step where others have attention. Where outputs are normalized or multiplied
 before they are added, or the sum is, o and down are each followed by a launch that adds. Everything the step reads and
-writes is allocated here, once; token ids and positions live on the device, so a replay needs nothing from the host.
+writes is allocated here, once; token ids, positions and each row's slot of the cache live on the device: a graph serves
+any slots, and a replay behind the step before it needs nothing from the host.
 Launches overlap the previous one's tail (programmatic dependent launch) from compute capability 9.0 on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,9 +82,10 @@ def attention_arguments(config: ModelConfig, block: Block[FusedLinear], rotary: 
     return {"shape": shape, "scale": config.attention_scale, "norms": norms}
 
 
-def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
+def capture(launch: Callable[[], object], device: torch.device, pool: Any = None) -> Callable[[], object]:
     """What repeats the launches that ``launch`` makes; asynchronous. It runs once before it is captured, which compiles
-    its kernels. The caller must keep the tensors that it uses, but does not make: a graph keeps addresses."""
+    its kernels. The caller must keep the tensors that it uses, but does not make: a graph keeps addresses. ``pool``:
+    memory that graphs share of which one runs at a time."""
     if device.type != "cuda":
         return launch
     stream = torch.cuda.Stream()
@@ -92,23 +94,21 @@ def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], No
         launch()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         launch()
     return graph.replay
 
 
 class DecodeStep:
-    """The step of slots ``first`` to ``first + rows - 1``."""
+    """The step of so many rows, each of any slot."""
 
     def __init__(
         self,
         weights: CudaWeights,
         config: ModelConfig,
         cache: KVCache,
-        positions: Tensor,
         tables: PositionTables,
         *,
-        first: int,
         rows: int,
         tiles: dict[str, GemvTile] | None = None,
         kv_splits: int = max(KV_SPLITS.values()),
@@ -118,13 +118,14 @@ class DecodeStep:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         gpu = gpu_of(device)
         self.pdl = gpu.arch >= 90
-        own = slice(first, first + rows)
-        self._cache = {i: KVSlots(k[own], v[own], k.shape[2]) for i, (k, v) in cache.attention.items()}
+        self._cache = {i: KVSlots(k, v, k.shape[2]) for i, (k, v) in cache.attention.items()}
         self._states = {
-            i: DeltaMemory(s.inputs[:, own], s.state[:, own], s.inputs.stride(0), s.state.stride(0))
-            for i, s in cache.recurrent.items()
+            i: DeltaMemory(s.inputs, s.state, s.inputs.stride(0), s.state.stride(0)) for i, s in cache.recurrent.items()
         }
-        self.positions = positions[own]
+        # Of each row's newest token, and the slot whose sequence the row continues.
+        apart = -(-rows // 4) * 4  # 16 bytes, so that one compiled kernel serves them
+        self._places = torch.zeros(2, apart, dtype=torch.int32, device=device)[:, :rows]
+        self.positions, self.slots = self._places
         # Linears whose outputs go through a launch of their own before they are part of the residual stream.
         norms, multiplied = config.architecture.norms, config.residual_multiplier != 1.0
         scaled = config.architecture.block_scalar is not None
@@ -135,18 +136,17 @@ class DecodeStep:
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._scratch = Scratch(device, dtype)
         self.plans: list[dict[str, KernelPlan]] = []
-        for block in weights.blocks:
-            self._plan_block(block, tiles or {}, kv_splits)
+        self._plan(tiles or {}, kv_splits)
 
         def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=kind, device=device)
 
         # Apart by a multiple of 16 bytes, so that one compiled kernel serves both.
-        self._ids = torch.full((2, MAX_ROWS), -1, dtype=torch.int64, device=device)[:, :rows]
+        self._ids = torch.full((2, apart), -1, dtype=torch.int64, device=device)[:, :rows]
         self._turn = 0
         self.hidden, self._half = empty(rows, config.hidden_size), empty(rows, config.hidden_size)
         # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
-        parts = max(plans[role].ssq_parts for plans in self.plans for role in LINEARS)
+        parts = max((plans[role].ssq_parts for plans in self.plans for role in LINEARS), default=1)
         self._ssq = empty(2, rows * parts, kind=torch.float32)
         self._qkv = empty(rows * max(block.qkv.out_features for block in weights.blocks))
         self._recalled = empty(rows, config.delta_net.value_size if config.delta_net is not None else 0)
@@ -162,7 +162,11 @@ class DecodeStep:
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if dtype in SAMPLED_DTYPES else None
         self._settings: list[SamplingParams] = []
         self.counts = _KeptCells(self)
-        self._replays: dict[tuple[bool, bool], list[Callable[[], None]]] = {}
+        self._replays: dict[tuple[bool, bool], list[Callable[[], object]]] = {}
+
+    def _plan(self, tiles: dict[str, GemvTile], kv_splits: int) -> None:
+        for block in self.weights.blocks:
+            self._plan_block(block, tiles, kv_splits)
 
     def _plan_block(self, block: Block[FusedLinear], tiles: dict[str, GemvTile], kv_splits: int) -> None:
         chosen: dict[str, KernelPlan] = {}
@@ -184,14 +188,13 @@ class DecodeStep:
         choose("gate_up", self.config.activation, 1 if self._separate_add["o"] else chosen["o"].ssq_parts)
         self.plans.append({role: chosen[role] for role in LINEARS})
 
-    def launch(self, *, sampled: bool = False, count: bool = False) -> None:
+    def launch(self, *, sampled: bool = False, count: bool = False, indices: Iterable[int] | None = None) -> None:
+        """``indices``: of the blocks, if not all are launched."""
         launch_embed(
             self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"),
             multiplier=self._embedding_multiplier,
         )  # fmt: skip
-        for index in range(len(self.weights.blocks)):
-            for launch in self.block_launches(index, count=count).values():
-                launch()
+        self._launch_blocks(count, range(len(self.weights.blocks)) if indices is None else indices)
         self.launch_logits()
         config, choice = self.config, Choice(self.tokens, self._ids[1 - self._turn], self.positions)
         if sampled and self._sampling is not None:
@@ -203,11 +206,16 @@ class DecodeStep:
             launch_argmax(self._logits, *choice, pdl=self.pdl)
         self._turn = 1 - self._turn
 
+    def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
+        for index in indices:
+            for launch in self.block_launches(index, count=count).values():
+                launch()
+
     def block_launches(self, index: int, *, count: bool = False) -> dict[str, Callable[[], None]]:
         """One block's launches by name, in order; also for per-kernel timings."""
         config, block, plans, pdl = self.config, self.weights.blocks[index], self.plans[index], self.pdl
         eps, separate = config.rms_norm_eps, self._separate_add
-        rows = Rows(self.tokens, self.positions)
+        rows = Rows(self.tokens, self.positions, self.slots)
         width = block.qkv.out_features
         qkv = self._qkv[: self.rows * width].view(self.rows, width)
         launches: dict[str, Callable[[], None]] = {}
@@ -277,6 +285,13 @@ class DecodeStep:
         """(rows, V) float32, the head's products: before a model's multiplier and cap (``finish_logits``)."""
         return self._logits.logit
 
+    def place(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
+        """Set what the first rows continue; the others are idle."""
+        idle = self.rows - len(tokens)
+        self.tokens.copy_(torch.tensor([*tokens, *[-1] * idle]), non_blocking=True)
+        places = torch.tensor([[*positions, *[0] * idle], [*slots, *[0] * idle]], dtype=torch.int32)
+        self._places.copy_(places, non_blocking=True)
+
     def replay(self, settings: Sequence[SamplingParams] = (), *, count: bool = False) -> None:
         """Run the step on ``tokens``; asynchronous. ``settings``: how the first rows' tokens are chosen, seeds resolved;
         the other rows are greedy. ``count``: add the channels that the rows keep to ``counts``."""
@@ -294,22 +309,31 @@ class DecodeStep:
         self._replays[sampled, count][turn]()
         self._turn = 1 - turn
 
-    def prepare(self, *, sampled: bool = False, count: bool = False) -> None:
-        """Compile and capture what :meth:`replay` runs, if it has not been done."""
+    def prepare(self, *, sampled: bool = False, count: bool = False, compile_only: bool = False) -> None:
+        """Compile and capture what :meth:`replay` runs, if it has not been done. ``compile_only``: launch every kernel
+        once, within ``compiling_side_by_side``."""
         if (sampled, count) in self._replays:
             return
         wanted, counted, turn = self._ids.clone(), self.counts.cells.clone(), self._turn
         self._ids.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
 
-        def launch(turn: int) -> None:
+        def launch(turn: int, indices: Iterable[int] | None = None) -> None:
             self._turn = turn
-            self.launch(sampled=sampled, count=count)
+            self.launch(sampled=sampled, count=count, indices=indices)
 
         # Beside the choice of the token: embedding, logits, and one for each way to attend, to multiply and to add.
         linears = {(p.kernel, p.problem, p.launch) for plans in self.plans for p in plans.values()}
         kernels = 2 + len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
-        with triton_compiling(kernels + (3 if sampled else 1)):
-            self._replays[sampled, count] = [capture(partial(launch, other), self._ids.device) for other in (0, 1)]
+        if compile_only:
+            plans = self.plans or [{}] * len(self.config.blocks)
+            different = {
+                (block, *((p.problem, p.launch, p.packed) for p in own.values())): index
+                for index, (block, own) in enumerate(zip(self.config.blocks, plans, strict=True))
+            }
+            launch(0, different.values())
+        else:
+            with triton_compiling(kernels + (3 if sampled else 1)):
+                self._replays[sampled, count] = [capture(partial(launch, other), self._ids.device) for other in (0, 1)]
         self._ids.copy_(wanted)
         self.counts.cells.copy_(counted)
         self._turn = turn
@@ -325,11 +349,11 @@ class _KeptCells:
         self._shapes: dict[tuple[int, str], tuple[int, tuple[int, int]]] = {}
         widths: list[Tensor] = []
         size = 0
-        for index, (block, plans) in enumerate(zip(step.weights.blocks, step.plans, strict=True)):
+        for index, block in enumerate(step.weights.blocks):
             for role, linear in zip(LINEARS, block.linears, strict=True):
                 if linear.dense:
                     continue
-                shape = (len(linear.widths), plans[role].launch.splits)
+                shape = (len(linear.widths), step.plans[index][role].launch.splits if step.plans else 1)
                 self._shapes[index, role] = size, shape
                 widths.append(torch.tensor(linear.widths)[:, None].expand(shape).flatten())
                 size += math.prod(shape)

@@ -1,4 +1,4 @@
-"""Keys and values of the positions seen so far, allocated once; of recurrent blocks, their state instead."""
+"""Keys and values of the positions seen so far; of recurrent blocks, their state instead."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DeltaState:
 
 
 class KVCache:
-    """Some slots of ``length`` positions."""
+    """Some slots of ``length`` positions, which can become more."""
 
     def __init__(
         self, config: ModelConfig, slots: int, length: int, device: torch.device, dtype: torch.dtype, buffers: int = 1
@@ -61,6 +61,7 @@ class KVCache:
         # Recurrent block -> its states, each tensor of a DeltaState with (buffers, slots) in front.
         self.recurrent: dict[int, DeltaState] = {}
         self.lengths = [0] * slots  # positions filled in each slot
+        self.length = length  # positions that each has room for
         delta, copies = config.delta_net, (buffers, slots)
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         size = bytes_per_position(config, dtype) * slots * length / 1e9
@@ -76,6 +77,20 @@ class KVCache:
                     shape = (2, slots, block.num_kv_heads, length, block.head_dim)
                     keys, values = torch.empty(shape, dtype=dtype, device=device)
                     self.attention[index] = keys, values
+
+    def grow(self, length: int) -> None:
+        """Make room for ``length`` positions in each slot: block by block, as each is copied to where there is room."""
+        filled = max(self.lengths)
+        for index, (keys, values) in self.attention.items():
+            slots, heads, _, width = keys.shape
+            wider = keys.new_empty(2, slots, heads, length, width)
+            for old, new in zip((keys, values), wider, strict=True):
+                new[:, :, :filled] = old[:, :, :filled]
+            self.attention[index] = wider[0], wider[1]
+            del keys, values, old
+            if wider.is_cuda:
+                torch.cuda.empty_cache()  # what was freed is too small for the next block
+        self.length = length
 
     def begin(self, slot: int, start: int) -> None:
         """Before a slot's positions from ``start`` on are read; ``lengths`` is 0 until the caller sets it."""

@@ -26,7 +26,12 @@ from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
 _CACHE_SHARE = 0.25  # of the memory that the weights leave free
+# Where a server chooses its batch, on a GPU: activations and graphs take 1 to 2 GB of the rest.
+_SERVER_CACHE_SHARE = 0.7
 _FEWEST_POSITIONS = 256
+_LOGITS_ROWS = 512  # that are worked out at a time
+_SERVED_POSITIONS = 16384  # that each of a server's slots has room for, before there are more slots
+_MOST_SLOTS = {"cuda": 32, "cpu": 8}
 
 OnLogits = Callable[[Tensor], None] | None
 
@@ -144,6 +149,7 @@ class Decoder(ABC):
         stop = total if stop is None else stop
         if not 0 <= start < stop <= total:
             raise UsageError(f"start, stop: expected 0 <= start < stop <= {total}, found {start} and {stop}")
+        self.reserve(stop)
         self._cache.begin(slot, start)
         logits = self._prefill(slot, token_ids, sparse_from, start, stop, on_logits)
         self._cache.lengths[slot] = stop
@@ -166,8 +172,9 @@ class Decoder(ABC):
         result = torch.empty(total, self.config.vocab_size, device=self.device)
         start = 0
         for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
-            result[start : start + len(hidden)] = self._logits(hidden)
-            start += len(hidden)
+            for part in hidden.split(_LOGITS_ROWS):
+                result[start : start + len(part)] = self._logits(part)
+                start += len(part)
         return result
 
     @abstractmethod
@@ -190,6 +197,10 @@ class Decoder(ABC):
     def copy(self, source: int, target: int, length: int) -> None:
         """Fill a slot with the first ``length`` positions of another one."""
         self._cache.copy(source, target, length)
+
+    def reserve(self, positions: int) -> None:
+        """Make room for so many positions in every slot ahead; without it room is made as sequences grow."""
+        return None
 
     def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
         """Compile and capture what steps of these slots need while their longest context grows from first to last."""
@@ -272,13 +283,22 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def default_max_seq_len(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int, weight_bytes: int
-) -> int:
-    """The model's context, or the positions, a multiple of 256, that fit a quarter of the memory the weights leave."""
+def default_limits(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int | None, max_seq_len: int | None,
+    weight_bytes: int,
+) -> tuple[int, int]:  # fmt: skip
+    """``max_batch`` and ``max_seq_len``, where they are None. The batch: as many slots as the cache's memory holds, each
+    of the context or ``_SERVED_POSITIONS``, up to ``_MOST_SLOTS``. The length: the model's context, or the positions, a
+    multiple of 256, that fit that memory: a share of what the weights leave free."""
+    on_gpu = device.type == "cuda"
+    share = _SERVER_CACHE_SHARE if max_batch is None and on_gpu else _CACHE_SHARE
     free = max(available_bytes(device) - weight_bytes, 0)
-    fitting = int(free * _CACHE_SHARE) // (bytes_per_position(config, dtype) * max_batch)
-    if fitting >= config.max_position_embeddings:
-        return config.max_position_embeddings
-    rounded = max(fitting // _FEWEST_POSITIONS * _FEWEST_POSITIONS, _FEWEST_POSITIONS)
-    return min(rounded, config.max_position_embeddings)
+    fitting = int(free * share) // bytes_per_position(config, dtype)
+    longest = config.max_position_embeddings
+    if max_batch is None:
+        most = _MOST_SLOTS["cuda" if on_gpu else "cpu"]
+        max_batch = min(max(fitting // (max_seq_len or min(longest, _SERVED_POSITIONS)), 1), most)
+    if max_seq_len is None:
+        each = max(fitting // max_batch // _FEWEST_POSITIONS * _FEWEST_POSITIONS, _FEWEST_POSITIONS)
+        max_seq_len = longest if fitting // max_batch >= longest else min(each, longest)
+    return max_batch, max_seq_len

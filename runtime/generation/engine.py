@@ -43,7 +43,7 @@ class Engine:
         self.decoder = decoder
         self.scheduler = Scheduler(decoder, bundle)
         self.closed = False
-        self._text = text
+        self._text, self._bundle = text, bundle
         # Re-entrant: a stream may be garbage-collected, and so cancelled, wherever its thread happens to be.
         self._changed = threading.Condition()
         self._run_lock = threading.Lock()  # held by the thread that runs the steps
@@ -122,7 +122,7 @@ class Engine:
     def start(self, max_queue: int) -> None:
         """Compile and capture ahead, then have a thread run the steps, with at most ``max_queue`` requests waiting."""
         self.call(self.decoder.prepare_prompts)
-        self.call(self.decoder.prepare_batches)
+        self.call(self._prepare_levels)
         with self._changed:
             if self._thread is not None:
                 raise UsageError("a server runs on this model already: end it first")
@@ -133,6 +133,13 @@ class Engine:
 
             self._thread = threading.Thread(target=self.drive, args=(stopped,), name="wisparse-engine", daemon=True)
         self._thread.start()
+
+    def _prepare_levels(self) -> None:
+        """Compile and capture the steps of every sparsity level that a request may name."""
+        for level in {*self._bundle.levels, 0.0}:
+            self.scheduler.set_sparsity(level)
+            self.decoder.prepare_batches()
+        self.scheduler.set_sparsity(self.scheduler.default_sparsity)
 
     def stop(self, *, drain: bool = True) -> None:
         """End that thread: after the answers under way, or at once without ``drain``."""

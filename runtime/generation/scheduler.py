@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -72,8 +71,11 @@ class PrefixCache:
             most = min(len(held.tokens), len(tokens) - 1)
             if (held.sparse_from, held.sparsity) != (sparse_from, sparsity):
                 most = min(most, held.sparse_from, sparse_from)
-            # The first position that differs, by halving: slices are compared in C.
-            common = bisect_left(range(most), True, key=lambda at: held.tokens[: at + 1] != tokens[: at + 1])
+            # The first position that differs: slices are compared in C.
+            common = 0
+            while common < most and held.tokens[common : common + 256] == tokens[common : common + 256]:
+                common += 256
+            common = next((at for at in range(common, most) if held.tokens[at] != tokens[at]), most)
             if self._whole(common) > length:
                 source, length = slot, self._whole(common)
         oldest = min(idle, key=lambda slot: (self._held[slot].used, slot))
@@ -252,6 +254,8 @@ class Scheduler:
         if request.needs_prompt_scores:
             request.prompt_scores, source, length = [], slot, 0
         self.slots[slot], request.running = request, True
+        # An answer of unknown length makes room as it grows.
+        self.decoder.reserve(len(tokens) if request.max_new_tokens is None else request.most_positions)
         # Compile and capture what the batch needs once the requests that came together have been admitted.
         if len(idle) == 1 or not self.waiting or self.waiting[0].sparsity != request.sparsity:
             batch = {i: one for i, one in enumerate(self.slots) if one is not None and one.sparsity == request.sparsity}

@@ -25,13 +25,25 @@ _HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]|\*")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
+class BatchSize(click.IntRange):
+    """``auto``, which becomes None, or a number."""
+
+    name = "auto|integer"
+
+    def __init__(self) -> None:
+        super().__init__(1, 64)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return None if value == "auto" else super().convert(value, param, ctx)
+
+
 @click.command("serve")
 @click.argument("bundle", type=FOLDER_OR_ID)
 @option_table(
     ("--host", str, "127.0.0.1", "Address to listen at; 0.0.0.0 is everywhere."),
     ("--port", click.IntRange(0, 65535), 8000, "0 takes a free one."),
     ("--alias", str, None, "Name of the model in requests and answers.  [default: the folder's, or the Hub id]"),
-    ("--max-batch", click.IntRange(1, 64), 4, "Requests answered side by side."),
+    ("--max-batch", BatchSize(), "auto", "Requests answered side by side: 1 to 64, or as many as memory holds, up to 32 (8 on a CPU)."),
     ("--max-queue", click.IntRange(0, 100_000), 64, "Requests that may wait beside them; more are refused (429)."),
     ("--api-key-file", click.Path(exists=True, dir_okay=False), None,
      f"File with the key that clients have to show.  [default: the variable {_KEY}, else none]"),
@@ -44,7 +56,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 @click.option("--cors", multiple=True, help="Origin whose pages may ask, * for all; may be given several times.")
 @loading_options
 def command(
-    bundle: str, host: str, port: int, alias: str | None, max_batch: int, max_queue: int, api_key_file: str | None,
+    bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, max_queue: int, api_key_file: str | None,
     hosts: tuple[str, ...], cors: tuple[str, ...], verbose: bool, **loading: Any,
 ) -> None:  # fmt: skip
     """Serve BUNDLE, a folder or a Hub id, to OpenAI's clients.
@@ -80,7 +92,7 @@ def command(
         address = f"[{host}]" if ":" in host else host
         serving = (
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "
-            f"({model.decoder.name} on {model.decoder.device}, {max_batch} at a time, context {model.max_seq_len}; "
+            f"({model.decoder.name} on {model.decoder.device}, {model.decoder.max_batch} at a time, context {model.max_seq_len}; "
             f"{'with' if key else 'without'} a key); Ctrl-C ends it"
         )
         if model.decoder.device.type == "cuda":

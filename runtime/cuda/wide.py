@@ -1,0 +1,120 @@
+"""A decode step for 17 to 32 rows: cuBLAS multiplies, or ``code_gemm`` codes, and kernels of many rows stand between.
+
+    embed -> [mask, qkv -> attention -> combine, mask, o -> add, norm, mask, gate and up -> activate, mask, down -> add,
+    norm] x blocks -> logits -> next token
+
+Sixteen rows and fewer have their masks, norms and activations inside the products (``step``): each program works out the
+inputs that it reads, which for more rows takes longer than to read the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from wisparse.kernels.gpu.attention import Rows, launch_attention
+from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
+from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaTensors, launch_delta_net
+from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
+from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_tile
+from wisparse.kernels.gpu.reduction import launch_residual_add
+from wisparse.kernels.gpu.rows import launch_activate, launch_combine
+from wisparse.kernels.gpu.weights import FusedLinear
+from wisparse.kernels.reference import keep_mask
+
+from ..torch.block import Norm
+from .step import DecodeStep, attention_arguments
+from .weights import CudaWeights
+
+WIDE_ROWS = 32
+
+
+def takes_wide_steps(weights: CudaWeights) -> bool:
+    """Whether ``WIDE_ROWS`` rows of these weights can be one step."""
+    linears = [linear for block in weights.blocks for linear in block.linears]
+    half, processors = weights.embedding.dtype != torch.float32, gpu_of(weights.embedding.device).multiprocessors
+    return all(
+        linear.weight.quant == "none" or (half and code_gemm_tile(linear, WIDE_ROWS, processors) is not None)
+        for linear in linears
+    )
+
+
+class WideStep(DecodeStep):
+    def _plan(self, tiles: dict[str, GemvTile], kv_splits: int) -> None:
+        self._separate_add = {"o": True, "down": True}
+        device = self.weights.embedding.device
+        self._gpu, self._all_masked = gpu_of(device), torch.ones(self.rows, device=device)
+        self._counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+
+    def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
+        config, blocks, eps = self.config, self.weights.blocks, self.config.rms_norm_eps
+        rows = Rows(self.tokens, self.positions, self.slots)
+        if count:  # the set that this step writes begins with what the steps before it kept
+            self.counts.cells[self._turn].copy_(self.counts.cells[1 - self._turn])
+        first = blocks[0].attention_input
+        n = self.hidden.clone() if first is None else first(self.hidden)
+        for index in indices:
+            block, ssq = blocks[index], self._sums(index - 1, "down")
+            qkv = self._product(index, "qkv", n, count)
+            if block.delta is not None:
+                delta, norm = block.delta, block.attention_input
+                launch_delta_net(
+                    DeltaInput(qkv, self.hidden, ssq if norm else None, norm.factors if norm else None),
+                    DeltaTensors(delta.a, delta.b, delta.kernel, delta.log_rate, delta.dt_bias, delta.norm),
+                    self._states[index], rows, self._recalled, key_heads=delta.config.key_heads, eps=eps,
+                )  # fmt: skip
+                attended = self._recalled
+            else:
+                rotary = self._tables[block.spec.rotary]
+                launch_attention(
+                    qkv, self._cache[index], rows, rotary, self._attended[index],
+                    **attention_arguments(config, block, rotary), stages=self._attention_stages[index],
+                )  # fmt: skip
+                attended = launch_combine(self._attended[index], n.dtype)
+            last = index + 1 == len(blocks)
+            self._add(index, "o", attended, count, block.attention_output, block.mlp_input, n)
+            activated = launch_activate(self._product(index, "gate_up", n, count), config.activation)
+            following = None if last else blocks[index + 1].attention_input
+            self._add(index, "down", activated, count, block.mlp_output, following, n)
+
+    def _add(
+        self, index: int, role: str, x: Tensor, count: bool, norm: Norm | None, following: Norm | None, normed: Tensor
+    ) -> None:  # fmt: skip
+        """Add a product to the residual stream, which ``normed`` receives after the norm ``following``."""
+        launch_residual_add(
+            self._product(index, role, x, count), self.hidden, self._sums(index, role),
+            norm=norm.factors if norm else None, scalar=self.weights.blocks[index].scalar if role == "down" else None,
+            next_norm=following.factors if following else None, normed=normed, eps=self.config.rms_norm_eps,
+            multiplier=self.config.residual_multiplier,
+        )  # fmt: skip
+
+    def _product(self, index: int, role: str, x: Tensor, count: bool) -> Tensor:
+        """A linear's masked product of x (rows, K)."""
+        linear = cast("FusedLinear", getattr(self.weights.blocks[index], role))
+        weight_t, k = linear.weight.data, linear.in_features
+        tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors)
+        if linear.dense and tile is not None:
+            return code_gemm(x, linear, self._counter, tile)
+        if linear.dense:
+            y = x @ weight_t[:, : linear.out_features]
+            return y if linear.bias is None else y + linear.bias
+        counting = self.counts.of(index, role, self._turn) if count else None
+        if counting is not None:
+            active = (counting.token >= 0)[:, None]
+            for cell, scales, threshold in zip(counting.after, linear.scales, linear.thresholds, strict=True):
+                cell += (keep_mask(x, scales, threshold) & active).sum()
+        if tile is not None:
+            masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
+            return code_gemm(masked, linear, self._counter, tile)
+        measured = mask_gemm_tile(self._gpu, k, linear.out_features, len(x))
+        if measured is not None and x.dtype != torch.float32:
+            return mask_gemm(x, linear, self._all_masked, measured)
+        y = x.new_empty(len(x), linear.out_features)
+        masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
+        for i, (width, one) in enumerate(zip(linear.widths, masked, strict=True)):
+            at = linear.weight.first(i)
+            torch.mm(one, weight_t[:, at : at + width], out=y[:, at : at + width])
+        return y if linear.bias is None else y + linear.bias
