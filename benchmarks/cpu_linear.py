@@ -18,10 +18,18 @@ from torch import Tensor
 from wisparse.formats.weight_types import quantise
 from wisparse.kernels.cpu.intrinsics import exact, floats, num_threads, span, thread_num, words
 from wisparse.kernels.cpu.launch import REGIONS, launch, team_size
-from wisparse.kernels.cpu.layout import NAMES, ProjectionField, StoredAs, TeamField
+from wisparse.kernels.cpu.layout import (
+    NAMES,
+    ProjectionField,
+    StoredAs,
+    TeamField,
+    partial_words,
+)
 from wisparse.kernels.cpu.linear import gather, project, select
 from wisparse.kernels.cpu.step import barrier
 from wisparse.runtime.cpu.weights import Matrix
+
+_partial_words = exact(partial_words)
 
 
 class LinearField(IntEnum):
@@ -38,7 +46,7 @@ class LinearField(IntEnum):
     LISTS = 8  # per thread: (K,) int32, then (rows, K) float32
     COUNTS = 9  # (threads,) int64, kept channels are added
     TEAM = 10  # see `TeamField`
-    PARTIAL = 11  # per thread: (rows, N + 2) float32
+    PARTIAL = 11  # per thread: `partial_words(rows, N)`
 
 
 @exact
@@ -64,7 +72,7 @@ def linear(p, tag):
         value, k,
     )  # fmt: skip
     lo, hi = span(n, part, parts), span(n, part + 1, parts)
-    partial = p[LinearField.PARTIAL] + part * 4 * rows * (n + 2)
+    partial = p[LinearField.PARTIAL] + part * 4 * _partial_words(rows, n)
     project(
         p[LinearField.PROJECTION], index, value, count, k, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, partial, n + 2,
         tag,
@@ -145,7 +153,7 @@ def sparse_linear(
     bias, channel_scale = (None if t is None else t.float().contiguous() for t in (bias, channel_scale))
     limit = torch.as_tensor(threshold, dtype=torch.float32)
     lists = torch.empty((threads + 1) * k * (1 + rows), dtype=torch.float32)
-    partial = torch.empty(threads * rows * (n + 2), dtype=torch.float32)
+    partial = torch.empty(threads * partial_words(rows, n), dtype=torch.float32)
     counts = torch.zeros(threads, 3, dtype=torch.int64)
     projection = weight_t.row()
     projection[ProjectionField.SCALE] = 0 if channel_scale is None else channel_scale.data_ptr()

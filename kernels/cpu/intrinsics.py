@@ -38,7 +38,7 @@ def _field_of(parameters, field):
     return None
 
 
-def _fixed(signature):
+def fixed(signature):
     """An intrinsic of fixed types, from a function of the LLVM builder and the arguments."""
 
     def decorate(emit):
@@ -111,7 +111,7 @@ def narrow(typingctx, value, tag):
     return tag(types.float32, tag), codegen
 
 
-@_fixed(types.float32(types.uint8, types.int64))
+@fixed(types.float32(types.uint8, types.int64))
 def nibble(builder, byte, shift):
     """Four bits of a byte, from bit ``shift`` on, as float32."""
     word = builder.zext(byte, _I32)  # first: there is no vector shift of bytes
@@ -119,12 +119,17 @@ def nibble(builder, byte, shift):
     return builder.sitofp(builder.and_(word, ir.Constant(_I32, 15)), _F32)
 
 
-@_fixed(types.float32(types.int32))
+@fixed(types.float32(types.int32))
 def bits_to_float(builder, value):
     return builder.bitcast(value, _F32)
 
 
-@_fixed(types.void(types.int64))
+@fixed(types.int32(types.float32))
+def float_to_bits(builder, value):
+    return builder.bitcast(value, _I32)
+
+
+@fixed(types.void(types.int64))
 def prefetch(builder, address):
     """Prefetch the cache line at an address; any address is fine."""
     byte = ir.IntType(8).as_pointer()
@@ -134,25 +139,25 @@ def prefetch(builder, address):
     builder.call(function, [builder.inttoptr(address, byte), *words])
 
 
-@_fixed(types.int64(types.int64, types.int64))
+@fixed(types.int64(types.int64, types.int64))
 def add_word(builder, address, value):
     """Atomic fetch-and-add on an int64."""
     return builder.atomic_rmw("add", builder.inttoptr(address, _I64.as_pointer()), value, "acq_rel")
 
 
-@_fixed(types.int64(types.int64))
+@fixed(types.int64(types.int64))
 def get_word(builder, address):
     """Load an int64 with acquire ordering."""
     return builder.load_atomic(builder.inttoptr(address, _I64.as_pointer()), "acquire", 8)
 
 
-@_fixed(types.void(types.int64, types.int64))
+@fixed(types.void(types.int64, types.int64))
 def put_word(builder, address, value):
     """Store an int64 with release ordering."""
     builder.store_atomic(value, builder.inttoptr(address, _I64.as_pointer()), "release", 8)
 
 
-@_fixed(types.void())
+@fixed(types.void())
 def relax(builder):
     """The processor's spin-wait hint."""
     machine = platform.machine().lower()
@@ -166,7 +171,7 @@ def relax(builder):
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-@_fixed(types.int64())
+@fixed(types.int64())
 def now_ns(builder):
     spec = cgutils.alloca_once(builder, _I64, 2)  # struct timespec
     kind = ir.FunctionType(_I32, [_I32, _I64.as_pointer()])

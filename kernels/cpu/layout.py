@@ -10,6 +10,10 @@ from enum import IntEnum
 import torch
 
 CACHE_LINE = 64
+# Products of int4 codes (`integer`): channels whose activations share a scale, so that their sums fit 32 bits; channels of one
+# pass, so that their sums fit 16; words of 4 bytes of a row's quantised activations.
+PIECE, BATCH = 256, 16
+QUANTIZED_WORDS = PIECE
 # A floating type's part of a region's name.
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -176,6 +180,11 @@ class StepField(IntEnum):
     PARTIAL_AT = 44
 
 
+def partial_words(rows: int, acc_length: int) -> int:
+    """Words of 4 bytes for the sums of a piece of int4 weights, its activations and 16 addresses (`linear._add_codes`)."""
+    return rows * (acc_length + 2 + QUANTIZED_WORDS + 2) + 2 * BATCH
+
+
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:
     """Where a thread's buffers lie in its scratch, in bytes; the residual (rows, hidden) float32 comes first."""
     sizes = {
@@ -184,7 +193,7 @@ def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) ->
         StepField.ACC_UP_AT: rows * acc_length,
         StepField.INDEX_AT: list_length,  # int32
         StepField.VALUE_AT: rows * list_length,  # float32
-        StepField.PARTIAL_AT: rows * (acc_length + 2),  # float32: the sums of a group of int4 weights
+        StepField.PARTIAL_AT: partial_words(rows, acc_length),
     }
     layout, offset = {StepField.LIST_LENGTH: list_length, StepField.ACC_LENGTH: acc_length}, 4 * rows * hidden
     for field, size in sizes.items():

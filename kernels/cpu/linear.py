@@ -4,8 +4,8 @@
     project: y[n] = sum over the list of value_k * weight_t[k, n], + bias
 
 A kept channel's weights are one contiguous row of ``weight_t`` (K, N). Each thread owns a span of columns and adds
-eight channels per pass, by float32 fused multiply-adds in the order of k: the bits depend neither on the number of
-threads nor on the other rows of a batch. The definition is ``reference.sparse_linear``.
+eight channels per pass, by float32 fused multiply-adds in the order of k (int4: 16 channels, by integers, see `integer`):
+the bits depend neither on the number of threads nor on the other rows of a batch. The definition is ``reference.sparse_linear``.
 
 Lists: index (count,) int32; value (rows, value_stride) float32.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .integer import add_codes, quantize
 from .intrinsics import (
     ZERO,
     dot,
@@ -23,19 +24,15 @@ from .intrinsics import (
     nibble,
     num_threads,
     pointer,
-    prefetch,
     size_of,
     thread_num,
     widen,
     words,
 )
-from .layout import CACHE_LINE, DequantizeField, ProjectionField, ScaleType, StoredAs
+from .layout import BATCH, PIECE, QUANTIZED_WORDS, DequantizeField, ProjectionField, ScaleType, StoredAs
 
 _BYTE, _INT8 = np.uint8(0), np.int8(0)
 _ZERO_CODE = np.float32(8)  # where there are no zero points
-# int4 prefetches the next eight channels, a few cache lines at a time: kept channels have no stride to predict.
-_AHEAD = 8
-_TILE = 256  # bytes of a row
 
 
 @exact
@@ -141,14 +138,17 @@ def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, a
 
 
 @exact
-def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride):
-    """acc[b, :] = columns lo..hi of an int4 projection, without its bias, a group of channels at a time. ``partial``:
-    (rows, partial_stride) float32, partial_stride >= hi - lo + 2, the sums of one group."""
+def _add_codes(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride):
+    """acc[b, :] = columns lo..hi of an int4 projection, without its bias, a piece of at most a group of channels at a time.
+    ``partial``: (rows, partial_stride) words for the sums of a piece, partial_stride >= hi - lo + 2, and more
+    (`layout.partial_words`)."""
     field = words(row)
     group, half = field[ProjectionField.GROUP], (field[ProjectionField.N] + 1) // 2
     first = lo // 2
     width = (hi + 1) // 2 - first
     codes = field[ProjectionField.WEIGHT] + first
+    quantized = partial + 4 * rows * partial_stride
+    addresses = quantized + 4 * rows * QUANTIZED_WORDS
     index_ = pointer(index, np.int32(0))
     for b in range(rows):
         a = floats(acc + 4 * b * acc_stride)
@@ -156,109 +156,48 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
             a[j] = ZERO
     p = np.int64(0)
     while p < count:
-        g = np.int64(index_[p]) // group
-        for b in range(rows):
-            sums = floats(partial + 4 * b * partial_stride)
-            for j in range(2 * width):
-                sums[j] = ZERO
+        channel = np.int64(index_[p])
+        g = channel // group
+        limit = min((g + 1) * group, (channel // PIECE + 1) * PIECE)  # of channels, so that rows do not change a piece
         end = p
-        while end < count and np.int64(index_[end]) < (g + 1) * group:
+        while end < count and np.int64(index_[end]) < limit:
             end += 1
-        i = p
-        while i + 8 <= end:
-            _add_eight(codes, half, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
-            i += 8
-        while i < end:
-            _add_one(codes, half, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
-            i += 1
+        scales, totals = floats(addresses + 8 * BATCH), floats(addresses + 8 * BATCH + 4 * rows)
         for b in range(rows):
-            total = ZERO
-            v = floats(value + 4 * b * value_stride)
-            for i in range(p, end):
-                total += v[i]
+            here = quantized + 4 * b * QUANTIZED_WORDS
+            scales[b], totals[b] = quantize(value + 4 * (b * value_stride + p), end - p, here)
+        listed = pointer(index + 4 * p, np.int32(0))
+        add_codes(codes, half, listed, end - p, quantized, rows, width, partial, partial_stride, addresses)
+        kind = field[ProjectionField.SCALE_TYPE]
+        for b in range(rows):
             sums, out = partial + 4 * b * partial_stride, acc + 4 * b * acc_stride
-            kind = field[ProjectionField.SCALE_TYPE]
             if kind == ScaleType.BFLOAT16:
-                _fold(field, g, half, sums, width, total, lo, hi, out, np.uint16(0))
+                _fold(field, g, half, sums, width, scales[b], totals[b], lo, hi, out, np.uint16(0))
             elif kind == ScaleType.FLOAT16:
-                _fold(field, g, half, sums, width, total, lo, hi, out, np.int16(0))
+                _fold(field, g, half, sums, width, scales[b], totals[b], lo, hi, out, np.int16(0))
             else:
-                _fold(field, g, half, sums, width, total, lo, hi, out, ZERO)
+                _fold(field, g, half, sums, width, scales[b], totals[b], lo, hi, out, ZERO)
         p = end
 
 
 @exact
-def _add_pair(even, odd, value, byte):
-    return even + value * nibble(byte, 0), odd + value * nibble(byte, 4)
-
-
-@exact
-def _add_eight(codes, stride, index, i, count, value, value_stride, rows, width, partial, partial_stride):
-    """partial[b, :] += value[b, i:i + 8] @ codes of these channels; even outputs first, then odd ones."""
-    for x in range(0, width, _TILE):
-        m = min(_TILE, width - x)
-        for p in range(i + _AHEAD, min(i + _AHEAD + 8, count)):
-            ahead = codes + x + np.int64(index[p]) * stride
-            for line in range(0, m, CACHE_LINE):
-                prefetch(ahead + line)
-        r0 = pointer(codes + x + np.int64(index[i]) * stride, _BYTE)
-        r1 = pointer(codes + x + np.int64(index[i + 1]) * stride, _BYTE)
-        r2 = pointer(codes + x + np.int64(index[i + 2]) * stride, _BYTE)
-        r3 = pointer(codes + x + np.int64(index[i + 3]) * stride, _BYTE)
-        r4 = pointer(codes + x + np.int64(index[i + 4]) * stride, _BYTE)
-        r5 = pointer(codes + x + np.int64(index[i + 5]) * stride, _BYTE)
-        r6 = pointer(codes + x + np.int64(index[i + 6]) * stride, _BYTE)
-        r7 = pointer(codes + x + np.int64(index[i + 7]) * stride, _BYTE)
-        for b in range(rows):
-            v = floats(value + 4 * (b * value_stride + i))
-            v0, v1, v2, v3, v4, v5, v6, v7 = v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]
-            even = floats(partial + 4 * (b * partial_stride + x))
-            odd = floats(partial + 4 * (b * partial_stride + width + x))
-            for j in range(m):
-                s, t = even[j], odd[j]
-                s, t = _add_pair(s, t, v0, r0[j])
-                s, t = _add_pair(s, t, v1, r1[j])
-                s, t = _add_pair(s, t, v2, r2[j])
-                s, t = _add_pair(s, t, v3, r3[j])
-                s, t = _add_pair(s, t, v4, r4[j])
-                s, t = _add_pair(s, t, v5, r5[j])
-                s, t = _add_pair(s, t, v6, r6[j])
-                s, t = _add_pair(s, t, v7, r7[j])
-                even[j], odd[j] = s, t
-
-
-@exact
-def _add_one(codes, stride, index, i, count, value, value_stride, rows, width, partial, partial_stride):
-    """As `_add_eight`, for one channel."""
-    if i + _AHEAD < count:
-        ahead = codes + np.int64(index[i + _AHEAD]) * stride
-        for line in range(0, width, CACHE_LINE):
-            prefetch(ahead + line)
-    r0 = pointer(codes + np.int64(index[i]) * stride, _BYTE)
-    for b in range(rows):
-        v0 = floats(value + 4 * b * value_stride)[i]
-        even = floats(partial + 4 * b * partial_stride)
-        odd = floats(partial + 4 * (b * partial_stride + width))
-        for j in range(width):
-            even[j], odd[j] = _add_pair(even[j], odd[j], v0, r0[j])
-
-
-@exact
-def _fold(field, g, half, sums, width, total, lo, hi, out, tag):
-    """out += scale * (sums - zero * total) for columns lo..hi of group g; ``sums`` begins at an even column."""
+def _fold(field, g, half, sums, width, factor, total, lo, hi, out, tag):
+    """out += factor * scale * (sums - zero * total) for columns lo..hi of group g; ``sums`` (int32) begins at an even
+    column and is overwritten."""
     first = lo // 2
     size = 4 if field[ProjectionField.SCALE_TYPE] == ScaleType.FLOAT32 else 2
     even, odd = floats(sums), floats(sums + 4 * width)
     for parity in range(2):
         at = (2 * g + parity) * half + first
-        sum_, scale = floats(sums + 4 * parity * width), pointer(field[ProjectionField.COLUMN_SCALE] + at * size, tag)
+        sum_, counted = floats(sums + 4 * parity * width), pointer(sums + 4 * parity * width, np.int32(0))
+        scale = pointer(field[ProjectionField.COLUMN_SCALE] + at * size, tag)
         if field[ProjectionField.ZERO_POINT] == 0:
             for j in range(width):
-                sum_[j] = (sum_[j] - _ZERO_CODE * total) * widen(scale[j])
+                sum_[j] = (np.float32(counted[j]) - _ZERO_CODE * total) * (factor * widen(scale[j]))
         else:
             zero = pointer(field[ProjectionField.ZERO_POINT] + at, _BYTE)
             for j in range(width):
-                sum_[j] = (sum_[j] - np.float32(zero[j]) * total) * widen(scale[j])
+                sum_[j] = (np.float32(counted[j]) - np.float32(zero[j]) * total) * (factor * widen(scale[j]))
     # lo and hi may each cut a pair of columns: whole pairs first.
     out_ = floats(out)
     skip, rest = lo % 2, hi % 2
@@ -277,7 +216,7 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
     field = words(row)
     weight, n, kind = field[ProjectionField.WEIGHT], field[ProjectionField.N], field[ProjectionField.STORED_AS]
     if kind == StoredAs.INT4:
-        _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride)
+        _add_codes(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride)
     elif kind == StoredAs.INT8:
         _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, _INT8)
         column_scale = floats(field[ProjectionField.COLUMN_SCALE] + 4 * lo)
