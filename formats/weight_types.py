@@ -87,7 +87,9 @@ _LARGEST_GRADED = 119.0
 
 
 def split_planes(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and the low plane, int8, of int8 codes up to 119."""
+    """The high and the low plane, int8, of int8 codes; ValueError for codes above 119, which have none."""
+    if codes.numel() and int(codes.max()) > _LARGEST_GRADED:
+        raise ValueError(f"expected int8 codes up to {_LARGEST_GRADED:g}, which have planes, found {int(codes.max())}")
     high = (codes + 8) >> 4
     return high, codes - 16 * high
 
