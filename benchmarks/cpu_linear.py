@@ -47,26 +47,28 @@ def linear(p, tag):
     parts, part = np.int64(num_threads()), np.int64(thread_num())
     field = words(p[LinearField.PROJECTION])
     n, k = field[ProjectionField.N], field[ProjectionField.K]
+    length = k * field[ProjectionField.PLANES]
     rows = p[LinearField.ROWS]
     segments = words(p[LinearField.SEGMENT_COUNT])
     first = span(k, part, parts)
+    begin = first * field[ProjectionField.PLANES]
     count = select(
-        p[LinearField.X], k, rows, first, span(k, part + 1, parts), field[ProjectionField.SCALE],
-        floats(p[LinearField.THRESHOLD])[0], p[LinearField.SEGMENT_INDEX] + 4 * first,
-        p[LinearField.SEGMENT_VALUE] + 4 * first, k, p[LinearField.COUNTS] + 8 * part,
+        p[LinearField.X], k, rows, first, span(k, part + 1, parts), p[LinearField.PROJECTION],
+        p[LinearField.THRESHOLD], p[LinearField.SEGMENT_INDEX] + 4 * begin, p[LinearField.SEGMENT_VALUE] + 4 * begin,
+        length, p[LinearField.COUNTS] + 8 * part,
     )  # fmt: skip
-    segments[2 * part], segments[2 * part + 1] = first, count
+    segments[2 * part], segments[2 * part + 1] = begin, count
     barrier(p[LinearField.TEAM], parts)
-    index = p[LinearField.LISTS] + part * 4 * k * (1 + rows)
-    value = index + 4 * k
+    index = p[LinearField.LISTS] + part * 4 * length * (1 + rows)
+    value = index + 4 * length
     count = gather(
-        p[LinearField.SEGMENT_INDEX], p[LinearField.SEGMENT_VALUE], k, p[LinearField.SEGMENT_COUNT], parts, rows, index,
-        value, k,
+        p[LinearField.SEGMENT_INDEX], p[LinearField.SEGMENT_VALUE], length, p[LinearField.SEGMENT_COUNT], parts, rows,
+        index, value, length,
     )  # fmt: skip
     lo, hi = span(n, part, parts), span(n, part + 1, parts)
     partial = p[LinearField.PARTIAL] + part * 4 * rows * (n + 2)
     project(
-        p[LinearField.PROJECTION], index, value, count, k, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, partial, n + 2,
+        p[LinearField.PROJECTION], index, value, count, length, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, partial, n + 2,
         tag,
     )  # fmt: skip
     barrier(p[LinearField.TEAM], parts)
@@ -114,7 +116,7 @@ def sparse_linear(
         weight_t: (K, N), contiguous, float32, bfloat16, float16 or int8; or a weight laid out, transposed.
         bias: (N,) or None.
         channel_scale: (K,) float32, or None for a dense product.
-        threshold: () float32.
+        threshold: () float32; of a graded weight (2,), one for each plane.
         column_scale: (N,) float32, for a tensor of int8 weights.
 
     Returns:
@@ -143,8 +145,9 @@ def sparse_linear(
     threads = team_size()
     # Kept alive until the region has run: bias, scales and the threshold as float32, and the scratch of the lists.
     bias, channel_scale = (None if t is None else t.float().contiguous() for t in (bias, channel_scale))
-    limit = torch.as_tensor(threshold, dtype=torch.float32)
-    lists = torch.empty((threads + 1) * k * (1 + rows), dtype=torch.float32)
+    limit = torch.as_tensor(threshold, dtype=torch.float32).expand(2).contiguous()
+    length = k * weight_t.planes
+    lists = torch.empty((threads + 1) * length * (1 + rows), dtype=torch.float32)
     partial = torch.empty(threads * rows * (n + 2), dtype=torch.float32)
     counts = torch.zeros(threads, 3, dtype=torch.int64)
     projection = weight_t.row()
@@ -155,8 +158,8 @@ def sparse_linear(
     parameters[LinearField.THRESHOLD] = limit.data_ptr()
     parameters[LinearField.ROWS] = rows
     parameters[LinearField.X], parameters[LinearField.Y] = rows_x.data_ptr(), y.data_ptr()
-    segment = lists.data_ptr() + 4 * threads * k * (1 + rows)
-    parameters[LinearField.SEGMENT_INDEX], parameters[LinearField.SEGMENT_VALUE] = segment, segment + 4 * k
+    segment = lists.data_ptr() + 4 * threads * length * (1 + rows)
+    parameters[LinearField.SEGMENT_INDEX], parameters[LinearField.SEGMENT_VALUE] = segment, segment + 4 * length
     parameters[LinearField.SEGMENT_COUNT] = counts.data_ptr()
     parameters[LinearField.LISTS] = lists.data_ptr()
     parameters[LinearField.PARTIAL] = partial.data_ptr()

@@ -1,6 +1,7 @@
 """Compiled: selection of the kept channels, and products over them.
 
     select:  index = {k : some row has |x_k| * channel_scale_k >= threshold},  value = x at these, 0 where a row drops k
+             of a graded weight row 2 k (high plane, value 16 x) by the first threshold, row 2 k + 1 by the second
     project: y[n] = sum over the list of value_k * weight_t[k, n], + bias
 
 A kept channel's weights are one contiguous row of ``weight_t`` (K, N). Each thread owns a span of columns and adds
@@ -15,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from .intrinsics import (
+    ONE,
     ZERO,
     dot,
     exact,
@@ -33,19 +35,38 @@ from .layout import CACHE_LINE, DequantizeField, ProjectionField, ScaleType, Sto
 
 _BYTE, _INT8 = np.uint8(0), np.int8(0)
 _ZERO_CODE = np.float32(8)  # where there are no zero points
+_HIGH = np.float32(16)  # what a code of the high plane counts
 # int4 prefetches the next eight channels, a few cache lines at a time: kept channels have no stride to predict.
 _AHEAD = 8
 _TILE = 256  # bytes of a row
 
 
 @exact
-def select(x, x_stride, rows, lo, hi, scale, threshold, index, value, value_stride, counts):
-    """List the channels lo..hi that a row keeps; returns their number. ``counts``, int64, grows by each row's."""
+def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, value_stride, counts):
+    """List the channels lo..hi, of a graded weight the planes, that a row keeps; returns their number. ``counts``, int64,
+    grows by each row's."""
+    scale = words(projection)[ProjectionField.SCALE]
     x_, scale_, value_ = floats(x), floats(scale), floats(value)
+    threshold, low = floats(thresholds)[0], floats(thresholds)[1]
     index_ = pointer(index, np.int32(0))
     n = 0
     kept = 0
-    if scale == 0:
+    if words(projection)[ProjectionField.PLANES] == 2:
+        for k in range(lo, hi):
+            for plane in range(2):
+                index_[n] = np.int32(2 * k + plane)
+                limit, times = (low, ONE) if plane else (threshold, _HIGH)
+                here = 0
+                for b in range(rows):
+                    v = x_[b * x_stride + k]
+                    keep = 1
+                    if scale != 0 and abs(v) * scale_[k] < limit:
+                        keep = 0
+                    value_[b * value_stride + n] = times * v if keep else ZERO
+                    here += keep
+                n += 1 if here else 0
+                kept += here
+    elif scale == 0:
         for k in range(lo, hi):
             index_[n] = np.int32(k)
             for b in range(rows):
@@ -349,10 +370,10 @@ def _dequantize_channel(field, k, lo, hi, target, scale_tag, tag):
 
 @exact
 def dequantize(p, tag):
-    """Outputs FIRST..LAST of an int4 weight as numbers of ``tag``'s type, (K, LAST - FIRST)."""
+    """Outputs FIRST..LAST of an int4 weight as numbers of ``tag``'s type, (K * PLANES, LAST - FIRST)."""
     parts, part = np.int64(num_threads()), np.int64(thread_num())
     field, lo, hi = words(p[DequantizeField.PROJECTION]), p[DequantizeField.FIRST], p[DequantizeField.LAST]
-    kind, channels = field[ProjectionField.SCALE_TYPE], field[ProjectionField.K]
+    kind, channels = field[ProjectionField.SCALE_TYPE], field[ProjectionField.K] * field[ProjectionField.PLANES]
     for k in range(channels * part // parts, channels * (part + 1) // parts):
         target = p[DequantizeField.TARGET] + k * (hi - lo) * size_of(tag)
         if kind == ScaleType.BFLOAT16:

@@ -104,7 +104,7 @@ class CudaDecoder(Decoder):
         return None
 
     @classmethod
-    def keeps(cls, stored: StoredWeight) -> bool:
+    def keeps(cls, stored: StoredWeight, graded: bool = False) -> bool:
         return True
 
     def bytes_read(self) -> tuple[int, int]:
