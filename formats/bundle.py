@@ -185,7 +185,9 @@ class Bundle:
         for name in names if recipe.plane_bits else ():
             stored = checkpoint.quantised.get(f"{name}.weight")
             packing = None if stored is None else stored.packing
-            if not (isinstance(packing, Packed) and packing.kind == "int8" and packing.group and not packing.zero_points):
+            if not (
+                isinstance(packing, Packed) and packing.kind == "int8" and packing.group and not packing.zero_points
+            ):
                 wanted = "int8 codes in groups without zero points, pack-quantized, as plane_bits says"
                 raise BundleError(f"{name}: expected {wanted}, found {packing or 'plain numbers'}; convert again")
         levels = read_masks(_read_checked(folder, SIDECAR, manifest), widths, manifest)
@@ -261,8 +263,12 @@ def read_masks(data: bytes, widths: Mapping[str, int], manifest: Manifest) -> di
                 (0 <= sparsity <= MAX_SPARSITY, "sparsity", f"a number in [0, {MAX_SPARSITY}]", f"{sparsity:g}"),
                 (sparsity or not threshold, "sparsity 0 means dense", "threshold 0", f"{threshold:g}"),
                 (rising, "plane_threshold", "finite thresholds, none below an earlier plane's", f"{[*by_plane]}"),
-                (not planes or by_plane[0] == threshold, "plane_threshold", f"{threshold!r} for the first plane, the "
-                 "threshold", f"{by_plane[0] if planes else None!r}"),
+                (
+                    not planes or by_plane[0] == threshold,
+                    "plane_threshold",
+                    f"{threshold!r} for the first plane, the threshold",
+                    f"{by_plane[0] if planes else None!r}",
+                ),
                 (sparsity or not any(by_plane), "sparsity 0 means dense", "plane thresholds 0", f"{[*by_plane]}"),
             ):
                 if not valid:

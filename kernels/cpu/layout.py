@@ -43,7 +43,9 @@ class ProjectionField(IntEnum):
     GROUP = 7  # int4: channels that share a scale
     SCALE_TYPE = 8  # int4: ScaleType
     ZERO_POINT = 9  # int4: uint8, laid out as the scales; 0: the code 8 is zero
-    PLANES = 10  # rows of WEIGHT for each channel: 2 of a graded weight, which is int4 in both planes; GROUP counts rows
+    PLANES = (
+        10  # rows of WEIGHT for each channel: 2 of a graded weight, which is int4 in both planes; GROUP counts rows
+    )
 
 
 class BlockField(IntEnum):

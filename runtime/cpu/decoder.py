@@ -74,7 +74,11 @@ class CpuDecoder(TorchDecoder):
     @classmethod
     def keeps(cls, stored: StoredWeight, graded: bool = False) -> bool:
         packing = stored.packing
-        return graded or packing.kind == "int4" or (packing.kind == "int8" and packing.group is None and not packing.zero_points)
+        return (
+            graded
+            or packing.kind == "int4"
+            or (packing.kind == "int8" and packing.group is None and not packing.zero_points)
+        )
 
     def decode(self, token_ids: Tensor) -> Tensor:
         lengths, tokens = self._cache.lengths, token_ids.tolist()

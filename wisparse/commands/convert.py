@@ -170,7 +170,10 @@ def _print_plan(plan: Plan) -> None:
     rows = (
         ("model", plan.source.name + (f" at {plan.source.commit}" if plan.source.commit else "")),
         ("architecture", f"{shape}, {parameters} parameters, {in_scope}"),
-        ("bits" if settings.weights == "graded" else "sparsity", f"{target}, method {settings.method}, search {settings.chosen_search}"),
+        (
+            "bits" if settings.weights == "graded" else "sparsity",
+            f"{target}, method {settings.method}, search {settings.chosen_search}",
+        ),
         ("calibration", f"{plan.calibration}: {samples}, seed {settings.seed}"),
         ("rotation", rotation),
         ("compute", f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"),
@@ -233,7 +236,10 @@ def _print_conversion(conversion: Conversion) -> None:
     rows = [
         ("bundle", str(conversion.folder)),
         ("left out", recipe.text_only),
-        ("bits" if graded else "sparsity", f"{_names(levels, default, graded)} {asked}; {at_default}{report.expectation(default)}"),
+        (
+            "bits" if graded else "sparsity",
+            f"{_names(levels, default, graded)} {asked}; {at_default}{report.expectation(default)}",
+        ),
         ("rotation", str(recipe.rotation or not_rotated)),
         ("coordinates", report.coordinates),
         ("chosen", chosen),
