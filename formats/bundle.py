@@ -74,6 +74,11 @@ class ProjectionMask:
         return torch.from_numpy(self.scale) if isinstance(self.scale, np.ndarray) else self.scale
 
 
+def planes_of(masks: Mapping[str, ProjectionMask]) -> int:
+    """In how many planes the weights are read: more than one in a graded bundle."""
+    return len(next(iter(masks.values())).plane_thresholds) or 1
+
+
 @dataclass(frozen=True)
 class Bundle:
     """A checked bundle; make one with ``Bundle.open``."""

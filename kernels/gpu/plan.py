@@ -213,7 +213,7 @@ def plan(
         k, n0, n1, n2, n0 + n1 + n2, shape.stride, rows, kv_splits, head_dim,
         # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
         max(32, triton.next_power_of_2(ssq_parts)), output, shape.dense, gpu.arch >= 90 if pdl is None else pdl,
-        shape.quant, shape.group,
+        shape.quant, shape.group, shape.planes,
     )  # fmt: skip
     launch, why_not = launch._replace(reduce_splits=at_once), chosen if isinstance(chosen, str) else ""
     return KernelPlan(kernel, shape, tile, origin, why_not, problem, launch, packed)

@@ -16,9 +16,9 @@ from wisparse.formats.weight_types import (
     WEIGHT_TYPES,
     QuantizedMatrix,
     group_of,
+    interleaved,
     pack_int4,
     round_weight,
-    split_planes,
     unpack_int4,
 )
 from wisparse.kernels.cpu.launch import launch, team_size
@@ -70,10 +70,7 @@ class Matrix:
         """Put some rows of the weight, outputs from ``first`` (int4: even) on, into their place."""
         codes = rows if isinstance(rows, Tensor) else rows.codes
         if isinstance(rows, QuantizedMatrix) and self.stored_as == StoredAs.INT4:
-            if self.planes == 1:
-                codes = unpack_int4(codes, self.shape[1])
-            else:
-                codes = torch.stack(split_planes(codes), dim=2).flatten(1) + 8
+            codes = unpack_int4(codes, self.planes * self.shape[1])
             for values, source in ((self.scale, rows.scales), (self.zero, rows.zeros)):
                 if values is not None and source is not None:
                     for parity in range(2):
@@ -187,8 +184,9 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
     step = max(_ROW_STEP, _CHUNK_BYTES // (k * checkpoint.dtype.itemsize) // _ROW_STEP * _ROW_STEP)
     if stored is not None:
         for first in range(0, n, step):
+            rows = stored.rows(first, first + step)
             try:
-                matrix.store(first, stored.rows(first, first + step))
+                matrix.store(first, interleaved(rows) if graded else rows)
             except ValueError as error:
                 raise checkpoint.error(f"{name}: {error}; convert again") from None
         return matrix

@@ -45,7 +45,7 @@ class MaskedLinear:
         and its low plane."""
         name, self.in_features, self.out_features = projection.name, projection.in_features, projection.out_features
         self.weight, self.low = weight if isinstance(weight, tuple) else (weight, None)
-        self.name, self._device, self.planes = name, device, max(1, len(bundle.recipe.plane_bits))
+        self.name, self._device, self.planes = name, device, len(bundle.masks[name].plane_thresholds) or 1
         self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if projection.bias else None
         self.kept: Tensor | None = None  # () int64 while kept channels, or planes of them, are counted
         self.set_mask(bundle.masks[name])

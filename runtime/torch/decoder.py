@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.model_config import Projection
 from wisparse.formats.weight_types import split_planes
 
@@ -50,10 +50,11 @@ class TorchDecoder(Decoder):
         self._embedding = tensor("model.embed_tokens.weight", device).to(dtype)
         tied = self.config.tie_word_embeddings
         self._head: Any = self._embedding if tied else tensor("lm_head.weight", device).to(dtype)
+        graded = planes_of(bundle.masks) > 1
 
         def read(p: Projection) -> MaskedLinear:
             weight: Any = tensor(f"{p.name}.weight", device).to(dtype)
-            if bundle.recipe.graded:
+            if graded:
                 matrix = bundle.checkpoint.matrix(f"{p.name}.weight", device)
                 try:
                     _, low = split_planes(matrix.codes)
