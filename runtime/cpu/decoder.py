@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.machine import usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
@@ -51,7 +51,7 @@ class CpuDecoder(TorchDecoder):
         config, dtype = self.config, self.dtype
         stored = {stored.packing.kind for stored in bundle.checkpoint.quantised.values()}
         regions = [f"step_{NAMES[dtype]}"]
-        if weights == "int4" or (weights == "native" and ("int4" in stored or bundle.recipe.graded)):
+        if weights == "int4" or (weights == "native" and ("int4" in stored or planes_of(bundle.masks) > 1)):
             regions.append(f"dequantize_{NAMES[product_dtype(dtype)]}")
         prepare(*regions)
         names = [f"{projection.name}.weight" for projection in config.projections()]
@@ -60,7 +60,8 @@ class CpuDecoder(TorchDecoder):
             read = partial(read_matrix, bundle, dtype=dtype, weights=weights, transposed=True)
             matrices = dict(zip(names, pool.map(read, names), strict=True))
         self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
-        self._embedding, head_type = embedding.data, WEIGHT_TYPES[weights].head
+        graded = planes_of(bundle.masks) > 1
+        self._embedding, head_type = embedding.data, "int8" if graded else WEIGHT_TYPES[weights].head
         if not config.tie_word_embeddings or head_type != "native":
             head = _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
             self._head = read_matrix(bundle, head, dtype, head_type, transposed=False)

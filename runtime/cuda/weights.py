@@ -102,9 +102,10 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
     else:
         reads = nullcontext(lambda name: checkpoint.tensor(name, device).to(device))
     with reads as stored:
-        source = _Source(checkpoint, stored, planes_of(bundle.masks) > 1, device, dtype)
+        graded = planes_of(bundle.masks) > 1
+        source = _Source(checkpoint, stored, graded, device, dtype)
         embedding = source.tensor(_EMBEDDING)
-        head = source.head(config, embedding, WEIGHT_TYPES[weights].head)
+        head = source.head(config, embedding, "int8" if graded else WEIGHT_TYPES[weights].head)
         blocks = []
         for index in range(config.num_blocks):
             spec = read_spec(config, index, source.tensor)

@@ -251,7 +251,8 @@ def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callab
     chosen = WEIGHT_TYPES[weights]
     total = 0
     for name, shape in expected_tensors(bundle.config).items():
-        kind = "native" if "embed" in name else chosen.head if name == LM_HEAD else weights
+        head = "int8" if bundle.recipe.graded else chosen.head
+        kind = "native" if "embed" in name else head if name == LM_HEAD else weights
         stored = bundle.checkpoint.quantised.get(name)
         if stored is not None and kind in ("native", stored.packing.kind) and keeps(stored, bundle.recipe.graded):
             packing = stored.packing

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.model_config import Projection
-from wisparse.formats.weight_types import split_planes
+from wisparse.formats.weight_types import round_weight, split_planes
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, check_capacity
@@ -51,6 +51,8 @@ class TorchDecoder(Decoder):
         tied = self.config.tie_word_embeddings
         self._head: Any = self._embedding if tied else tensor("lm_head.weight", device).to(dtype)
         graded = planes_of(bundle.masks) > 1
+        if graded:  # its output layer is int8 in every back end
+            self._head = round_weight(self._head, "int8").dequantise(dtype)
 
         def read(p: Projection) -> MaskedLinear:
             weight: Any = tensor(f"{p.name}.weight", device).to(dtype)
