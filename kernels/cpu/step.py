@@ -30,7 +30,7 @@ from .intrinsics import (
     widen,
     words,
 )
-from .layout import BlockField, FloatField, ProjectionField, StepField, TeamField
+from .layout import PARTIAL_MORE, BlockField, FloatField, ProjectionField, StepField, TeamField
 from .linear import gather, output_rows, project, select
 
 _ARRIVED, _PASSED, _WAITED = (8 * field.value for field in TeamField if field != TeamField.SIZE)
@@ -142,7 +142,7 @@ def step(p, base_tag):
     index, value = residual + p[StepField.INDEX_AT], residual + p[StepField.VALUE_AT]
     partial = residual + p[StepField.PARTIAL_AT]
     length, acc_stride = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH]
-    partial_stride = acc_stride + 2
+    partial_stride = acc_stride + PARTIAL_MORE
     seg_index, seg_value, seg_count = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE], p[StepField.SEGMENT_COUNT]
     segments = words(seg_count)
     counts = p[StepField.COUNTS] + 8 * part * p[StepField.NUM_PROJECTIONS]

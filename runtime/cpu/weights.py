@@ -22,7 +22,7 @@ from wisparse.formats.weight_types import (
     unpack_int4,
 )
 from wisparse.kernels.cpu.launch import launch, team_size
-from wisparse.kernels.cpu.layout import NAMES, DequantizeField, ProjectionField, ScaleType, StoredAs
+from wisparse.kernels.cpu.layout import CACHE_LINE, NAMES, DequantizeField, ProjectionField, ScaleType, StoredAs
 
 from ..torch.block import MaskedLinear
 
@@ -64,6 +64,9 @@ class Matrix:
         scale = torch.zeros(k // group, 2, (n + 1) // 2, dtype=scale_dtype)
         zero = torch.zeros_like(scale, dtype=torch.uint8) if zero_points else None
         data = torch.empty(planes * k, (n + 1) // 2, dtype=torch.uint8)
+        if planes == 2:  # an odd number of cache lines: neighbouring rows are not in each other's way in the cache
+            lines = -(-data.shape[1] // CACHE_LINE) | 1
+            data = torch.empty(planes * k, lines * CACHE_LINE, dtype=torch.uint8)[:, : data.shape[1]]
         return cls(StoredAs.INT4, data, shape, scale=scale, zero=zero, group=planes * group, planes=planes)
 
     def store(self, first: int, rows: Tensor | QuantizedMatrix) -> None:
@@ -96,6 +99,7 @@ class Matrix:
         row[ProjectionField.STORED_AS], row[ProjectionField.GROUP] = self.stored_as, self.group
         row[ProjectionField.N], row[ProjectionField.K] = self.shape
         row[ProjectionField.WEIGHT], row[ProjectionField.PLANES] = self.data.data_ptr(), self.planes
+        row[ProjectionField.STRIDE] = self.data.stride(0)
         if self.scale is not None:
             row[ProjectionField.COLUMN_SCALE] = self.scale.data_ptr()
             row[ProjectionField.SCALE_TYPE] = _SCALE_TYPES[self.scale.dtype]
