@@ -134,7 +134,7 @@ def add_pairs(builder, codes, stride, index, numbers, pairs, even, odd, unit):
     """even[0:32], odd[0:32] += unit * the sum over pairs of channels of a number, of 14 bits, times its low or its high
     nibble of the 32 bytes at ``codes + index[i] * stride``. ``numbers``: for each pair the bytes u0, u1, l0, l1 of the
     numbers 128 u + l, each at most 64 in size. Products of bytes, which are exact, two at a time (AVX2)."""
-    byte, i16, vector = ir.IntType(8), ir.IntType(16), ir.VectorType(ir.IntType(8), 32)
+    i16, vector = ir.IntType(16), ir.VectorType(ir.IntType(8), 32)
     wide, eight = ir.VectorType(i16, 16), ir.VectorType(_F32, 8)
     kind = ir.FunctionType(wide, [vector, vector])
     multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.ub.sw")
