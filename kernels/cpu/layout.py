@@ -47,6 +47,8 @@ class ProjectionField(IntEnum):
     GROUP = 7  # int4: channels that share a scale
     SCALE_TYPE = 8  # int4: ScaleType
     ZERO_POINT = 9  # int4: uint8, laid out as the scales; 0: the code 8 is zero
+    PLANES = 10  # rows of WEIGHT for each channel: 2 of a graded weight, int4 in both planes; GROUP counts rows
+    STRIDE = 11  # bytes from a row of WEIGHT to the next
 
 
 class BlockField(IntEnum):
@@ -155,7 +157,7 @@ class StepField(IntEnum):
     FLOATS = 21  # FloatField
     BLOCKS = 22  # rows of BlockField
     PROJECTIONS = 23  # rows of ProjectionField, block by block
-    THRESHOLDS = 24  # (projections,) float32
+    THRESHOLDS = 24  # (projections, 2) float32, the second of a graded weight's low plane
     # Shared buffers.
     LOGITS = 25  # (slots, V) float32
     SCORES = 26  # (heads, max_len) float32
@@ -170,7 +172,7 @@ class StepField(IntEnum):
     # Scratch of each thread, see `scratch_layout`.
     SCRATCH = 35  # (threads, SCRATCH_BYTES)
     SCRATCH_BYTES = 36
-    LIST_LENGTH = 37  # the largest K
+    LIST_LENGTH = 37  # the largest K * PLANES
     ACC_LENGTH = 38  # the largest N of an accumulator
     NORMED_AT = 39  # offsets in bytes
     ACC_AT = 40

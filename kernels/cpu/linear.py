@@ -1,6 +1,7 @@
 """Compiled: selection of the kept channels, and products over them.
 
     select:  index = {k : some row has |x_k| * channel_scale_k >= threshold},  value = x at these, 0 where a row drops k
+             of a graded weight row 2 k (high plane, value 16 x) by the first threshold, row 2 k + 1 by the second
     project: y[n] = sum over the list of value_k * weight_t[k, n], + bias
 
 A kept channel's weights are one contiguous row of ``weight_t`` (K, N). Each thread owns a span of columns and adds
@@ -16,6 +17,7 @@ import numpy as np
 
 from .integer import add_codes, quantize
 from .intrinsics import (
+    ONE,
     ZERO,
     dot,
     exact,
@@ -33,16 +35,35 @@ from .layout import BATCH, PIECE, QUANTIZED_WORDS, DequantizeField, ProjectionFi
 
 _BYTE, _INT8 = np.uint8(0), np.int8(0)
 _ZERO_CODE = np.float32(8)  # where there are no zero points
+_HIGH = np.float32(16)  # what a code of the high plane counts
 
 
 @exact
-def select(x, x_stride, rows, lo, hi, scale, threshold, index, value, value_stride, counts):
-    """List the channels lo..hi that a row keeps; returns their number. ``counts``, int64, grows by each row's."""
+def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, value_stride, counts):
+    """List the channels lo..hi, of a graded weight the planes, that a row keeps; returns their number. ``counts``, int64,
+    grows by each row's."""
+    scale = words(projection)[ProjectionField.SCALE]
     x_, scale_, value_ = floats(x), floats(scale), floats(value)
+    threshold, low = floats(thresholds)[0], floats(thresholds)[1]
     index_ = pointer(index, np.int32(0))
     n = 0
     kept = 0
-    if scale == 0:
+    if words(projection)[ProjectionField.PLANES] == 2:
+        for k in range(lo, hi):
+            for plane in range(2):
+                index_[n] = np.int32(2 * k + plane)
+                limit, times = (low, ONE) if plane else (threshold, _HIGH)
+                here = 0
+                for b in range(rows):
+                    v = x_[b * x_stride + k]
+                    keep = 1
+                    if scale != 0 and abs(v) * scale_[k] < limit:
+                        keep = 0
+                    value_[b * value_stride + n] = times * v if keep else ZERO
+                    here += keep
+                n += 1 if here else 0
+                kept += here
+    elif scale == 0:
         for k in range(lo, hi):
             index_[n] = np.int32(k)
             for b in range(rows):
@@ -100,10 +121,8 @@ def _or_zero(values, i, count):
 def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, tag):
     """acc[b, :] = sum over the list of value[b, i] * weight[index[i], lo:hi]."""
     width = hi - lo
-    size = size_of(tag)
     index_ = pointer(index, np.int32(0))
-    weight += lo * size
-    stride *= size
+    weight += lo * size_of(tag)
     for b in range(rows):
         a = floats(acc + 4 * b * acc_stride)
         for j in range(width):
@@ -167,7 +186,18 @@ def _add_codes(row, index, value, count, value_stride, rows, lo, hi, acc, acc_st
             here = quantized + 4 * b * QUANTIZED_WORDS
             scales[b], totals[b] = quantize(value + 4 * (b * value_stride + p), end - p, here)
         listed = pointer(index + 4 * p, np.int32(0))
-        add_codes(codes, half, listed, end - p, quantized, rows, width, partial, partial_stride, addresses)
+        add_codes(
+            codes,
+            field[ProjectionField.STRIDE],
+            listed,
+            end - p,
+            quantized,
+            rows,
+            width,
+            partial,
+            partial_stride,
+            addresses,
+        )
         kind = field[ProjectionField.SCALE_TYPE]
         for b in range(rows):
             sums, out = partial + 4 * b * partial_stride, acc + 4 * b * acc_stride
@@ -214,18 +244,33 @@ def _fold(field, g, half, sums, width, factor, total, lo, hi, out, tag):
 def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag):
     """acc[b, :] = columns lo..hi of one projection, with scales and bias; ``tag`` is the base type's."""
     field = words(row)
-    weight, n, kind = field[ProjectionField.WEIGHT], field[ProjectionField.N], field[ProjectionField.STORED_AS]
+    weight, kind = field[ProjectionField.WEIGHT], field[ProjectionField.STORED_AS]
     if kind == StoredAs.INT4:
         _add_codes(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride)
     elif kind == StoredAs.INT8:
-        _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, _INT8)
+        _add_rows(
+            weight,
+            field[ProjectionField.STRIDE],
+            index,
+            value,
+            count,
+            value_stride,
+            rows,
+            lo,
+            hi,
+            acc,
+            acc_stride,
+            _INT8,
+        )
         column_scale = floats(field[ProjectionField.COLUMN_SCALE] + 4 * lo)
         for b in range(rows):
             a = floats(acc + 4 * b * acc_stride)
             for j in range(hi - lo):
                 a[j] *= column_scale[j]
     else:
-        _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, tag)
+        _add_rows(
+            weight, field[ProjectionField.STRIDE], index, value, count, value_stride, rows, lo, hi, acc, acc_stride, tag
+        )
     if field[ProjectionField.BIAS] != 0:
         bias = floats(field[ProjectionField.BIAS] + 4 * lo)
         for b in range(rows):
@@ -276,7 +321,7 @@ def _dequantize_channel(field, k, lo, hi, target, scale_tag, tag):
     """target[0:hi - lo] = channel k of outputs lo..hi; lo is even."""
     half, first = (field[ProjectionField.N] + 1) // 2, lo // 2
     at = 2 * (k // field[ProjectionField.GROUP]) * half + first
-    codes = pointer(field[ProjectionField.WEIGHT] + k * half + first, _BYTE)
+    codes = pointer(field[ProjectionField.WEIGHT] + k * field[ProjectionField.STRIDE] + first, _BYTE)
     out = pointer(target, tag)
     for parity in range(2):
         scale = pointer(field[ProjectionField.COLUMN_SCALE] + (at + parity * half) * size_of(scale_tag), scale_tag)
@@ -288,10 +333,10 @@ def _dequantize_channel(field, k, lo, hi, target, scale_tag, tag):
 
 @exact
 def dequantize(p, tag):
-    """Outputs FIRST..LAST of an int4 weight as numbers of ``tag``'s type, (K, LAST - FIRST)."""
+    """Outputs FIRST..LAST of an int4 weight as numbers of ``tag``'s type, (K * PLANES, LAST - FIRST)."""
     parts, part = np.int64(num_threads()), np.int64(thread_num())
     field, lo, hi = words(p[DequantizeField.PROJECTION]), p[DequantizeField.FIRST], p[DequantizeField.LAST]
-    kind, channels = field[ProjectionField.SCALE_TYPE], field[ProjectionField.K]
+    kind, channels = field[ProjectionField.SCALE_TYPE], field[ProjectionField.K] * field[ProjectionField.PLANES]
     for k in range(channels * part // parts, channels * (part + 1) // parts):
         target = p[DequantizeField.TARGET] + k * (hi - lo) * size_of(tag)
         if kind == ScaleType.BFLOAT16:
