@@ -107,12 +107,14 @@ class Bundle:
         """Bits read of a weight at the level in force; None unless the bundle is graded."""
         return bits_of(self.sparsity) if self.recipe.plane_bits else None
 
+    def chosen(self, sparsity: float | None, bits: float | None) -> Bundle:
+        """`at`, where a user has named a level; else the same bundle."""
+        return self if sparsity is None and bits is None else self.at(sparsity, bits)
+
     def at(self, sparsity: float | None = None, bits: float | None = None) -> Bundle:
         """The same bundle with another level in force, by its sparsity, 0 for the dense model, or by the bits of a
-        graded one, 8 for the dense model; UsageError if it has none such, and itself if none is named."""
+        graded one, 8 for the dense model; UsageError if it has none such."""
         graded, given = bool(self.recipe.plane_bits), sparsity if bits is None else bits
-        if given is None:
-            return self
         if bits is not None and (sparsity is not None or not graded):
             both = "bits, sparsity: expected one of them" if graded else "bits: expected a graded bundle"
             raise UsageError(f"{both}, found {'both' if graded else 'one with sparsity levels: choose a sparsity'}")

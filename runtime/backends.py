@@ -133,7 +133,7 @@ def load(
     revision = None if revision is None else guard.text("revision", revision, empty=False)
     start = time.perf_counter()
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(fetch_bundle(bundle, revision))
-    opened = opened.at(sparsity, bits)
+    opened = opened.chosen(sparsity, bits)
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(

@@ -33,6 +33,8 @@ Run = Callable[..., tuple[int, str, str]]
 TOKENS = torch.tensor([5, 17, 250, 3, 99, 101, 7, 7, 30, 31])
 O_PROJ = "model.layers.1.self_attn.o_proj"
 SIDECAR = "wisparse.safetensors"
+# Of logits: the CPU's step rounds a projection's inputs to 16 bits of the largest.
+STEP = {"rtol": 1e-3, "atol": 2e-3}
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +81,15 @@ def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
         return first @ (16 * high).T + second @ low.T + bias
 
     whole = x.double() @ matrix.dequantise(torch.float64).T + bias
+    # The kernel's inputs, 16 x and x, are rounded to 16 bits of the largest.
+    rounding = 16 * x.abs().amax(1, keepdim=True) / (2 * 32512) * (high.abs() + low.abs()).sum(1)
     for limits, expected in (
         ((0.4, 1.2), product(x, 0.4, 1.2)),
         ((1e-30, 1e-30), whole),
         ((1e-30, 1e30), x.double() @ (16 * high).T + bias),
     ):
         found = sparse_linear(x, laid, bias, scale, torch.tensor(limits))
-        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+        assert bool(((found - expected).abs() <= rounding + 1e-4).all())
         torch.set_num_threads(1)
         assert torch.equal(sparse_linear(x, laid, bias, scale, torch.tensor(limits)), found)
         torch.set_num_threads(2)
@@ -133,7 +137,8 @@ def test_transformers_loads_it_as_int8_with_equal_logits(bundle: Path) -> None:
         expected = model(TOKENS[None]).logits[0]
     for backend in ("torch", "numba"):
         found = cpu_decoder(opened.at(bits=8), backend, max_seq_len=16).logits(TOKENS, 0)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        exact = {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(found, expected, **(exact if backend == "torch" else STEP))
     with pytest.raises(UsageError, match="sparsify: a graded bundle is read by planes"):
         wisparse.sparsify(model, bundle)
     wisparse.sparsify(model, bundle, sparsity=0)
@@ -149,18 +154,18 @@ def test_back_ends_agree_alone_and_in_batches(bundle: Path) -> None:
             decoder.measure_sparsity(True)
         for length in (4, len(TOKENS)):  # a step's rows, and a prompt in torch
             slow, fast = (decoder.prefill(0, TOKENS[:length], 2).clone() for decoder in decoders)
-            torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(fast, slow, **STEP)
         for slot in range(2):
             for decoder in decoders:
                 decoder.prefill(slot, TOKENS[: 4 + slot], 5)
         for step in range(3):
             slow, fast = (decoder.decode(torch.tensor([7 + step, 90 + step])).clone() for decoder in decoders)
-            torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(fast, slow, **STEP)
         read = [bits_of(decoder.realised_sparsity() or 0.0) for decoder in decoders]
         assert read[0] == pytest.approx(read[1])
         assert read[0] == pytest.approx(bits, abs=0.8)
     slow, fast = (decoder.logits(TOKENS, 3).clone() for decoder in decoders)
-    torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fast, slow, **STEP)
 
 
 def test_between_the_thresholds_a_model_has_the_high_planes_numbers(bundle: Path) -> None:
@@ -175,12 +180,12 @@ def test_between_the_thresholds_a_model_has_the_high_planes_numbers(bundle: Path
             return decoder.logits(TOKENS, 0).clone()
 
         decoder.set_masks(opened.at(bits=8).masks)
-        torch.testing.assert_close(logits(1e-30), decoder.logits(TOKENS, len(TOKENS)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits(1e-30), decoder.logits(TOKENS, len(TOKENS)), **STEP)
         coarse = logits(1e30)
         assert (coarse - decoder.logits(TOKENS, len(TOKENS))).abs().max() > 1e-2
         if backend == "torch":
             high_plane = coarse
-        torch.testing.assert_close(coarse, high_plane, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(coarse, high_plane, **STEP)
 
 
 def test_bits_choose_the_level(bundle: Path, plain: Path, run: Run) -> None:

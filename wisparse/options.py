@@ -89,7 +89,7 @@ sampling_options = stacked(
 
 def open_bundle(bundle: str, revision: str | None, sparsity: float | None, bits: float | None = None) -> Bundle:
     """The bundle at its default level or another; meant for before torch is imported, which takes seconds."""
-    return Bundle.open(fetch_bundle(bundle, revision)).at(sparsity, bits)
+    return Bundle.open(fetch_bundle(bundle, revision)).chosen(sparsity, bits)
 
 
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:

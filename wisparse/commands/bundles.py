@@ -36,7 +36,7 @@ def inspect(
     wisparse inspect out
     wisparse inspect USER/NAME --revision main --json
     """
-    opened = Bundle.open(hub.fetch_bundle(bundle, revision)).at(sparsity, bits)
+    opened = Bundle.open(hub.fetch_bundle(bundle, revision)).chosen(sparsity, bits)
     if opened.sparsity not in opened.levels:
         dense = "sparsity: 0" if bits is None else "bits: 8"
         raise UsageError(f"{dense} is the dense model, which has no masks to show")

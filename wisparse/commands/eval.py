@@ -111,7 +111,7 @@ def command(
     to_save = folders_to_save(bundles, options["sparsity"], options["bits"]) if save else []
     opened = [Bundle.open(fetch_bundle(bundle, revision)) for bundle in bundles]
     asked_for, bits = options["sparsity"], options.pop("bits")
-    opened = [bundle.at(asked_for, bits) for bundle in opened]
+    opened = [bundle.chosen(asked_for, bits) for bundle in opened]
     if bits is not None:
         options["sparsity"] = opened[0].sparsity  # of all: a level's sparsity follows from its bits
     from wisparse.converter.processes import Progress
