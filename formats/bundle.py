@@ -119,11 +119,11 @@ class Bundle:
             both = "bits, sparsity: expected one of them" if graded else "bits: expected a graded bundle"
             raise UsageError(f"{both}, found {'both' if graded else 'one with sparsity levels: choose a sparsity'}")
         # The comparison before the difference: an integer may be too large to become a float.
-        number = isinstance(given, int | float) and not isinstance(given, bool) and -1 < given < 10
-        wanted = given if bits is None or not number else unread(given)
-        for level in (*self.levels, 0.0):
-            if number and abs(level - wanted) < _SAME_SPARSITY:
-                return replace(self, sparsity=level)
+        if isinstance(given, int | float) and not isinstance(given, bool) and -1 < given < 10:
+            wanted = given if bits is None else unread(given)
+            for level in (*self.levels, 0.0):
+                if abs(level - wanted) < _SAME_SPARSITY:
+                    return replace(self, sparsity=level)
         name, dense, known = "sparsity", 0, [level for level in self.levels if level]
         if graded:
             name, dense, known = "bits", 8, [round(bits_of(level), 6) for level in known]

@@ -194,9 +194,9 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
     step = max(_ROW_STEP, _CHUNK_BYTES // (k * checkpoint.dtype.itemsize) // _ROW_STEP * _ROW_STEP)
     if stored is not None:
         for first in range(0, n, step):
-            rows = stored.rows(first, first + step)
+            some = stored.rows(first, first + step)
             try:
-                matrix.store(first, interleaved(rows) if graded else rows)
+                matrix.store(first, interleaved(some) if graded else some)
             except ValueError as error:
                 raise checkpoint.error(f"{name}: {error}; convert again") from None
         return matrix

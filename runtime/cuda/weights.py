@@ -157,7 +157,7 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
             if isinstance(weight, Tensor):
                 fused = empty_weight("none", k, widths, None, dtype, device)
             else:
-                options = {"zeros": weight.zeros is not None, "planes": weight.shape[1] // k}
+                options: dict[str, Any] = {"zeros": weight.zeros is not None, "planes": weight.shape[1] // k}
                 fused = empty_weight(weight.kind, weight.shape[1], widths, weight.group, dtype, device, **options)
         for copy in range(copies):
             rows = slice(copy * widths[i * copies], (copy + 1) * widths[i * copies])

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.model_config import Projection
-from wisparse.formats.weight_types import round_weight, split_planes
+from wisparse.formats.weight_types import QuantizedMatrix, round_weight, split_planes
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, check_capacity
@@ -58,6 +58,7 @@ class TorchDecoder(Decoder):
             weight: Any = tensor(f"{p.name}.weight", device).to(dtype)
             if graded:
                 matrix = bundle.checkpoint.matrix(f"{p.name}.weight", device)
+                assert isinstance(matrix, QuantizedMatrix)
                 try:
                     _, low = split_planes(matrix.codes)
                 except ValueError as error:

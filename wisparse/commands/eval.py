@@ -129,7 +129,11 @@ def command(
         if names:
             asked = {**task_options, "seed": seed}
             found[bundle.sparsity] |= _on_tasks(bundle, names, policies or ("half",), options, asked)
-        facts = {"bundle": given, "base_model": bundle.recipe.base_model, "method": bundle.recipe.method}
+        facts: dict[str, Any] = {
+            "bundle": given,
+            "base_model": bundle.recipe.base_model,
+            "method": bundle.recipe.method,
+        }
         facts["graded"] = bundle.recipe.graded
         rows += [{**facts, "sparsity": level, **row} for level, row in found.items()]
     of_tasks = [row for row in rows if "tasks" in row]
