@@ -63,7 +63,11 @@ class Matrix:
         # Zeros: the second half of an odd row's last byte has no output, and no NaN may come of it.
         scale = torch.zeros(k // group, 2, (n + 1) // 2, dtype=scale_dtype)
         zero = torch.zeros_like(scale, dtype=torch.uint8) if zero_points else None
-        data = _rows_apart(planes * k, (n + 1) // 2, torch.uint8)
+        # Not a multiple of 512 bytes from row to row: the channels of one pass would share a few sets of the first-level
+        # cache and evict each other.
+        width = (n + 1) // 2
+        more = CACHE_LINE if width % (8 * CACHE_LINE) == 0 else 0
+        data = torch.empty(planes * k, width + more, dtype=torch.uint8)[:, :width]
         return cls(StoredAs.INT4, data, shape, scale=scale, zero=zero, group=planes * group, planes=planes)
 
     def store(self, first: int, rows: Tensor | QuantizedMatrix) -> None:
@@ -145,14 +149,6 @@ class Matrix:
         return target.t()
 
 
-def _rows_apart(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Memory whose rows do not begin a multiple of 512 bytes apart: the channels of one pass would share a few sets of the
-    first-level cache and evict each other."""
-    width = columns * dtype.itemsize
-    more = CACHE_LINE // dtype.itemsize if width % (8 * CACHE_LINE) == 0 else 0
-    return torch.empty(rows, columns + more, dtype=dtype)[:, :columns]
-
-
 class CpuProjection(MaskedLinear):
     weight: Matrix
 
@@ -187,8 +183,7 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
     elif kind == "int4":
         matrix = Matrix.int4((n, k), group, scale_dtype, zero_points)
     else:
-        data_type = torch.int8 if kind == "int8" else dtype
-        data = _rows_apart(k, n, data_type) if transposed else torch.empty(n, k, dtype=data_type)
+        data = torch.empty((k, n) if transposed else (n, k), dtype=torch.int8 if kind == "int8" else dtype)
         scale = torch.empty(n) if kind == "int8" else None
         matrix = Matrix(StoredAs.BASE if scale is None else StoredAs.INT8, data, (n, k), transposed, scale)
     step = max(_ROW_STEP, _CHUNK_BYTES // (k * checkpoint.dtype.itemsize) // _ROW_STEP * _ROW_STEP)
