@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -145,11 +146,13 @@ def test_transformers_loads_it_as_int8_with_equal_logits(bundle: Path) -> None:
 
 
 def test_back_ends_agree_alone_and_in_batches(bundle: Path) -> None:
+    apart: list[float] = []
+
     def agree(fast: Tensor, slow: Tensor, bits: float) -> None:
         if bits == 8:
             torch.testing.assert_close(fast, slow, **STEP)
-        else:  # a score beside a threshold falls to either side
-            print('REL', bits, float((fast - slow).norm() / slow.norm()))
+        else:
+            apart.append(float((fast - slow).norm() / slow.norm()))
 
     opened = Bundle.open(bundle)
     decoders = [cpu_decoder(opened, backend, max_seq_len=32, max_batch=2) for backend in ("torch", "numba")]
@@ -172,6 +175,9 @@ def test_back_ends_agree_alone_and_in_batches(bundle: Path) -> None:
         assert read[0] == pytest.approx(bits, abs=0.8)
     slow, fast = (decoder.logits(TOKENS, 3).clone() for decoder in decoders)
     agree(fast, slow, bits)
+    # A score beside a threshold may fall to either side.
+    assert statistics.median(apart) < 1e-3
+    assert max(apart) < 0.2
 
 
 def test_between_the_thresholds_a_model_has_the_high_planes_numbers(bundle: Path) -> None:
