@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.weight_types import quantise
-from wisparse.kernels.cpu.intrinsics import exact, floats, num_threads, span, thread_num, words
+from wisparse.kernels.cpu.intrinsics import exact, num_threads, span, thread_num, words
 from wisparse.kernels.cpu.launch import REGIONS, launch, team_size
-from wisparse.kernels.cpu.layout import NAMES, ProjectionField, StoredAs, TeamField
+from wisparse.kernels.cpu.layout import NAMES, PARTIAL_MORE, ProjectionField, StoredAs, TeamField
 from wisparse.kernels.cpu.linear import gather, project, select
 from wisparse.kernels.cpu.step import barrier
 from wisparse.runtime.cpu.weights import Matrix
@@ -38,7 +38,7 @@ class LinearField(IntEnum):
     LISTS = 8  # per thread: (K,) int32, then (rows, K) float32
     COUNTS = 9  # (threads,) int64, kept channels are added
     TEAM = 10  # see `TeamField`
-    PARTIAL = 11  # per thread: (rows, N + 2) float32
+    PARTIAL = 11  # per thread: (rows, N + PARTIAL_MORE) float32
 
 
 @exact
@@ -47,26 +47,28 @@ def linear(p, tag):
     parts, part = np.int64(num_threads()), np.int64(thread_num())
     field = words(p[LinearField.PROJECTION])
     n, k = field[ProjectionField.N], field[ProjectionField.K]
+    length = k * field[ProjectionField.PLANES]
     rows = p[LinearField.ROWS]
     segments = words(p[LinearField.SEGMENT_COUNT])
     first = span(k, part, parts)
+    begin = first * field[ProjectionField.PLANES]
     count = select(
-        p[LinearField.X], k, rows, first, span(k, part + 1, parts), field[ProjectionField.SCALE],
-        floats(p[LinearField.THRESHOLD])[0], p[LinearField.SEGMENT_INDEX] + 4 * first,
-        p[LinearField.SEGMENT_VALUE] + 4 * first, k, p[LinearField.COUNTS] + 8 * part,
+        p[LinearField.X], k, rows, first, span(k, part + 1, parts), p[LinearField.PROJECTION],
+        p[LinearField.THRESHOLD], p[LinearField.SEGMENT_INDEX] + 4 * begin, p[LinearField.SEGMENT_VALUE] + 4 * begin,
+        length, p[LinearField.COUNTS] + 8 * part,
     )  # fmt: skip
-    segments[2 * part], segments[2 * part + 1] = first, count
+    segments[2 * part], segments[2 * part + 1] = begin, count
     barrier(p[LinearField.TEAM], parts)
-    index = p[LinearField.LISTS] + part * 4 * k * (1 + rows)
-    value = index + 4 * k
+    index = p[LinearField.LISTS] + part * 4 * length * (1 + rows)
+    value = index + 4 * length
     count = gather(
-        p[LinearField.SEGMENT_INDEX], p[LinearField.SEGMENT_VALUE], k, p[LinearField.SEGMENT_COUNT], parts, rows, index,
-        value, k,
+        p[LinearField.SEGMENT_INDEX], p[LinearField.SEGMENT_VALUE], length, p[LinearField.SEGMENT_COUNT], parts, rows,
+        index, value, length,
     )  # fmt: skip
     lo, hi = span(n, part, parts), span(n, part + 1, parts)
-    partial = p[LinearField.PARTIAL] + part * 4 * rows * (n + 2)
+    partial = p[LinearField.PARTIAL] + part * 4 * rows * (n + PARTIAL_MORE)
     project(
-        p[LinearField.PROJECTION], index, value, count, k, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, partial, n + 2,
+        p[LinearField.PROJECTION], index, value, count, length, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, partial, n + PARTIAL_MORE,
         tag,
     )  # fmt: skip
     barrier(p[LinearField.TEAM], parts)
@@ -114,7 +116,7 @@ def sparse_linear(
         weight_t: (K, N), contiguous, float32, bfloat16, float16 or int8; or a weight laid out, transposed.
         bias: (N,) or None.
         channel_scale: (K,) float32, or None for a dense product.
-        threshold: () float32.
+        threshold: () float32; of a graded weight (2,), one for each plane.
         column_scale: (N,) float32, for a tensor of int8 weights.
 
     Returns:
@@ -126,7 +128,7 @@ def sparse_linear(
     if isinstance(weight_t, Tensor):
         weight_t = _as_matrix(weight_t, column_scale)
     n, k = weight_t.shape
-    if not weight_t.transposed or not weight_t.data.is_contiguous():
+    if not weight_t.transposed or weight_t.data.stride(1) != 1:
         raise ValueError("weight_t: expected a contiguous (K, N) tensor; transpose() makes one")
     for name, tensor, shape in (
         ("x", x, (*x.shape[:-1], k)),
@@ -143,9 +145,10 @@ def sparse_linear(
     threads = team_size()
     # Kept alive until the region has run: bias, scales and the threshold as float32, and the scratch of the lists.
     bias, channel_scale = (None if t is None else t.float().contiguous() for t in (bias, channel_scale))
-    limit = torch.as_tensor(threshold, dtype=torch.float32)
-    lists = torch.empty((threads + 1) * k * (1 + rows), dtype=torch.float32)
-    partial = torch.empty(threads * rows * (n + 2), dtype=torch.float32)
+    limit = torch.as_tensor(threshold, dtype=torch.float32).expand(2).contiguous()
+    length = k * weight_t.planes
+    lists = torch.empty((threads + 1) * length * (1 + rows), dtype=torch.float32)
+    partial = torch.empty(threads * rows * (n + PARTIAL_MORE), dtype=torch.float32)
     counts = torch.zeros(threads, 3, dtype=torch.int64)
     projection = weight_t.row()
     projection[ProjectionField.SCALE] = 0 if channel_scale is None else channel_scale.data_ptr()
@@ -155,8 +158,8 @@ def sparse_linear(
     parameters[LinearField.THRESHOLD] = limit.data_ptr()
     parameters[LinearField.ROWS] = rows
     parameters[LinearField.X], parameters[LinearField.Y] = rows_x.data_ptr(), y.data_ptr()
-    segment = lists.data_ptr() + 4 * threads * k * (1 + rows)
-    parameters[LinearField.SEGMENT_INDEX], parameters[LinearField.SEGMENT_VALUE] = segment, segment + 4 * k
+    segment = lists.data_ptr() + 4 * threads * length * (1 + rows)
+    parameters[LinearField.SEGMENT_INDEX], parameters[LinearField.SEGMENT_VALUE] = segment, segment + 4 * length
     parameters[LinearField.SEGMENT_COUNT] = counts.data_ptr()
     parameters[LinearField.LISTS] = lists.data_ptr()
     parameters[LinearField.PARTIAL] = partial.data_ptr()

@@ -6,6 +6,7 @@ Speed depends on shapes and on how many channels are kept, not on what the weigh
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from safetensors.torch import save_file
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
+from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel, unread
 from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.weight_types import PLANE_BITS, group_of, quantise
 from wisparse.formats.write import write_bundle
 
 LLAMA_1B = shapes.LLAMA_1B | {"bos_token_id": 0, "eos_token_id": 1}
@@ -40,8 +42,15 @@ def random_checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> Pa
 
 
 @torch.inference_mode()
-def calibrated_bundle(source: Path, out: Path, sparsity: float, num_tokens: int = 128) -> Path:
-    """A bundle whose every projection drops ``sparsity`` of its channels on random tokens; written once.
+def calibrated_bundle(
+    source: Path,
+    out: Path,
+    sparsity: float,
+    num_tokens: int = 128,
+    graded: Mapping[float, tuple[float, float]] | None = None,
+) -> Path:
+    """A bundle whose every projection drops ``sparsity`` of its channels on random tokens; written once. ``graded``: one
+    of graded weights, by bits the shares of channels whose high and whose low plane is read.
 
     channel_scale = (g / gmean(g)) ** 0.5, as alpha = 0.5 gives it.
     """
@@ -51,16 +60,19 @@ def calibrated_bundle(source: Path, out: Path, sparsity: float, num_tokens: int 
 
     checkpoint = Checkpoint.open(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=checkpoint.tensors["model.norm.weight"].dtype).eval()
-    masks: dict[str, ProjectionMask] = {}
+    levels: dict[float, dict[str, ProjectionMask]] = {unread(bits): {} for bits in graded or ()} or {sparsity: {}}
 
     def record(name: str, weight: torch.Tensor):
         norms = weight.float().norm(dim=0).clamp_min(1e-20)
         scale = (norms / norms.log().mean().exp()).clamp_min(1e-4).sqrt()
 
         def hook(module: Any, args: Any) -> None:
-            score = args[0][0, 1:].float().abs() * scale
-            threshold = float(score.flatten().kthvalue(max(1, round(sparsity * score.numel()))).values)
-            masks[name] = ProjectionMask(scale, threshold if sparsity else 0.0, sparsity)
+            score = (args[0][0, 1:].float().abs() * scale).flatten()
+            for level, masks in levels.items():
+                kept = (graded or {}).get(8 * (1 - level), (1 - level,))
+                limits = [float(score.kthvalue(max(1, round((1 - share) * score.numel()))).values) for share in kept]
+                planes = tuple(limits) if graded else ()
+                masks[name] = ProjectionMask(scale, limits[0] if level else 0.0, level, planes)
 
         return hook
 
@@ -70,17 +82,32 @@ def calibrated_bundle(source: Path, out: Path, sparsity: float, num_tokens: int 
         module.register_forward_pre_hook(record(projection.name, module.weight))
     generator = torch.Generator().manual_seed(0)
     model(torch.randint(0, checkpoint.config.vocab_size, (1, num_tokens), generator=generator), use_cache=False)
-    entries = tuple(ProjectionRecipe(p.name, sparsity, 0.5, masks[p.name].threshold, sparsity) for p in projections)
+    if graded:
+        matrices = {
+            name: quantise(
+                "int8", module.weight, group=group_of(module.in_features), scale_dtype=torch.bfloat16, graded=True
+            )
+            for name, module in ((p.name, model.get_submodule(p.name)) for p in projections)
+        }
+        checkpoint = checkpoint.quantize(matrices, torch.bfloat16)
+
+    def entries(level: float) -> tuple[ProjectionRecipe, ...]:
+        masks = levels[level]
+        return tuple(ProjectionRecipe(p.name, level, 0.5, masks[p.name].threshold, level) for p in projections)
+
     recipe = Recipe(
         base_model=source.name,
         base_revision=None,
         method="benchmark",
-        default=sparsity,
-        levels=(SparsityLevel(sparsity, entries, (sparsity,) * checkpoint.config.num_blocks),),
+        default=min(levels),
+        levels=tuple(
+            SparsityLevel(level, entries(level), (level,) * checkpoint.config.num_blocks) for level in sorted(levels)
+        ),
         calibration=CalibrationRecord("random tokens", 1, num_tokens, num_tokens, 0, "0" * 64),
         versions={"torch": torch.__version__},
+        plane_bits=PLANE_BITS if graded else (),
     )
-    return write_bundle(checkpoint, recipe, {sparsity: masks}, out)
+    return write_bundle(checkpoint, recipe, dict(sorted(levels.items())), out)
 
 
 def gguf_writer(config: dict[str, Any], out: Path) -> Any:

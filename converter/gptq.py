@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -124,13 +125,13 @@ def _inverse_factor(moments: Tensor) -> Tensor:
         damping *= 10
 
 
-def group_size(config: ModelConfig) -> int:
-    """Neighbouring channels that share a scale in int4: 128 where that divides every input, else 64 or 32."""
+def group_size(config: ModelConfig, weights: str = "int4") -> int:
+    """Neighbouring channels that share a scale in int4 and graded weights: 128 where that divides every input, else 64 or 32."""
     inputs = sorted({projection.in_features for projection in config.projections(0)})
     group = next((group for group in (128, 64, 32) if not any(size % group for size in inputs)), None)
     if group is None:
         lack = f"no group of 128, 64, 32 channels divides the projections' inputs ({', '.join(map(str, inputs))})"
-        raise UnsupportedModelError(f"--weights int4: {lack}; choose int8 or fp8")
+        raise UnsupportedModelError(f"--weights {weights}: {lack}; choose int8 or fp8")
     return group
 
 
@@ -138,13 +139,16 @@ def group_size(config: ModelConfig) -> int:
 def quantise_weights(
     source: SourceModel,
     tokens: CalibrationTokens,
-    kind: Kind,
+    weights: str,
     scale_dtype: torch.dtype,
     stages: Stages = NO_STATE,
 ) -> dict[str, QuantizedMatrix]:
     """Quantise every projection of ``source`` in place; returns the codes by name, on the CPU. int4 is fitted to
-    ``tokens``; int8 and fp8 are rounded, with a scale a row. Scales are numbers of ``scale_dtype``."""
-    group = group_size(source.config) if kind == "int4" else None
+    ``tokens``; int8 and fp8 are rounded, with a scale a row, and graded weights to int8 in groups. Scales are numbers of
+    ``scale_dtype``."""
+    graded = weights == "graded"
+    kind = cast(Kind, "int8" if graded else weights)
+    group = group_size(source.config, weights) if weights in ("int4", "graded") else None
     matrices: dict[str, QuantizedMatrix] = {}
 
     def put(name: str, codes: Tensor, scales: Tensor) -> None:
@@ -154,11 +158,11 @@ def quantise_weights(
 
     def compute() -> dict[str, list[Tensor]]:
         found: Iterable[tuple[str, QuantizedMatrix]]
-        if group is not None:
+        if kind == "int4" and group is not None:
             found = _fitted(source, tokens, group, scale_dtype)
         else:
-            weights = ((name, module.weight) for name, module in source.projections.items())
-            found = ((name, quantise(kind, weight, scale_dtype=scale_dtype)) for name, weight in weights)
+            options: dict[str, Any] = {"group": group, "scale_dtype": scale_dtype, "graded": graded}
+            found = ((name, quantise(kind, one.weight, **options)) for name, one in source.projections.items())
         with stages.progress.stage("Quantising", len(source.projections)) as stage:
             for name, matrix in found:
                 put(name, matrix.codes.cpu(), matrix.scales.cpu())

@@ -190,8 +190,11 @@ def sparsify(
     if not isinstance(bundle, Bundle):
         guard.place("bundle", bundle)
         bundle = Bundle.open(fetch_bundle(bundle, revision))
-    if sparsity is not None:
-        bundle = bundle.at(sparsity)
+    bundle = bundle.chosen(sparsity, None)
+    if bundle.recipe.graded and bundle.sparsity:
+        raise UsageError(
+            "sparsify: a graded bundle is read by planes by wisparse.load; here choose sparsity 0, the dense model"
+        )
     projections = _find_projections(model, bundle)
     desparsify(model)
     shared, found = _Pass(), model

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 import torch
+from torch import Tensor
 
 import wisparse
 from wisparse.formats import guard
@@ -24,21 +25,29 @@ from wisparse.formats.errors import BundleError, ResourceError
 from wisparse.formats.folder import clear_leftovers
 from wisparse.formats.hub import Source, fetch_source, push_bundle
 from wisparse.formats.machine import choose_device
-from wisparse.formats.manifest import BUNDLE, CalibrationRecord, Recipe, RotationRecord, SparsityLevel
-from wisparse.formats.weight_types import Kind
+from wisparse.formats.manifest import (
+    BUNDLE,
+    CalibrationRecord,
+    ProjectionRecipe,
+    Recipe,
+    RotationRecord,
+    SparsityLevel,
+)
+from wisparse.formats.weight_types import PLANE_BITS
 from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration, write_calibration
 from .coordinates import LONGEST, SAMPLES, compare_coordinates
 from .gptq import quantise_weights
 from .measurement import Budget, Choice, choose, fresh_text, measure
+from .planes import plane_ratios, read_in_planes
 from .preflight import Plan, preflight
 from .processes import Processes, Progress, joined
 from .report import Report
 from .rotation import rotate
 from .search.allocation import mean_sparsity
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
-from .settings import MAX_SPARSITY, USUAL_DEFAULT, ConvertOptions, ConvertSettings
+from .settings import MAX_SPARSITY, ConvertOptions, ConvertSettings
 from .source import SourceModel, full_config, load_source, small_digests, weight_digests
 from .state import Stages, placed_bundle, remove_state
 
@@ -159,13 +168,14 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             return None
         at = settings.default_of(results) if settings.full_report(plan.device.type) else None
         measurement = measure(source, tokens, results, settings.calibration, at, fresh, progress)
+        planes = source.planes
         del source  # the writer copies from the files and needs its memory more than a model does
         recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, record, compared)
         report = Report(recipe, plan.config, measurement)
         masks = {}
         for sparsity, result in results.items():
             entries, scales = result.projections.items(), result.channel_scales
-            masks[sparsity] = {name: ProjectionMask(scales[name], one.threshold, one.sparsity) for name, one in entries}
+            masks[sparsity] = {name: _mask(scales[name], one, planes) for name, one in entries}
         with progress.stage("Writing the bundle"):
             # The weights are compared with what was opened wherever they are read; these are read anew.
             for name, digest in small_digests(checkpoint.folder, checkpoint.error).items():
@@ -183,6 +193,15 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
                 before_swap=stages.mark_bundle,
             )
     return Conversion(settings.output_dir, plan, report, progress.seconds, choice)
+
+
+def _mask(scale: Tensor, found: ProjectionRecipe, planes: int) -> ProjectionMask:
+    if planes == 1:
+        return ProjectionMask(scale, found.threshold, found.sparsity)
+    thresholds = [found.threshold * ratio for ratio in plane_ratios(scale, planes)]
+    # In float32 a further one must not come out below the first.
+    rounded = torch.tensor([thresholds[0], *thresholds[1:]], dtype=torch.float32).cummax(0).values.tolist()
+    return ProjectionMask(scale.view(planes, -1)[0], rounded[0], found.sparsity, tuple(rounded))
 
 
 def library_versions() -> dict[str, str]:
@@ -246,17 +265,20 @@ def _prepared(
 
     directions, record, compared = partial(text, "rotation"), None, None
     if settings.rotation == "auto":
-        sparsity = USUAL_DEFAULT if settings.has_budget else settings.default_of(settings.levels)
+        sparsity = settings.usual_default if settings.has_budget else settings.default_of(settings.levels)
         held_back = partial(text, "coordinates")
         kls = compare_coordinates(source, checkpoint, tokens, directions, held_back, sparsity, stages)
         compared = {"sparsity": sparsity, "kl": kls}
     if settings.rotation == "pca" or (compared and kls["pca"] < kls["none"]):
         source, checkpoint, record = rotate(source, checkpoint, tokens, directions, stages)
     if settings.weights != "native":  # `source` computes with the quantized weights from here on
-        kind, numbers = cast(Kind, settings.weights), checkpoint.dtype
+        kind, numbers = settings.weights, checkpoint.dtype
         # int4 is fitted to the text of the rotation too, which is there already.
         fit = tokens.joined(text("rotation")) if kind == "int4" and settings.rotation != "none" else tokens
-        checkpoint = checkpoint.quantize(quantise_weights(source, fit, kind, numbers, stages), numbers)
+        matrices = quantise_weights(source, fit, kind, numbers, stages)
+        checkpoint = checkpoint.quantize(matrices, numbers)
+        if kind == "graded":
+            source = read_in_planes(source, matrices)
     return source, checkpoint, tokens, texts.get("measurement"), record, compared
 
 
@@ -286,7 +308,7 @@ def _search(
         choice = None
         # The highest first: there is most to gain from the steps that only the first one goes all of.
         wanted: Sequence[float] = sorted(settings.levels, reverse=True)
-        others: tuple[float, ...] = OTHER_SPARSITIES if len(wanted) == 1 else ()
+        others: tuple[float, ...] = OTHER_SPARSITIES if len(wanted) == 1 and source.planes == 1 else ()
         if settings.has_budget:
             choice = choose(levels, settings.calibration, Budget(settings.max_kl, settings.min_top1))
             wanted = [choice.sparsity]
@@ -337,4 +359,5 @@ def _recipe(
         versions=library_versions(),
         vision_tensors_left_out=checkpoint.vision_tensors,
         rotation=rotation,
+        plane_bits=PLANE_BITS if settings.weights == "graded" else (),
     )

@@ -109,8 +109,8 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
             if quantised and value != kept:
                 stay = "the model is quantised, and its weights stay as they are"
                 raise UsageError(f"--{option} {value}: {stay}; leave it out")
-        if settings.weights == "int4":
-            group_size(config)
+        if settings.weights in ("int4", "graded"):
+            group_size(config, settings.weights)
         context = config.max_position_embeddings
         settings = replace(settings, seq_len=settings.seq_len or auto_seq_len(device.type, context))
         if settings.length > context:
@@ -138,6 +138,8 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     dtype = choose_dtype(config.dtype, device)
     free, working = available_bytes(device), working_bytes(config, dtype, settings)
     num_parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    if settings.weights == "graded":  # a number for each plane
+        working += sum(projection.num_parameters for projection in config.projections()) * dtype.itemsize
     untied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     rotated_bytes = (num_parameters + untied) * dtype.itemsize + working
     fixed = why_fixed(config, quantised)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from wisparse.formats.card import CARD, REPORT, Inherited, render_card
-from wisparse.formats.manifest import Recipe, SparsityLevel
+from wisparse.formats.manifest import Recipe, SparsityLevel, level_name
 from wisparse.formats.model_config import ModelConfig, Projection
 
 from .evaluation import Quality, json_values
@@ -54,16 +54,17 @@ def grade_of(kl: float, top1: float = 1.0, rise: float = 0.0) -> str:
     return _WORST
 
 
-def verdict(sparsity: float, quality: Quality | None) -> str:
+def verdict(sparsity: float, quality: Quality | None, graded: bool = False) -> str:
     """What this sparsity costs on text that the search never saw, in one sentence."""
+    level = level_name(sparsity, graded) + " sparsity" * (not graded)
     if quality is None:
-        return f"At {100 * sparsity:.4g}% sparsity: quality not measured; `wisparse eval` measures it."
+        return f"At {level}: quality not measured; `wisparse eval` measures it."
     figures = quality.sparse
     tokens = {"all": "every token sparse", "half": "the last half of each text sparse"}.get(quality.prefill, "")
     change = figures.perplexity / figures.dense_perplexity - 1
     perplexity = f", perplexity {figures.dense_perplexity:.3g} -> {figures.perplexity:.3g} ({change:+.1%})"
     return (
-        f"At {100 * sparsity:.4g}% sparsity ({tokens}), KL {figures.kl:.2g} nats/token, top-1 agreement "
+        f"At {level} ({tokens}), KL {figures.kl:.2g} nats/token, top-1 agreement "
         f"{figures.top1_agreement:.0%}{perplexity if math.isfinite(change) else ''}: {grade(quality)}."
     )
 
@@ -109,10 +110,11 @@ class Report:
             if quality.realised_range is not None:
                 low, high = quality.realised_range
                 found += f" ({low:.1%} to {high:.1%} by passage)"
+        what = "weights' bits" if self.recipe.graded else "weights"
         narrow = self.recipe.rotation is not None and self.recipe.calibration.source != "self"
         elsewhere = "up to about 8 points less" if narrow else "up to about 3 points more or less"
         return (
-            f"{realised:.1%} of the weights are left unread on the calibration text{found}. On text of another kind "
+            f"{realised:.1%} of the {what} are left unread on the calibration text{found}. On text of another kind "
             f"expect {elsewhere}; calibrate on text like yours to come nearer."
         )
 
@@ -134,7 +136,7 @@ class Report:
             blocks.append({"block": index, **means, "projections": shown})
         return {
             "report_version": REPORT_VERSION,
-            "verdict": verdict(recipe.default, quality),
+            "verdict": verdict(recipe.default, quality, recipe.graded),
             "model": {
                 **{key: getattr(recipe, key) for key in ("base_model", "base_revision")},
                 **{key: getattr(config, key) for key in ("model_type", "num_blocks")},
@@ -158,7 +160,7 @@ class Report:
                 {
                     "sparsity": sparsity,
                     "realised_on_calibration": self.realised(sparsity),
-                    "verdict": verdict(sparsity, level),
+                    "verdict": verdict(sparsity, level, recipe.graded),
                     "grade": grade(level),
                     "quality": _rounded(level.to_dict()),
                 }
@@ -169,7 +171,8 @@ class Report:
             "search": json_values(recipe.search, longest=_LONGEST_HISTORY),
             "blocks": blocks,
             "units": {
-                "sparsity": "fraction of input channels dropped, averaged with the number of parameters as weight",
+                "sparsity": "fraction of input channels dropped, averaged with the number of parameters as weight"
+                + "; of graded weights, the fraction of their bits left unread" * recipe.graded,
                 "kl": "KL(dense || sparse), nats per token",
                 "perplexity": "per token",
                 "threshold": "of |x| * channel_scale",

@@ -10,24 +10,27 @@ from typing import Any, TypedDict
 
 from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
-from wisparse.formats.manifest import MAX_LEVELS, MAX_SPARSITY
+from wisparse.formats.manifest import MAX_LEVELS, MAX_SPARSITY, bits_of, unread
 from wisparse.formats.weight_types import NOT_DTYPES
 
 METHODS = ("wisparse", "teal", "wina", "wina-code")
 SEARCHES = ("refine", "fisher", "paper", "greedy", "uniform")
 REPORTS = ("auto", "full", "brief")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-WEIGHTS = ("native", "int8", "fp8", "int4")
+WEIGHTS = ("native", "int8", "fp8", "int4", "graded")
 ROTATIONS = ("auto", "pca", "none")
 
 # From 40% to 50% speed grows by an eighth and the KL more than doubles: docs/choosing.md.
 USUAL, USUAL_DEFAULT = (0.3, 0.4, 0.5), 0.4
+# Of graded weights.
+USUAL_BITS, USUAL_DEFAULT_BITS = (4.25, 3.5, 3.0), 3.5
 
 # TEAL spreads each block's sparsity greedily, the others take the same everywhere.
 _OWN_SEARCH = {"wisparse": "refine", "teal": "greedy", "wina": "uniform", "wina-code": "uniform"}
 
 _LARGEST = 2**63 - 1
 _FRACTION = f"a number from 0 to {MAX_SPARSITY}"
+_BITS = f"a number of bits from {bits_of(MAX_SPARSITY):.1g} to 8"
 
 
 def _option(kind: str, default: Any, group: str, help: str, **more: Any) -> Any:
@@ -38,6 +41,7 @@ class ConvertOptions(TypedDict, total=False):
     """Keyword arguments of `wisparse.convert`, for type checkers: the fields of `ConvertSettings` as users write them."""
 
     sparsity: float | Sequence[float]
+    bits: float | Sequence[float]
     default: float | None
     max_kl: float | None
     min_top1: float | None
@@ -78,13 +82,20 @@ class ConvertSettings:
         "of one bundle: choose among them when you load it.",
         low=0.0, high=MAX_SPARSITY, expected=_FRACTION, metavar="FRACTION[,…]", shown=",".join(map(str, USUAL)),
     )  # fmt: skip
+    bits: tuple[float, ...] = _option(
+        "fractions", (), "Sparsity",
+        "Of --weights graded: how many of a weight's 8 bits to read, on average over channels and tokens. Several are "
+        "levels of one bundle.",
+        low=bits_of(MAX_SPARSITY), high=8.0, expected=_BITS, metavar="BITS[,…]", shown=",".join(map(str, USUAL_BITS)),
+    )  # fmt: skip
     default: float | None = _option(
-        "float", None, "Sparsity", "The sparsity level in force unless another is asked for.",
-        low=0.0, high=MAX_SPARSITY, expected=_FRACTION, metavar="FRACTION", shown="0.4, or the nearest to it",
+        "float", None, "Sparsity", "The level in force unless another is asked for, by its sparsity or its bits.",
+        low=0.0, high=8.0, expected="a sparsity or, of --weights graded, a number of bits", metavar="LEVEL",
+        shown="0.4, or the nearest to it; 3.5 bits",
     )  # fmt: skip
     max_kl: float | None = _option(
         "float", None, "Sparsity",
-        "Find the highest sparsity whose KL(dense || sparse), in nats per token, is at most this, on text that neither "
+        "Find the highest sparsity (of --weights graded the fewest bits) whose KL(dense || sparse), in nats per token, is at most this, on text that neither "
         "the calibration nor the search has seen.",
         low=0.0, high=1e6, expected="a number of nats per token, 0 or more", metavar="NATS",
     )  # fmt: skip
@@ -125,7 +136,8 @@ class ConvertSettings:
     weights: str = _option(
         "choice", "native", "Weights",
         "How the bundle stores the layers' weights. native: as the source does. int8, fp8: rounded, with a scale a "
-        "row. int4: fitted to the calibration text (GPTQ), in groups of 128. As compressed-tensors, which others load.",
+        "row. int4: fitted to the calibration text (GPTQ), in groups of 128. graded: int8 in groups of 128, of which "
+        "each token reads as many bits of a channel as its value is worth. As compressed-tensors, which others load.",
         choices=WEIGHTS,
     )  # fmt: skip
     dtype: str = _option(
@@ -160,21 +172,26 @@ class ConvertSettings:
         guard.text("--output-dir", str(self.output_dir))  # safetensors opens no path that is not UTF-8
         name, work, out = self.output_dir.name, self.work_dir and self.work_dir.resolve(), self.output_dir.resolve()
         budget = self.has_budget and ("--max-kl" if self.max_kl is not None else "--min-top1")
-        found = ", ".join(f"{sparsity:g}" for sparsity in self.sparsity)
-        levels = ", ".join(f"{sparsity:g}" for sparsity in self.levels)
+        graded, named = self.weights == "graded", "--bits" if self.bits else "--sparsity"
+        given = self.bits or self.sparsity
+        found = ", ".join(f"{level:g}" for level in given)
+        levels = ", ".join(f"{bits_of(level) if graded else level:g}" for level in self.levels)
         finds, search = f"{budget} finds the sparsity, so there is none to give: leave", self.chosen_search
         of_paper = f"belongs to --search paper, but the search is {search!r}"
         for wrong, sentence in (
             (not name or name == "..", "--output-dir: expected the name of a folder to be made, found "
              f"{str(self.output_dir)!r}; name one inside it"),
-            (len(set(self.sparsity)) < len(self.sparsity),
-             f"--sparsity: expected one or several different numbers, found {found}"),
-            (len(self.sparsity) > MAX_LEVELS,
-             f"--sparsity: a bundle holds at most {MAX_LEVELS} of them, found {len(self.sparsity)}"),
-            (budget and self.sparsity, f"{finds} --sparsity out"),
+            (graded and self.sparsity, "--weights graded: expected levels by --bits, found --sparsity"),
+            (self.bits and not graded, f"--bits: expected --weights graded, found --weights {self.weights}"),
+            (graded and (self.method != "wisparse" or search not in ("refine", "fisher")),
+             "--weights graded: expected --method wisparse and --search refine or fisher, found "
+             f"{self.method} and {search}"),
+            (len(set(given)) < len(given), f"{named}: expected one or several different numbers, found {found}"),
+            (len(given) > MAX_LEVELS, f"{named}: a bundle holds at most {MAX_LEVELS} of them, found {len(given)}"),
+            (budget and given, f"{finds} {named} out"),
             (budget and self.default is not None, f"{finds} --default out"),
-            (not budget and self.default is not None and self.default not in self.levels,
-             f"--default: expected one of the sparsities {levels}, found {self.default!r:.40}"),
+            (not budget and self.default is not None and self._default not in self.levels,
+             f"--default: expected one of the {'bits' if graded else 'sparsities'} {levels}, found {self.default!r:.40}"),
             (self.search in ("fisher", "refine") and self.method != "wisparse",
              f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
              "choose greedy, paper or uniform"),
@@ -199,14 +216,28 @@ class ConvertSettings:
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """The sparsities, ascending; none where a budget is to find one."""
-        return () if self.has_budget else self.sparsity or USUAL
+        """The sparsities, ascending (of graded weights the shares of their bits left unread); none where a budget is to
+        find one."""
+        if self.has_budget:
+            return ()
+        if self.weights == "graded":
+            return tuple(sorted(unread(bits) for bits in self.bits or USUAL_BITS))
+        return self.sparsity or USUAL
+
+    @property
+    def _default(self) -> float | None:
+        """``default`` as a sparsity."""
+        return unread(self.default) if self.weights == "graded" and self.default is not None else self.default
+
+    @property
+    def usual_default(self) -> float:
+        return unread(USUAL_DEFAULT_BITS) if self.weights == "graded" else USUAL_DEFAULT
 
     def default_of(self, levels: Iterable[float]) -> float:
         """The default among these; of two equally near to the usual one the lower."""
-        if self.default is not None:
-            return self.default
-        return min(levels, key=lambda level: (round(abs(level - USUAL_DEFAULT), 9), level))
+        if self._default is not None:
+            return self._default
+        return min(levels, key=lambda level: (round(abs(level - self.usual_default), 9), level))
 
     @property
     def length(self) -> int:

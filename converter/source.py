@@ -69,6 +69,7 @@ class SourceModel:
     projections: Mapping[str, nn.Linear]  # by full name, in the order of `ModelConfig.projections`
     device: torch.device  # where token ids go in
     dtype: torch.dtype  # of the computation, not of the bundle
+    planes: int = 1  # of each projection's channels, see `planes`
 
     def weight(self, name: str) -> Tensor:
         """A projection's weight (N, K), fetched from where it is kept if the device has no room for it."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,19 @@ from . import guard
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint, Entry, build_header, parse_tensors
 from .errors import BundleError, UsageError, printable
 from .lazy import Tensor, torch
-from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, Recipe, require_version, sidecar_metadata
+from .manifest import (
+    MANIFEST,
+    MAX_SPARSITY,
+    SIDECAR,
+    Manifest,
+    Recipe,
+    bits_of,
+    require_version,
+    sidecar_metadata,
+    unread,
+)
 from .model_config import ModelConfig
+from .quantization import Packed
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 SMALL_FILES: Mapping[str, int] = {
@@ -53,11 +65,18 @@ class ProjectionMask:
     scale: Tensor | np.ndarray[Any, Any]  # `channel_scale`; an array is made a tensor at its first use
     threshold: float  # keep a channel if ``|x| * channel_scale`` is at least this; finite, 0 or more, a float32 value
     sparsity: float  # fraction of channels dropped, in [0, 0.95]; 0 means dense, and the threshold is 0 as well
+    # Of a graded weight, from which score on each plane is read, the high one first; the sparsity is of its bits then.
+    plane_thresholds: tuple[float, ...] = ()
 
     @cached_property
     def channel_scale(self) -> Tensor:
         """(K,) float32, finite and positive."""
         return torch.from_numpy(self.scale) if isinstance(self.scale, np.ndarray) else self.scale
+
+
+def planes_of(masks: Mapping[str, ProjectionMask]) -> int:
+    """In how many planes the weights are read: more than one in a graded bundle."""
+    return len(next(iter(masks.values())).plane_thresholds) or 1
 
 
 @dataclass(frozen=True)
@@ -80,18 +99,39 @@ class Bundle:
         if self.sparsity in self.levels:
             return self.levels[self.sparsity]
         first = next(iter(self.levels.values()))
-        return {name: ProjectionMask(mask.scale, 0.0, 0.0) for name, mask in first.items()}
+        none = tuple(0.0 for _ in self.recipe.plane_bits)
+        return {name: ProjectionMask(mask.scale, 0.0, 0.0, none) for name, mask in first.items()}
 
-    def at(self, sparsity: float) -> Bundle:
-        """The same bundle with another sparsity level in force, 0 for the dense model; UsageError if it has none such."""
+    @property
+    def bits(self) -> float | None:
+        """Bits read of a weight at the level in force; None unless the bundle is graded."""
+        return bits_of(self.sparsity) if self.recipe.plane_bits else None
+
+    def chosen(self, sparsity: float | None, bits: float | None) -> Bundle:
+        """`at`, where a user has named a level; else the same bundle."""
+        return self if sparsity is None and bits is None else self.at(sparsity, bits)
+
+    def at(self, sparsity: float | None = None, bits: float | None = None) -> Bundle:
+        """The same bundle with another level in force, by its sparsity, 0 for the dense model, or by the bits of a
+        graded one, 8 for the dense model; UsageError if it has none such."""
+        graded, given = bool(self.recipe.plane_bits), sparsity if bits is None else bits
+        if bits is not None and (sparsity is not None or not graded):
+            both = "bits, sparsity: expected one of them" if graded else "bits: expected a graded bundle"
+            raise UsageError(f"{both}, found {'both' if graded else 'one with sparsity levels: choose a sparsity'}")
         # The comparison before the difference: an integer may be too large to become a float.
-        number = isinstance(sparsity, int | float) and not isinstance(sparsity, bool) and -1 < sparsity < 2
-        for level in (*self.levels, 0.0):
-            if number and abs(level - sparsity) < _SAME_SPARSITY:
-                return replace(self, sparsity=level)
-        known = [f"{level:g}" if float(f"{level:g}") == level else repr(level) for level in self.levels if level]
-        listed = f"one of the bundle's sparsity levels, {', '.join(known)}, or " if known else ""
-        raise UsageError(f"sparsity: expected {listed}0 for the dense model, found {sparsity!r:.60}")
+        if isinstance(given, int | float) and not isinstance(given, bool) and -1 < given < 10:
+            wanted = given if bits is None else unread(given)
+            for level in (*self.levels, 0.0):
+                if abs(level - wanted) < _SAME_SPARSITY:
+                    return replace(self, sparsity=level)
+        name, dense, known = "sparsity", 0, [level for level in self.levels if level]
+        if graded:
+            name, dense, known = "bits", 8, [round(bits_of(level), 6) for level in known]
+        if bits is None and graded:
+            name = "sparsity: this bundle is graded; bits"
+        texts = [f"{level:g}" if float(f"{level:g}") == level else repr(level) for level in known]
+        listed = f"one of the bundle's {'' if graded else 'sparsity '}levels, {', '.join(texts)}, or " if known else ""
+        raise UsageError(f"{name}: expected {listed}{dense} for the dense model, found {given!r:.60}")
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, unfinished: bool = False) -> Bundle:
@@ -149,6 +189,14 @@ class Bundle:
                 raise BundleError(f"{MANIFEST}: projections{at}: {wanted}, {what}; convert again")
             if blocks != num_blocks:
                 raise BundleError(f"{MANIFEST}: block_sparsities{at}: expected {num_blocks} values, found {blocks}")
+        for name in names if recipe.plane_bits else ():
+            stored = checkpoint.quantised.get(f"{name}.weight")
+            packing = None if stored is None else stored.packing
+            if not (
+                isinstance(packing, Packed) and packing.kind == "int8" and packing.group and not packing.zero_points
+            ):
+                wanted = "int8 codes in groups without zero points, pack-quantized, as plane_bits says"
+                raise BundleError(f"{name}: expected {wanted}, found {packing or 'plain numbers'}; convert again")
         levels = read_masks(_read_checked(folder, SIDECAR, manifest), widths, manifest)
         return cls(folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest)
 
@@ -187,11 +235,13 @@ def read_masks(data: bytes, widths: Mapping[str, int], manifest: Manifest) -> di
     require_version(int(version) if digits else version, SIDECAR)
     if metadata.get("recipe_sha256") != sidecar_metadata(manifest.recipe)["recipe_sha256"]:
         raise BundleError(f"{SIDECAR} and {MANIFEST} do not belong together (recipe_sha256 differs); convert again")
-    rows = len(manifest.recipe.levels)
+    rows, planes = len(manifest.recipe.levels), len(manifest.recipe.plane_bits)
     expected: dict[str, tuple[int, ...]] = {}
     for name, width in widths.items():
         expected[f"{name}.channel_scale"] = (rows, width)
         expected |= dict.fromkeys((f"{name}.threshold", f"{name}.sparsity"), (rows,))
+        if planes:
+            expected[f"{name}.plane_threshold"] = (rows, planes)
     for tensor, shape in expected.items():
         name, _, what = tensor.rpartition(".")
         entry = tensors[tensor][0] if tensor in tensors else None
@@ -208,6 +258,8 @@ def read_masks(data: bytes, widths: Mapping[str, int], manifest: Manifest) -> di
             fields = ("channel_scale", "threshold", "sparsity")
             scale, *numbers = (values[f"{recipe.name}.{field}"][index] for field in fields)
             threshold, sparsity = (float(number[0]) for number in numbers)
+            by_plane = tuple(values[f"{recipe.name}.plane_threshold"][index].tolist()) if planes else ()
+            rising = all(low <= high < math.inf for low, high in pairwise(by_plane))  # False with a NaN
             low, high = float(scale.min()), float(scale.max())
             # Subnormal numbers are out of range: back ends that flush them to zero would disagree about the mask.
             positive = low >= _SMALLEST_NORMAL and high < math.inf
@@ -217,6 +269,14 @@ def read_masks(data: bytes, widths: Mapping[str, int], manifest: Manifest) -> di
                 (usual, "threshold", "a finite number, 0 or more", f"{threshold:g}"),
                 (0 <= sparsity <= MAX_SPARSITY, "sparsity", f"a number in [0, {MAX_SPARSITY}]", f"{sparsity:g}"),
                 (sparsity or not threshold, "sparsity 0 means dense", "threshold 0", f"{threshold:g}"),
+                (rising, "plane_threshold", "finite thresholds, none below an earlier plane's", f"{[*by_plane]}"),
+                (
+                    not planes or by_plane[0] == threshold,
+                    "plane_threshold",
+                    f"{threshold!r} for the first plane, the threshold",
+                    f"{by_plane[0] if planes else None!r}",
+                ),
+                (sparsity or not any(by_plane), "sparsity 0 means dense", "plane thresholds 0", f"{[*by_plane]}"),
             ):
                 if not valid:
                     raise BundleError(f"{recipe.name}: {where}: expected {wanted}, found {found}; convert again")
@@ -226,7 +286,9 @@ def read_masks(data: bytes, widths: Mapping[str, int], manifest: Manifest) -> di
                     said = f"{MANIFEST} says {key} {stated!r}, {SIDECAR} says {number!r}"
                     raise BundleError(f"{recipe.name}: {said}; convert again")
             # The recipe's double, so that 0.35 is printed as 0.35.
-            levels[level.sparsity][recipe.name] = ProjectionMask(scale.copy(), threshold, float(recipe.sparsity))
+            levels[level.sparsity][recipe.name] = ProjectionMask(
+                scale.copy(), threshold, float(recipe.sparsity), by_plane
+            )
     return levels
 
 
@@ -240,6 +302,8 @@ def sidecar_bytes(names: Iterable[str], recipe: Recipe, levels: Sequence[Mapping
             f"{name}.threshold": np.array([mask.threshold for mask in masks]),
             f"{name}.sparsity": np.array([mask.sparsity for mask in masks]),
         }
+        if recipe.plane_bits:
+            arrays[f"{name}.plane_threshold"] = np.array([mask.plane_thresholds for mask in masks])
     stored = {name: (torch.float32, array.shape) for name, array in arrays.items()}
     header = build_header(stored, sidecar_metadata(recipe))
     return header + b"".join(array.astype("<f4").tobytes() for array in arrays.values())

@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader
 from .errors import BundleError
 from .folder import check_target, clear_leftovers, replaced_folder
 from .guard import dump_json, open_regular, parse_json, read_bounded, read_json, resolve_inside
-from .manifest import BUNDLE, MANIFEST, MAX_MANIFEST_BYTES, Recipe, listed_files
+from .manifest import BUNDLE, MANIFEST, MAX_MANIFEST_BYTES, Recipe, level_name, listed_files
 
 REPORT, CARD = "conversion_report.json", "README.md"
 LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
@@ -92,7 +93,8 @@ def render_card(
     repo_id: str | None = None,
 ) -> str:
     base = recipe.base_model
-    title = f"{base.split('/')[-1]}, {100 * recipe.default:.4g}% activation-sparse"
+    level_of = partial(level_name, graded=recipe.graded)
+    title = f"{base.split('/')[-1]}, {level_of(recipe.default)}{' graded' if recipe.graded else ' activation-sparse'}"
     on_hub = recipe.base_revision is not None
     licence, name, link = inherited.licence, inherited.licence_name, inherited.licence_link
     if licence == "other" and not (name and link):
@@ -137,6 +139,7 @@ def render_card(
     return environment.get_template("card.md.jinja").render(
         metadata=metadata.to_yaml(),
         title=title,
+        level_of=level_of,
         recipe=recipe,
         inherited=inherited,
         report=report,

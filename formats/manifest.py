@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from .errors import AccessError, BundleError
 from .folder import Kind
 from .guard import dump_json, read_json
+from .weight_types import PLANE_BITS
 
 FORMAT_VERSION = 2
 MANIFEST, SIDECAR = "wisparse.json", "wisparse.safetensors"
@@ -84,6 +85,7 @@ class Recipe:
     versions: Mapping[str, str] = field(default_factory=dict)  # of the libraries that took part
     vision_tensors_left_out: int = 0  # tensors of the source that are not its text model's; on disk only if any
     rotation: RotationRecord | None = None  # on disk only if the weights were rotated
+    plane_bits: tuple[int, ...] = ()  # of a graded bundle, the high plane first; on disk only then
 
     @property
     def sparsities(self) -> tuple[float, ...]:
@@ -102,13 +104,17 @@ class Recipe:
         return next(level for level in self.levels if level.sparsity == sparsity)
 
     @property
+    def graded(self) -> bool:
+        return bool(self.plane_bits)
+
+    @property
     def text_only(self) -> str | None:
         """What of the source is not in the bundle, in words; None where nothing is missing."""
         count = self.vision_tensors_left_out
         return f"text only: {count} tensor{'s' * (count > 1)} of the vision tower left out" if count else None
 
     def to_dict(self) -> dict[str, Any]:
-        only_if_any = ("vision_tensors_left_out", "rotation")
+        only_if_any = ("vision_tensors_left_out", "rotation", "plane_bits")
         document = {key: value for key, value in asdict(self).items() if value or key not in only_if_any}
         return {"format_version": FORMAT_VERSION, **document}
 
@@ -122,7 +128,10 @@ class Recipe:
             (1 <= len(found) <= MAX_LEVELS, "sparsity levels", f"1 to {MAX_LEVELS}", f"{len(found)}"),
             (ascending, "sparsity levels", "ascending sparsities, none twice", listed),
             (recipe.default in found, "default", f"one of the sparsity levels {listed}", f"{recipe.default!r:.20}"),
-        ]
+            (recipe.plane_bits in ((), PLANE_BITS), "plane_bits",
+             f"{[*PLANE_BITS]}, the high plane first, which are the {sum(PLANE_BITS)} bits of a code",
+             f"{[*recipe.plane_bits]!r:.60}"),
+        ]  # fmt: skip
         for one in recipe.levels[0].projections if found and not found[0] else ():
             where = f"{one.name:.200}: sparsity"
             checks.append((not one.sparsity, where, "0 at the sparsity level 0", f"{one.sparsity!r:.20}"))
@@ -130,6 +139,21 @@ class Recipe:
             if not valid:
                 raise BundleError(f"{MANIFEST}: {where}: expected {wanted}, found {given}; convert again")
         return recipe
+
+
+def bits_of(sparsity: float) -> float:
+    """The bits read of a graded weight at a level, whose sparsity is the share of them left unread."""
+    return sum(PLANE_BITS) * (1.0 - sparsity)
+
+
+def level_name(sparsity: float, graded: bool, form: str = ".4g") -> str:
+    """What a level is called: its sparsity in percent, or the bits read of a graded weight."""
+    return f"{bits_of(sparsity):.4g} bits" if graded else f"{100 * sparsity:{form}}%"
+
+
+def unread(bits: float) -> float:
+    """The sparsity of a level of so many bits."""
+    return 1.0 - bits / sum(PLANE_BITS)
 
 
 @dataclass(frozen=True)
@@ -213,7 +237,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind) or origin is Mapping:
         valid, wanted = isinstance(value, dict), "an object"
     elif origin is tuple:
-        valid, wanted = isinstance(value, list), "a list"
+        valid, wanted = isinstance(value, list | tuple), "a list"  # a default is a tuple
     elif kind is str:
         valid, wanted = isinstance(value, str), "a string"
     elif kind is int:

@@ -81,11 +81,38 @@ def unpack_int4(packed: Tensor, columns: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :columns]
 
 
+# Graded weights are int8 codes c = 16 h + l, h and l from -8 to 7: a high plane and a low one.
+PLANE_BITS = (4, 4)
+_LARGEST_GRADED = 119.0
+
+
+def split_planes(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """The high and the low plane, int8, of int8 codes; ValueError for codes above 119, which have none."""
+    if codes.numel() and int(codes.max()) > _LARGEST_GRADED:
+        raise ValueError(f"expected int8 codes up to {_LARGEST_GRADED:g}, which have planes, found {int(codes.max())}")
+    high = (codes + 8) >> 4
+    return high, codes - 16 * high
+
+
+def interleaved(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """Of int8 codes (N, K) the planes as int4 (N, 2 K): channel 2 k the high one of k, 2 k + 1 the low one. A product is
+    then that of the inputs 16 x and x. ValueError as of `split_planes`."""
+    high, low = split_planes(matrix.codes)
+    codes = ((high + 8) | (low + 8) << 4).view(torch.uint8)
+    group = None if matrix.group is None else 2 * matrix.group
+    return QuantizedMatrix("int4", codes, matrix.scales, None, group, (matrix.shape[0], 2 * matrix.shape[1]))
+
+
 def quantise(
-    kind: Kind, weight: Tensor, *, group: int | None = None, scale_dtype: torch.dtype | None = None
+    kind: Kind,
+    weight: Tensor,
+    *,
+    group: int | None = None,
+    scale_dtype: torch.dtype | None = None,
+    graded: bool = False,
 ) -> QuantizedMatrix:
     """Round a weight (N, K), floating and finite, without zero points; ``group`` neighbouring channels share a scale,
-    or None: whole rows. Scales are numbers of ``scale_dtype``, float32 if None."""
+    or None: whole rows. Scales are numbers of ``scale_dtype``, float32 if None. ``graded``: codes that have planes."""
     rows, columns = weight.shape
     groups = 1 if group is None else columns // group
     width = (columns + 1) // 2 if kind == "int4" else columns
@@ -96,12 +123,15 @@ def quantise(
     for part in _row_slices(rows, columns):
         values = weight[part].to(torch.float32).unflatten(1, (groups, -1))
         scale = values.abs().amax(2) / _LARGEST[kind]
+        if graded:
+            scale = torch.maximum(values.amax(2) / _LARGEST_GRADED, values.amin(2) / _RANGE[kind][0])
         # One for a group of zeros, which any scale stands for.
         scale = torch.where(scale > 0, scale.clamp(smallest, largest), 1.0).to(scale_dtype).to(torch.float32)
         code = values / scale.unsqueeze(2)
         if kind != "fp8":
             code = torch.round(code) + _MIDDLE[kind]
-        code = code.clamp_(*_RANGE[kind]).flatten(1)
+        low, high = _RANGE[kind]
+        code = code.clamp_(low, _LARGEST_GRADED if graded else high).flatten(1)
         codes[part] = pack_int4(code) if kind == "int4" else code.to(codes.dtype)
         scales[part] = scale
     return QuantizedMatrix(kind, codes, scales, None, group, (rows, columns))

@@ -39,6 +39,8 @@ def make_decoder(
 ) -> Decoder:
     """Build the decoder that ``backend`` names; ``auto``: the fastest that can run it. Arguments as for :func:`load`."""
     longest = bundle.config.max_position_embeddings
+    if bundle.recipe.graded and weights != "native":
+        raise UsageError(f"weights: expected native for a graded bundle, which has its own, found {weights!r}")
     if max_seq_len is not None and not 1 <= max_seq_len <= longest:
         raise UsageError(f"max_seq_len: expected 1 to the model's context of {longest}, found {max_seq_len}")
     try:
@@ -70,7 +72,7 @@ def make_decoder(
     dequantized = {
         stored.packing.kind if stored.packing.group is None else f"{stored.packing.kind} (groups)"
         for stored in bundle.checkpoint.quantised.values()
-        if weights not in ("native", stored.packing.kind) or not chosen.keeps(stored)
+        if weights not in ("native", stored.packing.kind) or not chosen.keeps(stored, bundle.recipe.graded)
     }
     if dequantized:
         then = "" if weights == "native" else f", and rounds them to {weights}"
@@ -88,6 +90,7 @@ def load(
     backend: str = "auto",
     weights: str = "native",
     sparsity: float | None = None,
+    bits: float | None = None,
     prefill: str = "dense",
     max_seq_len: int | None = None,
     max_batch: int | None = 1,
@@ -105,6 +108,8 @@ def load(
             layer is int8 with any of them.
         sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: its default, or the level in
             force of an opened bundle. ``model.sparsity`` changes it between two answers.
+        bits: the same of a graded bundle, by the bits read of a weight; 8 is the dense model, of int8. ``model.bits``
+            changes it.
         prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
         max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as a quarter
             of the memory that the weights leave free can hold.
@@ -130,8 +135,7 @@ def load(
     revision = None if revision is None else guard.text("revision", revision, empty=False)
     start = time.perf_counter()
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(fetch_bundle(bundle, revision))
-    if sparsity is not None:
-        opened = opened.at(sparsity)
+    opened = opened.chosen(sparsity, bits)
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(

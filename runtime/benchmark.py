@@ -59,6 +59,7 @@ class Comparison:
     sparsity: float
     dense: Speed
     sparse: Speed
+    bits: float | None = None  # of the level of a graded bundle
     kernels: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -129,6 +130,7 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
             sparsity=levels[name],
             dense=speed(model.decoder, 0.0, timed[name, 0.0]),
             sparse=speed(model.decoder, realised[name], timed[name, levels[name]]),
+            bits=model.bits,
             kernels=tables.get(name, {}),
         )
     return found

@@ -104,7 +104,7 @@ def forecast(
         grouped = False  # no int4
 
     def memory(kind: str) -> int:
-        everything = SimpleNamespace(config=config, checkpoint=bundles[0].checkpoint)
+        everything = SimpleNamespace(config=config, checkpoint=bundles[0].checkpoint, recipe=bundles[0].recipe)
         weights = weight_bytes(everything, dtype, kind, made.keeps)  # type: ignore[arg-type]
         return weights + context * bytes_per_position(config, dtype)
 
@@ -213,4 +213,5 @@ def _random_bundle(config: ModelConfig, dtype: torch.dtype, levels: Sequence[flo
             scale[channels[: round(level * projection.in_features)]] = 1e-20
             of_level[projection.name] = ProjectionMask(scale, 1e-12 if level else 0.0, level)
     checkpoint = _RandomCheckpoint(config, dtype)
-    return SimpleNamespace(config=config, checkpoint=checkpoint, masks=masks[0.0], levels=masks)
+    recipe = SimpleNamespace(graded=False)
+    return SimpleNamespace(config=config, checkpoint=checkpoint, masks=masks[0.0], levels=masks, recipe=recipe)

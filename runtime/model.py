@@ -54,7 +54,7 @@ class Model(AbstractContextManager["Model"]):
         decoder = self.decoder
         return (
             f"<wisparse.Model {str(self.bundle.folder)!r}: {self.config.model_type}, {self.config.num_blocks} blocks, "
-            f"sparsity {self.sparsity:g}, prefill {self.prefill}; back end {decoder.name} on "
+            f"{f'sparsity {self.sparsity:g}' if self.bits is None else f'bits {self.bits:g}'}, prefill {self.prefill}; back end {decoder.name} on "
             f"{decoder.device}, {str(decoder.dtype).removeprefix('torch.')}, max_seq_len {decoder.max_seq_len}"
             f"{'; closed' if self.engine.closed else ''}>"
         )
@@ -100,6 +100,16 @@ class Model(AbstractContextManager["Model"]):
             self.bundle = bundle
 
         self.engine.call(switch)
+
+    @property
+    def bits(self) -> float | None:
+        """The level by the bits read of a weight, 8 for the dense model; None unless the bundle is graded. Setting it is
+        setting :attr:`sparsity`."""
+        return self.bundle.bits
+
+    @bits.setter
+    def bits(self, bits: float) -> None:
+        self.sparsity = self.bundle.at(bits=bits).sparsity
 
     @property
     def max_seq_len(self) -> int:

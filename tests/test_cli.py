@@ -116,7 +116,7 @@ def test_the_table_of_settings_is_the_command_lines() -> None:
     parameters = {parameter.name: parameter for parameter in convert.command.params}
     own = {"dry_run", "verbose", "quiet", "as_json"}
     assert parameters.keys() == settings.keys() | own
-    for name in settings.keys() - {"model", "sparsity"}:  # which is a text there
+    for name in settings.keys() - {"model", "sparsity", "bits"}:  # which are texts there
         assert parameters[name].get_default(click.Context(convert.command)) == settings[name].default, name
 
 

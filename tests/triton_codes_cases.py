@@ -10,7 +10,7 @@ import torch
 from quantised_models import quantise_with_zeros
 from triton_cases import DEVICE, INTERPRETED, apply_linear, assert_close, make_linear, pairwise, rows, twin
 
-from wisparse.formats.weight_types import quantise
+from wisparse.formats.weight_types import interleaved, quantise
 from wisparse.kernels.gpu.code_gemm import CodeGemmTile, code_gemm
 from wisparse.kernels.gpu.packed_gemv import keeps_subnormals
 from wisparse.kernels.gpu.plan import GemvTile, plan
@@ -19,6 +19,7 @@ from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, 
 HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 # Kind, channels that share a scale (None: all), zero points.
 KINDS = [("int4", 32, False), ("int4", 64, True), ("int8", None, False), ("int8", 32, True), ("fp8", None, False)]
+KINDS += [("graded", 32, False)]
 # Few large blocks where kernels are interpreted.
 TILES = {
     1: GemvTile(128, 16, 2, 4, chunk=32, unroll=2, lead=1),
@@ -31,23 +32,44 @@ def quantized_linear(
     *, bias: bool = False,
 ) -> FusedLinear:  # fmt: skip
     plain = make_linear(widths, k, dtype, sparsity, bias=bias)
-    weight = empty_weight(kind, k, widths, group, dtype, DEVICE, zeros=zero_points)
+    graded = kind == "graded"  # a low plane is read from twice the threshold on
+    stored, planes = ("int4", 2) if graded else (kind, 1)
+    size = None if group is None else planes * group
+    weight = empty_weight(stored, planes * k, widths, size, dtype, DEVICE, zeros=zero_points, planes=planes)
     generator = torch.Generator().manual_seed(3)
     for i, width in enumerate(widths):
         numbers = torch.randn(width, k, generator=generator) / math.sqrt(k)
         numbers *= torch.rand(width, 1, generator=generator) + 0.5
-        part = (quantise_with_zeros if zero_points else quantise)(kind, numbers, group=group)
+        if graded:
+            part = interleaved(quantise("int8", numbers, group=group, graded=True))
+        else:
+            part = (quantise_with_zeros if zero_points else quantise)(kind, numbers, group=group)
         store_columns(weight, i, part.codes, part.scales, part.zeros)
     # Codes of columns that do not exist: whatever stands there must not show.
     poisoned = weight.data.view(torch.uint8)
     for i, width in enumerate(widths):
-        per_byte = 2 if kind == "int4" else 1
+        per_byte = 2 if stored == "int4" else 1
         poisoned[:, -(-(weight.first(i) + width) // per_byte) : weight.first(i + 1) // per_byte] = 0x5A
-    return replace(plain, weight=weight)
+    thresholds = torch.stack((plain.thresholds, 2 * plain.thresholds), 1).flatten() if graded else plain.thresholds
+    return replace(plain, weight=weight, thresholds=thresholds)
 
 
 def exact_twin(x: torch.Tensor, linear: FusedLinear) -> torch.Tensor:
-    """``twin``, with the numbers that the codes stand for, to float32."""
+    """``twin``, with the numbers that the codes stand for, to float32; of graded weights each plane a channel."""
+    if linear.weight.planes == 2:
+        of_planes = []
+        for i, width in enumerate(linear.widths):
+            both, low = torch.empty(2, linear.in_features, width, device=DEVICE)
+            dequantize(linear.weight, i, both)
+            dequantize(linear.weight, i, low, low=True)
+            of_planes.append(torch.cat((both - low, low)))
+        plain = replace(
+            linear,
+            weight=unquantized(torch.cat(of_planes, 1), linear.widths),
+            scales=torch.cat((linear.scales, linear.scales / 2), 1),
+            thresholds=linear.thresholds[::2].contiguous(),
+        )
+        return twin(torch.cat((x, x), 1), plain)
     room = [torch.empty(linear.in_features, width, device=DEVICE) for width in linear.widths]
     numbers = torch.cat([dequantize(linear.weight, i, out) for i, out in enumerate(room)], 1)
     return twin(x, replace(linear, weight=unquantized(numbers, linear.widths)))
@@ -124,10 +146,11 @@ PACKED = [
 def test_products_on_the_tensor_cores_are_the_twins(kind, group, zeros, dtype, batch, widths, k, sparsity):
     coded = quantized_linear(kind, group, zeros, widths, k, dtype, sparsity, bias=True)
     x = rows(batch, k, dtype)
-    for tile in PACKED if kind == "int4" else PACKED[:2]:
+    few = kind in ("int4", "graded")
+    for tile in PACKED if few else PACKED[:2]:
         assert plan(coded.shape, batch, tile=tile).packed is not None
         assert_close(apply_linear(x, coded, tile), exact_twin(x, coded), dtype)
-    if kind != "int4":
+    if not few:
         assert plan(coded.shape, batch, tile=PACKED[2]).packed is None
 
 

@@ -142,9 +142,11 @@ def llama_linear(
     """``quant``: the weights' type, group (0: all channels) and whether there are zero points."""
     k, widths, _, _ = SHAPES[group]
     kind, size, zeros = quant
-    weight = empty_weight(kind, k, widths, size or None, dtype, META, zeros=zeros)
+    planes = 2 if kind == "graded" else 1
+    kind, rows = ("int4", 2 * k) if planes == 2 else (kind, k)
+    weight = empty_weight(kind, rows, widths, planes * size or None, dtype, META, zeros=zeros, planes=planes)
     parts = len(widths)
-    return FusedLinear(weight, None, empty(parts, k, dtype=FP32), empty(parts, dtype=FP32), dense)
+    return FusedLinear(weight, None, empty(parts, k, dtype=FP32), empty(parts * planes, dtype=FP32), dense)
 
 
 def gemv(
@@ -284,6 +286,11 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
         ("down", 8, True, ("int8", 128, True), BF16),
         ("down", 1, False, ("fp8", 0, False), BF16),
         ("qkv", 8, False, ("fp8", 0, False), FP16),
+        ("qkv", 1, False, ("graded", 128, False), BF16),
+        ("o", 1, False, ("graded", 128, False), BF16),
+        ("gate_up", 1, True, ("graded", 128, False), BF16),
+        ("down", 2, False, ("graded", 128, False), FP16),
+        ("gate_up", 8, False, ("graded", 128, False), BF16),
     ):
         tile, _ = plan.choose_tile(Gpu(arch, 132), llama_linear(group, dense, dtype, quant).shape, rows)
         name = f"{quant[0]}-{quant[1]} {plan.regime(rows, dense=dense)} {rows}"

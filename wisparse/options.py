@@ -15,6 +15,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted, shown
 from wisparse.formats.hub import fetch_bundle
+from wisparse.formats.manifest import bits_of
 from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS
 
@@ -41,6 +42,7 @@ save_option = click.option("--save", is_flag=True, help=_SAVED)
 
 _LENGTH = "Tokens that prompt and answer may have together.  [default: the model's context, if memory allows]"
 _LEVEL = "A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  [default: the bundle's own]"
+_BITS = "A level of a graded bundle: the bits read of a weight, or 8 for the dense model.  [default: the bundle's own]"
 
 # Where and how a bundle runs.
 device_options = stacked(
@@ -51,6 +53,7 @@ device_options = stacked(
          "What multiplies; auto is the fastest that can run this model here."),
         ("--weights", click.Choice(WEIGHT_TYPES), "native", "Round the weights at load, where the back end can."),
         ("--sparsity", float, None, _LEVEL),
+        ("--bits", float, None, _BITS),
         ("--max-seq-len", click.IntRange(min=1), None, _LENGTH),
     ),
     revision_option,
@@ -84,15 +87,14 @@ sampling_options = stacked(
 )  # fmt: skip
 
 
-def open_bundle(bundle: str, revision: str | None, sparsity: float | None) -> Bundle:
-    """The bundle at its default sparsity or another; meant for before torch is imported, which takes seconds."""
-    opened = Bundle.open(fetch_bundle(bundle, revision))
-    return opened if sparsity is None else opened.at(sparsity)
+def open_bundle(bundle: str, revision: str | None, sparsity: float | None, bits: float | None = None) -> Bundle:
+    """The bundle at its default level or another; meant for before torch is imported, which takes seconds."""
+    return Bundle.open(fetch_bundle(bundle, revision)).chosen(sparsity, bits)
 
 
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:
     """The bundle, loaded as `loading_options` say; what is left in ``options`` is of the answers, and checked first."""
-    opened = open_bundle(bundle, options.pop("revision"), options.pop("sparsity"))
+    opened = open_bundle(bundle, *(options.pop(name) for name in ("revision", "sparsity", "bits")))
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.request import GenerationSettings
 
@@ -126,16 +128,18 @@ def footer(answer: Generation, model: Model) -> str:
         f"peak memory {answer.peak_memory_bytes / 1e9:.2f} GB",
     ]
     if answer.realised_sparsity is not None:
-        parts.append(f"realised sparsity {answer.realised_sparsity:.1%}")
+        read = f"{bits_of(answer.realised_sparsity):.2f} bits a weight read"
+        parts.append(f"realised sparsity {answer.realised_sparsity:.1%}" if model.bits is None else read)
     return " | ".join([*parts, backend_of(model)])
 
 
-def folders_to_save(bundles: Sequence[str], sparsity: float | None) -> list[Path]:
+def folders_to_save(bundles: Sequence[str], sparsity: float | None, bits: float | None = None) -> list[Path]:
     """The bundles' folders, for `save_to`; refused before the work if nothing can be written there."""
     from wisparse.formats.card import check_amendable
 
-    if sparsity == 0:
-        raise UsageError("--save: expected a sparsity level to tell of, found --sparsity 0, which is the dense model")
+    if sparsity == 0 or bits == 8:
+        found = "--bits 8" if bits else "--sparsity 0"
+        raise UsageError(f"--save: expected a sparsity level to tell of, found {found}, which is the dense model")
     folders = []
     for bundle in bundles:
         if (folder := find_folder(bundle, WANTED_BUNDLE)) is None:

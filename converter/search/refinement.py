@@ -77,6 +77,7 @@ class Channels:
 
     widths: Mapping[str, int]
     sizes: Mapping[str, int]
+    planes: int = 1  # of each channel, which move together but for one difference a projection and plane
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """By projection, (K,) each."""
@@ -84,6 +85,13 @@ class Channels:
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([parts[name] for name in self.widths])
+
+    def tie(self, vector: Tensor) -> Tensor:
+        """The nearest change (C,) that keeps scales tied, see `planes.tied`."""
+        if self.planes == 1:
+            return vector
+        parts = (part.view(self.planes, -1) for part in self.split(vector).values())
+        return torch.cat([(one.mean(0) + one.mean(1, keepdim=True) - one.mean()).flatten() for one in parts])
 
     def repeat(self, values: Tensor) -> Tensor:  # one value per projection (P,) to each of its channels
         return values.repeat_interleave(torch.tensor(list(self.widths.values()), device=values.device))
@@ -123,7 +131,7 @@ class Refinement:
         size = (self.square / (1 - _SQUARE_DECAY**self.step)).sqrt().clamp_min(_SMALLEST)
         scaled_slope = slope / channels.repeat(size)
         price = (self.momentum * scaled_slope).sum() / (slope * scaled_slope).sum().clamp_min(_SMALLEST)
-        direction = self.momentum / channels.repeat(size) - price * scaled_slope
+        direction = channels.tie(self.momentum / channels.repeat(size) - price * scaled_slope)
         direction = (direction / direction.square().mean().sqrt().clamp_min(_SMALLEST)).clamp(-_FARTHEST, _FARTHEST)
         falling = 0.5 * (1 + math.cos(math.pi * (self.step - 1) / self.steps))
         # What curvature did to the budget in the last step is corrected by a common shift.

@@ -16,6 +16,7 @@ from wisparse.formats.manifest import ProjectionRecipe
 from ..calibration import CalibrationTokens
 from ..calibration_state import BlockView, CalibrationState, final_thresholds
 from ..masking import MaskedModel
+from ..planes import tied
 from ..processes import ALONE, Processes
 from ..sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from ..source import SourceModel
@@ -186,13 +187,14 @@ class Run:
 
     def refine(self) -> Allocation:
         settings, calib, levels = self.settings, self.calib, self.levels
+        planes = levels.source.planes
         allocation = self.fisher()
         widths = {name: levels.source.projections[name].in_features for name in self.names}
         target = settings.sparsity
         near = min(levels.trajectories, key=lambda other: (abs(other - target), -other), default=target)
         scales, dropped, history, num_tokens, self.trajectory = refine(
             levels.everything,
-            Channels(widths, calib.sizes),
+            Channels(widths, calib.sizes, planes),
             target,
             calib.scales,
             calib.thresholds(allocation),
@@ -205,7 +207,7 @@ class Run:
         calib.num_kl_evaluations += num_tokens / calib.flow.num_counted
         self.history |= history
         for name, scale in scales.items():
-            calib.set_scale(name, scale)
+            calib.set_scale(name, tied(scale, planes))
         return repair(dropped, calib.sizes, settings.sparsity)
 
     # ------------------------------------------------------------------ stages
@@ -333,7 +335,7 @@ class Run:
             for name, norm in self.norms.items():
                 total = sum((one[name] for one in diagonals), torch.zeros_like(diagonals[0][name]))
                 weighted = loss_weighted_norm(norm, total / flow.num_counted)
-                calib.set_scale(name, channel_scale(weighted, 1.0))
+                calib.set_scale(name, tied(channel_scale(weighted, 1.0), self.levels.source.planes))
         self.build_tables()
         with self.progress.stage("Predicted damage"):
             points = {name: [calib.thresholds({name: s})[name] for s in DAMAGE_LEVELS] for name in self.names}

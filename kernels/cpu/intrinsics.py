@@ -11,9 +11,11 @@ import inspect
 import operator
 import platform
 import time
+from typing import Any
 
+import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
@@ -117,6 +119,81 @@ def nibble(builder, byte, shift):
     word = builder.zext(byte, _I32)  # first: there is no vector shift of bytes
     word = builder.lshr(word, builder.trunc(shift, _I32))
     return builder.sitofp(builder.and_(word, ir.Constant(_I32, 15)), _F32)
+
+
+_config: Any = numba.config  # its names come from the environment: unknown to a type checker
+_features = str(_config.CPU_FEATURES or ("" if _config.CPU_NAME else binding.get_host_cpu_features().flatten()))
+# Whether `add_pairs` can be compiled for the processor that is compiled for.
+HAS_PAIRS = "+avx2" in _features.split(",") and platform.machine().lower() in ("x86_64", "amd64")
+PAIRS = 16  # of channels, at most, of one call: more could overflow
+TILE_BYTES = 32
+
+
+@_fixed(types.void(*[types.int64] * 7, types.float32))
+def add_pairs(builder, codes, stride, index, numbers, pairs, even, odd, unit):
+    """even[0:32], odd[0:32] += unit * the sum over pairs of channels of a number, of 14 bits, times its low or its high
+    nibble of the 32 bytes at ``codes + index[i] * stride``. ``numbers``: for each pair the bytes u0, u1, l0, l1 of the
+    numbers 128 u + l, each at most 64 in size. Products of bytes, which are exact, two at a time (AVX2)."""
+    i16, vector = ir.IntType(16), ir.VectorType(ir.IntType(8), 32)
+    wide, eight = ir.VectorType(i16, 16), ir.VectorType(_F32, 8)
+    kind = ir.FunctionType(wide, [vector, vector])
+    multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.ub.sw")
+
+    def at(base, offset, kind):
+        return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
+
+    def load(base, offset, kind, align=1):
+        found = builder.load(at(base, offset, kind))
+        found.align = align
+        return found
+
+    def constant(value):
+        return ir.Constant(_I64, value)
+
+    def splat(value, count):
+        one = builder.insert_element(
+            ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, ir.Constant(_I32, 0)
+        )
+        zeros = ir.Constant(ir.VectorType(_I32, count), [0] * count)
+        return builder.shuffle_vector(one, one, zeros)
+
+    def shuffled(a, b, lanes):
+        return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+    # Which bytes' pairs a half holds: as the processor interleaves, within 16 bytes.
+    halves = [[*range(8 * half, 8 * half + 8), *range(16 + 8 * half, 24 + 8 * half)] for half in range(2)]
+    sums = [[cgutils.alloca_once_value(builder, ir.Constant(wide, [0] * 16)) for _ in range(2)] for _ in range(4)]
+    for some in sums:
+        for one in some:
+            builder.store(ir.Constant(wide, [0] * 16), one)
+    with cgutils.for_range(builder, pairs) as loop:
+        where = builder.mul(loop.index, constant(8))
+        rows = [builder.sext(load(index, builder.add(where, constant(4 * i)), _I32, 4), _I64) for i in range(2)]
+        a, b = (load(codes, builder.mul(row, stride), vector) for row in rows)
+        word = load(numbers, builder.mul(loop.index, constant(4)), _I32, 4)
+        upper = splat(builder.trunc(word, i16), 16)
+        lower = splat(builder.trunc(builder.lshr(word, ir.Constant(_I32, 16)), i16), 16)
+        for half, bytes_ in enumerate(halves):
+            both = shuffled(a, b, [lane for one in bytes_ for lane in (one, 32 + one)])
+            shifted = builder.lshr(builder.bitcast(both, wide), ir.Constant(wide, [4] * 16))
+            mask = ir.Constant(vector, [15] * 32)
+            for parity, nibbles in enumerate((both, builder.bitcast(shifted, vector))):
+                kept = builder.and_(nibbles, mask)
+                for limb, number in enumerate((upper, lower)):
+                    total = sums[2 * parity + half][limb]
+                    product = builder.call(multiply, [kept, builder.bitcast(number, vector)])
+                    builder.store(builder.add(builder.load(total), product), total)
+    for parity, out in enumerate((even, odd)):
+        for half, bytes_ in enumerate(halves):
+            numbers_of = [builder.load(one) for one in sums[2 * parity + half]]
+            for part in range(2):
+                lanes = list(range(8 * part, 8 * part + 8))
+                upper, lower = (builder.sext(shuffled(one, one, lanes), ir.VectorType(_I32, 8)) for one in numbers_of)
+                whole = builder.add(builder.shl(upper, ir.Constant(ir.VectorType(_I32, 8), [7] * 8)), lower)
+                scaled = builder.fmul(builder.sitofp(whole, eight), splat(unit, 8))
+                offset = constant(4 * bytes_[8 * part])
+                stored = builder.store(builder.fadd(load(out, offset, eight, 4), scaled), at(out, offset, eight))
+                stored.align = 4
 
 
 @_fixed(types.float32(types.int32))

@@ -10,6 +10,7 @@ from enum import IntEnum
 import torch
 
 CACHE_LINE = 64
+PARTIAL_MORE = 64  # float32 of each row of PARTIAL beyond the sums; the last 16 words hold numbers of `add_pairs`
 # A floating type's part of a region's name.
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -43,6 +44,8 @@ class ProjectionField(IntEnum):
     GROUP = 7  # int4: channels that share a scale
     SCALE_TYPE = 8  # int4: ScaleType
     ZERO_POINT = 9  # int4: uint8, laid out as the scales; 0: the code 8 is zero
+    PLANES = 10  # rows of WEIGHT for each channel: 2 of a graded weight, int4 in both planes; GROUP counts rows
+    STRIDE = 11  # int4: bytes from a row of WEIGHT to the next
 
 
 class BlockField(IntEnum):
@@ -151,7 +154,7 @@ class StepField(IntEnum):
     FLOATS = 21  # FloatField
     BLOCKS = 22  # rows of BlockField
     PROJECTIONS = 23  # rows of ProjectionField, block by block
-    THRESHOLDS = 24  # (projections,) float32
+    THRESHOLDS = 24  # (projections, 2) float32, the second of a graded weight's low plane
     # Shared buffers.
     LOGITS = 25  # (slots, V) float32
     SCORES = 26  # (heads, max_len) float32
@@ -166,7 +169,7 @@ class StepField(IntEnum):
     # Scratch of each thread, see `scratch_layout`.
     SCRATCH = 35  # (threads, SCRATCH_BYTES)
     SCRATCH_BYTES = 36
-    LIST_LENGTH = 37  # the largest K
+    LIST_LENGTH = 37  # the largest K * PLANES
     ACC_LENGTH = 38  # the largest N of an accumulator
     NORMED_AT = 39  # offsets in bytes
     ACC_AT = 40
@@ -184,7 +187,7 @@ def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) ->
         StepField.ACC_UP_AT: rows * acc_length,
         StepField.INDEX_AT: list_length,  # int32
         StepField.VALUE_AT: rows * list_length,  # float32
-        StepField.PARTIAL_AT: rows * (acc_length + 2),  # float32: the sums of a group of int4 weights
+        StepField.PARTIAL_AT: rows * (acc_length + PARTIAL_MORE),  # float32: the sums of a group of int4 weights
     }
     layout, offset = {StepField.LIST_LENGTH: list_length, StepField.ACC_LENGTH: acc_length}, 4 * rows * hidden
     for field, size in sizes.items():

@@ -30,7 +30,7 @@ from .intrinsics import (
     widen,
     words,
 )
-from .layout import BlockField, FloatField, ProjectionField, StepField, TeamField
+from .layout import PARTIAL_MORE, BlockField, FloatField, ProjectionField, StepField, TeamField
 from .linear import gather, output_rows, project, select
 
 _ARRIVED, _PASSED, _WAITED = (8 * field.value for field in TeamField if field != TeamField.SIZE)
@@ -134,7 +134,7 @@ def step(p, base_tag):
     constants = floats(p[StepField.FLOATS])
     eps, multiplier = constants[FloatField.EPS], constants[FloatField.RESIDUAL_MULTIPLIER]
     half, qkv = p[StepField.HALF], p[StepField.QKV]
-    thresholds = floats(p[StepField.THRESHOLDS])
+    thresholds = p[StepField.THRESHOLDS]
 
     residual = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
     normed = residual + p[StepField.NORMED_AT]
@@ -142,7 +142,7 @@ def step(p, base_tag):
     index, value = residual + p[StepField.INDEX_AT], residual + p[StepField.VALUE_AT]
     partial = residual + p[StepField.PARTIAL_AT]
     length, acc_stride = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH]
-    partial_stride = acc_stride + 2
+    partial_stride = acc_stride + PARTIAL_MORE
     seg_index, seg_value, seg_count = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE], p[StepField.SEGMENT_COUNT]
     segments = words(seg_count)
     counts = p[StepField.COUNTS] + 8 * part * p[StepField.NUM_PROJECTIONS]
@@ -173,8 +173,8 @@ def step(p, base_tag):
             from_, to = max(begin, qkv_lo), min(end, qkv_hi)
             if from_ < to or part == 0:
                 count = select(
-                    x, hidden, rows, 0, hidden, field[ProjectionField.SCALE], thresholds[first + i], index, value,
-                    length, counts + 8 * (first + i) if part == 0 else spare,
+                    x, hidden, rows, 0, hidden, row, thresholds + 8 * (first + i), index, value, length,
+                    counts + 8 * (first + i) if part == 0 else spare,
                 )  # fmt: skip
                 if from_ < to:
                     project(
@@ -192,10 +192,11 @@ def step(p, base_tag):
         i = first + num_qkv
         row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
         field = words(row)
-        segments[2 * part] = a_lo
+        begin = a_lo * field[ProjectionField.PLANES]
+        segments[2 * part] = begin
         segments[2 * part + 1] = select(
-            acc, field[ProjectionField.K], rows, a_lo, a_hi, field[ProjectionField.SCALE], thresholds[i],
-            seg_index + 4 * a_lo, seg_value + 4 * a_lo, length, counts + 8 * i,
+            acc, field[ProjectionField.K], rows, a_lo, a_hi, row, thresholds + 8 * i, seg_index + 4 * begin,
+            seg_value + 4 * begin, length, counts + 8 * i,
         )  # fmt: skip
         barrier(team, parts)
 
@@ -217,8 +218,8 @@ def step(p, base_tag):
             offset = 0 if num_gate_up == 2 else i * inner
             if i == 0 or num_gate_up == 2:
                 count = select(
-                    x, hidden, rows, 0, hidden, words(row)[ProjectionField.SCALE], thresholds[j],
-                    index, value, length, counts + 8 * j if part == 0 else spare,
+                    x, hidden, rows, 0, hidden, row, thresholds + 8 * j, index, value, length,
+                    counts + 8 * j if part == 0 else spare,
                 )  # fmt: skip
             project(
                 row, index, value, count, length, rows, offset + mlp_lo, offset + mlp_hi, acc if i == 0 else acc_up,
@@ -227,11 +228,12 @@ def step(p, base_tag):
         activate_times(acc, acc_up, acc_stride, rows, mlp_hi - mlp_lo, p[StepField.GELU])
         i = first + num_qkv + num_gate_up + 1
         row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
-        segments[2 * part] = mlp_lo
+        begin = mlp_lo * words(row)[ProjectionField.PLANES]
+        segments[2 * part] = begin
         # The accumulator begins at column mlp_lo, select counts from column 0.
         segments[2 * part + 1] = select(
-            acc - 4 * mlp_lo, acc_stride, rows, mlp_lo, mlp_hi, words(row)[ProjectionField.SCALE],
-            thresholds[i], seg_index + 4 * mlp_lo, seg_value + 4 * mlp_lo, length, counts + 8 * i,
+            acc - 4 * mlp_lo, acc_stride, rows, mlp_lo, mlp_hi, row, thresholds + 8 * i, seg_index + 4 * begin,
+            seg_value + 4 * begin, length, counts + 8 * i,
         )  # fmt: skip
         barrier(team, parts)
 

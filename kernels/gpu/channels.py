@@ -34,7 +34,7 @@ class Channels(NamedTuple):
     """Within a kernel: a program's channels, their positions in its segment and ids; and what is known before x."""
 
     position: Any
-    k: Any
+    k: Any  # rows of the weights: channels times planes
     live: Any  # those that exist
     norm: Any
     scale: Any
@@ -70,14 +70,32 @@ def segment_channel(position, split, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def channel_of(row, problem: tl.constexpr):
+    """The channel that a row of the weights belongs to."""
+    return row if problem.planes == 1 else row // problem.planes
+
+
+@triton.jit
+def plane_value(x, row, problem: tl.constexpr):
+    """What the codes of a row are multiplied by, float32: x, and 16 times it in a high plane."""
+    value = x.to(tl.float32)
+    return value if problem.planes == 1 else tl.where(row % 2 == 0, value * 16.0, value)
+
+
+@triton.jit
 def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.constexpr, CHUNK: tl.constexpr):
     """The ``Channels`` of a program: constants, which are read before the previous kernel has ended."""
     position = tl.arange(0, launch.segment)
     k = segment_channel(position, of.split, launch.splits, CHUNK)
     live = k < problem.k
-    threshold = tl.load(weights.thresholds + of.projection)
-    norm = tl.load(given.norm + k, mask=live, other=0.0) if given.norm is not None else k
-    scale = k if problem.dense else tl.load(weights.scales + of.projection * problem.k + k, mask=live, other=0.0)
+    channel = channel_of(k, problem)
+    if problem.planes == 1:
+        threshold = tl.load(weights.thresholds + of.projection)
+    else:
+        threshold = tl.load(weights.thresholds + of.projection * problem.planes + k % problem.planes)
+    norm = tl.load(given.norm + channel, mask=live, other=0.0) if given.norm is not None else k
+    scale_at = weights.scales + of.projection * (problem.k // problem.planes) + channel
+    scale = k if problem.dense else tl.load(scale_at, mask=live, other=0.0)
     CHUNKS: tl.constexpr = (problem.k + CHUNK - 1) // CHUNK
     count = ((CHUNKS - of.split + launch.splits - 1) // launch.splits) * CHUNK
     cell = of.projection * launch.splits + of.split
@@ -119,14 +137,15 @@ def drops(given, x, channels, row):
 def load_input(given, row, channels, problem: tl.constexpr, dtype: tl.constexpr):
     """A row's values of the program's channels before any norm: x, or in ``dtype`` attention's splits combined. One
     tensor for each split: a second dimension would cost exchanges between threads."""
-    k = channels.k
+    k = channel_of(channels.k, problem)
+    CHANNELS: tl.constexpr = problem.k // problem.planes
     live = channels.live
     if given.attention is None:
-        x = tl.load(given.x + row * problem.k + k, mask=live, other=0.0)
+        x = tl.load(given.x + row * CHANNELS + k, mask=live, other=0.0)
     else:
         KV_SPLITS: tl.constexpr = problem.kv_splits
         HEAD_DIM: tl.constexpr = problem.head_dim
-        at = (row * (problem.k // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
+        at = (row * (CHANNELS // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
         ms = ()
         totals = ()
         parts = ()
@@ -155,6 +174,7 @@ def choose_channels(
     """For one row or two: each row's float32 values of the program's channels, which of them any row keeps, and how
     many counted rows keep each. EACH: a row's own dropped channels are 0, and what each row keeps is counted."""
     BATCH: tl.constexpr = problem.batch
+    CHANNELS: tl.constexpr = problem.k // problem.planes
     NORMED: tl.constexpr = given.norm is not None
     # Loads first: none passes a store or a barrier.
     inputs = ()
@@ -169,8 +189,8 @@ def choose_channels(
     for row in tl.static_range(BATCH):
         x = inputs[row]
         if NORMED:
-            x = rms_normalize(x, channels.norm, reciprocal_rms(squares[row], eps, problem.k), dtype)
-        value = x.to(tl.float32)
+            x = rms_normalize(x, channels.norm, reciprocal_rms(squares[row], eps, CHANNELS), dtype)
+        value = plane_value(x, channels.k, problem)
         if not problem.dense:
             keep_row = channels.live & ~drops(given, x, channels, row)
             keep = keep | keep_row
@@ -190,6 +210,7 @@ def store_inputs(
     """Wait for the previous kernel, let the next one start, and store each row's values of the program's channels,
     times SCALE, 0 where it drops one, LENGTH apart; returns where, for ``smem_load``. Counts what the rows keep."""
     BATCH: tl.constexpr = problem.batch
+    CHANNELS: tl.constexpr = problem.k // problem.planes
     NORMED: tl.constexpr = given.norm is not None
     COUNT: tl.constexpr = counting is not None
     position = channels.position
@@ -234,15 +255,15 @@ def store_inputs(
             if row < BATCH:
                 x = inputs[row - begin]
                 if NORMED:
-                    x = rms_normalize(x, channels.norm, reciprocal_rms(squares[row - begin], eps, problem.k), dtype)
+                    x = rms_normalize(x, channels.norm, reciprocal_rms(squares[row - begin], eps, CHANNELS), dtype)
                 if not problem.dense:
                     dropped = drops(given, x, channels, row)
                     if COUNT:
                         kept_rows += (channels.live & ~dropped & (tl.load(counting.token + row) >= 0)).to(tl.int32)
                     x = tl.where(dropped, 0.0, x).to(dtype)
                 x = tl.where(channels.live, x, 0.0).to(dtype)
-                if SCALE != 1.0:
-                    x = (x.to(tl.float32) * SCALE).to(dtype)
+                if SCALE != 1.0 or problem.planes != 1:
+                    x = (plane_value(x, channels.k, problem) * SCALE).to(dtype)
                 smem_store(values, row * LENGTH + position, x, position < LENGTH, SHARED)
     if COUNT:  # noqa: SIM102 (resolved at compile time)
         if channels.counts:

@@ -106,9 +106,10 @@ def _code_gemm_kernel(x_ptr, weights, out_ptr, partial_ptr, counter_ptr, M, conf
 
 
 def code_gemm_tile(linear: FusedLinear, rows: int, processors: int) -> CodeGemmTile | None:
-    """How so many rows are multiplied; None where the kernel cannot: groups that no block of channels divides."""
+    """How so many rows are multiplied; None where the kernel cannot: graded weights, and groups that no block of channels
+    divides."""
     weight, block_k = linear.weight, 64
-    if weight.quant == "none" or weight.group % block_k or weight.in_features % block_k:
+    if weight.quant == "none" or weight.planes > 1 or weight.group % block_k or weight.in_features % block_k:
         return None
     block_m = max(16, min(128, triton.next_power_of_2(rows)))
 

@@ -31,7 +31,7 @@ class Weights(NamedTuple):
     weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side; quantized: int32 words
     bias: Tensor | None  # (N,) of the weights' dtype
     scales: Tensor  # (projections, K) float32, channel scales
-    thresholds: Tensor  # (projections,) float32
+    thresholds: Tensor  # (projections * planes,) float32
     quant_scales: Tensor | None  # quantized: (K / group, padded columns) float32
     quant_zeros: Tensor | None  # zero points other than the type's own: the same shape
 
@@ -57,7 +57,7 @@ class Counting(NamedTuple):
 class Problem(NamedTuple):
     """Compiled in: what is computed."""
 
-    k: int
+    k: int  # rows of weight_t: channels times planes
     n0: int  # the projections' widths, and their sum
     n1: int
     n2: int
@@ -71,7 +71,8 @@ class Problem(NamedTuple):
     dense: bool  # no channel is dropped
     pdl: bool  # programmatic dependent launch
     quant: str  # "none", "int4", "int8", "fp8"
-    group: int  # channels that share a quantization scale
+    group: int  # rows of weight_t that share a quantization scale
+    planes: int  # 2 of graded weights: row 2 k is the high plane of channel k, row 2 k + 1 the low one
 
 
 class LaunchConfig(NamedTuple):

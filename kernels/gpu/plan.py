@@ -213,7 +213,7 @@ def plan(
         k, n0, n1, n2, n0 + n1 + n2, shape.stride, rows, kv_splits, head_dim,
         # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
         max(32, triton.next_power_of_2(ssq_parts)), output, shape.dense, gpu.arch >= 90 if pdl is None else pdl,
-        shape.quant, shape.group,
+        shape.quant, shape.group, shape.planes,
     )  # fmt: skip
     launch, why_not = launch._replace(reduce_splits=at_once), chosen if isinstance(chosen, str) else ""
     return KernelPlan(kernel, shape, tile, origin, why_not, problem, launch, packed)
@@ -336,6 +336,10 @@ def choose_tile(gpu: Gpu, shape: LinearShape, rows: int) -> tuple[GemvTile, str]
     kind = regime(rows, dense=shape.dense)
     tuned, key = tuned_tiles().get(tuned_key(gpu, shape, rows)), tile_key(gpu, shape, kind)
     tile = tuned or measured_tiles().get(key)
+    if tile is None and shape.planes > 1:  # as many bytes as int4 weights of the same channels
+        of_int4 = shape._replace(in_features=shape.in_features // 2, group=shape.group // 2, planes=1)
+        tile = measured_tiles().get(tile_key(gpu, of_int4, kind))
+        tile = tile and replace(tile, chunk=2 * tile.chunk)
     if tile is None:
         return default_tile(gpu, shape, kind), "heuristic"
     reducers = min(tile.reducers, most_reducers(gpu, shape.widths, tile))

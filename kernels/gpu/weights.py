@@ -42,10 +42,11 @@ class DeviceWeight:
     group: int  # neighbouring channels that share a scale; 0: unquantized
     dtype: torch.dtype
     widths: tuple[int, ...]
+    planes: int = 1  # 2: graded, int4 rows 2 k and 2 k + 1 are the high and the low plane of channel k
 
     @property
     def in_features(self) -> int:
-        return self.data.shape[0]
+        return self.data.shape[0] // self.planes
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +61,7 @@ class DeviceWeight:
 class LinearShape(NamedTuple):
     """What a plan has to know of a fused linear."""
 
-    in_features: int
+    in_features: int  # of graded weights times planes
     widths: tuple[int, ...]
     stride: int
     dtype: torch.dtype
@@ -68,6 +69,7 @@ class LinearShape(NamedTuple):
     dense: bool
     quant: str = "none"
     group: int = 0
+    planes: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class FusedLinear:
     weight: DeviceWeight
     bias: Tensor | None  # (N,) of the weights' dtype
     scales: Tensor  # (projections, K) float32, channel scales
-    thresholds: Tensor  # (projections,) float32
+    thresholds: Tensor  # (projections * planes,) float32
     dense: bool  # all thresholds are 0: no channel is ever dropped
 
     @property
@@ -96,8 +98,9 @@ class FusedLinear:
     def shape(self) -> LinearShape:
         weight, data = self.weight, self.weight.data
         return LinearShape(
-            len(data), self.widths, data.stride(0), weight.dtype, data.device, self.dense, weight.quant, weight.group
-        )
+            len(data), self.widths, data.stride(0), weight.dtype, data.device, self.dense, weight.quant, weight.group,
+            weight.planes,
+        )  # fmt: skip
 
 
 def padded_width(width: int) -> int:
@@ -112,9 +115,10 @@ def unquantized(data: Tensor, widths: tuple[int, ...]) -> DeviceWeight:
 
 def empty_weight(
     quant: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype, device: torch.device | str,
-    *, zeros: bool = False,
+    *, zeros: bool = False, planes: int = 1,
 ) -> DeviceWeight:  # fmt: skip
-    """A weight for ``store_columns``; ``group`` divides k, None: one scale for all; ``zeros``: with zero points."""
+    """A weight for ``store_columns``; ``group`` divides k, None: one scale for all; ``zeros``: with zero points; k and
+    ``group`` count rows, ``planes`` of each channel."""
     if quant == "none":
         stride = triton.cdiv(sum(widths), _UNQUANTIZED_BLOCK) * _UNQUANTIZED_BLOCK
         return unquantized(torch.empty(k, stride, dtype=dtype, device=device), widths)
@@ -123,7 +127,7 @@ def empty_weight(
     data = torch.zeros(k, columns * BITS[quant] // 32, dtype=torch.int32, device=device)
     scales = torch.zeros(k // group, columns, device=device)
     points = torch.full_like(scales, ZERO[quant]) if zeros else None
-    return DeviceWeight(quant, data, scales, points, group, dtype, widths)
+    return DeviceWeight(quant, data, scales, points, group, dtype, widths, planes)
 
 
 def store_columns(
@@ -131,8 +135,8 @@ def store_columns(
 ) -> None:
     """Store projection ``index`` of a weight; its numbers come row by row, as checkpoints hold them. codes: (N, K),
     int4 (N, ceil(K / 2)) uint8, channel 2 j in the low half of byte j. scales: (N, K / group) or (N, 1). zeros: the
-    same, None: the type's own."""
-    k, width, first = weight.in_features, weight.widths[index], weight.first(index)
+    same, None: the type's own. Of graded weights as `weight_types.interleaved` has them."""
+    k, width, first = len(weight.data), weight.widths[index], weight.first(index)
     expected = (width, (k + 1) // 2 if weight.quant == "int4" else k)
     if tuple(codes.shape) != expected:
         raise ValueError(f"codes: expected {expected}, found {tuple(codes.shape)}")
@@ -158,13 +162,13 @@ def store_columns(
         raw[:, at : at + len(piece)] = piece.view(torch.uint8).T
 
 
-def dequantize(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
+def dequantize(weight: DeviceWeight, index: int, out: Tensor, *, low: bool = False) -> Tensor:
     """Projection ``index`` of a quantized weight, rounded once: float32 (q - zero) * scale to the type of ``out`` (K,
-    N), which may have any strides and is returned."""
+    N), which may have any strides and is returned; ``low``: only the low plane of graded weights."""
     assert weight.scales is not None
-    raw, k, bits = weight.data.view(torch.uint8), weight.in_features, BITS[weight.quant]
+    raw, k, bits = weight.data.view(torch.uint8), len(weight.data), BITS[weight.quant]
     width, first = weight.widths[index], weight.first(index)
-    columns, step = slice(first, first + width), max(1, _PIECE // width)
+    columns, step = slice(first, first + width), max(1, _PIECE // width) * weight.planes
     for begin in range(0, k, step):
         piece = slice(begin, min(k, begin + step))
         codes = raw[piece, first * bits // 8 : (first + padded_width(width)) * bits // 8]
@@ -174,7 +178,12 @@ def dequantize(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
             codes = codes.view(torch.int8 if weight.quant == "int8" else torch.float8_e4m3fn)
         groups = torch.arange(piece.start, piece.stop, device=raw.device) // weight.group
         zero = ZERO[weight.quant] if weight.zeros is None else weight.zeros[groups, columns]
-        out[piece] = (codes[:, :width].float() - zero).mul_(weight.scales[groups, columns])
+        numbers = (codes[:, :width].float() - zero).mul_(weight.scales[groups, columns])
+        if weight.planes == 1:
+            out[piece] = numbers
+        else:
+            numbers = numbers[1::2] if low else 16 * numbers[::2] + numbers[1::2]
+            out[begin // 2 : begin // 2 + len(numbers)] = numbers
     return out
 
 
@@ -191,19 +200,23 @@ def code_values(code, QUANT: tl.constexpr):
 @triton.jit
 def _widen_kernel(
     data_ptr, scale_ptr, zero_ptr, out_ptr, WIDTH, K: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr,
-    QUANT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
+    QUANT: tl.constexpr, PLANES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     EACH: tl.constexpr = 8 if QUANT == "int4" else 4
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     word = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     live = (k < K)[:, None] & (word * EACH < WIDTH)[None, :]
-    words = tl.load(data_ptr + k.to(tl.int64)[:, None] * STRIDE + word[None, :], mask=live, other=0)
+    at = data_ptr + k.to(tl.int64)[:, None] * (PLANES * STRIDE) + word[None, :]
+    words = tl.load(at, mask=live, other=0)
     # Each thread's words become neighbouring columns of the third axis.
     each = tl.arange(0, EACH)
     column = word[:, None] * EACH + each[None, :]
     code = (words[:, :, None] >> (each * (32 // EACH))[None, None, :]) & (15 if QUANT == "int4" else 255)
     value = code_values(code, QUANT)
-    scale_at = (k // GROUP)[:, None, None] * (STRIDE * EACH) + column[None, :, :]
+    if PLANES == 2:  # int4 in both; with their zeros 16 (high - 8) + low - 8 = 16 high + low - 128 - 8
+        low = tl.load(at + STRIDE, mask=live, other=0)
+        value = value * 16.0 - 128.0 + ((low[:, :, None] >> (each * 4)[None, None, :]) & 15).to(tl.float32)
+    scale_at = (k * PLANES // GROUP)[:, None, None] * (STRIDE * EACH) + column[None, :, :]
     there = (k < K)[:, None, None] & (column < WIDTH)[None, :, :]
     if zero_ptr is not None:
         value -= tl.load(zero_ptr + scale_at, mask=there, other=0.0)
@@ -223,7 +236,7 @@ def widen(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
     zeros = None if weight.zeros is None else weight.zeros[:, first:]
     _widen_kernel[(triton.cdiv(k, 8), triton.cdiv(width, 512))](
         weight.data[:, first // each :], weight.scales[:, first:], zeros, out, width, K=k, STRIDE=weight.data.stride(0),
-        GROUP=weight.group, QUANT=weight.quant, BLOCK_K=8, BLOCK_W=block_w, num_warps=4,
+        GROUP=weight.group, QUANT=weight.quant, PLANES=weight.planes, BLOCK_K=8, BLOCK_W=block_w, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.machine import usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
@@ -51,7 +51,7 @@ class CpuDecoder(TorchDecoder):
         config, dtype = self.config, self.dtype
         stored = {stored.packing.kind for stored in bundle.checkpoint.quantised.values()}
         regions = [f"step_{NAMES[dtype]}"]
-        if weights == "int4" or (weights == "native" and "int4" in stored):
+        if weights == "int4" or (weights == "native" and ("int4" in stored or planes_of(bundle.masks) > 1)):
             regions.append(f"dequantize_{NAMES[product_dtype(dtype)]}")
         prepare(*regions)
         names = [f"{projection.name}.weight" for projection in config.projections()]
@@ -60,7 +60,8 @@ class CpuDecoder(TorchDecoder):
             read = partial(read_matrix, bundle, dtype=dtype, weights=weights, transposed=True)
             matrices = dict(zip(names, pool.map(read, names), strict=True))
         self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
-        self._embedding, head_type = embedding.data, WEIGHT_TYPES[weights].head
+        graded = planes_of(bundle.masks) > 1
+        self._embedding, head_type = embedding.data, "int8" if graded else WEIGHT_TYPES[weights].head
         if not config.tie_word_embeddings or head_type != "native":
             head = _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
             self._head = read_matrix(bundle, head, dtype, head_type, transposed=False)
@@ -72,9 +73,13 @@ class CpuDecoder(TorchDecoder):
         return refused and f"{refused}; int8 ones are as small"
 
     @classmethod
-    def keeps(cls, stored: StoredWeight) -> bool:
+    def keeps(cls, stored: StoredWeight, graded: bool = False) -> bool:
         packing = stored.packing
-        return packing.kind == "int4" or (packing.kind == "int8" and packing.group is None and not packing.zero_points)
+        return (
+            graded
+            or packing.kind == "int4"
+            or (packing.kind == "int8" and packing.group is None and not packing.zero_points)
+        )
 
     def decode(self, token_ids: Tensor) -> Tensor:
         lengths, tokens = self._cache.lengths, token_ids.tolist()
@@ -136,7 +141,7 @@ class Step:
             if projection.bias is not None:
                 self._kept_alive.append(projection.bias.float())
                 row[ProjectionField.BIAS] = self._kept_alive[-1].data_ptr()
-        self._thresholds = torch.zeros(len(self._projections))
+        self._thresholds = torch.zeros(len(self._projections), 2)
         qk_norm = config.architecture.qk_norm
         multiplier = torch.tensor(config.embedding_multiplier, dtype=embedding.dtype).item()
         caps = config.attention_softcap or 0.0, config.logits_softcap or 0.0
@@ -207,7 +212,7 @@ class Step:
         for row, projection in enumerate(self._projections):
             scale = projection.channel_scale
             self._table[row, ProjectionField.SCALE] = 0 if scale is None else scale.data_ptr()
-            self._thresholds[row] = projection.threshold
+            self._thresholds[row] = torch.tensor(projection.thresholds)
 
     def kept(self) -> list[int]:
         """Channels kept since ``counts`` were zero, over all rows, of each projection."""
@@ -272,7 +277,8 @@ class Step:
         if config.delta_net is not None:  # out_proj's input, and a head's scratch
             delta = config.delta_net
             longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))
-        layout = scratch_layout(rows, config.hidden_size, longest, max(longest, self._input_width))
+        listed = longest * max(projection.weight.planes for projection in self._projections)
+        layout = scratch_layout(rows, config.hidden_size, listed, max(longest, self._input_width))
         counts = torch.zeros(threads, len(self._projections), dtype=torch.int64)
         counts[0] = torch.tensor(self.kept())
         self.counts = counts.numpy()
@@ -280,8 +286,8 @@ class Step:
         self._buffers = {
             StepField.HALF: torch.empty(rows, config.hidden_size),
             StepField.QKV: torch.empty(rows, self._input_width),
-            StepField.SEGMENT_INDEX: torch.empty(longest, dtype=torch.int32),
-            StepField.SEGMENT_VALUE: torch.empty(rows, longest),
+            StepField.SEGMENT_INDEX: torch.empty(listed, dtype=torch.int32),
+            StepField.SEGMENT_VALUE: torch.empty(rows, listed),
             StepField.SEGMENT_COUNT: torch.empty(threads, 2, dtype=torch.int64),
             StepField.COUNTS: counts,
             StepField.SPARE_COUNTS: torch.empty(threads, dtype=torch.int64),

@@ -11,9 +11,18 @@ from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, group_of, pack_int4, round_weight, unpack_int4
+from wisparse.formats.weight_types import (
+    PLANE_BITS,
+    WEIGHT_TYPES,
+    QuantizedMatrix,
+    group_of,
+    interleaved,
+    pack_int4,
+    round_weight,
+    unpack_int4,
+)
 from wisparse.kernels.cpu.launch import launch, team_size
-from wisparse.kernels.cpu.layout import NAMES, DequantizeField, ProjectionField, ScaleType, StoredAs
+from wisparse.kernels.cpu.layout import CACHE_LINE, NAMES, DequantizeField, ProjectionField, ScaleType, StoredAs
 
 from ..torch.block import MaskedLinear
 
@@ -42,23 +51,29 @@ class Matrix:
     transposed: bool = True
     scale: Tensor | None = None  # int8: (N,) float32; int4: (G, 2, ceil(N / 2)), the even outputs' scales, then the odd
     zero: Tensor | None = None  # int4: uint8, laid out as scale; None: the code 8 is zero
-    group: int = 0  # int4: channels that share a scale, K / G
+    group: int = 0  # int4: rows of data that share a scale, planes * K / G
+    planes: int = 1  # 2: graded, row 2k of data the high plane of channel k and row 2k + 1 the low one, as int4
 
     @classmethod
-    def int4(cls, shape: tuple[int, int], group: int, scale_dtype: torch.dtype, zero_points: bool) -> Matrix:
-        """Memory for an int4 weight, to be filled by :meth:`store`."""
+    def int4(
+        cls, shape: tuple[int, int], group: int, scale_dtype: torch.dtype, zero_points: bool, planes: int = 1
+    ) -> Matrix:
+        """Memory for an int4 or a graded weight, to be filled by :meth:`store`; ``group``: channels that share a scale."""
         n, k = shape
         # Zeros: the second half of an odd row's last byte has no output, and no NaN may come of it.
         scale = torch.zeros(k // group, 2, (n + 1) // 2, dtype=scale_dtype)
         zero = torch.zeros_like(scale, dtype=torch.uint8) if zero_points else None
-        data = torch.empty(k, (n + 1) // 2, dtype=torch.uint8)
-        return cls(StoredAs.INT4, data, shape, scale=scale, zero=zero, group=group)
+        data = torch.empty(planes * k, (n + 1) // 2, dtype=torch.uint8)
+        if planes == 2:  # an odd number of cache lines: neighbouring rows are not in each other's way in the cache
+            lines = -(-data.shape[1] // CACHE_LINE) | 1
+            data = torch.empty(planes * k, lines * CACHE_LINE, dtype=torch.uint8)[:, : data.shape[1]]
+        return cls(StoredAs.INT4, data, shape, scale=scale, zero=zero, group=planes * group, planes=planes)
 
     def store(self, first: int, rows: Tensor | QuantizedMatrix) -> None:
         """Put some rows of the weight, outputs from ``first`` (int4: even) on, into their place."""
         codes = rows if isinstance(rows, Tensor) else rows.codes
         if isinstance(rows, QuantizedMatrix) and self.stored_as == StoredAs.INT4:
-            codes = unpack_int4(codes, self.shape[1])
+            codes = unpack_int4(codes, self.planes * self.shape[1])
             for values, source in ((self.scale, rows.scales), (self.zero, rows.zeros)):
                 if values is not None and source is not None:
                     for parity in range(2):
@@ -83,7 +98,8 @@ class Matrix:
         row = np.zeros(len(ProjectionField), dtype=np.int64)
         row[ProjectionField.STORED_AS], row[ProjectionField.GROUP] = self.stored_as, self.group
         row[ProjectionField.N], row[ProjectionField.K] = self.shape
-        row[ProjectionField.WEIGHT] = self.data.data_ptr()
+        row[ProjectionField.WEIGHT], row[ProjectionField.PLANES] = self.data.data_ptr(), self.planes
+        row[ProjectionField.STRIDE] = self.data.stride(0)
         if self.scale is not None:
             row[ProjectionField.COLUMN_SCALE] = self.scale.data_ptr()
             row[ProjectionField.SCALE_TYPE] = _SCALE_TYPES[self.scale.dtype]
@@ -91,9 +107,10 @@ class Matrix:
             row[ProjectionField.ZERO_POINT] = self.zero.data_ptr()
         return row
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The dense product of x (T, K): (T, N) in x's type. Quantised weights, and 16-bit ones without a fast product
-        here, are converted a span of outputs at a time."""
+    def linear(self, x: Tensor, bias: Tensor | None, low: Tensor | None = None) -> Tensor:
+        """The dense product of x (T, K): (T, N) in x's type; of a graded weight the low plane's with ``low`` in place of
+        x, if it is given. Quantised weights, and 16-bit ones without a fast product here, are converted a span of outputs
+        at a time."""
         computed = product_dtype(x.dtype)
         weight = self.data.t() if self.transposed else self.data
         few_rows = not self.transposed and len(x) <= 8  # torch's row-major 16-bit product is fast enough
@@ -108,14 +125,20 @@ class Matrix:
             # int8 is exact in every floating type; its scale multiplies the sums
             int4 = self.stored_as == StoredAs.INT4
             part = self._dequantize(first, last, computed) if int4 else weight[first:last].to(computed)
+            if self.planes == 2:
+                high, lower = 16 * part[:, ::2], part[:, 1::2]
+                if low is not None:
+                    y[:, first:last] = functional.linear(rows, high) + functional.linear(low.to(computed), lower)
+                    continue
+                part = high + lower
             y[:, first:last] = functional.linear(rows, part)
         if self.stored_as == StoredAs.INT8 and self.scale is not None:
             y *= self.scale
         return (y if bias is None else y + bias).to(x.dtype)
 
     def _dequantize(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Outputs first..last of an int4 weight, (last - first, K)."""
-        target = torch.empty(self.shape[1], last - first, dtype=dtype)
+        """Outputs first..last of an int4 weight, (last - first, planes * K)."""
+        target = torch.empty(len(self.data), last - first, dtype=dtype)
         row = self.row()
         parameters = np.zeros(len(DequantizeField), dtype=np.int64)
         parameters[DequantizeField.PROJECTION] = row.ctypes.data
@@ -128,20 +151,22 @@ class Matrix:
 class CpuProjection(MaskedLinear):
     weight: Matrix
 
-    def product(self, x: Tensor) -> Tensor:
-        return self.weight.linear(x, self.bias)
+    def product(self, x: Tensor, low: Tensor | None = None) -> Tensor:
+        return self.weight.linear(x, self.bias, low)
 
 
 def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, transposed: bool) -> Matrix:
     """Read the weight ``name`` (N, K), laid out as (K, N) if ``transposed``; int4 always is. ``weights``: as at load;
-    ``native`` takes int4, and int8 with a scale a row, as they are on disk, and dequantises others to ``dtype``."""
+    ``native`` takes int4, graded, and int8 with a scale a row, as they are on disk, and dequantises others to
+    ``dtype``."""
     checkpoint, (n, k) = bundle.checkpoint, bundle.checkpoint.shape(name)
-    stored, packed = None, checkpoint.quantised.get(name)
+    stored, graded, packed = None, False, checkpoint.quantised.get(name)
     if packed is not None and weights in ("native", packed.packing.kind):
         found = checkpoint.matrix(name)
         assert isinstance(found, QuantizedMatrix)
+        graded = bundle.recipe.graded and transposed
         int8_rows = found.kind == "int8" and found.group is None and found.zeros is None
-        if int8_rows or (found.kind == "int4" and transposed):
+        if graded or int8_rows or (found.kind == "int4" and transposed):
             stored = found
     kind = weights if stored is None else stored.kind
     if kind == "int4" and stored is None:
@@ -152,7 +177,9 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
     elif stored is not None:
         group, zero_points = stored.group or k, stored.zeros is not None
         scale_dtype = next(one for one in _SCALE_TYPES if torch.equal(stored.scales.to(one).float(), stored.scales))
-    if kind == "int4":
+    if stored is not None and graded:
+        matrix = Matrix.int4((n, k), group, scale_dtype, False, planes=len(PLANE_BITS))
+    elif kind == "int4":
         matrix = Matrix.int4((n, k), group, scale_dtype, zero_points)
     else:
         data = torch.empty((k, n) if transposed else (n, k), dtype=torch.int8 if kind == "int8" else dtype)
@@ -161,7 +188,11 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
     step = max(_ROW_STEP, _CHUNK_BYTES // (k * checkpoint.dtype.itemsize) // _ROW_STEP * _ROW_STEP)
     if stored is not None:
         for first in range(0, n, step):
-            matrix.store(first, stored.rows(first, first + step))
+            some = stored.rows(first, first + step)
+            try:
+                matrix.store(first, interleaved(some) if graded else some)
+            except ValueError as error:
+                raise checkpoint.error(f"{name}: {error}; convert again") from None
         return matrix
     first = 0
     for piece in checkpoint.row_pieces(name, step):

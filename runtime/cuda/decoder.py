@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import UsageError
 from wisparse.formats.model_config import ModelConfig
@@ -105,6 +105,7 @@ class CudaDecoder(Decoder):
         self._observe: Callable[[FusedLinear, Tensor, int], None] | None = None  # see _apply; None: nothing is counted
         self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=device)
         self._decoded, self._kept_dense, self._every, self._started = 0, 0, 1, 0
+        self._planes = planes_of(bundle.masks)
         self._dense_weights = self._count_dense()
 
     @classmethod
@@ -121,7 +122,7 @@ class CudaDecoder(Decoder):
         return None
 
     @classmethod
-    def keeps(cls, stored: StoredWeight) -> bool:
+    def keeps(cls, stored: StoredWeight, graded: bool = False) -> bool:
         return True
 
     def bytes_read(self) -> tuple[int, int]:
@@ -269,7 +270,7 @@ class CudaDecoder(Decoder):
             step.counts.cells.zero_()
 
     def realised_sparsity(self) -> float | None:
-        per_position = sum(projection.num_parameters for projection in self.config.projections())
+        per_position = sum(projection.num_parameters for projection in self.config.projections()) * self._planes
         positions = self._sparse_positions + self._decoded
         if self._observe is None or not positions:
             return None
@@ -354,9 +355,9 @@ class CudaDecoder(Decoder):
         return [step for _, steps in self._by_dense.values() for step in steps.values()]
 
     def _count_dense(self) -> int:
-        """Weights of the linears that the masks in force leave dense."""
+        """Weights, of graded ones planes, of the linears that the masks in force leave dense."""
         linears = (linear for block in self.weights.blocks for linear in block.linears if linear.dense)
-        return sum(linear.in_features * linear.out_features for linear in linears)
+        return sum(linear.in_features * linear.out_features * self._planes for linear in linears)
 
     def _apply(self, block: Block[FusedLinear], first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
         """``_observe`` is called with each linear, its input (T, K) and the first masked row, before the product."""
@@ -371,5 +372,5 @@ class CudaDecoder(Decoder):
     def _count_prompt(self, linear: FusedLinear, x: Tensor, first_sparse: int) -> None:
         tail = x[first_sparse:]
         for i, width in enumerate(linear.widths if len(tail) else ()):
-            keep = keep_mask(tail, linear.scales[i], linear.thresholds[i])
-            self._kept_in_prompts.add_(keep.sum(), alpha=width)
+            for limit in linear.thresholds[i * self._planes : (i + 1) * self._planes]:
+                self._kept_in_prompts.add_(keep_mask(tail, linear.scales[i], limit).sum(), alpha=width)

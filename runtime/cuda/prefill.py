@@ -23,7 +23,7 @@ from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.plan import gpu_of
 from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.rows import launch_activate
-from wisparse.kernels.gpu.weights import FusedLinear, widen
+from wisparse.kernels.gpu.weights import FusedLinear, dequantize, widen
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
@@ -64,15 +64,19 @@ def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor |
     else:
         outputs = []
         for i, width in enumerate(widths):
-            masked, first = x, weight.first(i)
+            masked, first = [x], weight.first(i)
             if not dense:
-                masked = drop_channels(x, keep_mask(x[first_sparse:], linear.scales[i], linear.thresholds[i]))
+                limits = linear.thresholds[i * weight.planes : (i + 1) * weight.planes]
+                keeps = (keep_mask(x[first_sparse:], linear.scales[i], limit) for limit in limits)
+                masked = [drop_channels(x, keep) for keep in keeps]
             numbers = weight.data[:, first : first + width]
             if weight.quant != "none":
                 assert scratch is not None
                 numbers = scratch[: weight.in_features * width].view(weight.in_features, width)
                 widen(weight, i, numbers)
-            outputs.append(masked @ numbers)
+            outputs.append(masked[0] @ numbers)
+            if len(masked) > 1:  # the low plane of what is read by the high one alone
+                outputs[-1] -= (masked[0] - masked[1]) @ dequantize(weight, i, numbers, low=True)
         y = torch.cat(outputs, dim=-1)
     return (y if linear.bias is None else y + linear.bias).split(widths, dim=-1)
 

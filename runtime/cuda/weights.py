@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.model_config import ModelConfig, Projection
-from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, round_weight
+from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, interleaved, round_weight
 from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
 from ..torch.block import LINEARS, Block, Norm, block_tensors, read_spec
@@ -55,6 +55,7 @@ class _Source:
 
     checkpoint: Any  # a Checkpoint, or whatever else makes tensors up
     stored: Callable[[str], Tensor]  # reads one onto the device, in its stored type, quantized ones dequantized
+    graded: bool
     device: torch.device
     dtype: torch.dtype
 
@@ -65,7 +66,11 @@ class _Source:
         """A weight as ``weights`` says: quantized where it is stored so, or was asked for so."""
         how = self.checkpoint.quantised.get(name) if isinstance(self.checkpoint, Checkpoint) else None
         if how is not None and weights in ("native", how.packing.kind):
-            return self.checkpoint.matrix(name, self.device)
+            matrix = self.checkpoint.matrix(name, self.device)
+            try:
+                return interleaved(matrix) if self.graded and name != _HEAD else matrix
+            except ValueError as error:
+                raise BundleError(f"{name}: {error}; convert again") from None
         found = self.tensor(name)
         return found if weights == "native" else self.rounded(name, found, weights)
 
@@ -97,9 +102,10 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
     else:
         reads = nullcontext(lambda name: checkpoint.tensor(name, device).to(device))
     with reads as stored:
-        source = _Source(checkpoint, stored, device, dtype)
+        graded = planes_of(bundle.masks) > 1
+        source = _Source(checkpoint, stored, graded, device, dtype)
         embedding = source.tensor(_EMBEDDING)
-        head = source.head(config, embedding, WEIGHT_TYPES[weights].head)
+        head = source.head(config, embedding, "int8" if graded else WEIGHT_TYPES[weights].head)
         blocks = []
         for index in range(config.num_blocks):
             spec = read_spec(config, index, source.tensor)
@@ -151,8 +157,8 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
             if isinstance(weight, Tensor):
                 fused = empty_weight("none", k, widths, None, dtype, device)
             else:
-                zeros = weight.zeros is not None
-                fused = empty_weight(weight.kind, k, widths, weight.group, dtype, device, zeros=zeros)
+                options: dict[str, Any] = {"zeros": weight.zeros is not None, "planes": weight.shape[1] // k}
+                fused = empty_weight(weight.kind, weight.shape[1], widths, weight.group, dtype, device, **options)
         for copy in range(copies):
             rows = slice(copy * widths[i * copies], (copy + 1) * widths[i * copies])
             if isinstance(weight, Tensor):
@@ -166,14 +172,15 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
     assert fused is not None
     bias = torch.cat(biases) if any(projection.bias for projection in projections) else None
     scales = torch.ones(len(widths), k, dtype=torch.float32, device=device)
-    thresholds = torch.zeros(len(widths), dtype=torch.float32, device=device)
+    thresholds = torch.zeros(len(widths) * fused.planes, dtype=torch.float32, device=device)
     return FusedLinear(without_default_zeros(fused), bias, scales, thresholds, dense=True)
 
 
 def dense_linears(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tuple[bool, ...]:
     """Linear by linear, whether masks drop nothing: what a step is compiled for. Masks alike share their steps."""
     linears = (shared for index in range(config.num_blocks) for shared in config.shared_inputs(index))
-    return tuple(not any(masks[projection.name].threshold for projection in shared) for shared in linears)
+    read_whole = {name for name, mask in masks.items() if not any((mask.threshold, *mask.plane_thresholds))}
+    return tuple(all(projection.name in read_whole for projection in shared) for shared in linears)
 
 
 def with_dense(weights: CudaWeights, dense: tuple[bool, ...]) -> CudaWeights:
@@ -196,13 +203,13 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
             for projection in projections:
                 mask = masks[projection.name]
                 scales += [mask.channel_scale] * copies
-                thresholds += [mask.threshold] * copies
+                thresholds += [*(mask.plane_thresholds or [mask.threshold])] * copies
     # One transfer each: a transfer for every projection waits for the device as often.
     device = linears[0].scales.device
     flat, bounds = torch.cat(scales).to(device), torch.tensor(thresholds, dtype=torch.float32).to(device)
     for linear, part in zip(linears, flat.split([linear.scales.numel() for linear in linears]), strict=True):
         linear.scales.copy_(part.view_as(linear.scales))
-    for linear, part in zip(linears, bounds.split([len(linear.widths) for linear in linears]), strict=True):
+    for linear, part in zip(linears, bounds.split([len(linear.thresholds) for linear in linears]), strict=True):
         linear.thresholds.copy_(part)
 
 

@@ -84,7 +84,7 @@ class Decoder(ABC):
         return None if weights in cls.weight_types else f"it has no {weights} weights"
 
     @classmethod
-    def keeps(cls, stored: StoredWeight) -> bool:
+    def keeps(cls, stored: StoredWeight, graded: bool = False) -> bool:
         """Whether it multiplies with a quantised weight as stored; if not, the weight is dequantised at load."""
         return False
 
@@ -257,19 +257,20 @@ def next_chunk(start: int, size: int) -> int:
     return (start // size + 1) * size
 
 
-def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callable[[StoredWeight], bool]) -> int:
+def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callable[[StoredWeight, bool], bool]) -> int:
     """What a bundle's weights take in memory as ``weights``, all else in ``dtype``; keeps: as of a `Decoder`."""
     chosen = WEIGHT_TYPES[weights]
     total = 0
     for name, shape in expected_tensors(bundle.config).items():
-        kind = "native" if "embed" in name else chosen.head if name == LM_HEAD else weights
+        head = "int8" if bundle.recipe.graded else chosen.head
+        kind = "native" if "embed" in name else head if name == LM_HEAD else weights
         stored = bundle.checkpoint.quantised.get(name)
-        if stored is not None and kind in ("native", stored.packing.kind) and keeps(stored):
+        if stored is not None and kind in ("native", stored.packing.kind) and keeps(stored, bundle.recipe.graded):
             packing = stored.packing
             bits = 4 if packing.kind == "int4" else 8
             total += code_bytes(bits, shape, packing.group, zero_points=packing.zero_points)
         else:
-            total += WEIGHT_TYPES[kind].nbytes(shape, dtype)
+            total += WEIGHT_TYPES[kind].nbytes(shape, dtype) * (2 if bundle.recipe.graded and stored else 1)
     if bundle.config.tie_word_embeddings and chosen.head != "native":  # the output layer is a second copy
         total += WEIGHT_TYPES[chosen.head].nbytes((bundle.config.vocab_size, bundle.config.hidden_size), dtype)
     return total

@@ -186,6 +186,7 @@ class GenerationRequest(Strict):
     response_format: ResponseFormat | None = None
     grammar: str = Field("", description="llguidance's Lark, or llama.cpp's GBNF")
     sparsity: float | None = Field(None, description="one of the bundle's sparsity levels, or 0 for the dense model")
+    bits: float | None = Field(None, description="one of a graded bundle's levels, or 8 for the dense model")
 
     @field_validator("logit_bias")
     @classmethod

@@ -147,7 +147,10 @@ class Encoder:
     def _requests(self, body: ChatRequest | CompletionRequest, ids: list[int], **more: Any) -> list[Request]:
         sampling = SamplingParams(**body.sampling(self._defaults))
         seeds = [None if sampling.seed is None else (sampling.seed + copy) % 2**63 for copy in range(body.n)]
-        common = {"stop": body.stop, "sparsity": body.sparsity, **more}
+        sparsity = body.sparsity
+        if body.bits is not None:
+            sparsity = self._model.bundle.at(body.sparsity, body.bits).sparsity
+        common = {"stop": body.stop, "sparsity": sparsity, **more}
         return [self._model.request(ids, sampling=replace(sampling, seed=seed), **common) for seed in seeds]
 
 
@@ -358,6 +361,7 @@ class Server:
             "max_model_len": self._model.max_seq_len,
             "sparsity": self._model.sparsity,
             "sparsities": sorted({0.0, *self._model.bundle.levels}),
+            **({} if self._model.bits is None else {"bits": self._model.bits}),
         }
 
     async def not_here(self, http: HttpRequest) -> Response:

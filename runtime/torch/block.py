@@ -41,21 +41,26 @@ class MaskedLinear:
     def __init__(
         self, bundle: Bundle, projection: model_config.Projection, weight: Any, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """weight: a tensor (N, K), or what a subclass multiplies with."""
+        """weight: a tensor (N, K), or what a subclass multiplies with; of a graded bundle a pair of tensors, the weight
+        and its low plane."""
         name, self.in_features, self.out_features = projection.name, projection.in_features, projection.out_features
-        self.name, self.weight, self._device = name, weight, device
+        self.weight, self.low = weight if isinstance(weight, tuple) else (weight, None)
+        self.name, self._device, self.planes = name, device, len(bundle.masks[name].plane_thresholds) or 1
         self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if projection.bias else None
-        self.kept: Tensor | None = None  # () int64 while kept channels are counted
+        self.kept: Tensor | None = None  # () int64 while kept channels, or planes of them, are counted
         self.set_mask(bundle.masks[name])
 
     def set_mask(self, mask: ProjectionMask) -> None:
-        self.threshold = mask.threshold
+        self.thresholds = mask.plane_thresholds or (mask.threshold,)
         # (K,) float32; None: the projection is dense
         self.channel_scale = mask.channel_scale.contiguous().to(self._device) if mask.sparsity > 0 else None
 
-    def product(self, x: Tensor) -> Tensor:
-        """x (T, K) to (T, N), with the bias if there is one."""
-        return functional.linear(x, self.weight, self.bias)
+    def product(self, x: Tensor, low: Tensor | None = None) -> Tensor:
+        """x (T, K) to (T, N), with the bias if there is one. ``low``: x for the low plane, some channels at zero."""
+        y = functional.linear(x, self.weight, self.bias)
+        if low is not None and self.low is not None:
+            y -= functional.linear(x - low, self.low)
+        return y
 
     def __call__(self, x: Tensor, first_sparse: int) -> Tensor:
         """x (T, K) to (T, N); rows from ``first_sparse`` on are masked."""
@@ -63,12 +68,12 @@ class MaskedLinear:
             return self.product(x)
         if self.channel_scale is None:
             if self.kept is not None:
-                self.kept += x[first_sparse:].numel()
+                self.kept += x[first_sparse:].numel() * self.planes
             return self.product(x)
-        keep = keep_mask(x[first_sparse:], self.channel_scale, self.threshold)
+        keeps = [keep_mask(x[first_sparse:], self.channel_scale, threshold) for threshold in self.thresholds]
         if self.kept is not None:
-            self.kept += keep.sum()
-        return self.product(drop_channels(x, keep))
+            self.kept += sum(keep.sum() for keep in keeps)
+        return self.product(*(drop_channels(x, keep) for keep in keeps))
 
 
 @dataclass(frozen=True)

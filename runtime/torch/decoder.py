@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.model_config import Projection
+from wisparse.formats.weight_types import QuantizedMatrix, round_weight, split_planes
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, check_capacity
@@ -48,10 +50,27 @@ class TorchDecoder(Decoder):
         self._embedding = tensor("model.embed_tokens.weight", device).to(dtype)
         tied = self.config.tie_word_embeddings
         self._head: Any = self._embedding if tied else tensor("lm_head.weight", device).to(dtype)
-        return lambda p: MaskedLinear(bundle, p, tensor(f"{p.name}.weight", device).to(dtype), device, dtype)
+        graded = planes_of(bundle.masks) > 1
+        if graded:  # its output layer is int8 in every back end
+            self._head = round_weight(self._head, "int8").dequantise(dtype)
+
+        def read(p: Projection) -> MaskedLinear:
+            weight: Any = tensor(f"{p.name}.weight", device).to(dtype)
+            if graded:
+                matrix = bundle.checkpoint.matrix(f"{p.name}.weight", device)
+                assert isinstance(matrix, QuantizedMatrix)
+                try:
+                    _, low = split_planes(matrix.codes)
+                except ValueError as error:
+                    raise bundle.checkpoint.error(f"{p.name}: {error}; convert again") from None
+                weight = weight, replace(matrix, codes=low).dequantise(dtype)
+            return MaskedLinear(bundle, p, weight, device, dtype)
+
+        return read
 
     def bytes_read(self) -> tuple[int, int]:
-        return sum(projection.weight.nbytes for projection in self._projections), self._head.nbytes
+        inside = (part.nbytes for one in self._projections for part in (one.weight, one.low) if part is not None)
+        return sum(inside), self._head.nbytes
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
@@ -88,11 +107,11 @@ class TorchDecoder(Decoder):
         for projection, kept in zip(self._projections, self._kept_channels(), strict=True):
             if projection.kept is None or not positions:
                 return None
-            channels, outputs = projection.in_features * positions, projection.out_features
+            channels, outputs = projection.in_features * projection.planes * positions, projection.out_features
             total += outputs * channels
             dropped += outputs * (channels - kept)
         return dropped / total
 
     def _kept_channels(self) -> list[int]:
-        """Of each projection, summed over the sparse positions."""
+        """Of each projection, summed over the sparse positions; of a graded one its planes."""
         return [0 if projection.kept is None else int(projection.kept) for projection in self._projections]

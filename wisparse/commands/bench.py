@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from wisparse.formats.errors import UsageError
 from wisparse.formats.machine import choose_device
 
 from ..console import FOLDER_OR_ID, print_table
@@ -59,10 +60,12 @@ def command(
     set_up_logging(verbose)
     if all_weights and (loading["weights"] != "native" or kernels or tune or save):
         raise click.UsageError("--all-weights goes without --weights, --kernels, --tune and --save")
-    folders = folders_to_save([bundle], loading["sparsity"]) if save else []
+    folders = folders_to_save([bundle], loading["sparsity"], loading["bits"]) if save else []
     if loading["max_seq_len"] is None:
         loading["max_seq_len"] = prompt_length + max_new_tokens
-    opened = open_bundle(bundle, loading.pop("revision"), loading.pop("sparsity"))
+    opened = open_bundle(bundle, *(loading.pop(name) for name in ("revision", "sparsity", "bits")))
+    if all_weights and opened.recipe.graded:
+        raise UsageError("--all-weights: expected a bundle that is not graded; a graded one holds its weights one way")
     from wisparse.runtime.backends import load
     from wisparse.runtime.benchmark import Workload, compare_weights
 
@@ -121,10 +124,12 @@ def _print_tables(table: Mapping[str, Comparison], compiled: CompiledSpeed | Non
     work, ground = found.workload, compiled or found.dense
     click.echo(", ".join(f"{key} {value}" for key, value in found.machine.items()))
     click.echo(
-        f"{found.backend}, {found.dtype}, weights {', '.join(table)}, sparsity {found.sparsity:g}; "
+        f"{found.backend}, {found.dtype}, weights {', '.join(table)}, "
+        f"{f'sparsity {found.sparsity:g}' if found.bits is None else f'{found.bits:g} bits'}; "
         f"prompt {work.prompt_length}, {work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
         f"alternating; memory reads {found.read_gbps:,.1f} GB/s"
     )
+    graded = found.bits is not None
     if all_weights:
         heads = ["weights", "sparsity", "tok/s", "ms/step", f"over {compiled.name if compiled else 'native dense'}"]
         heads += ["over own dense", "MB/step", "share", "unread"]
@@ -134,10 +139,12 @@ def _print_tables(table: Mapping[str, Comparison], compiled: CompiledSpeed | Non
         )
     else:
         heads = ["", "tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB"]
-        note = f"sparse over dense: {found.speedup:.2f}x; ceiling and prefill in tok/s, unread: share of the weights"
+        what = "weights' bits" if graded else "weights"
+        note = f"sparse over dense: {found.speedup:.2f}x; ceiling and prefill in tok/s, unread: share of the {what}"
     lines = []
     for name, one in table.items():
-        for label, speed in (("dense", one.dense), (f"{one.sparsity:.3g}", one.sparse)):
+        level = f"{one.sparsity:.3g}" if one.bits is None else f"{one.bits:g} bits"
+        for label, speed in (("dense", one.dense), (level, one.sparse)):
             rates, unread = [f"{speed.tok_per_s:,.1f}", f"{speed.step_ms:.3f}"], f"{speed.realised_sparsity:.1%}"
             share = f"{speed.ideal_ms / speed.step_ms:.0%}"
             if all_weights:

@@ -12,6 +12,7 @@ from wisparse.formats import hub
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import AccessError, UsageError, printable
 from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted
+from wisparse.formats.manifest import level_name
 
 from ..console import FOLDER, FOLDER_OR_ID, print_table
 from ..options import revision_option
@@ -22,8 +23,11 @@ from ..options import revision_option
 @revision_option
 @click.option("--show", type=click.Choice(["sparsity", "alpha", "threshold", "realised"]), default="sparsity")
 @click.option("--sparsity", type=float, help="The sparsity level whose table is shown.  [default: the bundle's own]")
+@click.option("--bits", type=float, help="The same of a graded bundle, by its bits.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole recipe as JSON.")
-def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None, as_json: bool) -> None:
+def inspect(
+    bundle: str, revision: str | None, show: str, sparsity: float | None, bits: float | None, as_json: bool
+) -> None:
     """Show the recipe of BUNDLE, a folder or a Hub id: one line per block, one column per projection.
 
     The weights are not read; `wisparse verify` does that.
@@ -32,11 +36,10 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
     wisparse inspect out
     wisparse inspect USER/NAME --revision main --json
     """
-    opened = Bundle.open(hub.fetch_bundle(bundle, revision))
-    if sparsity is not None:
-        opened = opened.at(sparsity)
-        if opened.sparsity not in opened.levels:
-            raise UsageError("sparsity: 0 is the dense model, which has no masks to show")
+    opened = Bundle.open(hub.fetch_bundle(bundle, revision)).chosen(sparsity, bits)
+    if opened.sparsity not in opened.levels:
+        dense = "sparsity: 0" if bits is None else "bits: 8"
+        raise UsageError(f"{dense} is the dense model, which has no masks to show")
     recipe, config, calibration = opened.recipe, opened.config, opened.recipe.calibration
     num_bytes = opened.checkpoint.nbytes
     dtypes = sorted({info.dtype_name for info in opened.checkpoint.tensors.values()})
@@ -45,6 +48,7 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
         model = {**{name: getattr(config, name) for name in names}, "num_bytes": num_bytes, "dtypes": dtypes}
         click.echo(json.dumps({"model": model, **recipe.to_dict()}, indent=2))
         return
+    levels = {one: level_name(one, recipe.graded, ".1f") for one in recipe.sparsities}
     shape = f"{config.num_blocks} blocks, hidden {config.hidden_size}, MLP {config.intermediate_size}"
     each = f"{calibration.num_samples} samples of up to {calibration.seq_len} tokens"
     rows = (
@@ -53,7 +57,7 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
         ("rotation", str(recipe.rotation or "none: the weights are the source's")),
         ("model", f"{config.model_type}, {shape}, {num_bytes / 1e6:,.1f} MB {'/'.join(dtypes)}"),
         ("method", recipe.method),
-        ("levels", ", ".join(f"{one:.1%}{' (the default)' * (one == recipe.default)}" for one in recipe.sparsities)),
+        ("levels", ", ".join(f"{name}{' (the default)' * (one == recipe.default)}" for one, name in levels.items())),
         ("calibration", f"{calibration.source}: {each} ({calibration.num_tokens:,} in all), seed {calibration.seed}"),
     )
     for name, value in rows:
@@ -67,7 +71,7 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
         for block, sparsity in enumerate(level.block_sparsities)
     ]
     heads = ("block", *(projection.role for projection in config.projections(0)), "block sparsity")
-    print_table(heads, lines, title=f"{show} per projection at {opened.sparsity:.1%}", left=0)
+    print_table(heads, lines, title=f"{show} per projection at {levels[opened.sparsity]}", left=0)
 
 
 @click.command("verify")

@@ -16,6 +16,7 @@ import click
 from wisparse.converter.settings import ConvertSettings
 from wisparse.formats.hub import require_place
 from wisparse.formats.machine import idle_cores, torchrun_place, usable_cores
+from wisparse.formats.manifest import level_name
 
 from ..console import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, Dtype, print_rows, stacked
 
@@ -82,6 +83,7 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
     wisparse-convert ./my-fine-tune --sparsity 0.4 --calibration corpus/ -o out
     wisparse-convert ./my-fine-tune --sparsity 0.3,0.4,0.5,0.6 --default 0.5
     wisparse-convert ./my-fine-tune --max-kl 0.02
+    wisparse-convert ./my-fine-tune --weights graded --bits 4.25,3.5
     wisparse-convert Qwen/Qwen2.5-7B --dry-run
 
     On several GPUs of one machine, one process each, with the same result:
@@ -166,7 +168,7 @@ def _print_plan(plan: Plan) -> None:
         limits += [f"top-1 agreement at least {settings.min_top1:.4g}"] if settings.min_top1 is not None else []
         target = f"the highest with {' and '.join(limits)}"
     else:
-        target = _percents(settings.levels, settings.default_of(settings.levels))
+        target = _names(settings.levels, settings.default_of(settings.levels), settings.weights == "graded")
     text_of = f", the text model of {plan.text_of}" if plan.text_of else ""
     parameters = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.1f}M"
     shape = f"{config.model_type}{text_of}, {config.num_blocks} blocks, hidden {config.hidden_size}"
@@ -176,7 +178,10 @@ def _print_plan(plan: Plan) -> None:
     rows = (
         ("model", plan.source.name + (f" at {plan.source.commit}" if plan.source.commit else "")),
         ("architecture", f"{shape}, {parameters} parameters, {in_scope}"),
-        ("sparsity", f"{target}, method {settings.method}, search {settings.chosen_search}"),
+        (
+            "bits" if settings.weights == "graded" else "sparsity",
+            f"{target}, method {settings.method}, search {settings.chosen_search}",
+        ),
         ("calibration", f"{plan.calibration}: {samples}, seed {settings.seed}"),
         ("rotation", rotation),
         ("compute", f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"),
@@ -191,8 +196,9 @@ def _print_plan(plan: Plan) -> None:
     print_rows("Plan (nothing was converted)", rows)
 
 
-def _percents(levels: Sequence[float], default: float) -> str:
-    names = [f"{level:.1%}{' (default)' * (level == default and len(levels) > 1)}" for level in levels]
+def _names(levels: Sequence[float], default: float, graded: bool) -> str:
+    several = len(levels) > 1
+    names = [f"{level_name(one, graded, '.1f')}{' (default)' * (one == default and several)}" for one in levels]
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
@@ -222,14 +228,15 @@ def _print_conversion(conversion: Conversion) -> None:
     default, levels, blocks = recipe.default, recipe.sparsities, recipe.block_sparsities
     alphas = [entry.alpha for entry in recipe.projections]
     asked = "found" if conversion.plan.settings.has_budget else "asked for"
-    at_default = f"at {default:.1%}, " if len(levels) > 1 else ""
+    graded = recipe.graded
+    at_default = f"at {level_name(default, graded, '.1f')}, " if len(levels) > 1 else ""
     not_rotated = f"none: {conversion.plan.not_rotated}" if conversion.plan.not_rotated else "none"
     neighbours = report.measurement.curve if choice and report.measurement else ()
     seconds = [f"{name.lower()} {value:.0f} s" for name, value in conversion.seconds.items() if value >= 1]
     chosen = None
     if choice:  # what a budget allowed, and what the next step would have cost
         costs = [
-            f"{sparsity:.1%} costs KL {kl:.3g} nats/token and agrees in {top1:.1%} of first choices"
+            f"{level_name(sparsity, graded, '.1f')} costs KL {kl:.3g} nats/token and agrees in {top1:.1%} of first choices"
             for sparsity, kl, top1 in choice.tried
             if sparsity >= choice.sparsity
         ]
@@ -237,13 +244,20 @@ def _print_conversion(conversion: Conversion) -> None:
     rows = [
         ("bundle", str(conversion.folder)),
         ("left out", recipe.text_only),
-        ("sparsity", f"{_percents(levels, default)} {asked}; {at_default}{report.expectation(default)}"),
+        (
+            "bits" if graded else "sparsity",
+            f"{_names(levels, default, graded)} {asked}; {at_default}{report.expectation(default)}",
+        ),
         ("rotation", str(recipe.rotation or not_rotated)),
         ("coordinates", report.coordinates),
         ("chosen", chosen),
-        ("by block", f"{at_default}{min(blocks):.1%} to {max(blocks):.1%}"),
-        *(("quality" if one == levels[0] else "", verdict(one, report.quality(one))) for one in levels),
-        *(("less" if one < default else "more", verdict(one, found)) for one, found in neighbours if one != default),
+        ("by block", f"{at_default}{min(blocks):.1%} to {max(blocks):.1%}{' of the bits unread' * graded}"),
+        *(("quality" if one == levels[0] else "", verdict(one, report.quality(one), graded)) for one in levels),
+        *(
+            ("less" if one < default else "more", verdict(one, found, graded))
+            for one, found in neighbours
+            if one != default
+        ),
         ("measured on", report.measured_on),
         # One exponent for all (fisher and refine have 1, TEAL 0) says nothing.
         ("alpha", f"{min(alphas):g} to {max(alphas):g}" if min(alphas) < max(alphas) else None),

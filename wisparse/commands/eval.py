@@ -17,6 +17,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import place
 from wisparse.formats.hub import fetch_bundle
+from wisparse.formats.manifest import level_name
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
 from ..console import FILE_OR_ID, FOLDER_OR_ID, print_table
@@ -107,10 +108,12 @@ def command(
             raise UsageError("--save keeps what --tasks found, and there are none")
     if len(bundles) > 1 and not compare:
         raise UsageError(f"found {len(bundles)} bundles: add --compare for one table over them, or give one")
-    to_save = folders_to_save(bundles, options["sparsity"]) if save else []
+    to_save = folders_to_save(bundles, options["sparsity"], options["bits"]) if save else []
     opened = [Bundle.open(fetch_bundle(bundle, revision)) for bundle in bundles]
-    if options["sparsity"] is not None:
-        opened = [bundle.at(options["sparsity"]) for bundle in opened]
+    asked_for, bits = options["sparsity"], options.pop("bits")
+    opened = [bundle.chosen(asked_for, bits) for bundle in opened]
+    if bits is not None:
+        options["sparsity"] = opened[0].sparsity  # of all: a level's sparsity follows from its bits
     from wisparse.converter.processes import Progress
 
     progress, tokens, text_facts = Progress(), None, None
@@ -126,7 +129,12 @@ def command(
         if names:
             asked = {**task_options, "seed": seed}
             found[bundle.sparsity] |= _on_tasks(bundle, names, policies or ("half",), options, asked)
-        facts = {"bundle": given, "base_model": bundle.recipe.base_model, "method": bundle.recipe.method}
+        facts: dict[str, Any] = {
+            "bundle": given,
+            "base_model": bundle.recipe.base_model,
+            "method": bundle.recipe.method,
+        }
+        facts["graded"] = bundle.recipe.graded
         rows += [{**facts, "sparsity": level, **row} for level, row in found.items()]
     of_tasks = [row for row in rows if "tasks" in row]
     if as_json:
@@ -250,13 +258,14 @@ def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
                         _with_error(found.top1_agreement, found.top1_stderr, ".1%"),
                         "not counted" if realised is None else f"{realised:.1%}",
                     ]
-                lines.append((row["bundle"], f"{row['sparsity']:.1%}", f"{policy}{name}", *cells))
+                level = level_name(row["sparsity"], row["graded"], ".1f")
+                lines.append((row["bundle"], level, f"{policy}{name}", *cells))
     note = "All but 'KL, all tokens' is over the tokens that ran sparse; dense is the same bundle, masks off"
     note += ", weights as they are" if any("alone" in row for row in rows) else ""
     note += "; ± is a standard error, each sequence a draw."
     for row in rows:
         measured = [quality for quality in row["quality"].values() if quality.sparse.num_tokens]
-        note += f"\n{row['bundle']}: {verdict(row['sparsity'], measured[-1] if measured else None)}"
+        note += f"\n{row['bundle']}: {verdict(row['sparsity'], measured[-1] if measured else None, row['graded'])}"
     figures = ("KL, nats/token", "KL, all tokens", "perplexity dense", "sparse", "top-1 agreement", "realised sparsity")
     title = f"{text['num_samples']} x {text['seq_len']} tokens of {text['source']}, seed {text['seed']}"
     print_table(("bundle", "sparsity", "sparse tokens", *figures), lines, title=title, left=3, note=note)

@@ -54,6 +54,8 @@ def command(
     check_target(Path(os.path.abspath(out)), EXPORT, overwrite)  # before a bundle is fetched
     started = time.monotonic()
     opened = open_bundle(bundle, revision, sparsity)
+    if opened.recipe.graded and opened.sparsity:
+        raise UsageError("export-onnx: expected --sparsity 0, the dense model, for a graded bundle, found a level")
     report = export_onnx(opened, out, opset=opset, dtype=dtype, overwrite=overwrite, check=check)
     report["seconds"] = round(time.monotonic() - started, 3)
     for note in report["notes"]:

@@ -81,7 +81,7 @@ def command(
     for allowed in hosts:
         if not _HOST.fullmatch(allowed):
             raise UsageError(f"--allowed-host: expected * or a host name without a port, found {allowed!r:.80}")
-    opened = open_bundle(bundle, loading.pop("revision"), loading.pop("sparsity"))
+    opened = open_bundle(bundle, *(loading.pop(name) for name in ("revision", "sparsity", "bits")))
     from wisparse.runtime.backends import load
     from wisparse.runtime.serve.app import ServeSettings, serve
     from wisparse.runtime.serve.transport import allowed_hosts, open_socket

@@ -170,6 +170,7 @@ function levelsAsked() {
 function levelName(level) {
   const sparsity = level === null ? model.sparsity : level;
   if (sparsity === undefined) return "Answer";
+  if (model.bits !== undefined && sparsity !== 0) return `${Math.round(800 * (1 - sparsity)) / 100} bits`;
   return sparsity === 0 ? "Dense" : `${Math.round(sparsity * 1000) / 10}% sparse`;
 }
 
