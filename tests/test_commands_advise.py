@@ -97,7 +97,7 @@ def test_parts_of_a_model_tell_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
     def timed(decoder: Decoder, work: Workload) -> tuple[float, float]:
         asked.append(decoder.config.num_blocks)
-        masks = (projection.threshold > 0 for projection in decoder._projections)  # type: ignore[attr-defined]
+        masks = (any(projection.thresholds) for projection in decoder._projections)  # type: ignore[attr-defined]
         return 0.0, work.new_tokens * seconds(decoder.config, 0.5 if any(masks) else 0.0)
 
     asked: list[int] = []
