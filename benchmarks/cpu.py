@@ -1,11 +1,10 @@
 """The CPU back end against PyTorch and transformers: every figure is a ratio of two things timed in turns.
 
     python benchmarks/cpu.py                      # about five minutes, 12 GB of memory, 5 GB of disk in --work-dir
-    python benchmarks/cpu.py --only projection examples
+    python benchmarks/cpu.py --only examples prompts
     python benchmarks/cpu.py --cpu-time           # one thread, processor time: on a machine that is busy otherwise
 
-    projection   one projection, bfloat16, over the fastest of torch.mv, F.linear and matmul
-    llama-1b     decoding a random model of Llama-3.2-1B's shape, over transformers as it is and with mv in every Linear
+    llama-1b     decoding a random model of Llama-3.2-1B's shape, over transformers
     examples     decoding the project's small models, over transformers dense in the same type
     prompts      prompts of 5, 32 and 512 tokens of that model, over transformers in the faster of its types
     first-token  load and first token of the 1B bundle, over reading its files into memory
@@ -25,25 +24,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_linear import quantize, sparse_linear, transpose
 from cpu_models import LLAMA_1B, calibrated_bundle, random_checkpoint
 from quality import describe_machine, print_document
 from torch import Tensor
-from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.cpu.decoder import CpuDecoder
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("projection", "llama-1b", "examples", "prompts", "first-token")
+SECTIONS = ("llama-1b", "examples", "prompts", "first-token")
 PROMPT_TOKENS = 32
 SPARSITY = 0.5
 
@@ -90,56 +86,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-# --- one projection --------------------------------------------------------------------------------------------------
-
-
-def projection(repetitions: int) -> list[dict[str, Any]]:
-    rows = []
-    for k, n in ((4096, 14336), (14336, 4096)):
-        generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(n, k, generator=generator).mul_(k**-0.5).bfloat16()
-        x = torch.randn(k, generator=generator).bfloat16()
-        weight_t = transpose(weight)
-        int8, scale = quantize(weight)
-        ones = torch.ones(k)
-        median = x.float().abs().median()
-        runs = {
-            "mv": partial(torch.mv, weight, x),
-            "linear": partial(functional.linear, x, weight),
-            "matmul": partial(torch.matmul, weight, x),
-            "sparse": partial(sparse_linear, x, weight_t, None, ones, median),
-            "dense": partial(sparse_linear, x, weight_t, None, ones, 0.0),
-            "sparse_int8": partial(sparse_linear, x, int8, None, ones, median, column_scale=scale),
-        }
-        found = in_turns({name: partial(timed, run) for name, run in runs.items()}, repetitions, warm_up=3)
-        times = {name: statistics.median(values) for name, values in found.items()}
-        best = min(("mv", "linear", "matmul"), key=times.__getitem__)
-        weight_bytes = 2 * k * n
-        row = {
-            "shape": f"{k}x{n}",
-            "ms": {name: 1e3 * value for name, value in times.items()},
-            "best_torch": best,
-            "gbps": {
-                "torch": weight_bytes / times[best] / 1e9,
-                "sparse": SPARSITY * weight_bytes / times["sparse"] / 1e9,
-                "dense": weight_bytes / times["dense"] / 1e9,
-                "sparse_int8": SPARSITY * weight_bytes / 2 / times["sparse_int8"] / 1e9,
-            },
-            "speedup_50": times[best] / times["sparse"],
-            "speedup_0": times[best] / times["dense"],
-            "speedup_50_int8": times[best] / times["sparse_int8"],
-            # Ours at 0% is the dense product at the speed of our own loop: what sparsity alone brings.
-            "speedup_50_over_own_dense": times["dense"] / times["sparse"],
-        }
-        rows.append(row)
-        say(
-            f"projection {row['shape']}: best torch line {best} {row['ms'][best]:.2f} ms "
-            f"({row['gbps']['torch']:.1f} GB/s); "
-            f"50% {row['speedup_50']:.2f}x, 0% {row['speedup_0']:.2f}x, int8 50% {row['speedup_50_int8']:.2f}x"
-        )
-    return rows
-
-
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
@@ -172,26 +118,8 @@ def decoder_loop(decoder: CpuDecoder, prompt: Tensor, count: int) -> Callable[[]
     return run
 
 
-@contextmanager
-def mv_in_linears() -> Iterator[None]:
-    """Let every one-row bfloat16 Linear go through torch.mv, the fastest dense line on many CPUs."""
-    original = torch.nn.Linear.forward
-
-    def forward(self: torch.nn.Linear, x: Tensor) -> Tensor:
-        if x.numel() != self.in_features:
-            return original(self, x)
-        y = torch.mv(self.weight, x.reshape(-1))
-        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
-
-    torch.nn.Linear.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.nn.Linear.forward = original  # type: ignore[method-assign]
-
-
 def decoding(source: Path, bundle_folder: Path, count: int, repetitions: int, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Milliseconds per token of transformers (as is, with mv) and of ours (``kinds``) on one model."""
+    """Milliseconds per token of transformers and of ours (``kinds``) on one model."""
     from transformers import AutoModelForCausalLM
 
     bundle = Bundle.open(bundle_folder)
@@ -201,14 +129,7 @@ def decoding(source: Path, bundle_folder: Path, count: int, repetitions: int, ki
     prompt = torch.randint(0, bundle.config.vocab_size, (PROMPT_TOKENS,), generator=generator)
     settings: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "max_seq_len": PROMPT_TOKENS + count + 1}
     decoders = {kind: CpuDecoder(bundle, weights=kind, **settings) for kind in kinds}
-    base = transformers_loop(dense, prompt, count)
-    loops: dict[str, Callable[[], float]] = {"transformers": base}
-
-    def with_mv() -> float:
-        with mv_in_linears():
-            return base()
-
-    loops["transformers_mv"] = with_mv
+    loops: dict[str, Callable[[], float]] = {"transformers": transformers_loop(dense, prompt, count)}
     loops |= {f"wisparse_{kind}": decoder_loop(decoder, prompt, count) for kind, decoder in decoders.items()}
     medians = {name: statistics.median(values) for name, values in in_turns(loops, repetitions).items()}
     decoder = decoders["native"]
@@ -225,18 +146,15 @@ def decoding(source: Path, bundle_folder: Path, count: int, repetitions: int, ki
         ours = medians[f"wisparse_{kind}"]
         suffix = "" if kind == "native" else f"_{kind}"
         result[f"speedup{suffix}"] = medians["transformers"] / ours
-        result[f"speedup_over_mv{suffix}"] = medians["transformers_mv"] / ours
     if {"int8", "int4"} <= set(kinds):
         result["int4_over_int8"] = medians["wisparse_int8"] / medians["wisparse_int4"]
     for one in decoders.values():
         one.close()
     say(
-        f"{source.name}: transformers {result['tok_per_s']['transformers']:.1f} tok/s, with mv "
-        f"{result['tok_per_s']['transformers_mv']:.1f}; "
+        f"{source.name}: transformers {result['tok_per_s']['transformers']:.1f} tok/s; "
         + "; ".join(
             f"{kind} {result['tok_per_s'][f'wisparse_{kind}']:.1f} tok/s, "
-            f"{result['speedup' + ('' if kind == 'native' else '_' + kind)]:.2f}x / "
-            f"{result['speedup_over_mv' + ('' if kind == 'native' else '_' + kind)]:.2f}x"
+            f"{result['speedup' + ('' if kind == 'native' else '_' + kind)]:.2f}x"
             for kind in kinds
         )
     )
@@ -402,8 +320,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="wisparse-bench-") as temporary:
         work = arguments.work_dir or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        if "projection" in arguments.only:
-            result["projection"] = projection(8 * arguments.repetitions)
         if "examples" in arguments.only:
             result["examples"] = examples(work, 64, arguments.repetitions)
         if {"llama-1b", "prompts", "first-token"} & set(arguments.only):

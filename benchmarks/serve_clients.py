@@ -1,6 +1,6 @@
 """Calls of OpenAI's and Anthropic's own Python clients to ``wisparse serve``: which give what they have to.
 
-The first twenty are those of ``serve_peers.py``, as is the model. A call counts if what its function says of it holds:
+The first twenty are those of ``serve_requests.py``, as is the model. A call counts if what its function says of it holds:
 answers are compared with one another, with their schemas and their usage, errors with the class that the client raises.
 
     pip install openai anthropic
@@ -26,7 +26,7 @@ import anthropic
 import click
 import openai
 from pydantic import BaseModel
-from serve_peers import ASK, MOST, PARAMETERS, PROMPT, REQUESTS, WEATHER, Peer, make_bundle, outcome
+from serve_requests import ASK, MOST, PARAMETERS, PROMPT, REQUESTS, WEATHER, Peer, make_bundle, outcome
 from serve_speed import address_of
 
 LONG = "x = 1\n" * 3000
@@ -207,7 +207,7 @@ CALLS |= {f"{what}: {kind.__name__}": partial(raises, kind, ask) for what, kind,
 def main(out: Path | None) -> None:
     """Print the table as Markdown; the exit code is 1 if a call fails."""
     with tempfile.TemporaryDirectory(prefix="wisparse-clients-") as folder:
-        _, bundle = make_bundle(Path(folder))
+        bundle = make_bundle(Path(folder))
         command = [sys.executable, "-m", "wisparse", "serve", str(bundle), "--port", "0"]
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         found = []
