@@ -214,7 +214,7 @@ def require_folder(folder: Path) -> None:
 
 def _unreadable(name: str, reason: OSError, error: type[WisparseError]) -> WisparseError:
     if isinstance(reason, FileNotFoundError):
-        return error(f"{name}: missing")
+        return error(f"{name}: missing from the folder; copy or download it again")
     if reason.errno in (errno.EACCES, errno.EPERM):
         return AccessError(f"{name}: no permission to read it")
     return error(f"{name!r:.200}: cannot be read: {reason.strerror}")
