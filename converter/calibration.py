@@ -23,6 +23,7 @@ from wisparse.formats.model_config import ModelConfig
 from .documents import Document, dataset_documents, is_dataset_id, path_documents
 from .flow import input_device
 from .processes import SILENT, Progress, Stage
+from .source import cache_argument
 
 _log = logging.getLogger("wisparse")
 
@@ -306,7 +307,7 @@ class _Row:
 
 def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
     device, seq_len = input_device(model), max(row.seq_len for row in rows)
-    cache = _preallocated_cache(model.config, seq_len)
+    cache: dict[str, Any] = {cache_argument(model): _preallocated_cache(model.config, seq_len)}
     groups = [(one, len(list(some))) for one, some in groupby(row.generator for row in rows)]
     noise = torch.empty(0)
     drawn = [0] * len(rows)  # never used: every row begins with a forced token
@@ -318,7 +319,7 @@ def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
         stage.advance()
         if position + 1 < seq_len:
             step = torch.tensor(tokens, device=device).unsqueeze(1)
-            logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits = model(input_ids=step, **cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             heat = [max(1.0, _HOT - (_HOT - 1.0) * row.free / _HOT_TOKENS) for row in rows]
             logits = logits.float()
             if max(heat) > 1.0:

@@ -229,7 +229,7 @@ def _dense_tokens(prefill: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if tokens is None:
         tokens = kwargs["inputs_embeds"]
     batch, count = tokens.shape[:2]
-    cache = kwargs.get("past_key_values")
+    cache = next((kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None), None)
     past = 0 if cache is None else int(cache.get_seq_length())
     if prefill == "all" or (count == 1 and past > 0):
         return None

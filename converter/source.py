@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -305,3 +306,8 @@ def _tied(config: Mapping[str, Any], given: Mapping[str, Any], names: Collection
     if LM_HEAD in names:
         return bool(stated) and all(stated)
     return any(stated) or not stated
+
+
+def cache_argument(model: Any) -> str:
+    """What a model's forward pass calls its cache: ``cache`` since transformers 5.24, before that ``past_key_values``."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

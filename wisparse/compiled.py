@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wisparse.converter.source import load_source
+from wisparse.converter.source import cache_argument, load_source
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError, first_line
 from wisparse.runtime.benchmark import Workload, prompts, wait
@@ -65,11 +65,11 @@ def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtyp
     with memory_errors(device, f"for the dense model under {_BASELINE}"):
         model = load_source(bundle.folder, dtype, device, bundle=True).model
         length = workload.prompt_length + workload.new_tokens
-        cache = StaticCache(config=model.config, max_cache_len=length)
+        cache, argument = StaticCache(config=model.config, max_cache_len=length), cache_argument(model)
         ids = torch.stack(prompts(bundle.config, workload)).to(device)
 
         def step(tokens: Tensor, positions: Tensor) -> Tensor:
-            seen = model(input_ids=tokens, position_ids=positions[None], past_key_values=cache, use_cache=True)
+            seen = model(input_ids=tokens, position_ids=positions[None], **{argument: cache}, use_cache=True)
             return seen.logits[:, -1].argmax(-1, keepdim=True)
 
         def prefill() -> Tensor:
