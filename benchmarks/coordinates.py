@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +155,18 @@ PARTS: Mapping[str, Callable[[Trial], Rows]] = {
 }
 
 
+def timed_rows(head: dict[str, Any], found: Iterable[tuple[dict[str, Any], dict[str, float]]]) -> list[dict[str, Any]]:
+    """What was measured, each row printed when it is there."""
+    rows, started = [], time.perf_counter()
+    for about, kl in found:
+        row = {**head, **about, "kl": {name: round(value, 6) for name, value in kl.items()}}
+        row["seconds"] = round(time.perf_counter() - started, 1)
+        rows.append(row)
+        print(row, file=sys.stderr, flush=True)
+        started = time.perf_counter()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="+", default=[EXAMPLE])
@@ -165,17 +177,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write the JSON document there too")
     options = parser.parse_args()
-    document = {"benchmark": "coordinates", **describe_machine(torch.device(options.device)), "rows": []}
+    document: dict[str, Any] = {
+        "benchmark": "coordinates",
+        **describe_machine(torch.device(options.device)),
+        "rows": [],
+    }
     for part in options.parts:
         for folder in options.models:
             trial = Trial(folder, options.device, options.seq_len, options.eval_tokens, options.seed)
-            started = time.perf_counter()
-            for about, kl in PARTS[part](trial):
-                row = {"part": part, "model": folder.name, **about, "kl": {k: round(v, 6) for k, v in kl.items()}}
-                row["seconds"] = round(time.perf_counter() - started, 1)
-                document["rows"].append(row)
-                print(row, file=sys.stderr, flush=True)
-                started = time.perf_counter()
+            document["rows"] += timed_rows({"part": part, "model": folder.name}, PARTS[part](trial))
     print_document(document, options.output)
 
 

@@ -10,14 +10,12 @@ Scales are not counted. int4 is fitted to the text of the rotation too, as in a 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from coordinates import Trial
+from coordinates import Trial, timed_rows
 from quality import EXAMPLE, describe_machine, print_document
 
 from wisparse.converter.gptq import quantise_weights
@@ -59,16 +57,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the JSON document there too")
     options = parser.parse_args()
     facts = {"tokens": options.tokens, "search": options.search, "eval_tokens": options.eval_tokens}
-    document = {"benchmark": "graded", **describe_machine(torch.device(options.device)), **facts, "rows": []}
+    document: dict[str, Any] = {
+        "benchmark": "graded",
+        **describe_machine(torch.device(options.device)),
+        **facts,
+        "rows": [],
+    }
     for folder in options.models:
         trial = Trial(folder, options.device, 512, options.eval_tokens, 0)
-        started = time.perf_counter()
-        for about, kl in rows(trial, options.tokens, options.search, options.coordinates):
-            row = {"model": folder.name, **about, "kl": {name: round(value, 6) for name, value in kl.items()}}
-            row["seconds"] = round(time.perf_counter() - started, 1)
-            document["rows"].append(row)
-            print(row, file=sys.stderr, flush=True)
-            started = time.perf_counter()
+        found = rows(trial, options.tokens, options.search, options.coordinates)
+        document["rows"] += timed_rows({"model": folder.name}, found)
     print_document(document, options.output)
 
 

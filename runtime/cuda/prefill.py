@@ -179,7 +179,6 @@ class PromptReader:
                         self._launch(torch.zeros(3 + rows, dtype=torch.int64, device=device), different.values())
             for rows in sizes:
                 given = torch.zeros(3 + rows, dtype=torch.int64, device=device)  # no positions: it writes no cache
-
                 self._graphs.insert(0, _Graph(rows, given, capture(partial(self._launch, given), device, pool)))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what the launches before each capture took

@@ -25,7 +25,7 @@ def command(model: str, device: str, context: int, revision: str | None, as_json
     weight type and sparsity, and one command that is recommended.
 
     No weights are read or downloaded. Speed is measured here, on blocks of the model's shape with random weights, which
-    takes from 5 to 30 seconds; kernels that were never used are compiled first.
+    takes 5 to 20 seconds on a CPU and about 45 on a GPU the first time, most of it to compile kernels.
 
     \b
     wisparse advise meta-llama/Llama-3.1-8B-Instruct
