@@ -208,6 +208,12 @@ class ModelConfig:
     def architecture(self) -> Architecture:
         return ARCHITECTURES[self.model_type]
 
+    @property
+    def mlp_size(self) -> int:
+        """The most numbers between the MLP's two halves that a token has in any block."""
+        experts = [block.experts for block in self.blocks]
+        return max(self.intermediate_size if one is None else one.chosen * one.intermediate_size + one.shared_size for one in experts)
+
     def q_size(self, block: int) -> int:
         """Width of a block's queries; also K of its ``o_proj``."""
         return self.num_heads * self.blocks[block].head_dim
