@@ -110,6 +110,9 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
             if quantised and value != kept:
                 stay = "the model is quantised, and its weights stay as they are"
                 raise UsageError(f"--{option} {value}: {stay}; leave it out")
+        if settings.weights == "graded" and config.architecture.experts is not None:
+            unknown = f"{config.model_type} has experts, which cannot be graded yet"
+            raise UnsupportedModelError(f"--weights graded: {unknown}; choose int8")
         if settings.weights in ("int4", "graded"):
             group_size(config, settings.weights)
         context = config.max_position_embeddings
