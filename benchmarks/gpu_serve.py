@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/gpu_serve.py --tiny --device cpu   # the example model: to try the script out
     PYTHONPATH=. python benchmarks/gpu_serve.py --bundle out          # a bundle that is there, if it never ends a text
 
-Needs ``wisparse[serve]``; the client is Python's own ``http.client``. Makes the bundle as ``gpu_verbs.py`` does (random
+Needs ``wisparse[serve]``; the client is Python's own ``http.client``. Makes the bundle by ``gpu_bundle.py`` (random
 weights of the Llama-3.1-8B shape, thresholds calibrated to 50%), runs ``wisparse bench`` at one row and at eight, then
 ``wisparse serve --max-batch 8`` and a client of it, each in a process of its own. Each part warms up first and is a
 median of rounds:
@@ -44,8 +44,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_bundle import EXAMPLE, ROOT, SPARSITY, endless_source, environment, wisparse
 from gpu_models import SHAPES, need_gpu
-from gpu_verbs import EXAMPLE, ROOT, SPARSITY, endless_source, environment, wisparse
 
 TOKENS = 200  # of an answer, as in bench
 ROUNDS = 5
@@ -232,7 +232,9 @@ def second_turn(client: Client, texts: Iterator[str], behind: int) -> dict[str, 
     }  # fmt: skip
 
 
-def gaps(client: Client, prompts: Sequence[Sequence[int]], long: Callable[[], list[int]]) -> dict[str, Any]:
+def gaps(
+    client: Client, prompts: Sequence[Sequence[int]], long: Callable[[], list[int]], **more: Any
+) -> dict[str, Any]:
     """How long running answers wait while a prompt is read."""
     most = 500
 
@@ -243,14 +245,14 @@ def gaps(client: Client, prompts: Sequence[Sequence[int]], long: Callable[[], li
             time.sleep(0.15)
             moments.append(time.perf_counter())
             if read:
-                client.stream("/v1/completions", completion(long()), most=1)
+                client.stream("/v1/completions", completion(long(), **more), most=1)
             else:
                 time.sleep(0.3)
             moments.append(time.perf_counter())
 
         thread = threading.Thread(target=reader)
         thread.start()
-        answers = client.together([completion(prompt) for prompt in prompts], most)
+        answers = client.together([completion(prompt, **more) for prompt in prompts], most)
         thread.join()
         if len(moments) != 2 or min(answer.at[-1] for answer in answers) < moments[1]:
             raise RuntimeError("the prompt was not read while the answers ran")
@@ -317,7 +319,7 @@ def make_bundle(arguments: argparse.Namespace, folder: Path) -> Path:
         text = ("--calibration", ROOT / "converter", "--num-samples", 1, "--seq-len", 128, "--search", "uniform")
         wisparse("convert", source, "-o", bundle, "--sparsity", SPARSITY, *text, "--device", arguments.device, "-q")
     else:
-        child = [sys.executable, str(ROOT / "benchmarks" / "gpu_verbs.py"), "--part", "make", "--folder", str(bundle)]
+        child = [sys.executable, str(ROOT / "benchmarks" / "gpu_bundle.py"), "--folder", str(bundle)]
         child += ["--shape", arguments.shape, "--device", arguments.device]
         child += ["--end", str(SHAPES[arguments.shape]["vocab_size"] - 7)]
         child += ["--blocks", str(arguments.blocks)] if arguments.blocks else []

@@ -21,10 +21,7 @@ HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 KINDS = [("int4", 32, False), ("int4", 64, True), ("int8", None, False), ("int8", 32, True), ("fp8", None, False)]
 KINDS += [("graded", 32, False)]
 # Few large blocks where kernels are interpreted.
-TILES = {
-    1: GemvTile(128, 16, 2, 4, chunk=32, unroll=2, lead=1),
-    5: GemvTile(128, 64, 2, 4, stages=1, unroll=1),
-}
+TILES = {1: GemvTile(128, 16, 2, 4, chunk=32, unroll=2, lead=1), 5: GemvTile(128, 64, 2, 4, stages=1, unroll=1)}
 
 
 def quantized_linear(
@@ -144,6 +141,7 @@ PACKED = [
     [((300, 37, 60), 384, 0.5), ((1024, 256), 1024, 0.0), ((700,), 640, 1.0), ((512, 512), 1216, 0.7)],
 )
 def test_products_on_the_tensor_cores_are_the_twins(kind, group, zeros, dtype, batch, widths, k, sparsity):
+    k = k // 2 if kind == "graded" else k  # the lists of both planes' channels fit into shared memory
     coded = quantized_linear(kind, group, zeros, widths, k, dtype, sparsity, bias=True)
     x = rows(batch, k, dtype)
     few = kind in ("int4", "graded")
