@@ -52,7 +52,7 @@ class ExpertProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert self.routing is not None
         parts = zip(x.split(self.routing.counts), self.weight, strict=True)
-        return torch.cat([functional.linear(rows, weight) for rows, weight in parts])
+        return torch.cat([functional.linear(rows, weight) for rows, weight in parts if len(rows)])
 
 
 def find_experts(model: Any, config: ModelConfig) -> dict[str, ExpertProjection]:
