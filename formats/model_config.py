@@ -14,7 +14,7 @@ LM_HEAD = "lm_head.weight"
 # Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
 _LARGEST_DIMENSION = 2**27
 LARGEST_NUM_BLOCKS = 10_000
-_MOST_EXPERTS = 4096
+_MOST_EXPERTS = 1 << 17  # of all blocks together
 # Config keys of routers that do something else than those known here.
 _NOT_ROUTERS = ("n_group", "topk_group", "routed_scaling_factor", "moe_router_use_sigmoid", "scoring_func")
 # The numbers that each rotary scaling computes with; all have to be positive. The second ones may be missing or null.
@@ -418,7 +418,7 @@ def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list
 def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
     # transformers has both spellings, and writes one or the other.
     local = "num_local_experts"
-    count = dimension(config, local if local in config else "num_experts", largest=_MOST_EXPERTS)
+    count = dimension(config, local if local in config else "num_experts", largest=_MOST_EXPERTS // len(blocks))
     require(config.get("num_experts", count) == count, "num_experts", f"{local} ({count})", config.get("num_experts"))
     chosen = dimension(config, layout.chosen)
     require(chosen <= count, layout.chosen, f"at most the number of experts ({count})", chosen)
