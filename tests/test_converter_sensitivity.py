@@ -10,6 +10,7 @@ from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter import sensitivity
 from wisparse.converter.calibration_state import CalibrationState, block_inputs
+from wisparse.converter.experts import Rows
 from wisparse.converter.flow import BlockFlow
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.sensitivity import backward, fisher_diagonal, kl_rows, loss_weighted_norm, quadratic_damage
@@ -57,7 +58,7 @@ def test_damage_is_of_what_the_mask_drops(calib: CalibrationState, monkeypatch: 
     """A score on the threshold is kept, and so is one that is not a number."""
     name = calib.names[0]
     x, gradient = torch.tensor([[0.25, -0.5, torch.nan]]), torch.tensor([[3.0, 5.0, 0.0]])
-    monkeypatch.setattr(sensitivity, "backward", lambda *given: given[-1](name, x, gradient))
+    monkeypatch.setattr(sensitivity, "backward", lambda *given: given[-1](name, Rows(x), gradient))
     thresholds = {name: [0.25, 0.3, 0.5, 0.6]}
     draw = torch.Generator().manual_seed(1)
     found = quadratic_damage(calib.flow, calib.masked, 0, draw, {name: torch.ones(3)}, thresholds)
