@@ -70,7 +70,7 @@ def test_a_quantised_model_keeps_its_weights(run: Run, model: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "sentence"),
     [
-        ({"model_type": "mixtral"}, 3, "unsupported architecture: "),
+        ({"model_type": "gpt_oss"}, 3, "unsupported architecture: "),
         ({"hidden_size": -1}, 3, "config.json: "),
         (None, 4, "no such folder"),
     ],
