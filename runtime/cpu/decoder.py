@@ -24,7 +24,7 @@ from wisparse.kernels.cpu.layout import NAMES, BlockField, DeltaField, Projectio
 from ..decoding.cache import KVCache
 from ..decoding.decoder import check_capacity
 from ..decoding.rotary import query_scales, switch_length
-from ..torch.block import Block, MaskedLinear, Norm, finish_logits
+from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
 from .weights import CpuProjection, product_dtype, read_matrix
 
@@ -32,14 +32,19 @@ _EMBEDDING = "model.embed_tokens.weight"
 # A thread that reads less than this per step waits for the others for longer than it helps.
 _BYTES_PER_THREAD = 1 << 20
 MOST_ROWS = 32  # tokens of a prompt that a step reads
+_PREFIX_BLOCK = TorchDecoder.prefix_block_size
 
 
 class CpuDecoder(TorchDecoder):
     name: ClassVar[str] = "numba"
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
+    # Each chunk converts the weights once. Products of so many rows have the bits of those of a prefix block.
+    prefill_chunk, pieces_under_load = 4 * _PREFIX_BLOCK, 4
 
     def _load(self, bundle: Bundle, weights: str) -> None:
         super()._load(bundle, weights)
+        if any(block.experts for block in self.config.blocks):  # whose products have as many rows as tokens chose them
+            self.prefill_chunk, self.pieces_under_load = _PREFIX_BLOCK, 1
         # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
         codes = any(projection.weight.scale is not None for projection in self._projections)
         converted = self.dtype != torch.float32 or codes
@@ -98,15 +103,37 @@ class CpuDecoder(TorchDecoder):
         return self._step.logits[: len(tokens)]
 
     def _forward(self, cache: KVCache, slot: int, ids: Tensor, *, start: int, total: int, first_sparse: int) -> Tensor:
-        """Few tokens are rows of a decode step, which converts no weights."""
+        """Few tokens, also those behind the last whole prefix block, are rows of a decode step, which converts no
+        weights."""
         switch = switch_length(self.config)  # the step has one table of rotary factors
-        if cache is not self._cache or len(ids) > self._step_rows or (switch is not None and total > switch):
+        one_table = switch is None or total <= switch
+        rest = (start + len(ids)) % self.prefix_block_size
+        if one_table and cache is self._cache and 0 < rest <= self._step_rows and rest < len(ids):
+            head, first = len(ids) - rest, min(first_sparse, len(ids) - rest)
+            before = self._forward(cache, slot, ids[:head], start=start, total=total, first_sparse=first)
+            after = self._forward(
+                cache, slot, ids[head:], start=start + head, total=total, first_sparse=first_sparse - first
+            )
+            return torch.cat((before, after))
+        if cache is not self._cache or len(ids) > self._step_rows or not one_table:
             return super()._forward(cache, slot, ids, start=start, total=total, first_sparse=first_sparse)
         tokens = ids.tolist()
         self._sparse_positions += len(tokens) - first_sparse
         parts = ((tokens[:first_sparse], start, False), (tokens[first_sparse:], start + first_sparse, True))
         read = [self._step.read(slot, part, at, masked=masked).to(self.dtype) for part, at, masked in parts if part]
         return torch.cat(read)
+
+    @staticmethod
+    def _attention(
+        config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None
+    ) -> Tensor:
+        """A prefix block of queries at a time: as many scores, and the same bits whatever the chunk."""
+        parts = []
+        for first in range(0, q.shape[1], _PREFIX_BLOCK):
+            some, at = q[:, first : first + _PREFIX_BLOCK], start + first
+            stop = at + some.shape[1]
+            parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, window))
+        return torch.cat(parts, 1)
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         super().set_masks(masks)

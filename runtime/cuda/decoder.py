@@ -96,6 +96,9 @@ class CudaDecoder(Decoder):
             dense_linears(config, bundle.masks): (self.weights, self._steps)
         }
         self._most_rows = WIDE_ROWS if takes_wide_steps(self.weights) else MAX_ROWS  # of one step
+        # Of one DecodeStep. Unquantised weights of more rows are faster by cuBLAS.
+        native = self._most_rows > MAX_ROWS and dtype != torch.float32 and self.weights.dequantized is None
+        self._fused_rows = MAX_ROWS // 2 if native else MAX_ROWS
         # The next step of a batch, started before anybody asked for it: its input ids (negative for idle slots), how each
         # slot chooses, its captured steps, and whether it is counted.
         self._ahead: tuple[list[int], list[SamplingParams], list[DecodeStep], bool] | None = None
@@ -288,7 +291,7 @@ class CudaDecoder(Decoder):
         kv_splits = kv_splits_for(context, rows)
         key = index, rows, kv_splits
         if key not in self._steps:
-            kind = DecodeStep if rows <= MAX_ROWS else WideStep
+            kind = DecodeStep if rows <= self._fused_rows else WideStep
             self._steps[key] = kind(
                 self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits
             )
