@@ -19,20 +19,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 
 Run = Callable[..., tuple[int, str, str]]
-OPTIONS = [
-    "--weights",
-    "int4",
-    "--sparsity",
-    "0.3",
-    "--search",
-    "uniform",
-    "--num-samples",
-    "2",
-    "--seq-len",
-    "32",
-    "--device",
-    "cpu",
-]
+OPTIONS = "--weights int4 --sparsity 0.3 --search uniform --num-samples 2 --seq-len 32 --device cpu".split()
 
 
 @pytest.fixture(scope="module")
