@@ -81,7 +81,19 @@ def test_light_imports_stay_light() -> None:
 
 
 def test_what_computes_nothing_imports_no_torch(bundle: Path, tmp_path: Path) -> None:
-    verbs = "advise convert inspect verify generate chat serve bench eval export-onnx push".split()
+    verbs = [
+        "advise",
+        "convert",
+        "inspect",
+        "verify",
+        "generate",
+        "chat",
+        "serve",
+        "bench",
+        "eval",
+        "export-onnx",
+        "push",
+    ]
     calls: list[tuple[int, list[str]]] = [(0, ["--help"]), *((0, [verb, "--help"]) for verb in verbs)]
     calls += [(2, [verb]) for verb in verbs] + [(2, [verb, str(bundle), "--wrong"]) for verb in verbs]
     calls += [(0, ["inspect", str(bundle)]), (0, ["inspect", str(bundle), "--json"])]
