@@ -39,8 +39,9 @@ SIDECAR = "wisparse.safetensors"
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    changes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "tie_word_embeddings": False, "max_position_embeddings": 256}
-    return write_tiny_model(tmp_path_factory.mktemp("graded") / "plain", tiny_config(dtype="bfloat16", **changes))
+    changes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "tie_word_embeddings": False}
+    config = tiny_config(dtype="bfloat16", max_position_embeddings=256, **changes)
+    return write_tiny_model(tmp_path_factory.mktemp("graded") / "plain", config)
 
 
 @pytest.fixture(scope="module")
