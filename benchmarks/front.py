@@ -156,7 +156,7 @@ def table(quality: dict[str, Any], speed: dict[str, Any]) -> str:
     lines += [
         "",
         f"KL to the source's own dense model, nats a token, over {max(tokens):,} tokens that nothing was chosen on; "
-        f"int4 by GPTQ, in the better coordinates. {_conditions(speed)} torch.compile, bf16, there: {base:.0f} tok/s.",
+        f"int4 by GPTQ. {_conditions(speed)} torch.compile, bf16, there: {base:.0f} tok/s.",
     ]
     return "\n".join(lines) + "\n"
 
