@@ -22,8 +22,9 @@ WIDTH = 0.3
 
 
 def channels_of(source: SourceModel) -> Channels:
-    modules = source.projections
-    return Channels({n: m.in_features for n, m in modules.items()}, {n: m.weight.numel() for n, m in modules.items()})
+    widths = {name: module.in_features for name, module in source.projections.items()}
+    sizes = {name: module.weight.numel() for name, module in source.projections.items()}
+    return Channels({name: (width,) for name, width in widths.items()}, widths, sizes)
 
 
 def start(source: SourceModel) -> torch.Tensor:
@@ -120,7 +121,7 @@ def test_steps_lower_the_kl_and_keep_the_budget() -> None:
 
 
 def test_a_step_goes_its_distance_whatever_the_gradients_size() -> None:
-    channels = Channels({"a": 400, "b": 400}, {"a": 400, "b": 400})
+    channels = Channels({"a": (400,), "b": (400,)}, {"a": 400, "b": 400}, {"a": 400, "b": 400})
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(800, generator=draw, dtype=torch.float64)
     moved = []
