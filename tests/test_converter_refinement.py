@@ -93,7 +93,7 @@ def test_a_score_on_the_threshold_counts_as_the_mask_has_it() -> None:
     expected = keep_mask(seen[name], parts[name].exp(), 1.0)
     by_logarithm = seen[name].abs().log() + parts[name] >= 0
     assert not torch.equal(expected, by_logarithm)
-    assert int(found[2 * sum(channels.widths.values())]) == int(expected.sum())
+    assert int(found[2 * sum(channels.widths)]) == int(expected.sum())
 
 
 def test_steps_lower_the_kl_and_keep_the_budget() -> None:
