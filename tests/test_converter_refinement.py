@@ -106,7 +106,7 @@ def test_steps_lower_the_kl_and_keep_the_budget() -> None:
             parts = torch.tensor([measure_batch(calib.reference, b, channels, logits) for b in range(2)]).double()
             *kept, kl, num_tokens = parts.sum(0)
             total = sum(channels.sizes.values())
-            shares = torch.tensor([channels.sizes[n] / total / width for n, width in channels.widths.items()])
+            shares = torch.tensor([channels.sizes[n] / total / width for n, width in channels.reads.items()])
             return 1 - float((torch.stack(kept) * shares).sum() / num_tokens), float(kl / num_tokens)
 
         target, before = measured(begun)
