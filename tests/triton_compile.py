@@ -29,10 +29,10 @@ from triton.runtime import JITFunction
 from wisparse.kernels.gpu import plan
 from wisparse.kernels.gpu.attention import (
     AttentionShape,
-    KVSlots,
     QKNorms,
     RotaryTables,
     Rows,
+    kv_slots,
     launch_attention,
     launch_chunk_attention,
     launch_store_kv,
@@ -189,7 +189,7 @@ def attention(
     qkv = empty(rows or 1, (shape.heads * (1 + shape.gated) + 2 * shape.kv_heads) * shape.d, dtype=dtype)
     cache, angles = empty(1, shape.kv_heads, 64, shape.d, dtype=dtype), empty(64, shape.rotary // 2, dtype=dtype)
     norms = QKNorms(*[None if norm is None else empty(shape.d, dtype=norm)] * 2, 1e-5)
-    slots = KVSlots(cache, cache, 64)
+    slots = kv_slots(cache, cache)
     rotary = RotaryTables(angles, angles, empty(64, dtype=dtype) if scaled else None)
     if rows:
         q = empty(rows, shape.heads, shape.d)

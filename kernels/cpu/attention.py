@@ -15,10 +15,27 @@ import math
 
 import numpy as np
 
-from .intrinsics import ONE, ZERO, dot, exact, exp32, floats, narrow, pointer, size_of, soft_cap, widen, words
-from .layout import BlockField, DeltaField, FloatField, StepField
+from .intrinsics import (
+    ONE,
+    ZERO,
+    dot,
+    exact,
+    exp32,
+    float_to_bits,
+    floats,
+    narrow,
+    pointer,
+    size_of,
+    soft_cap,
+    widen,
+    words,
+)
+from .layout import BlockField, DeltaField, FloatField, StepField, StoredAs
 
 BLOCK_BYTES = 8 * len(BlockField)
+_INT8, _E4M3 = np.int8(0), np.uint8(0)
+_CODED_AS_INT8, _CODED_AS_E4M3 = StoredAs.INT8.value, StoredAs.E4M3.value
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
 _LENGTH_EPS = np.float32(1e-6)  # of the squared length by which a DeltaNet's queries and keys are divided
 
 
@@ -72,10 +89,42 @@ def _place(x, dim, block, position, norm, factor, after, eps, out):
         rms_norm(out, norm, dim, eps, out)
 
 
+@exact
+def _store(x, dim, at, scale_at, kind, tag):
+    """Store a key or value (dim,) float32 as the cache keeps it. Twin: ``quantise`` in ``runtime.decoding.cache``."""
+    x_ = floats(x)
+    if scale_at == 0:
+        target = pointer(at, tag)
+        for d in range(dim):
+            target[d] = narrow(x_[d], tag)
+        return
+    largest = ZERO
+    for d in range(dim):
+        largest = max(largest, abs(x_[d]))
+    limit = np.float32(127) if kind == _CODED_AS_INT8 else np.float32(448)
+    factor = limit / max(largest, np.float32(1e-30))
+    floats(scale_at)[0] = largest * (ONE / limit)
+    codes = pointer(at, _E4M3)
+    if kind == _CODED_AS_INT8:
+        for d in range(dim):
+            codes[d] = np.uint8(np.int32((x_[d] * factor + _ROUND) - _ROUND) & 0xFF)
+        return
+    for d in range(dim):
+        y = x_[d] * factor
+        bits = float_to_bits(abs(y))
+        normal = ((bits + np.int32(0x7FFFF) + ((bits >> np.int32(20)) & np.int32(1))) >> np.int32(20)) - np.int32(960)
+        subnormal = np.int32((abs(y) * np.float32(512) + _ROUND) - _ROUND)
+        code = subnormal if abs(y) < np.float32(2**-6) else normal
+        codes[d] = np.uint8(code | (np.int32(0x80) if y < ZERO else np.int32(0)))
+
+
 @dot
-def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len, out, tag):
+def _attend(
+    q, heads, keys, values, key_scales, value_scales, start, end, dim, scale, cap, scores, max_len, out, tag
+):  # fmt: skip
     """out = softmax(cap(scale * q k^T)) v for the heads that share one key-value head, at positions start..end. q, out:
-    (heads, dim); keys, values: (max_len, dim); scores: (heads, max_len), scratch."""
+    (heads, dim); keys, values: (max_len, dim); key_scales, value_scales: (max_len,) of codes, else 0; scores: (heads,
+    max_len), scratch."""
     size = size_of(tag)
     for h in range(heads):
         q_, s_ = floats(q + 4 * h * dim), floats(scores + 4 * h * max_len)
@@ -85,6 +134,10 @@ def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len
             for d in range(dim):
                 s += q_[d] * widen(key[d])
             s_[i] = s * scale
+        if key_scales != 0:
+            key_scales_ = floats(key_scales)
+            for i in range(start, end):
+                s_[i] *= key_scales_[i]
         if cap > ZERO:
             for i in range(start, end):
                 s_[i] = soft_cap(s_[i], cap)
@@ -98,6 +151,10 @@ def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len
             e = exp32(s_[i] - top)
             s_[i] = e
             total += e
+        if value_scales != 0:
+            value_scales_ = floats(value_scales)
+            for i in range(start, end):
+                s_[i] *= value_scales_[i]
         for d in range(dim):
             out_[d] = ZERO
         i = start
@@ -128,7 +185,8 @@ def attention(p, block, part, parts, out, scratch, tag):
     eps, cap = constants[FloatField.EPS], constants[FloatField.ATTENTION_CAP]
     slots, positions = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS])
     window, kv_heads, dim = block_[BlockField.WINDOW], block_[BlockField.KV_HEADS], block_[BlockField.HEAD_DIM]
-    size = size_of(tag)
+    kind = p[StepField.CACHED_AS]
+    size = size_of(tag) if block_[BlockField.KEY_SCALES] == 0 else 1
     q_size, share = heads * dim, heads // kv_heads
     stride = 2 * dim if p[StepField.GATED] != 0 else dim  # from a query to the next: the gate lies between
     keys_from, width = heads * stride, block_[BlockField.INPUT_WIDTH]
@@ -151,32 +209,46 @@ def attention(p, block, part, parts, out, scratch, tag):
         while h < last:
             group = h // share
             stop = min(last, (group + 1) * share)
-            row = (slots[b] * kv_heads + group) * max_len * dim * size
-            keys, values = block_[BlockField.KEYS] + row, block_[BlockField.VALUES] + row
+            row = (slots[b] * kv_heads + group) * max_len
+            keys = block_[BlockField.KEYS] + row * dim * size
+            values = block_[BlockField.VALUES] + row * dim * size
+            key_scales = value_scales = key_scale = value_scale = 0
+            if block_[BlockField.KEY_SCALES] != 0:
+                key_scales = block_[BlockField.KEY_SCALES] + 4 * row
+                value_scales = block_[BlockField.VALUE_SCALES] + 4 * row
+                key_scale, value_scale = key_scales + 4 * position, value_scales + 4 * position
             # Two threads that share a group both append it, with the same bits.
             _place(
                 qkv + 4 * (keys_from + group * dim), dim, block_, position, k_norm + group * norm_bytes, k_factor,
                 after, eps, scratch,
             )  # fmt: skip
-            key, value = pointer(keys + position * dim * size, tag), pointer(values + position * dim * size, tag)
-            rotated, fresh = floats(scratch), qkv + 4 * (values_from + group * dim)
-            for d in range(dim):
-                key[d] = narrow(rotated[d], tag)
+            _store(scratch, dim, keys + position * dim * size, key_scale, kind, tag)
+            fresh = qkv + 4 * (values_from + group * dim)
             if v_norm != 0:
                 rms_norm(fresh, v_norm, dim, eps, scratch)
                 fresh = scratch
-            v = floats(fresh)
-            for d in range(dim):
-                value[d] = narrow(v[d], tag)
+            _store(fresh, dim, values + position * dim * size, value_scale, kind, tag)
             for i in range(h, stop):
                 _place(
                     qkv + 4 * i * stride, dim, block_, position, q_norm + i * norm_bytes, q_factor, after, eps,
                     scratch + 4 * (i - h) * dim,
                 )  # fmt: skip
-            _attend(
-                scratch, stop - h, keys, values, start, position + 1, dim, scale, cap,
-                p[StepField.SCORES] + 4 * h * max_len, max_len, out + 4 * (b * q_size + h * dim), tag,
-            )  # fmt: skip
+            scores, target = p[StepField.SCORES] + 4 * h * max_len, out + 4 * (b * q_size + h * dim)
+            if kind == _CODED_AS_INT8:
+                _attend(
+                    scratch, stop - h, keys, values, key_scales, value_scales, start, position + 1, dim, scale, cap,
+                    scores, max_len, target, _INT8,
+                )  # fmt: skip
+            elif kind == _CODED_AS_E4M3:
+                _attend(
+                    scratch, stop - h, keys, values, key_scales, value_scales, start, position + 1, dim, scale, cap,
+                    scores, max_len, target, _E4M3,
+                )  # fmt: skip
+            else:
+                _attend(
+                    scratch, stop - h, keys, values, 0, 0, start, position + 1, dim, scale, cap, scores, max_len,
+                    target, tag,
+                )  # fmt: skip
             if stride != dim:
                 for i in range(h, stop):
                     out_, gate_ = floats(out + 4 * (b * q_size + i * dim)), floats(qkv + 4 * (i * stride + dim))

@@ -1,7 +1,7 @@
 """Attention: one decode step for every row, and a short prompt's chunk behind what its slot holds.
 
     q, k  = rotary(norm?(q)), rotary(norm?(k)) at position p,   v = v / rms?(v)
-    cache[slot, head, p] = k, v
+    cache[slot, head, p] = k, v, or their codes and scales: what is attended to, the new position included
     out   = softmax(cap?(scale * q . K[: p + 1])) V[: p + 1] * sigmoid?(gate)
 
 Decode (``launch_attention``): programs (kv_splits, kv_heads, B), each with one split of one KV head's context:
@@ -11,7 +11,8 @@ Decode (``launch_attention``): programs (kv_splits, kv_heads, B), each with one 
 
 The linear that reads the attention's output combines the splits as it selects its channels. Split 0 takes the new
 token's key and value from registers, so no program waits for the cache's store. Bytes: 2 * kv_heads * d * context *
-sizeof(dtype) a row.
+sizeof(dtype) a row. Codes (int8, or e4m3 as bytes) are multiplied as they are; their scales, one for each position and
+head, multiply the scores and the weights of the values.
 
 A prompt's chunk: ``launch_store_kv``, then ``launch_chunk_attention``, as every row reads what the rows before it have
 stored. Slot, start and number of rows are in a tensor, so that a captured graph serves every prompt.
@@ -31,6 +32,7 @@ from torch import Tensor
 from .common import KVSplits, gdc_wait, rms_normalize, soft_cap
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 to which it is added is rounded to an integer
 _CHUNK_TILES = 8  # programs of one KV head, about: 8 KV heads then fill half of an H200
 
 
@@ -49,9 +51,24 @@ class RotaryTables(NamedTuple):
 
 
 class KVSlots(NamedTuple):
-    k: Tensor  # (slots, kv_heads, max_seq_len, D) dtype
+    k: Tensor  # (slots, kv_heads, positions, D): dtype, int8, or e4m3 as uint8
     v: Tensor
-    max_seq_len: int
+    k_scale: Tensor | None  # of codes: (slots, kv_heads, positions) float32
+    v_scale: Tensor | None
+    # From one to the next, of keys and values alike; of scales.
+    slot_stride: int
+    head_stride: int
+    stride: int
+    scale_slot_stride: int
+    scale_head_stride: int
+    scale_stride: int
+
+
+def kv_slots(k: Tensor, v: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> KVSlots:
+    if k.dtype == torch.float8_e4m3fn:
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    strides = (0, 0, 0) if k_scale is None else k_scale.stride()
+    return KVSlots(k, v, k_scale, v_scale, *k.stride()[:3], *strides)
 
 
 class Rows(NamedTuple):
@@ -166,11 +183,50 @@ def _queries(
 
 
 @triton.jit
+def _numbers(codes, dtype: tl.constexpr):
+    """What is stored, without its scale, in a type that holds it exactly."""
+    if codes.dtype != tl.uint8:
+        return codes.to(dtype)
+    # e4m3: its exponent's and fraction's bits in a wider type are a number that is too small by a power of two.
+    bits = codes.to(tl.uint16)
+    sign = (bits & 0x80) << 8
+    if dtype == tl.bfloat16:
+        return (sign | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True) * 2.0**120
+    return ((sign | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0).to(dtype)
+
+
+@triton.jit
+def _store_vector(x, codes_ptr, scale_ptr, written, live):
+    """Store a key or value x (d_pad,), with zeros in the padding, as the cache keeps it: what is then stored, as
+    float32. Twin: ``quantise`` in ``runtime.decoding.cache``."""
+    kind: tl.constexpr = codes_ptr.dtype.element_ty
+    if scale_ptr is None:
+        tl.store(codes_ptr, x, mask=written)
+        return x.to(tl.float32)
+    largest = tl.max(tl.abs(x.to(tl.float32)), axis=0)
+    LIMIT: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
+    y = x.to(tl.float32) * (LIMIT / tl.maximum(largest, 1e-30))
+    if kind == tl.int8:
+        codes = ((y + _ROUND) - _ROUND).to(tl.int8)
+    else:
+        size = tl.abs(y)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        subnormal = ((size * 512.0 + _ROUND) - _ROUND).to(tl.int32)
+        code = tl.where(size < 2.0**-6, subnormal, normal) | tl.where(y < 0.0, 0x80, 0)
+        codes = code.to(tl.uint8)
+    scale = largest * (1.0 / LIMIT)
+    tl.store(codes_ptr, codes, mask=written)
+    tl.store(scale_ptr, scale, mask=live)
+    return _numbers(codes, tl.float32) * scale
+
+
+@triton.jit
 def _store_new_kv(
-    query_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
+    query_ptr, kv_head, slot, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """The new key and value (d_pad,) of a KV head, which are stored at position p if ``live``."""
+    """The new key and value (d_pad,) of a KV head as they are stored at position p if ``live``, in float32."""
     D: tl.constexpr = shape.d
     VALUES: tl.constexpr = shape.heads if shape.shared else shape.heads + shape.kv_heads  # the first head of values
     base_ptr = query_ptr + (shape.heads * D if shape.gated else 0)
@@ -186,18 +242,41 @@ def _store_new_kv(
         v_float = v.to(tl.float32)
         v = (v_float * tl.rsqrt(tl.sum(v_float * v_float, axis=0) / D + norms.eps)).to(dtype)
     written = tl.where(live, d, D) < D
-    tl.store(cache.k + slot_base + p * D + d, k, mask=written)
-    tl.store(cache.v + slot_base + p * D + d, v, mask=written)
-    return k, v
+    at = _place(cache, slot, kv_head) + p.to(tl.int64) * cache.stride + d
+    k_scale = None
+    v_scale = None
+    if cache.k_scale is not None:
+        scale_at = _scale_place(cache, slot, kv_head) + p.to(tl.int64) * cache.scale_stride
+        k_scale = cache.k_scale + scale_at
+        v_scale = cache.v_scale + scale_at
+    k = _store_vector(k, cache.k + at, k_scale, written, live)
+    return k, _store_vector(v, cache.v + at, v_scale, written, live)
 
 
 @triton.jit
-def _load_kv(cache, slot_base, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Keys and values (block_t, d_pad) at the positions ``t``; zeros where not live."""
+def _place(cache, slot, kv_head):
+    return slot.to(tl.int64) * cache.slot_stride + kv_head * cache.head_stride
+
+
+@triton.jit
+def _scale_place(cache, slot, kv_head):
+    return slot.to(tl.int64) * cache.scale_slot_stride + kv_head * cache.scale_head_stride
+
+
+@triton.jit
+def _load_kv(cache, slot, kv_head, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Keys and values (block_t, d_pad) at the positions ``t`` as they are stored, and their scales (block_t,) or None;
+    zeros where not live."""
     d = tl.arange(0, D_PAD)
     both = live_t[:, None] & (d < D)[None, :]
-    at = slot_base + t[:, None] * D + d[None, :]
-    return tl.load(cache.k + at, mask=both, other=0.0), tl.load(cache.v + at, mask=both, other=0.0)
+    at = _place(cache, slot, kv_head) + t.to(tl.int64)[:, None] * cache.stride + d[None, :]
+    k = tl.load(cache.k + at, mask=both, other=0)
+    v = tl.load(cache.v + at, mask=both, other=0)
+    if cache.k_scale is None:
+        return k, v, None, None
+    scale_at = _scale_place(cache, slot, kv_head) + t.to(tl.int64) * cache.scale_stride
+    k_scale = tl.load(cache.k_scale + scale_at, mask=live_t, other=0.0)
+    return k, v, k_scale, tl.load(cache.v_scale + scale_at, mask=live_t, other=0.0)
 
 
 @triton.jit
@@ -210,14 +289,25 @@ def _scores(products, scale_log2, shape: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, k, v, seen, m, total, acc, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
-    """One tile more of the online softmax, over the positions ``seen``: maximum (log2 domain), denominator, sum."""
-    s = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale_log2, shape)
+def _attend(q, tile, seen, m, total, acc, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
+    """One tile more (of ``_load_kv``) of the online softmax, over the positions ``seen``: maximum (log2 domain),
+    denominator, sum."""
+    k, v, k_scale, v_scale = tile
+    s = tl.dot(q, tl.trans(_numbers(k, dtype)), input_precision="ieee")
+    if k_scale is not None:
+        s = s * k_scale[None, :]
+    s = _scores(s, scale_log2, shape)
     s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=1))
     factor = tl.exp2(m - m_new)
     weight = tl.exp2(s - m_new[:, None])
     total = total * factor + tl.sum(weight, axis=1)
+    v = _numbers(v, dtype)
+    if v_scale is not None:
+        # float16 would lose weights that are multiplied by the scale alone.
+        UNIT: tl.constexpr = 128.0 if dtype == tl.float16 else 1.0
+        v = v * (1.0 / UNIT)
+        weight = weight * (v_scale * UNIT)[None, :]
     acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
     return m_new, total, acc
 
@@ -242,14 +332,13 @@ def _attention_kernel(
     place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
     p = tl.maximum(place, 0)
     cos, sin = _cos_sin(rotary, p, shape, config)
-    slot = tl.load(rows.slot + row).to(tl.int64)
-    slot_base = (slot * shape.kv_heads + kv_head) * cache.max_seq_len * D
+    slot = tl.load(rows.slot + row)
     low = tl.maximum(p + 1 - shape.window, 0) if shape.window > 0 else 0
     length = tl.cdiv(tl.cdiv(p - low, config.splits), BLOCK_T) * BLOCK_T
     begin = low + split * length
     end = tl.minimum(begin + length, p)
     t = begin + tl.arange(0, BLOCK_T)
-    k, v = _load_kv(cache, slot_base, t, t < end, D, D_PAD)
+    tile = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
     gdc_wait(PDL)
 
     Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
@@ -260,18 +349,18 @@ def _attention_kernel(
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if split == 0:
         k_new, v_new = _store_new_kv(
-            query_ptr, kv_head, slot_base, p, place >= 0, cos, sin, norms, cache, shape, config, dtype
+            query_ptr, kv_head, slot, p, place >= 0, cos, sin, norms, cache, shape, config, dtype
         )
-        m = _scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1), scale_log2, shape)
+        m = _scores(tl.sum(q.to(tl.float32) * k_new[None, :], axis=1), scale_log2, shape)
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
-        acc += v_new.to(tl.float32)[None, :]
+        acc += v_new[None, :]
 
     if begin < end:
-        m, total, acc = _attend(q, k, v, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
+        m, total, acc = _attend(q, tile, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
     for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=config.stages):
         t = start + tl.arange(0, BLOCK_T)
-        k, v = _load_kv(cache, slot_base, t, t < end, D, D_PAD)
-        m, total, acc = _attend(q, k, v, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
+        tile = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
+        m, total, acc = _attend(q, tile, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
 
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
@@ -327,8 +416,7 @@ def _store_kv_kernel(qkv_ptr, chunk_ptr, norms, rotary, cache, q_ptr, shape: tl.
     d = tl.arange(0, config.d_pad)
     at = (row * shape.heads + kv_head * GROUP + g)[:, None] * D + d[None, :]
     tl.store(q_ptr + at, q, mask=(g < GROUP)[:, None] & (d < D)[None, :])
-    slot_base = (tl.load(chunk_ptr) * shape.kv_heads + kv_head) * cache.max_seq_len * D
-    _store_new_kv(query_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape, config, dtype)
+    _store_new_kv(query_ptr, kv_head, tl.load(chunk_ptr), p, live, cos, sin, norms, cache, shape, config, dtype)
 
 
 @triton.jit
@@ -355,7 +443,6 @@ def _chunk_attention_kernel(
     inside = (row < rows)[:, None] & (d < D)[None, :]
     at = (row * shape.heads + head)[:, None] * D + d[None, :]
     q = tl.load(q_ptr + at, mask=inside, other=0.0)
-    slot_base = (slot * shape.kv_heads + kv_head) * cache.max_seq_len * D
     end = start + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, last) + 1
     begin = 0
     if shape.window > 0:
@@ -366,11 +453,11 @@ def _chunk_attention_kernel(
     acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     for first in tl.range(begin, end, BLOCK_T, num_stages=config.stages):
         t = first + tl.arange(0, BLOCK_T)
-        k, v = _load_kv(cache, slot_base, t, t < end, D, D_PAD)
+        tile = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
         seen = t[None, :] <= place[:, None]
         if shape.window > 0:
             seen = seen & (t[None, :] > place[:, None] - shape.window)
-        m, total, acc = _attend(q, k, v, seen, m, total, acc, scale_log2, shape, dtype)
+        m, total, acc = _attend(q, tile, seen, m, total, acc, scale_log2, shape, dtype)
     out = acc / total[:, None]
     if shape.gated:
         gate_at = row * (2 * shape.heads + 2 * shape.kv_heads) * D + head * 2 * D + D

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
-from wisparse.kernels.gpu.attention import AttentionShape, KVSlots, QKNorms, RotaryTables, Rows, launch_attention
+from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, kv_slots, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
@@ -118,7 +118,7 @@ class DecodeStep:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         gpu = gpu_of(device)
         self.pdl = gpu.arch >= 90
-        self._cache = {i: KVSlots(k, v, k.shape[2]) for i, (k, v) in cache.attention.items()}
+        self._cache = {i: kv_slots(*stored) for i, stored in cache.attention.items()}
         self._states = {
             i: DeltaMemory(s.inputs, s.state, s.inputs.stride(0), s.state.stride(0)) for i, s in cache.recurrent.items()
         }
