@@ -101,6 +101,31 @@ def test_a_familys_logits_are_the_plain_decoders(name, sparsity, rows):
         assert name not in CONFIGS or torch.equal(found.argmax(-1).cpu(), tokens)
 
 
+@pytest.mark.parametrize(("name", "stored"), [("gemma3", "int8"), ("gemma3", "fp8")])
+def test_a_cache_in_codes(name: str, stored: str) -> None:
+    """In float32 the same codes, but for numbers between two; in half precision, where prompts are read by kernels of
+    their own, no further from float64's logits than the plain decoder."""
+    bundle = make_bundle(name, 0.0)
+    settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": 2, "kv_cache_dtype": stored}
+    fast, slow = CudaDecoder(bundle, dtype=torch.float32, **settings), TorchDecoder(bundle, dtype=torch.float64, **settings)
+    follow(fast, slow, 5, 2)
+    differ = [
+        (own.view(torch.uint8)[..., :6, :] != other.view(torch.uint8)[..., :6, :]).float().mean()
+        for index in fast._cache.attention
+        for own, other in zip(fast._cache.attention[index][:2], slow._cache.attention[index][:2], strict=True)
+    ]
+    assert max(differ) < 1e-3
+    fast, near = (kind(bundle, dtype=torch.float16, **settings) for kind in (CudaDecoder, TorchDecoder))
+
+    def run(decoder: CudaDecoder | TorchDecoder) -> torch.Tensor:
+        decoder.prefill(1, PROMPT, 9, stop=5)
+        decoder.prefill(1, PROMPT, 9, start=5)
+        decoder.copy(1, 0, 9)
+        return decoder.decode(torch.tensor([3, 4]))
+
+    within_half_precision(fast, near, slow, run)
+
+
 def within_half_precision(fast, slow, exact, run, *, times=3):
     """``run`` of a decoder gives logits (rows, V): no further from the exact ones than plain half precision is."""
     expected = run(exact)

@@ -200,25 +200,27 @@ def _store_vector(x, codes_ptr, scale_ptr, written, live):
     """Store a key or value x (d_pad,), with zeros in the padding, as the cache keeps it: what is then stored, as
     float32. Twin: ``quantise`` in ``runtime.decoding.cache``."""
     kind: tl.constexpr = codes_ptr.dtype.element_ty
-    if scale_ptr is None:
+    if not kind.is_int():
         tl.store(codes_ptr, x, mask=written)
-        return x.to(tl.float32)
-    largest = tl.max(tl.abs(x.to(tl.float32)), axis=0)
-    LIMIT: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
-    y = x.to(tl.float32) * (LIMIT / tl.maximum(largest, 1e-30))
-    if kind == tl.int8:
-        codes = ((y + _ROUND) - _ROUND).to(tl.int8)
+        number = x.to(tl.float32)
     else:
-        size = tl.abs(y)
-        bits = size.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        subnormal = ((size * 512.0 + _ROUND) - _ROUND).to(tl.int32)
-        code = tl.where(size < 2.0**-6, subnormal, normal) | tl.where(y < 0.0, 0x80, 0)
-        codes = code.to(tl.uint8)
-    scale = largest * (1.0 / LIMIT)
-    tl.store(codes_ptr, codes, mask=written)
-    tl.store(scale_ptr, scale, mask=live)
-    return _numbers(codes, tl.float32) * scale
+        LIMIT: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
+        largest = tl.max(tl.abs(x.to(tl.float32)), axis=0)
+        y = x.to(tl.float32) * (LIMIT / tl.maximum(largest, 1e-30))
+        if kind == tl.int8:
+            codes = ((y + _ROUND) - _ROUND).to(tl.int8)
+        else:
+            size = tl.abs(y)
+            bits = size.to(tl.int32, bitcast=True)
+            normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+            subnormal = ((size * 512.0 + _ROUND) - _ROUND).to(tl.int32)
+            code = tl.where(size < 2.0**-6, subnormal, normal) | tl.where(y < 0.0, 0x80, 0)
+            codes = code.to(tl.uint8)
+        scale = largest * (1.0 / LIMIT)
+        tl.store(codes_ptr, codes, mask=written)
+        tl.store(scale_ptr, scale, mask=live)
+        number = _numbers(codes, tl.float32) * scale
+    return number
 
 
 @triton.jit
@@ -265,18 +267,20 @@ def _scale_place(cache, slot, kv_head):
 
 @triton.jit
 def _load_kv(cache, slot, kv_head, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Keys and values (block_t, d_pad) at the positions ``t`` as they are stored, and their scales (block_t,) or None;
+    """Keys and values (block_t, d_pad) at the positions ``t`` as they are stored, and the scales of codes (block_t,);
     zeros where not live."""
     d = tl.arange(0, D_PAD)
     both = live_t[:, None] & (d < D)[None, :]
     at = _place(cache, slot, kv_head) + t.to(tl.int64)[:, None] * cache.stride + d[None, :]
     k = tl.load(cache.k + at, mask=both, other=0)
     v = tl.load(cache.v + at, mask=both, other=0)
-    if cache.k_scale is None:
-        return k, v, None, None
-    scale_at = _scale_place(cache, slot, kv_head) + t.to(tl.int64) * cache.scale_stride
-    k_scale = tl.load(cache.k_scale + scale_at, mask=live_t, other=0.0)
-    return k, v, k_scale, tl.load(cache.v_scale + scale_at, mask=live_t, other=0.0)
+    k_scale = tl.zeros(t.shape, tl.float32)
+    v_scale = k_scale
+    if cache.k_scale is not None:
+        scale_at = _scale_place(cache, slot, kv_head) + t.to(tl.int64) * cache.scale_stride
+        k_scale = tl.load(cache.k_scale + scale_at, mask=live_t, other=0.0)
+        v_scale = tl.load(cache.v_scale + scale_at, mask=live_t, other=0.0)
+    return k, v, k_scale, v_scale
 
 
 @triton.jit
@@ -289,12 +293,12 @@ def _scores(products, scale_log2, shape: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, tile, seen, m, total, acc, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
+def _attend(q, kv, seen, m, total, acc, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
     """One tile more (of ``_load_kv``) of the online softmax, over the positions ``seen``: maximum (log2 domain),
     denominator, sum."""
-    k, v, k_scale, v_scale = tile
+    k, v, k_scale, v_scale = kv
     s = tl.dot(q, tl.trans(_numbers(k, dtype)), input_precision="ieee")
-    if k_scale is not None:
+    if k.dtype.is_int():
         s = s * k_scale[None, :]
     s = _scores(s, scale_log2, shape)
     s = tl.where(seen, s, float("-inf"))
@@ -302,13 +306,13 @@ def _attend(q, tile, seen, m, total, acc, scale_log2, shape: tl.constexpr, dtype
     factor = tl.exp2(m - m_new)
     weight = tl.exp2(s - m_new[:, None])
     total = total * factor + tl.sum(weight, axis=1)
-    v = _numbers(v, dtype)
-    if v_scale is not None:
+    numbers = _numbers(v, dtype)
+    if v.dtype.is_int():
         # float16 would lose weights that are multiplied by the scale alone.
         UNIT: tl.constexpr = 128.0 if dtype == tl.float16 else 1.0
-        v = v * (1.0 / UNIT)
+        numbers = numbers * (1.0 / UNIT)
         weight = weight * (v_scale * UNIT)[None, :]
-    acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
+    acc = acc * factor[:, None] + tl.dot(weight.to(dtype), numbers, input_precision="ieee")
     return m_new, total, acc
 
 
@@ -338,7 +342,7 @@ def _attention_kernel(
     begin = low + split * length
     end = tl.minimum(begin + length, p)
     t = begin + tl.arange(0, BLOCK_T)
-    tile = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
+    kv = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
     gdc_wait(PDL)
 
     Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
@@ -356,11 +360,11 @@ def _attention_kernel(
         acc += v_new[None, :]
 
     if begin < end:
-        m, total, acc = _attend(q, tile, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
+        m, total, acc = _attend(q, kv, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
     for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=config.stages):
         t = start + tl.arange(0, BLOCK_T)
-        tile = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
-        m, total, acc = _attend(q, tile, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
+        kv = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
+        m, total, acc = _attend(q, kv, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
 
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
@@ -453,11 +457,11 @@ def _chunk_attention_kernel(
     acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
     for first in tl.range(begin, end, BLOCK_T, num_stages=config.stages):
         t = first + tl.arange(0, BLOCK_T)
-        tile = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
+        kv = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
         seen = t[None, :] <= place[:, None]
         if shape.window > 0:
             seen = seen & (t[None, :] > place[:, None] - shape.window)
-        m, total, acc = _attend(q, tile, seen, m, total, acc, scale_log2, shape, dtype)
+        m, total, acc = _attend(q, kv, seen, m, total, acc, scale_log2, shape, dtype)
     out = acc / total[:, None]
     if shape.gated:
         gate_at = row * (2 * shape.heads + 2 * shape.kv_heads) * D + head * 2 * D + D
