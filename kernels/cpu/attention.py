@@ -90,11 +90,11 @@ def _place(x, dim, block, position, norm, factor, after, eps, out):
 
 
 @exact
-def _store(x, dim, at, scale_at, kind, tag):
-    """Store a key or value (dim,) float32 as the cache keeps it. Twin: ``quantise`` in ``runtime.decoding.cache``."""
+def _store(x, dim, numbers, scales, at, kind, tag):
+    """Store a key or value (dim,) float32 as the ``at``-th of ``numbers``, with its scale unless there are none. Twin: ``quantise`` in ``runtime.decoding.cache``."""
     x_ = floats(x)
-    if scale_at == 0:
-        target = pointer(at, tag)
+    if scales == 0:
+        target = pointer(numbers + at * dim * size_of(tag), tag)
         for d in range(dim):
             target[d] = narrow(x_[d], tag)
         return
@@ -103,8 +103,8 @@ def _store(x, dim, at, scale_at, kind, tag):
         largest = max(largest, abs(x_[d]))
     limit = np.float32(127) if kind == _CODED_AS_INT8 else np.float32(448)
     factor = limit / max(largest, np.float32(1e-30))
-    floats(scale_at)[0] = largest * (ONE / limit)
-    codes = pointer(at, _E4M3)
+    floats(scales)[at] = largest * (ONE / limit)
+    codes = pointer(numbers + at * dim, _E4M3)
     if kind == _CODED_AS_INT8:
         for d in range(dim):
             codes[d] = np.uint8(np.int32((x_[d] * factor + _ROUND) - _ROUND) & 0xFF)
@@ -119,13 +119,14 @@ def _store(x, dim, at, scale_at, kind, tag):
 
 
 @dot
-def _attend(
-    q, heads, keys, values, key_scales, value_scales, start, end, dim, scale, cap, scores, max_len, out, tag
-):  # fmt: skip
+def _attend(q, heads, block, row, start, end, dim, scale, cap, scores, max_len, out, tag):
     """out = softmax(cap(scale * q k^T)) v for the heads that share one key-value head, at positions start..end. q, out:
-    (heads, dim); keys, values: (max_len, dim); key_scales, value_scales: (max_len,) of codes, else 0; scores: (heads,
-    max_len), scratch."""
+    (heads, dim); row: of the cache of ``block``, a `BlockField`, where the slot's and head's positions begin; scores:
+    (heads, max_len), scratch; tag: of what the cache stores."""
     size = size_of(tag)
+    keys, values = block[BlockField.KEYS] + row * dim * size, block[BlockField.VALUES] + row * dim * size
+    coded = block[BlockField.KEY_SCALES] != 0
+    key_scales, value_scales = block[BlockField.KEY_SCALES] + 4 * row, block[BlockField.VALUE_SCALES] + 4 * row
     for h in range(heads):
         q_, s_ = floats(q + 4 * h * dim), floats(scores + 4 * h * max_len)
         for i in range(start, end):
@@ -134,7 +135,7 @@ def _attend(
             for d in range(dim):
                 s += q_[d] * widen(key[d])
             s_[i] = s * scale
-        if key_scales != 0:
+        if coded:
             key_scales_ = floats(key_scales)
             for i in range(start, end):
                 s_[i] *= key_scales_[i]
@@ -151,7 +152,7 @@ def _attend(
             e = exp32(s_[i] - top)
             s_[i] = e
             total += e
-        if value_scales != 0:
+        if coded:
             value_scales_ = floats(value_scales)
             for i in range(start, end):
                 s_[i] *= value_scales_[i]
@@ -186,7 +187,6 @@ def attention(p, block, part, parts, out, scratch, tag):
     slots, positions = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS])
     window, kv_heads, dim = block_[BlockField.WINDOW], block_[BlockField.KV_HEADS], block_[BlockField.HEAD_DIM]
     kind = p[StepField.CACHED_AS]
-    size = size_of(tag) if block_[BlockField.KEY_SCALES] == 0 else 1
     q_size, share = heads * dim, heads // kv_heads
     stride = 2 * dim if p[StepField.GATED] != 0 else dim  # from a query to the next: the gate lies between
     keys_from, width = heads * stride, block_[BlockField.INPUT_WIDTH]
@@ -210,24 +210,18 @@ def attention(p, block, part, parts, out, scratch, tag):
             group = h // share
             stop = min(last, (group + 1) * share)
             row = (slots[b] * kv_heads + group) * max_len
-            keys = block_[BlockField.KEYS] + row * dim * size
-            values = block_[BlockField.VALUES] + row * dim * size
-            key_scales = value_scales = key_scale = value_scale = 0
-            if block_[BlockField.KEY_SCALES] != 0:
-                key_scales = block_[BlockField.KEY_SCALES] + 4 * row
-                value_scales = block_[BlockField.VALUE_SCALES] + 4 * row
-                key_scale, value_scale = key_scales + 4 * position, value_scales + 4 * position
             # Two threads that share a group both append it, with the same bits.
             _place(
                 qkv + 4 * (keys_from + group * dim), dim, block_, position, k_norm + group * norm_bytes, k_factor,
                 after, eps, scratch,
             )  # fmt: skip
-            _store(scratch, dim, keys + position * dim * size, key_scale, kind, tag)
+            at = row + position
+            _store(scratch, dim, block_[BlockField.KEYS], block_[BlockField.KEY_SCALES], at, kind, tag)
             fresh = qkv + 4 * (values_from + group * dim)
             if v_norm != 0:
                 rms_norm(fresh, v_norm, dim, eps, scratch)
                 fresh = scratch
-            _store(fresh, dim, values + position * dim * size, value_scale, kind, tag)
+            _store(fresh, dim, block_[BlockField.VALUES], block_[BlockField.VALUE_SCALES], at, kind, tag)
             for i in range(h, stop):
                 _place(
                     qkv + 4 * i * stride, dim, block_, position, q_norm + i * norm_bytes, q_factor, after, eps,
@@ -236,19 +230,16 @@ def attention(p, block, part, parts, out, scratch, tag):
             scores, target = p[StepField.SCORES] + 4 * h * max_len, out + 4 * (b * q_size + h * dim)
             if kind == _CODED_AS_INT8:
                 _attend(
-                    scratch, stop - h, keys, values, key_scales, value_scales, start, position + 1, dim, scale, cap,
-                    scores, max_len, target, _INT8,
-                )  # fmt: skip
+                    scratch, stop - h, block_, row, start, position + 1, dim, scale, cap, scores, max_len, target, _INT8
+                )
             elif kind == _CODED_AS_E4M3:
                 _attend(
-                    scratch, stop - h, keys, values, key_scales, value_scales, start, position + 1, dim, scale, cap,
-                    scores, max_len, target, _E4M3,
-                )  # fmt: skip
+                    scratch, stop - h, block_, row, start, position + 1, dim, scale, cap, scores, max_len, target, _E4M3
+                )
             else:
                 _attend(
-                    scratch, stop - h, keys, values, 0, 0, start, position + 1, dim, scale, cap, scores, max_len,
-                    target, tag,
-                )  # fmt: skip
+                    scratch, stop - h, block_, row, start, position + 1, dim, scale, cap, scores, max_len, target, tag
+                )
             if stride != dim:
                 for i in range(h, stop):
                     out_, gate_ = floats(out + 4 * (b * q_size + i * dim)), floats(qkv + 4 * (i * stride + dim))
