@@ -58,7 +58,10 @@ def test_back_ends_store_and_read_the_same(variant_bundle: Callable[[str], Path]
 @pytest.mark.parametrize("backend", ["torch", "numba"])
 @pytest.mark.parametrize("stored", CODED)
 def test_tokens_depend_on_no_neighbour(variant_bundle: Callable[[str], Path], backend: str, stored: str) -> None:
-    bundle, prompts = Bundle.open(variant_bundle("llama")), [list(range(3, 30)), [*range(3, 20), 50, 51], list(range(40, 45))]
+    bundle, prompts = (
+        Bundle.open(variant_bundle("llama")),
+        [list(range(3, 30)), [*range(3, 20), 50, 51], list(range(40, 45))],
+    )
     together = Scheduler(small_chunks(bundle, backend, max_batch=3, kv_cache_dtype=stored))
     requests = [together.add(Request(prompt, 12)) for prompt in prompts]
     finish(together)

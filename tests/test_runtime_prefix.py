@@ -42,7 +42,9 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
     [
         *((variant, "torch", start, "auto") for variant, start in zip(VARIANTS, (45, 20, 0, 20, 20), strict=True)),
         *((variant, "numba", 20, "auto") for variant in ("llama", "gemma3")),
-        ("gemma3", "torch", 20, "int8"), ("llama", "numba", 45, "int8"), ("gemma3", "numba", 20, "fp8"),
+        ("gemma3", "torch", 20, "int8"),
+        ("llama", "numba", 45, "int8"),
+        ("gemma3", "numba", 20, "fp8"),
         *(
             pytest.param(variant, backend, start, "auto", marks=pytest.mark.exhaustive)
             for variant in VARIANTS

@@ -107,7 +107,10 @@ def test_a_cache_in_codes(name: str, stored: str) -> None:
     their own, no further from float64's logits than the plain decoder."""
     bundle = make_bundle(name, 0.0)
     settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": 2, "kv_cache_dtype": stored}
-    fast, slow = CudaDecoder(bundle, dtype=torch.float32, **settings), TorchDecoder(bundle, dtype=torch.float64, **settings)
+    fast, slow = (
+        CudaDecoder(bundle, dtype=torch.float32, **settings),
+        TorchDecoder(bundle, dtype=torch.float64, **settings),
+    )
     follow(fast, slow, 5, 2)
     differ = [
         (own.view(torch.uint8)[..., :6, :] != other.view(torch.uint8)[..., :6, :]).float().mean()

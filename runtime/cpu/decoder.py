@@ -19,7 +19,15 @@ from wisparse.formats.machine import usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.cpu.launch import Team, prepare, team_size
-from wisparse.kernels.cpu.layout import NAMES, BlockField, DeltaField, ProjectionField, StepField, StoredAs, scratch_layout
+from wisparse.kernels.cpu.layout import (
+    NAMES,
+    BlockField,
+    DeltaField,
+    ProjectionField,
+    StepField,
+    StoredAs,
+    scratch_layout,
+)
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import check_capacity
