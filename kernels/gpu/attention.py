@@ -11,7 +11,7 @@ Decode (``launch_attention``): programs (kv_splits, kv_heads, B), each with one 
 
 The linear that reads the attention's output combines the splits as it selects its channels. Split 0 takes the new
 token's key and value from registers, so no program waits for the cache's store. Bytes: 2 * kv_heads * d * context *
-sizeof(dtype) a row. Codes (int8, or e4m3 as bytes) are multiplied as they are; their scales, one for each position and
+sizeof(dtype) a row. Codes (int8 or e4m3) are multiplied as they are; their scales, one for each position and
 head, multiply the scores and the weights of the values.
 
 A prompt's chunk: ``launch_store_kv``, then ``launch_chunk_attention``, as every row reads what the rows before it have
@@ -32,6 +32,7 @@ from torch import Tensor
 from .common import KVSplits, gdc_wait, rms_normalize, soft_cap
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which has no PTX
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 to which it is added is rounded to an integer
 _CHUNK_TILES = 8  # programs of one KV head, about: 8 KV heads then fill half of an H200
 
@@ -51,7 +52,8 @@ class RotaryTables(NamedTuple):
 
 
 class KVSlots(NamedTuple):
-    k: Tensor  # (slots, kv_heads, positions, D): dtype, int8, or e4m3 as uint8
+    # (slots, kv_heads, positions, D), or (…, D / 2) pairs of codes: int8 as int16, e4m3 as uint16
+    k: Tensor
     v: Tensor
     k_scale: Tensor | None  # of codes: (slots, kv_heads, positions) float32
     v_scale: Tensor | None
@@ -65,8 +67,10 @@ class KVSlots(NamedTuple):
 
 
 def kv_slots(k: Tensor, v: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> KVSlots:
-    if k.dtype == torch.float8_e4m3fn:
-        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    """Of keys and values (slots, kv_heads, positions, D), and of the scales of codes (slots, kv_heads, positions)."""
+    if k_scale is not None:
+        pairs = torch.int16 if k.dtype == torch.int8 else torch.uint16
+        k, v = k.view(pairs), v.view(pairs)
     strides = (0, 0, 0) if k_scale is None else k_scale.stride()
     return KVSlots(k, v, k_scale, v_scale, *k.stride()[:3], *strides)
 
@@ -183,43 +187,106 @@ def _queries(
 
 
 @triton.jit
-def _numbers(codes, dtype: tl.constexpr):
-    """What is stored, without its scale, in a type that holds it exactly."""
-    if codes.dtype != tl.uint8:
-        return codes.to(dtype)
-    # e4m3: its exponent's and fraction's bits in a wider type are a number that is too small by a power of two.
-    bits = codes.to(tl.uint16)
-    sign = (bits & 0x80) << 8
-    if dtype == tl.bfloat16:
-        return (sign | ((bits & 0x7F) << 4)).to(tl.bfloat16, bitcast=True) * 2.0**120
-    return ((sign | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0).to(dtype)
+def _numbers(codes, e4m3: tl.constexpr, dtype: tl.constexpr):
+    """Codes, in the lower bytes of int16, as numbers of a type that holds them exactly, without their scale."""
+    if e4m3:
+        # The exponent's and fraction's bits in a wider type are a number that is too small by a power of two.
+        sign = (codes & 0x80) << 8
+        if dtype == tl.bfloat16:
+            numbers = (sign | ((codes & 0x7F) << 4)).to(tl.bfloat16, bitcast=True) * 2.0**120
+        else:
+            numbers = ((sign | ((codes & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0).to(dtype)
+    elif dtype == tl.bfloat16:
+        # 128 + the lower bits, less 128, or less 256 for a negative number.
+        low = ((codes & 0x7F) | 0x4300).to(tl.bfloat16, bitcast=True)
+        numbers = low - ((codes & 0x80) | 0x4300).to(tl.bfloat16, bitcast=True)
+    else:
+        # A float16 from 1024 on has whole numbers as its fraction.
+        numbers = (((codes ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152.0).to(dtype)
+    return numbers
+
+
+def _pairs_source(first: list[str], second: list[str], unit: str) -> tl.constexpr:
+    """PTX of two pairs of codes, $2: the numbers of their lower bytes ($0) and upper bytes ($1)."""
+    lines = ["{ .reg .b32 a, b;", *first, unit.format("$0"), *second, unit.format("$1"), "}"]
+    return tl.constexpr(" ".join(lines))
+
+
+# As `_numbers`, two codes at a time.
+_INT8_BF16 = _pairs_source(
+    ["lop3.b32 a, $2, 0x007f007f, 0x43004300, 0xea;", "lop3.b32 b, $2, 0x00800080, 0x43004300, 0xea;"],
+    [
+        "shr.u32 b, $2, 8;",
+        "lop3.b32 a, b, 0x007f007f, 0x43004300, 0xea;",
+        "lop3.b32 b, b, 0x00800080, 0x43004300, 0xea;",
+    ],
+    "{{ .reg .b32 m; mov.b32 m, 0xbf80bf80; fma.rn.bf16x2 {0}, b, m, a; }}",
+)
+_INT8_FP16 = _pairs_source(
+    ["lop3.b32 a, $2, 0x00ff00ff, 0x64806480, 0x6a;"],
+    ["shr.u32 b, $2, 8;", "lop3.b32 a, b, 0x00ff00ff, 0x64806480, 0x6a;"],
+    "{{ .reg .b32 m; mov.b32 m, 0x64806480; sub.f16x2 {0}, a, m; }}",
+)
+_E4M3_BF16 = _pairs_source(
+    ["shl.b32 a, $2, 4;", "and.b32 a, a, 0x07f007f0;", "shl.b32 b, $2, 8;", "lop3.b32 a, b, 0x80008000, a, 0xea;"],
+    ["shr.u32 a, $2, 4;", "and.b32 a, a, 0x07f007f0;", "lop3.b32 a, $2, 0x80008000, a, 0xea;"],
+    "{{ .reg .b32 m, z; mov.b32 m, 0x7b807b80; mov.b32 z, 0x80008000; fma.rn.bf16x2 {0}, a, m, z; }}",
+)
+_E4M3_FP16 = _pairs_source(
+    ["shl.b32 a, $2, 7;", "and.b32 a, a, 0x3f803f80;", "shl.b32 b, $2, 8;", "lop3.b32 a, b, 0x80008000, a, 0xea;"],
+    ["shr.u32 a, $2, 1;", "and.b32 a, a, 0x3f803f80;", "lop3.b32 a, $2, 0x80008000, a, 0xea;"],
+    "{{ .reg .b32 m; mov.b32 m, 0x5c005c00; mul.f16x2 {0}, a, m; }}",
+)
 
 
 @triton.jit
-def _store_vector(x, codes_ptr, scale_ptr, written, live):
-    """Store a key or value x (d_pad,), with zeros in the padding, as the cache keeps it: what is then stored, as
-    float32. Twin: ``quantise`` in ``runtime.decoding.cache``."""
-    kind: tl.constexpr = codes_ptr.dtype.element_ty
-    if not kind.is_int():
-        tl.store(codes_ptr, x, mask=written)
+def _pairs(words, dtype: tl.constexpr):
+    """Pairs of codes as numbers: the lower bytes', and the upper bytes'."""
+    e4m3: tl.constexpr = words.dtype == tl.uint16
+    if _INTERPRETED or dtype == tl.float32:
+        even = _numbers((words & 0xFF).to(tl.int16), e4m3, dtype)
+        odd = _numbers(((words >> 8) & 0xFF).to(tl.int16), e4m3, dtype)
+    elif dtype == tl.bfloat16:
+        BF16: tl.constexpr = _E4M3_BF16 if e4m3 else _INT8_BF16
+        even, odd = tl.inline_asm_elementwise(
+            BF16, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        FP16: tl.constexpr = _E4M3_FP16 if e4m3 else _INT8_FP16
+        even, odd = tl.inline_asm_elementwise(
+            FP16, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    return even, odd
+
+
+@triton.jit
+def _store_vector(x, base_ptr, scale_ptr, live, shape: tl.constexpr, config: tl.constexpr):
+    """Store a key or value x (d_pad,), with zeros in the padding, as the cache keeps it, if ``live``: what is then
+    stored, as float32. Twin: ``quantise`` in ``runtime.decoding.cache``."""
+    d = tl.arange(0, config.d_pad)
+    if not base_ptr.dtype.element_ty.is_int():
+        tl.store(base_ptr + d, x, mask=tl.where(live, d, shape.d) < shape.d)
         number = x.to(tl.float32)
     else:
-        LIMIT: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
+        e4m3: tl.constexpr = base_ptr.dtype.element_ty == tl.uint16
+        LIMIT: tl.constexpr = 448.0 if e4m3 else 127.0
         largest = tl.max(tl.abs(x.to(tl.float32)), axis=0)
         y = x.to(tl.float32) * (LIMIT / tl.maximum(largest, 1e-30))
-        if kind == tl.int8:
-            codes = ((y + _ROUND) - _ROUND).to(tl.int8)
-        else:
+        if e4m3:
             size = tl.abs(y)
             bits = size.to(tl.int32, bitcast=True)
             normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
             subnormal = ((size * 512.0 + _ROUND) - _ROUND).to(tl.int32)
             code = tl.where(size < 2.0**-6, subnormal, normal) | tl.where(y < 0.0, 0x80, 0)
-            codes = code.to(tl.uint8)
+        else:
+            code = ((y + _ROUND) - _ROUND).to(tl.int32) & 0xFF
         scale = largest * (1.0 / LIMIT)
-        tl.store(codes_ptr, codes, mask=written)
+        even, odd = tl.split(tl.reshape(code, (config.d_pad // 2, 2)))
+        pair = tl.arange(0, config.d_pad // 2)
+        words = (even | (odd << 8)).to(base_ptr.dtype.element_ty)
+        tl.store(base_ptr + pair, words, mask=tl.where(live, 2 * pair, shape.d) < shape.d)
         tl.store(scale_ptr, scale, mask=live)
-        number = _numbers(codes, tl.float32) * scale
+        number = _numbers(code.to(tl.int16), e4m3, tl.float32) * scale
     return number
 
 
@@ -243,16 +310,15 @@ def _store_new_kv(
     if shape.value_norm:
         v_float = v.to(tl.float32)
         v = (v_float * tl.rsqrt(tl.sum(v_float * v_float, axis=0) / D + norms.eps)).to(dtype)
-    written = tl.where(live, d, D) < D
-    at = _place(cache, slot, kv_head) + p.to(tl.int64) * cache.stride + d
+    at = _place(cache, slot, kv_head) + p.to(tl.int64) * cache.stride
     k_scale = None
     v_scale = None
     if cache.k_scale is not None:
         scale_at = _scale_place(cache, slot, kv_head) + p.to(tl.int64) * cache.scale_stride
         k_scale = cache.k_scale + scale_at
         v_scale = cache.v_scale + scale_at
-    k = _store_vector(k, cache.k + at, k_scale, written, live)
-    return k, _store_vector(v, cache.v + at, v_scale, written, live)
+    k = _store_vector(k, cache.k + at, k_scale, live, shape, config)
+    return k, _store_vector(v, cache.v + at, v_scale, live, shape, config)
 
 
 @triton.jit
@@ -267,10 +333,11 @@ def _scale_place(cache, slot, kv_head):
 
 @triton.jit
 def _load_kv(cache, slot, kv_head, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Keys and values (block_t, d_pad) at the positions ``t`` as they are stored, and the scales of codes (block_t,);
-    zeros where not live."""
-    d = tl.arange(0, D_PAD)
-    both = live_t[:, None] & (d < D)[None, :]
+    """Keys and values (block_t, d_pad) at the positions ``t``, or (block_t, d_pad / 2) pairs of codes and their scales
+    (block_t,); zeros where not live."""
+    EACH: tl.constexpr = 2 if cache.k_scale is not None else 1
+    d = tl.arange(0, D_PAD // EACH)
+    both = live_t[:, None] & (d < D // EACH)[None, :]
     at = _place(cache, slot, kv_head) + t.to(tl.int64)[:, None] * cache.stride + d[None, :]
     k = tl.load(cache.k + at, mask=both, other=0)
     v = tl.load(cache.v + at, mask=both, other=0)
@@ -293,27 +360,51 @@ def _scores(products, scale_log2, shape: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, kv, seen, m, total, acc, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
+def _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
     """One tile more (of ``_load_kv``) of the online softmax, over the positions ``seen``: maximum (log2 domain),
-    denominator, sum."""
+    denominator, sum. Of codes ``q`` and ``acc`` are the even columns, ``q_odd`` and ``odd`` the others: a pair of codes
+    takes the way of one 16-bit number to the tensor cores; bytes would be transposed one by one."""
     k, v, k_scale, v_scale = kv
-    s = tl.dot(q, tl.trans(_numbers(k, dtype)), input_precision="ieee")
     if k.dtype.is_int():
-        s = s * k_scale[None, :]
-    s = _scores(s, scale_log2, shape)
-    s = tl.where(seen, s, float("-inf"))
+        even_k, odd_k = _pairs(k, dtype)
+        s = tl.dot(q, tl.trans(even_k), input_precision="ieee")
+        s = tl.dot(q_odd, tl.trans(odd_k), s, input_precision="ieee") * k_scale[None, :]
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    s = tl.where(seen, _scores(s, scale_log2, shape), float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=1))
     factor = tl.exp2(m - m_new)
     weight = tl.exp2(s - m_new[:, None])
     total = total * factor + tl.sum(weight, axis=1)
-    numbers = _numbers(v, dtype)
+    acc = acc * factor[:, None]
     if v.dtype.is_int():
         # float16 would lose weights that are multiplied by the scale alone.
         UNIT: tl.constexpr = 128.0 if dtype == tl.float16 else 1.0
-        numbers = numbers * (1.0 / UNIT)
-        weight = weight * (v_scale * UNIT)[None, :]
-    acc = acc * factor[:, None] + tl.dot(weight.to(dtype), numbers, input_precision="ieee")
-    return m_new, total, acc
+        weight = (weight * (v_scale * UNIT)[None, :]).to(dtype)
+        even_v, odd_v = _pairs(v, dtype)
+        acc += tl.dot(weight, even_v * (1.0 / UNIT), input_precision="ieee")
+        odd = odd * factor[:, None] + tl.dot(weight, odd_v * (1.0 / UNIT), input_precision="ieee")
+    else:
+        acc += tl.dot(weight.to(dtype), v, input_precision="ieee")
+    return m_new, total, acc, odd
+
+
+@triton.jit
+def _halves(x, cache):
+    """(rows, d_pad) as ``_attend`` takes it: x and nothing, or for codes its even and its odd columns."""
+    if cache.k_scale is not None:
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    else:
+        even = x
+        odd = x
+    return even, odd
+
+
+@triton.jit
+def _whole(acc, odd, cache):
+    if cache.k_scale is not None:
+        acc = tl.reshape(tl.join(acc, odd), (acc.shape[0], 2 * acc.shape[1]))
+    return acc
 
 
 @triton.jit
@@ -359,12 +450,18 @@ def _attention_kernel(
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
         acc += v_new[None, :]
 
+    # If there are codes. Nothing is left of the second parts where there are none.
+    q, q_odd = _halves(q, cache)
+    acc, odd = _halves(acc, cache)
     if begin < end:
-        m, total, acc = _attend(q, kv, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
+        seen = (t < end)[None, :]
+        m, total, acc, odd = _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape, dtype)
     for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=config.stages):
         t = start + tl.arange(0, BLOCK_T)
         kv = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
-        m, total, acc = _attend(q, kv, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
+        seen = (t < end)[None, :]
+        m, total, acc, odd = _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape, dtype)
+    acc = _whole(acc, odd, cache)
 
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
@@ -379,6 +476,10 @@ def _attention_kernel(
     tl.store(out.x + at[:, None] * D + d[None, :], acc, mask=live)
 
 
+def _padded(shape: AttentionShape, cache: KVSlots) -> int:
+    return max(16 if cache.k_scale is None else 32, triton.next_power_of_2(shape.d))  # 16: tl.dot's smallest side
+
+
 def launch_attention(
     qkv: Tensor, cache: KVSlots, rows: Rows, rotary: RotaryTables, out: KVSplits, shape: AttentionShape, *,
     scale: float, norms: QKNorms, stages: int = 3, pdl: bool = False,
@@ -389,8 +490,10 @@ def launch_attention(
     heads of 128."""
     batch, _, splits, _ = out.x.shape
     # Wide heads take as much shared memory with fewer positions: some chips have little.
-    d_pad = max(16, triton.next_power_of_2(shape.d))
+    d_pad = _padded(shape, cache)
     block_t = max(16, min(64, 8192 // d_pad))
+    if cache.k_scale is not None and splits * batch >= 16:
+        block_t *= 2  # as many bytes
     if qkv.dtype == torch.float32:
         # Twice the bytes; and without tensor cores a thread holds whole rows of q and of keys, the fewer the better.
         stages, block_t = 1, max(16, block_t // 2)
@@ -454,14 +557,16 @@ def _chunk_attention_kernel(
     # Finite: of a window's first positions a row may see none.
     m = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    q, q_odd = _halves(q, cache)
+    acc, odd = _halves(tl.zeros((BLOCK_M, D_PAD), tl.float32), cache)
     for first in tl.range(begin, end, BLOCK_T, num_stages=config.stages):
         t = first + tl.arange(0, BLOCK_T)
         kv = _load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
         seen = t[None, :] <= place[:, None]
         if shape.window > 0:
             seen = seen & (t[None, :] > place[:, None] - shape.window)
-        m, total, acc = _attend(q, kv, seen, m, total, acc, scale_log2, shape, dtype)
+        m, total, acc, odd = _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape, dtype)
+    acc = _whole(acc, odd, cache)
     out = acc / total[:, None]
     if shape.gated:
         gate_at = row * (2 * shape.heads + 2 * shape.kv_heads) * D + head * 2 * D + D
@@ -477,7 +582,7 @@ def launch_store_kv(
     """Store the keys and values of a chunk of up to T rows, and give its queries (T, heads, D), all rotated. qkv: (T,
     (heads + 2 * kv_heads) * D). chunk: (3,) int64: the slot, the first row's position, and how many rows there are, 0
     to T; rows beyond write nothing."""
-    d_pad, group_pad = max(16, triton.next_power_of_2(shape.d)), triton.next_power_of_2(shape.heads // shape.kv_heads)
+    d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(shape.heads // shape.kv_heads)
     config = _Config(0, 0, 0, 0, d_pad, group_pad)
     _store_kv_kernel[(len(queries), shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, shape, config)
 
@@ -490,7 +595,7 @@ def launch_chunk_attention(
     ``stages`` tiles of keys and values are in flight in shared memory."""
     rows, group = len(out), shape.heads // shape.kv_heads
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows * group, _CHUNK_TILES)), 16), 64)
-    d_pad, group_pad = max(16, triton.next_power_of_2(shape.d)), triton.next_power_of_2(group)
+    d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(group)
     config = _Config(0, block_m, 64 if shape.d <= 128 else 32, stages, d_pad, group_pad)
     _chunk_attention_kernel[(triton.cdiv(rows * group, block_m), shape.kv_heads)](
         queries, qkv, chunk, cache, out, rows, scale * _LOG2_E.value, shape, config
