@@ -353,17 +353,21 @@ def attention_twin(qkv, caches, positions, rotary, shape, norms, eps, stored):
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+ATTENTION = [
+    (AttentionShape(4, 2, 16, 16), [290], False),
+    (AttentionShape(6, 2, 24, 16), [0, 290, -1], True),  # padded head, partial rotary, an idle row
+    (AttentionShape(4, 4, 32, 32, window=150), [290], False),
+    (AttentionShape(8, 2, 128, 128), [60], False),  # as most models have them
+    (AttentionShape(4, 1, 320, 320), [37], True),  # wide
+]
+
+
+# Codes in float32: a key that is rounded otherwise may have another code.
 @pytest.mark.parametrize(
-    ("shape", "positions", "normed", "stored"),
+    ("dtype", "shape", "positions", "normed", "stored"),
     [
-        (AttentionShape(4, 2, 16, 16), [290], False, "auto"),
-        (AttentionShape(6, 2, 24, 16), [0, 290, -1], True, "auto"),  # padded head, partial rotary, an idle row
-        (AttentionShape(6, 2, 24, 16), [0, 290, -1], True, "int8"),
-        (AttentionShape(4, 4, 32, 32, window=150), [290], False, "auto"),
-        (AttentionShape(4, 4, 32, 32, window=150), [290], False, "fp8"),
-        (AttentionShape(8, 2, 128, 128), [60], False, "auto"),  # as most models have them
-        (AttentionShape(4, 1, 320, 320), [37], True, "auto"),  # wide
+        *((dtype, *case, "auto") for dtype in DTYPES for case in ATTENTION),
+        *((torch.float32, *case, stored) for case, stored in zip(ATTENTION[:3], ("fp8", "int8", "fp8"), strict=True)),
     ],
 )
 def test_attention_then_projection(dtype, shape, positions, normed, stored):
