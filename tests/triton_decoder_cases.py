@@ -124,7 +124,6 @@ def test_a_cache_in_codes(name: str, stored: str) -> None:
         for own, other in zip(fast._cache.attention[index][:2], slow._cache.attention[index][:2], strict=True)
     ]
     assert max(differ) < 1e-3
-    fast, near = (kind(bundle, dtype=torch.float16, **settings) for kind in (CudaDecoder, TorchDecoder))
 
     def run(decoder: CudaDecoder | TorchDecoder) -> torch.Tensor:
         decoder.prefill(1, PROMPT, 9, stop=5)
@@ -132,7 +131,9 @@ def test_a_cache_in_codes(name: str, stored: str) -> None:
         decoder.copy(1, 0, 9)
         return decoder.decode(torch.tensor([3, 4]))
 
-    within_half_precision(fast, near, slow, run)
+    for dtype in [torch.float16] if DEVICE.type == "cpu" else [torch.float16, torch.bfloat16]:
+        fast, near = (kind(bundle, dtype=dtype, **settings) for kind in (CudaDecoder, TorchDecoder))
+        within_half_precision(fast, near, slow, run)
 
 
 def within_half_precision(fast, slow, exact, run, *, times=3):
