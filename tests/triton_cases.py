@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from wisparse.formats.model_config import DeltaNet
-from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, kv_slots, launch_attention
+from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
+from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.plan import GemvTile, Scratch, launch_linear, plan
 from wisparse.kernels.gpu.reduction import EMPTY

@@ -32,7 +32,6 @@ from wisparse.kernels.gpu.attention import (
     QKNorms,
     RotaryTables,
     Rows,
-    kv_slots,
     launch_attention,
     launch_chunk_attention,
     launch_store_kv,
@@ -41,6 +40,7 @@ from wisparse.kernels.gpu.code_gemm import code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
+from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel, sum_source
 from wisparse.kernels.gpu.plan import GemvTile, Gpu

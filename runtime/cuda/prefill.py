@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import compiling_side_by_side, triton_compiling
-from wisparse.kernels.gpu.attention import kv_slots, launch_chunk_attention, launch_store_kv
+from wisparse.kernels.gpu.attention import launch_chunk_attention, launch_store_kv
 from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.head import Logits, launch_logits
+from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import gpu_of
 from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.rows import launch_activate

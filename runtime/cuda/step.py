@@ -21,10 +21,11 @@ from torch import Tensor
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
-from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, kv_slots, launch_attention
+from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
+from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import GemvTile, KernelPlan, Scratch, gpu_of, launch_linear, plan
 from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, launch_sample
