@@ -101,7 +101,7 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
     def speed(decoder: Decoder, sparsity: float, runs: list[tuple[float, float]]) -> Speed:
         projections, head = decoder.bytes_read()
         context = workload.prompt_length + workload.new_tokens // 2
-        cache = bytes_per_position(decoder.config, decoder.dtype) * context * workload.batch
+        cache = bytes_per_position(decoder.config, decoder.dtype, decoder.kv_cache_dtype) * context * workload.batch
         needed = round(projections * (1 - sparsity)) + head + cache
         step_ms = statistics.median(seconds for _, seconds in runs) / workload.new_tokens * 1e3
         rates = tuple(workload.batch * workload.new_tokens / seconds for _, seconds in runs)

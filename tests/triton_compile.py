@@ -29,7 +29,6 @@ from triton.runtime import JITFunction
 from wisparse.kernels.gpu import plan
 from wisparse.kernels.gpu.attention import (
     AttentionShape,
-    KVSlots,
     QKNorms,
     RotaryTables,
     Rows,
@@ -41,6 +40,7 @@ from wisparse.kernels.gpu.code_gemm import code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
+from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel, sum_source
 from wisparse.kernels.gpu.plan import GemvTile, Gpu
@@ -51,7 +51,17 @@ from wisparse.kernels.gpu.weights import FusedLinear, empty_weight, widen
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 I8, I32, I64 = torch.int8, torch.int32, torch.int64
-TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", FP64: "fp64", I8: "i8", I32: "i32", I64: "i64"}
+TYPES = {
+    torch.int16: "i16",
+    torch.uint16: "u16",
+    BF16: "bf16",
+    FP16: "fp16",
+    FP32: "fp32",
+    FP64: "fp64",
+    I8: "i8",
+    I32: "i32",
+    I64: "i64",
+}
 META = torch.device("meta")
 SHAPES = {  # Llama-3.1-8B's: K, widths, source, target
     "qkv": (4096, (4096, 1024, 1024), "hidden", "plain"),
@@ -181,15 +191,16 @@ def gemv(
 
 def attention(
     arch: int, rows: int = 0, dtype: torch.dtype = BF16, splits: int = 16, stages: int = 3,
-    norm: torch.dtype | None = None, scaled: bool = False, **changes: Any,
+    norm: torch.dtype | None = None, scaled: bool = False, cached: torch.dtype | None = None, **changes: Any,
 ) -> None:  # fmt: skip
-    """Llama-3.1-8B's, of a step or a short prompt's ``rows``; ``norm``: type of q and k norms' weights; ``changes``: of the
-    shape, as other families have."""
+    """Llama-3.1-8B's, of a step or a short prompt's ``rows``; ``norm``: type of q and k norms' weights; ``cached``: of the
+    cache's codes; ``changes``: of the shape, as other families have."""
     shape = LLAMA._replace(**changes)
     qkv = empty(rows or 1, (shape.heads * (1 + shape.gated) + 2 * shape.kv_heads) * shape.d, dtype=dtype)
-    cache, angles = empty(1, shape.kv_heads, 64, shape.d, dtype=dtype), empty(64, shape.rotary // 2, dtype=dtype)
+    cache = empty(1, shape.kv_heads, 64, shape.d, dtype=cached or dtype)
+    angles, scales = empty(64, shape.rotary // 2, dtype=dtype), [empty(1, shape.kv_heads, 64, dtype=FP32)] * 2
     norms = QKNorms(*[None if norm is None else empty(shape.d, dtype=norm)] * 2, 1e-5)
-    slots = KVSlots(cache, cache, 64)
+    slots = kv_slots(cache, cache, *(scales if cached else ()))
     rotary = RotaryTables(angles, angles, empty(64, dtype=dtype) if scaled else None)
     if rows:
         q = empty(rows, shape.heads, shape.d)
@@ -329,6 +340,9 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "chunk 16": partial(attention, arch, rows=16),
         "chunk normed": partial(attention, arch, rows=16, norm=FP32, gated=True, scaled=True),
         "chunk 128": partial(attention, arch, rows=128),
+        **{f"{name} {kind}": partial(attention, arch, cached=codes, **given) for name, given in (
+            ("attention", {}), ("attention 256 wide fp16", {"dtype": FP16, **capped}), ("chunk 128", {"rows": 128}),
+        ) for kind, codes in (("int8", I8), ("fp8", torch.float8_e4m3fn))},
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
         "delta net": partial(delta, arch),
         "delta net fp32": partial(delta, arch, dtype=FP32),

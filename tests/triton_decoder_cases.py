@@ -101,6 +101,41 @@ def test_a_familys_logits_are_the_plain_decoders(name, sparsity, rows):
         assert name not in CONFIGS or torch.equal(found.argmax(-1).cpu(), tokens)
 
 
+@pytest.mark.parametrize(("name", "stored"), [("gemma3", "int8"), ("gemma3", "fp8")])
+def test_a_cache_in_codes(name: str, stored: str) -> None:
+    """In float32 the same codes, but for numbers between two; in half precision, where prompts are read by kernels of
+    their own, no further from float64's logits than the plain decoder."""
+    bundle = make_bundle(name, 0.0)
+    settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": 2, "kv_cache_dtype": stored}
+    fast, slow = (
+        CudaDecoder(bundle, dtype=torch.float32, **settings),
+        TorchDecoder(bundle, dtype=torch.float64, **settings),
+    )
+    for slot in range(2):
+        expected, found = (decoder.prefill(slot, PROMPT[:5] + slot, 5)[None].clone() for decoder in (slow, fast))
+    for _ in range(2 if DEVICE.type == "cpu" else 18):
+        # Far below what the codes cost, and above what a number does that lies between two.
+        torch.testing.assert_close(found, expected.float(), rtol=0, atol=5e-3)
+        tokens = expected.argmax(-1).expand(2)
+        expected, found = slow.decode(tokens), fast.decode(tokens)
+    differ = [
+        (own.view(torch.uint8)[..., :6, :] != other.view(torch.uint8)[..., :6, :]).float().mean()
+        for index in fast._cache.attention
+        for own, other in zip(fast._cache.attention[index][:2], slow._cache.attention[index][:2], strict=True)
+    ]
+    assert max(differ) < 1e-3
+
+    def run(decoder: CudaDecoder | TorchDecoder) -> torch.Tensor:
+        decoder.prefill(1, PROMPT, 9, stop=5)
+        decoder.prefill(1, PROMPT, 9, start=5)
+        decoder.copy(1, 0, 9)
+        return decoder.decode(torch.tensor([3, 4]))
+
+    for dtype in [torch.float16] if DEVICE.type == "cpu" else [torch.float16, torch.bfloat16]:
+        fast, near = (kind(bundle, dtype=dtype, **settings) for kind in (CudaDecoder, TorchDecoder))
+        within_half_precision(fast, near, slow, run)
+
+
 def within_half_precision(fast, slow, exact, run, *, times=3):
     """``run`` of a decoder gives logits (rows, V): no further from the exact ones than plain half precision is."""
     expected = run(exact)

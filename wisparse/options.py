@@ -16,7 +16,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted, shown
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.manifest import bits_of
-from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
+from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS
 
 from .console import Dtype, stacked
@@ -52,6 +52,8 @@ device_options = stacked(
         ("--backend", click.Choice(["auto", *BACKENDS]), "auto",
          "What multiplies; auto is the fastest that can run this model here."),
         ("--weights", click.Choice(WEIGHT_TYPES), "native", "Round the weights at load, where the back end can."),
+        ("--kv-cache-dtype", click.Choice(KV_CACHE_DTYPES), "auto",
+         "Keys and values in a byte a number, which halves the cache; int8 costs the least quality."),
         ("--sparsity", float, None, _LEVEL),
         ("--bits", float, None, _BITS),
         ("--max-seq-len", click.IntRange(min=1), None, _LENGTH),
@@ -98,7 +100,7 @@ def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Mode
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.request import GenerationSettings
 
-    loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len")
+    loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype")
     given = {name: options.pop(name) for name in loading}
     GenerationSettings(**options)
     return load(opened, max_batch=max_batch, **given)

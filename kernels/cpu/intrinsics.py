@@ -2,7 +2,7 @@
 
 Kernels are generic over a weight's type by a ``tag``, a number whose numba type says how the bits are read:
 
-    float32 -> float32        uint16 -> bfloat16        int16 -> float16        int8 -> int8
+    float32 -> float32    uint16 -> bfloat16    int16 -> float16    int8 -> int8    uint8 -> float8 e4m3
 """
 
 from __future__ import annotations
@@ -96,6 +96,12 @@ def widen(typingctx, value):
     """A stored number as float32, exactly."""
 
     def codegen(context, builder, signature, args):
+        if value == types.uint8:  # e4m3: as float16's bits a number that is 2**8 too small
+            code = builder.zext(args[0], ir.IntType(16))
+            sign, rest = (builder.and_(code, ir.Constant(code.type, mask)) for mask in (0x80, 0x7F))
+            sign, rest = (builder.shl(x, ir.Constant(x.type, by)) for x, by in ((sign, 8), (rest, 7)))
+            half = builder.bitcast(builder.or_(sign, rest), ir.HalfType())
+            return builder.fmul(builder.fpext(half, _F32), ir.Constant(_F32, 256.0))
         return _widened(builder, args[0], value)
 
     return types.float32(value), codegen
@@ -263,6 +269,11 @@ def add_pairs(builder, codes, stride, index, numbers, pairs, even, odd, unit):
 @_fixed(types.float32(types.int32))
 def bits_to_float(builder, value):
     return builder.bitcast(value, _F32)
+
+
+@_fixed(types.int32(types.float32))
+def float_to_bits(builder, value):
+    return builder.bitcast(value, _I32)
 
 
 @_fixed(types.void(_EIGHT, types.int64))

@@ -16,11 +16,12 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "f
 
 
 class StoredAs(IntEnum):
-    """How a weight's numbers are stored."""
+    """How the numbers of a weight, or of the cache, are stored."""
 
     BASE = 0  # the type of the cache: float32, bfloat16 or float16
-    INT8 = 1  # with one scale per output
+    INT8 = 1  # with one scale per output; of the cache, per position and head
     INT4 = 2  # two outputs a byte, with a scale for each group of channels and output
+    E4M3 = 3  # as INT8, of the cache only
 
 
 class ScaleType(IntEnum):
@@ -63,7 +64,7 @@ class BlockField(IntEnum):
     WINDOW = 7  # 0: attends to all positions
     KV_HEADS = 8
     HEAD_DIM = 9
-    KEYS = 10  # (max_batch, kv_heads, max_len, head_dim), the base type
+    KEYS = 10  # (max_batch, kv_heads, max_len, head_dim), as CACHED_AS says
     VALUES = 11
     ROTARY_HALF = 12  # rotated pairs of a head; 0: no rotary embedding
     COS = 13  # (max_len, rotary_half) float32
@@ -83,6 +84,8 @@ class BlockField(IntEnum):
     ROUTER = 25  # (EXPERTS, hidden) float32
     SHARED_SIZE = 26  # of the expert for every token; 0: none
     SHARED_GATE = 27  # (hidden,) float32
+    KEY_SCALES = 28  # (max_batch, kv_heads, max_len) float32 of codes
+    VALUE_SCALES = 29
 
 
 class DeltaField(IntEnum):
@@ -193,6 +196,7 @@ class StepField(IntEnum):
     EXPERT_COUNT = 49  # (slots, threads, 2) int64
     EXPERT_SLOTS = 50
     EXPERT_LENGTH = 51
+    CACHED_AS = 52  # StoredAs of keys and values
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:

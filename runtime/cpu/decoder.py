@@ -19,7 +19,15 @@ from wisparse.formats.machine import usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.cpu.launch import Team, prepare, team_size
-from wisparse.kernels.cpu.layout import NAMES, BlockField, DeltaField, ProjectionField, StepField, scratch_layout
+from wisparse.kernels.cpu.layout import (
+    NAMES,
+    BlockField,
+    DeltaField,
+    ProjectionField,
+    StepField,
+    StoredAs,
+    scratch_layout,
+)
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import check_capacity
@@ -31,6 +39,7 @@ from .weights import CpuProjection, product_dtype, read_matrix
 _EMBEDDING = "model.embed_tokens.weight"
 # A thread that reads less than this per step waits for the others for longer than it helps.
 _BYTES_PER_THREAD = 1 << 20
+_CACHED_AS = {"auto": StoredAs.BASE, "int8": StoredAs.INT8, "fp8": StoredAs.E4M3}
 MOST_ROWS = 32  # tokens of a prompt that a step reads
 _PREFIX_BLOCK = TorchDecoder.prefix_block_size
 
@@ -213,6 +222,7 @@ class Step:
                 StepField.LOGITS: self.logits,
                 StepField.SCORES: torch.empty(config.num_heads, max_len),
                 StepField.TEAM: self._team.words.ctypes.data,
+                StepField.CACHED_AS: _CACHED_AS[decoder.kv_cache_dtype],
             },
         )
         self.take_masks()
@@ -294,7 +304,9 @@ class Step:
                 norm: Norm | None = getattr(block, name)
                 row[BlockField[name.upper()]] = None if norm is None else norm.factors.float()
             if block.delta is None:
-                row[BlockField.KEYS], row[BlockField.VALUES] = cache.attention[index]
+                stored = cache.attention[index]
+                row[BlockField.KEYS], row[BlockField.VALUES] = stored.keys, stored.values
+                row[BlockField.KEY_SCALES], row[BlockField.VALUE_SCALES] = stored.key_scales, stored.value_scales
             else:
                 delta, states = block.delta, cache.recurrent[index]
                 sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "taps")

@@ -85,7 +85,8 @@ class CudaDecoder(Decoder):
         self.weights = load_weights(bundle, device, dtype, weights)
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
-        self._cache = KVCache(config, max_batch, min(self.max_seq_len, _FIRST_POSITIONS), device, dtype, buffers=2)
+        first = min(self.max_seq_len, _FIRST_POSITIONS)
+        self._cache = KVCache(config, max_batch, first, device, dtype, self.kv_cache_dtype, buffers=2)
         self.prefill_chunk = chunk_size(config, dtype)
         self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
@@ -233,7 +234,7 @@ class CudaDecoder(Decoder):
         self._forget_ahead()
         # Warm up prefill on a scratch KV cache.
         size = min(self.prefill_chunk // self.pieces_under_load, self.max_seq_len)
-        scratch = KVCache(self.config, 1, size, self.device, self.dtype)
+        scratch = KVCache(self.config, 1, size, self.device, self.dtype, self.kv_cache_dtype)
         for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
             pass
         for setting in (SamplingParams(), SamplingParams(1.0, 20, 0.9, 0.01, seed=0)):  # of a prompt's first token

@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import compiling_side_by_side, triton_compiling
-from wisparse.kernels.gpu.attention import KVSlots, launch_chunk_attention, launch_store_kv
+from wisparse.kernels.gpu.attention import launch_chunk_attention, launch_store_kv
 from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.head import Logits, launch_logits
+from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import gpu_of
 from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.rows import launch_activate
@@ -217,8 +218,7 @@ class PromptReader:
         for index in range(len(blocks)) if indices is None else indices:
             block = blocks[index]
             qkv = self._products(block.qkv, n)
-            keys, values = self._cache.attention[index]
-            slots, (arguments, rotary) = KVSlots(keys, values, keys.shape[2]), self._attention[index]
+            slots, (arguments, rotary) = kv_slots(*self._cache.attention[index]), self._attention[index]
             shape, scale = arguments["shape"], arguments["scale"]
             launch_store_kv(qkv, given, slots, rotary, queries, shape, arguments["norms"])
             attended = torch.empty_like(queries)

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
-from wisparse.kernels.gpu.attention import AttentionShape, KVSlots, QKNorms, RotaryTables, Rows, launch_attention
+from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
+from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import GemvTile, KernelPlan, Scratch, gpu_of, launch_linear, plan
 from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, launch_sample
@@ -118,7 +119,7 @@ class DecodeStep:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         gpu = gpu_of(device)
         self.pdl = gpu.arch >= 90
-        self._cache = {i: KVSlots(k, v, k.shape[2]) for i, (k, v) in cache.attention.items()}
+        self._cache = {i: kv_slots(*stored) for i, stored in cache.attention.items()}
         self._states = {
             i: DeltaMemory(s.inputs, s.state, s.inputs.stride(0), s.state.stride(0)) for i, s in cache.recurrent.items()
         }

@@ -63,10 +63,12 @@ class Decoder(ABC):
         max_seq_len: int,
         max_batch: int = 1,
         weights: str = "native",
+        kv_cache_dtype: str = "auto",
     ) -> None:
-        """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``."""
+        """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``;
+        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``."""
         self.config = bundle.config
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
@@ -168,7 +170,7 @@ class Decoder(ABC):
         """Logits (T, V) float32 of every position of one sequence; no slot is changed."""
         total = len(token_ids)
         check_prompt(total, self.max_seq_len)
-        scratch = KVCache(self.config, 1, total, self.device, self.dtype)
+        scratch = KVCache(self.config, 1, total, self.device, self.dtype, self.kv_cache_dtype)
         result = torch.empty(total, self.config.vocab_size, device=self.device)
         start = 0
         for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
@@ -286,7 +288,7 @@ def peak_bytes(device: torch.device) -> int:
 
 def default_limits(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int | None, max_seq_len: int | None,
-    weight_bytes: int,
+    weight_bytes: int, kv_cache_dtype: str = "auto",
 ) -> tuple[int, int]:  # fmt: skip
     """``max_batch`` and ``max_seq_len``, where they are None. The batch: as many slots as the cache's memory holds, each
     of the context or ``_SERVED_POSITIONS``, up to ``_MOST_SLOTS``. The length: the model's context, or the positions, a
@@ -294,7 +296,7 @@ def default_limits(
     on_gpu = device.type == "cuda"
     share = _SERVER_CACHE_SHARE if max_batch is None and on_gpu else _CACHE_SHARE
     free = max(available_bytes(device) - weight_bytes, 0)
-    fitting = int(free * share) // bytes_per_position(config, dtype)
+    fitting = int(free * share) // bytes_per_position(config, dtype, kv_cache_dtype)
     longest = config.max_position_embeddings
     if max_batch is None:
         most = _MOST_SLOTS["cuda" if on_gpu else "cpu"]
