@@ -156,7 +156,7 @@ class StepField(IntEnum):
     PROJECTIONS = 23  # rows of ProjectionField, block by block
     THRESHOLDS = 24  # (projections, 2) float32, the second of a graded weight's low plane
     # Shared buffers.
-    LOGITS = 25  # (slots, V) float32
+    LOGITS = 25  # (outputs, V) float32
     SCORES = 26  # (heads, max_len) float32
     HALF = 27  # (rows, hidden) float32: the output of attention or MLP
     QKV = 28  # (rows, INPUT_WIDTH) float32
@@ -177,6 +177,7 @@ class StepField(IntEnum):
     INDEX_AT = 42
     VALUE_AT = 43
     PARTIAL_AT = 44
+    OUTPUTS = 45  # (rows,) int64: the row of LOGITS that each row's go to
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:

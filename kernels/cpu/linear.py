@@ -374,10 +374,10 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
 
 
 @dot
-def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, slots, vocab, tag):
-    """out[slots[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
+def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, outputs, vocab, tag):
+    """out[outputs[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
     size = size_of(tag)
-    slots_ = words(slots)
+    outputs_ = words(outputs)
     v = lo
     while v < hi:
         # The last group overlaps the one before it, within this thread's span.
@@ -402,7 +402,7 @@ def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, slots, vocab, 
                 s1 *= scale_[min(group + 1, last)]
                 s2 *= scale_[min(group + 2, last)]
                 s3 *= scale_[min(group + 3, last)]
-            out_ = floats(out + 4 * slots_[b] * vocab)
+            out_ = floats(out + 4 * outputs_[b] * vocab)
             out_[group] = s0
             out_[min(group + 1, last)] = s1
             out_[min(group + 2, last)] = s2
