@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import cpu_decoder, make_bundle, run
+from bundle_maker import cpu_decoder, make_bundle
 from runtime_models import make_checkpoint
 
 from wisparse.formats.bundle import Bundle
@@ -118,7 +118,8 @@ def test_answers_are_those_without(
         requests = [Request(tokens_of(12 + i, i), 20, stop_token_ids=frozenset({55}), **REQUESTS[i]) for i in range(5)]
         for request in requests:
             scheduler.add(request)
-        run(scheduler)
+        while scheduler.busy:
+            scheduler.step(lambda: False)
         return requests, scheduler
 
     plain, _ = answers(None)

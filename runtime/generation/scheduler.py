@@ -350,6 +350,7 @@ class Scheduler:
                             request.lookup.settle(0, 0)
                         self._append(request, token, now)
                         self.stats.tokens += 1
+            now = time.perf_counter()
             finished = any(request.finish_reason is not None for request in running)
             if one_token or finished or now >= until or (interrupted is not None and interrupted()):
                 self._culprits = []
