@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +73,9 @@ class Replayed:
         self.lookup.settle(drafted, accepted, undecided=undecided)
 
 
-def answer(decoder: Decoder, prompt: Sequence[int], count: int, replayed: Any = None) -> tuple[float, Scheduler, Request]:
+def answer(
+    decoder: Decoder, prompt: Sequence[int], count: int, replayed: Any = None
+) -> tuple[float, Scheduler, Request]:
     """Seconds of the decode steps."""
     scheduler = Scheduler(decoder, speculative=None if replayed is None else CONFIG)
     if replayed is not None:
@@ -95,12 +96,16 @@ def speeds(decoder: Decoder, count: int, runs: int) -> dict[str, Any]:
         for run in range(runs + 1):
             seconds, _, request = answer(decoder, prompt, len(text) - 16)
             known = request.output_token_ids + [0] * 32
-            other, scheduler, again = answer(decoder, prompt, len(text) - 16, Replayed(decoder.verify_costs, prompt, text, known))
+            other, scheduler, again = answer(
+                decoder, prompt, len(text) - 16, Replayed(decoder.verify_costs, prompt, text, known)
+            )
             if run:
                 plain.append(seconds)
                 lookup.append(other)
         tokens = len(text) - 17
-        same = next((i for i, (a, b) in enumerate(zip(known, again.output_token_ids, strict=False)) if a != b), tokens + 1)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(known, again.output_token_ids, strict=False)) if a != b), tokens + 1
+        )
         found[name] = {
             "plain_tok_per_s": round(tokens / statistics.median(plain), 1),
             "lookup_tok_per_s": round(tokens / statistics.median(lookup), 1),
@@ -117,13 +122,17 @@ def speeds(decoder: Decoder, count: int, runs: int) -> dict[str, Any]:
 def equality(bundle: str, count: int, length: int, **loading: Any) -> dict[str, Any]:
     """Greedy answers to beginnings of lines of this repository, with and without speculation."""
     lines = [
-        line for file in sorted((ROOT / "runtime").rglob("*.py")) for line in re.findall(r"(?:^.*\S.*\n){4}", file.read_text(), re.M)
+        line
+        for file in sorted((ROOT / "runtime").rglob("*.py"))
+        for line in re.findall(r"(?:^.*\S.*\n){4}", file.read_text(), re.M)
     ]
     prompts = [lines[i * len(lines) // count] for i in range(count)]
     found, accepted = [], 0
     for speculative in (None, {"method": "ngram"}):
         with wisparse.load(bundle, max_seq_len=512, speculative=speculative, **loading) as model:
-            found.append([model.generate(prompt, max_new_tokens=length, chat_template=False).token_ids for prompt in prompts])
+            found.append(
+                [model.generate(prompt, max_new_tokens=length, chat_template=False).token_ids for prompt in prompts]
+            )
             accepted = model.engine.scheduler.stats.drafts.accepted_tokens
     equal = sum(a == b for a, b in zip(*found, strict=True))
     return {"prompts": count, "equal": equal, "tokens": sum(map(len, found[0])), "accepted": accepted}
@@ -139,7 +148,14 @@ def equality(bundle: str, count: int, length: int, **loading: Any) -> dict[str, 
 @click.option("--runs", default=3, show_default=True)
 @click.option("--prompts", default=0, help="Greedy answers to compare.")
 def main(
-    bundle: str | None, shape: str | None, device: str, weights: str, sparsity: float | None, tokens: int, runs: int, prompts: int
+    bundle: str | None,
+    shape: str | None,
+    device: str,
+    weights: str,
+    sparsity: float | None,
+    tokens: int,
+    runs: int,
+    prompts: int,
 ) -> None:
     """Print both speeds and their ratio for each task, JSON last."""
     result: dict[str, Any] = {"bundle": bundle or shape, "weights": weights, "sparsity": sparsity}

@@ -157,7 +157,9 @@ def load(
         max_batch=max_batch,
     )  # fmt: skip
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
-    decoder.speculates = speculative is not None and (speculative != "auto" or (decoder.verifies_alike and not recurrent))
+    decoder.speculates = speculative is not None and (
+        speculative != "auto" or (decoder.verifies_alike and not recurrent)
+    )
     if decoder.speculates:
         log.info("speculation: %s", config)
     return Model(opened, decoder, text, prefill, config if decoder.speculates else None)

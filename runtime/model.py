@@ -20,8 +20,8 @@ from wisparse.formats.model_config import ModelConfig
 from .decoding.decoder import Decoder
 from .generation.engine import Engine
 from .generation.grammar import Grammars
-from .generation.speculation import SpeculativeConfig
 from .generation.request import Chunk, Generation, GenerationArguments, GenerationSettings, Prompt, Request, as_prompts
+from .generation.speculation import SpeculativeConfig
 from .tokenizer import Tokenizer, stop_ids
 
 # What OpenAI's API and transformers call arguments of `Model.generate`.

@@ -11,14 +11,18 @@ import pytest
 import torch
 from bundle_maker import cpu_decoder, make_bundle
 from runtime_models import make_checkpoint
+from starlette.testclient import TestClient
 
+import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
+from wisparse.options import footer
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation import scheduler as scheduling
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import Lookup, SpeculativeConfig
+from wisparse.runtime.serve.app import ServeSettings, make_app
 
 CONFIG = SpeculativeConfig()
 VARIANTS = ("llama-bias", "gemma3", "phi3-long")
@@ -182,3 +186,42 @@ def test_drafts_follow_what_repeats_and_spare_what_does_not() -> None:
 def test_configurations_are_refused(given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         SpeculativeConfig.parse(given)
+
+
+def test_a_server_tells_what_was_drafted(chat_bundle: Path) -> None:
+    """With grammars, stop strings, samples and log-probabilities; a request may do without."""
+    prompt = "values = [1, 2, 3]\n" * 12
+    cases: list[dict[str, Any]] = [{"max_tokens": 60}, {"max_tokens": 60, "temperature": 0.3, "seed": 1, "logprobs": 1}]
+    cases += [{"max_tokens": 40, "stop": ["3]\nv", "\n\n"]}]
+    cases += [{"max_tokens": 60, "grammar": 'start: ("values = [1, 2, 3]\\n")+'}]
+    with (
+        wisparse.load(
+            chat_bundle, device="cpu", dtype="float32", backend="numba", max_batch=2, speculative={"method": "ngram"}
+        ) as model,
+        TestClient(make_app(model, ServeSettings("m"))) as client,
+    ):
+
+        def counts() -> list[float]:
+            lines = client.get("/metrics").text.splitlines()
+            names = [f"wisparse:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")]
+            return [float(line.split()[1]) for name in names for line in lines if line.startswith(name)]
+
+        for case in cases:
+            before = counts()
+            body = {"prompt": prompt, "temperature": 0, **case}
+            plain, drafted = (
+                client.post("/v1/completions", json={**body, "speculative": one}).json()["choices"]
+                for one in (False, True)
+            )
+            assert plain == drafted
+            drafts, tokens, accepted = (b - a for a, b in zip(before, counts(), strict=True))
+            assert 0 < drafts < accepted <= tokens
+        answer = model.generate(prompt, max_new_tokens=40)
+        assert answer.drafts.mean_length == 1 + answer.drafts.accepted_tokens / answer.drafts.drafts > 2
+        assert "accepted" in footer(answer, model)
+    with pytest.raises(UsageError, match="recurrent"):
+        wisparse.load(recurrent_bundle(chat_bundle.parent), speculative={"method": "ngram"})
+
+
+def recurrent_bundle(folder: Path) -> Path:
+    return make_bundle(make_checkpoint("qwen3.5", folder / "recurrent-source"), folder / "recurrent", 0.3)

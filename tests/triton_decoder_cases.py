@@ -106,7 +106,10 @@ def test_a_familys_logits_are_the_plain_decoders(name, sparsity, rows):
 def test_rows_that_continue_one_another(name: str) -> None:
     """A row sees the rows of its slot before it; what was taken back is written over."""
     bundle, settings = make_bundle(name, 0.5), {"device": DEVICE, "max_seq_len": 24, "max_batch": 3}
-    fast, slow = CudaDecoder(bundle, dtype=torch.float32, **settings), TorchDecoder(bundle, dtype=torch.float64, **settings)
+    fast, slow = (
+        CudaDecoder(bundle, dtype=torch.float32, **settings),
+        TorchDecoder(bundle, dtype=torch.float64, **settings),
+    )
     for decoder in (fast, slow):
         for slot in (0, 2):
             decoder.prefill(slot, (PROMPT + slot) % 70, 4)

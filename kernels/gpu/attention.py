@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 
     token: Tensor  # (B,) int64, negative for an idle row
     position: Tensor  # (B,) int32
-    slot: Tensor  # (B,) int32, of the cache; every row that is not idle has one of its own, unless rows are stored first
+    slot: Tensor  # (B,) int32, of the cache; a row that is not idle has one of its own, unless all are stored first
 
 
 class AttentionShape(NamedTuple):

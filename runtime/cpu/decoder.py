@@ -95,15 +95,15 @@ class CpuDecoder(TorchDecoder):
             self._sparse_positions += len(rows)
         return self._step.logits[: len(tokens)]
 
-    def verify(
-        self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]
-    ) -> tuple[Tensor, Tensor]:
+    def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
         lengths, rows = self._cache.lengths, []
         for slot, tokens in enumerate(token_ids):
             rows += [(slot, token, lengths[slot] + i) for i, token in enumerate(tokens)]
             lengths[slot] += len(tokens)
             if lengths[slot] > self.max_seq_len:
-                raise ContextLengthError(f"slot {slot}: expected at most {self.max_seq_len} positions, found {lengths[slot]}")
+                raise ContextLengthError(
+                    f"slot {slot}: expected at most {self.max_seq_len} positions, found {lengths[slot]}"
+                )
         self._step.run(rows, range(len(rows)))
         self._sparse_positions += len(rows)
         logits = self._step.logits[: len(rows)]

@@ -155,9 +155,7 @@ class CudaDecoder(Decoder):
         return self._ahead is not None
 
     @torch.inference_mode()
-    def verify(
-        self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]
-    ) -> tuple[Tensor, Tensor]:
+    def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
         self._forget_ahead()
         lengths = self._cache.lengths
         rows = [(token, lengths[slot] + i, slot) for slot, one in enumerate(token_ids) for i, token in enumerate(one)]
@@ -191,7 +189,7 @@ class CudaDecoder(Decoder):
 
     @torch.inference_mode()
     def step(
-        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, *, last: bool = False
+        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, last: bool = False
     ) -> Tensor:
         """A step starts the one after it before it returns, as its input is known by then: the GPU does not wait for the
         host to read the token. If something else is asked for next, that step is forgotten."""
@@ -199,7 +197,7 @@ class CudaDecoder(Decoder):
         active = [slot for slot, token in enumerate(tokens) if token >= 0]
         known = all(setting.greedy for setting in settings) or adjust is not None or self.dtype in SAMPLED_DTYPES
         if not active or not known:
-            return super().step(token_ids, settings, adjust, last=last)
+            return super().step(token_ids, settings, adjust, last)
         drawn = settings if adjust is None else []  # how the graph chooses; adjusted logits are chosen from behind it
         if self._ahead is not None and self._ahead[0] == tokens and (adjust is not None or self._ahead[1] == settings):
             _, _, steps, counted = self._ahead

@@ -339,7 +339,9 @@ class DecodeStep:
 
         # Beside the choice of the token: embedding, logits, and one for each way to attend, to multiply and to add.
         linears = {(p.kernel, p.problem, p.launch) for plans in self.plans for p in plans.values()}
-        kernels = 2 + (1 + self._verifies) * len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
+        kernels = (
+            2 + (1 + self._verifies) * len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
+        )
         if compile_only:
             plans = self.plans or [{}] * len(self.config.blocks)
             different = {

@@ -192,7 +192,7 @@ class Decoder(ABC):
         next call. ``longrope``: a sequence that grows beyond ``switch_length`` must be prefilled anew first."""
 
     def step(
-        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, *, last: bool = False
+        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, last: bool = False
     ) -> Tensor:
         """``decode``, then choose the next token of every row: (B,) int64; idle rows are undefined. ``settings``: one
         for each row, seeds resolved. ``adjust`` changes the logits (B, V) in place. ``last``: no such step follows. An
@@ -204,9 +204,7 @@ class Decoder(ABC):
             adjust(logits)
         return sample(logits, settings, self.lengths[: len(settings)])
 
-    def verify(
-        self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]
-    ) -> tuple[Tensor, Tensor]:
+    def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
         """Append several tokens to each of the slots 0..B-1, none to an idle one, with the bundle's masks: of every token,
         slot by slot, the one that follows it, as :meth:`step` chooses (R,) int64, and its logits (R, V) float32, as
         :meth:`decode` gives them. Not where blocks are recurrent. Valid until the next call; :meth:`truncate` follows."""

@@ -145,10 +145,10 @@ class Scheduler:
         """Raise ContextLengthError or UsageError unless the request can be queued."""
         check_prompt(len(request.prompt_token_ids), self.decoder.max_seq_len)
         vocab_size = self.decoder.config.vocab_size
-        for field, ids in (("prompt", request.prompt_token_ids), ("logit_bias", request.sampling.logit_bias or ())):
+        for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", request.sampling.logit_bias or ())):
             unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
             if unknown is not None:
-                raise UsageError(f"{field}: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
+                raise UsageError(f"{name}: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
         self._level(request.sparsity)
 
     def _level(self, sparsity: float | None) -> float | None:
@@ -341,7 +341,7 @@ class Scheduler:
                 if scored:
                     chosen = self._sample(self.decoder.decode(tokens), rows, self.decoder.lengths[: len(rows)])
                 else:  # with drafts at hand the step that is under way is the last plain one
-                    device_tokens = self.decoder.step(tokens, settings, process, last=bool(drafts))
+                    device_tokens = self.decoder.step(tokens, settings, process, bool(drafts))
                     chosen = device_tokens.tolist()
                 now = time.perf_counter()
                 for request, token in zip(rows, chosen, strict=True):
