@@ -35,7 +35,7 @@ from .intrinsics import (
     widen,
     words,
 )
-from .layout import CACHE_LINE, DequantizeField, ProjectionField, ScaleType, StoredAs
+from .layout import CACHE_LINE, PARTIAL_MORE, DequantizeField, ProjectionField, ScaleType, StoredAs
 
 _BYTE, _INT8 = np.uint8(0), np.int8(0)
 _ZERO_CODE = np.float32(8)  # where there are no zero points
@@ -44,6 +44,9 @@ _LARGEST_NUMBER, _LARGEST_VALUE = np.float32(8128), np.float32(1e30)
 # int4 prefetches the next eight channels, a few cache lines at a time: kept channels have no stride to predict.
 _AHEAD = 8
 _TILE = 256  # bytes of a row
+_SHARED = 64  # columns of eight channels that are widened once for several rows
+_SPARE = PARTIAL_MORE - 32  # words from a row's end in PARTIAL
+_MOST_LISTED = 256  # planes of a group: a graded weight's have up to 128 channels
 
 
 @exact
@@ -167,6 +170,46 @@ def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, a
 
 
 @exact
+def _add_to_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, wide, tag):
+    """As `_add_rows`, bit by bit, for several rows of weights that are not float32: a tile of eight channels is widened
+    once, into ``wide``."""
+    width = hi - lo
+    size = size_of(tag)
+    index_, w = pointer(index, np.int32(0)), floats(wide)
+    weight += lo * size
+    stride *= size
+    for b in range(rows):
+        a = floats(acc + 4 * b * acc_stride)
+        for j in range(width):
+            a[j] = ZERO
+    for p in range(0, count, 8):
+        for x in range(0, width, _SHARED):
+            m = min(_SHARED, width - x)
+            for c in range(8):
+                r = pointer(weight + x * size + np.int64(index_[min(p + c, count - 1)]) * stride, tag)
+                target = floats(wide + 4 * _SHARED * c)
+                for j in range(m):
+                    target[j] = widen(r[j])
+            for b in range(rows):
+                v = floats(value + 4 * (b * value_stride + p))
+                v0, v1, v2, v3 = v[0], _or_zero(v, 1, count - p), _or_zero(v, 2, count - p), _or_zero(v, 3, count - p)
+                v4, v5 = _or_zero(v, 4, count - p), _or_zero(v, 5, count - p)
+                v6, v7 = _or_zero(v, 6, count - p), _or_zero(v, 7, count - p)
+                a = floats(acc + 4 * (b * acc_stride + x))
+                for j in range(m):
+                    s = a[j]
+                    s += v0 * w[j]
+                    s += v1 * w[j + _SHARED]
+                    s += v2 * w[j + 2 * _SHARED]
+                    s += v3 * w[j + 3 * _SHARED]
+                    s += v4 * w[j + 4 * _SHARED]
+                    s += v5 * w[j + 5 * _SHARED]
+                    s += v6 * w[j + 6 * _SHARED]
+                    s += v7 * w[j + 7 * _SHARED]
+                    a[j] = s
+
+
+@exact
 def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag):
     """acc[b, :] = columns lo..hi of an int4 projection, without its bias, a group of channels at a time. ``partial``:
     (rows, partial_stride) float32, partial_stride >= hi - lo + PARTIAL_MORE, the sums of one group."""
@@ -192,10 +235,13 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
         while end < count and np.int64(index_[end]) < (g + 1) * group:
             end += 1
         i = p
-        if HAS_PAIRS and size_of(tag) == 2 and field[ProjectionField.PLANES] == 2:
+        if HAS_PAIRS and size_of(tag) == 2 and field[ProjectionField.PLANES] == 2 and group <= _MOST_LISTED:
             i = _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, width, partial, partial_stride)
         while i + 8 <= end:
-            _add_eight(codes, stride, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
+            if rows > 1:
+                _add_eight_to_rows(codes, stride, index_, i, value, value_stride, rows, width, partial, partial_stride)
+            else:
+                _add_eight(codes, stride, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
             i += 8
         while i < end:
             _add_one(codes, stride, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
@@ -222,21 +268,31 @@ def _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, wid
     in a model of 16-bit numbers is fine: two and a half times as fast. Gives where the rest begins: p if a value is not
     finite."""
     whole = width // TILE_BYTES * TILE_BYTES
-    index_ = pointer(index, np.int32(0))
+    listed = pointer(index, np.int32(0))
     for b in range(rows):
-        v = floats(value + 4 * b * value_stride)
+        given = floats(value + 4 * b * value_stride)
+        for i in range(p, end):
+            if not abs(given[i]) < _LARGEST_VALUE:
+                return p
+    for b in range(rows):
+        given = floats(value + 4 * b * value_stride)
+        partial_ = partial + 4 * b * partial_stride
+        # A row's own channels, so that its sums do not depend on those of other rows.
+        own = partial_ + 4 * (partial_stride - _SPARE)
+        index_, v = pointer(own, np.int32(0)), floats(own + 4 * _MOST_LISTED)
+        stop = 0
         largest = ZERO
         for i in range(p, end):
-            largest = max(largest, abs(v[i]))
-            if not abs(v[i]) < _LARGEST_VALUE:
-                return p
-        partial_ = partial + 4 * b * partial_stride
+            if given[i] != ZERO:
+                index_[stop], v[stop] = listed[i], given[i]
+                largest = max(largest, abs(given[i]))
+                stop += 1
         even, odd = floats(partial_), floats(partial_ + 4 * width)
         numbers = partial_ + 4 * (partial_stride - PAIRS)
         unit = largest / _LARGEST_NUMBER
         inverse = ONE / unit if unit > ZERO else ZERO
-        for first in range(p, end, 2 * PAIRS):
-            last = min(end, first + 2 * PAIRS)
+        for first in range(0, stop, 2 * PAIRS):
+            last = min(stop, first + 2 * PAIRS)
             pairs = (last - first) // 2
             bytes_ = pointer(numbers, _INT8)
             for i in range(2 * pairs):
@@ -247,11 +303,11 @@ def _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, wid
                 bytes_[at + 2] = np.int8(number - upper * np.int32(128))
             for x in range(0, whole, TILE_BYTES):
                 if x % CACHE_LINE == 0 and b == 0:
-                    for ahead in range(last, min(end, last + 2 * PAIRS)):
+                    for ahead in range(last, min(stop, last + 2 * PAIRS)):
                         prefetch(codes + x + np.int64(index_[ahead]) * stride)
                 where = np.int64(first) * 4
                 add_pairs(
-                    codes + x, stride, index + where, numbers, np.int64(pairs), partial_ + 4 * x,
+                    codes + x, stride, own + where, numbers, np.int64(pairs), partial_ + 4 * x,
                     partial_ + 4 * (width + x), unit,
                 )  # fmt: skip
             for i in range(first, last):
@@ -301,6 +357,39 @@ def _add_eight(codes, stride, index, i, count, value, value_stride, rows, width,
                 s, t = _add_pair(s, t, v6, r6[j])
                 s, t = _add_pair(s, t, v7, r7[j])
                 even[j], odd[j] = s, t
+
+
+@exact
+def _add_eight_to_rows(codes, stride, index, i, value, value_stride, rows, width, partial, partial_stride):
+    """As `_add_eight`, bit by bit, for several rows: a tile's codes are widened once."""
+    half = _SHARED // 2
+    wide = partial + 4 * (partial_stride - _SPARE)
+    w = floats(wide)
+    for x in range(0, width, half):
+        m = min(half, width - x)
+        for c in range(8):
+            r = pointer(codes + x + np.int64(index[i + c]) * stride, _BYTE)
+            low, high = floats(wide + 4 * _SHARED * c), floats(wide + 4 * (_SHARED * c + half))
+            for j in range(m):
+                low[j], high[j] = nibble(r[j], 0), nibble(r[j], 4)
+        for b in range(rows):
+            v = floats(value + 4 * (b * value_stride + i))
+            v0, v1, v2, v3, v4, v5, v6, v7 = v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]
+            for parity in range(2):
+                first = parity * half
+                a = floats(partial + 4 * (b * partial_stride + parity * width + x))
+                for j in range(m):
+                    at = j + first
+                    s = a[j]
+                    s += v0 * w[at]
+                    s += v1 * w[at + _SHARED]
+                    s += v2 * w[at + 2 * _SHARED]
+                    s += v3 * w[at + 3 * _SHARED]
+                    s += v4 * w[at + 4 * _SHARED]
+                    s += v5 * w[at + 5 * _SHARED]
+                    s += v6 * w[at + 6 * _SHARED]
+                    s += v7 * w[at + 7 * _SHARED]
+                    a[j] = s
 
 
 @exact
@@ -357,12 +446,19 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
             row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag
         )
     elif kind == StoredAs.INT8:
-        _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, _INT8)
+        if rows > 1:
+            wide = partial + 4 * (partial_stride - _SPARE)
+            _add_to_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, wide, _INT8)
+        else:
+            _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, _INT8)
         column_scale = floats(field[ProjectionField.COLUMN_SCALE] + 4 * lo)
         for b in range(rows):
             a = floats(acc + 4 * b * acc_stride)
             for j in range(hi - lo):
                 a[j] *= column_scale[j]
+    elif rows > 1 and size_of(tag) == 2:
+        wide = partial + 4 * (partial_stride - _SPARE)
+        _add_to_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, wide, tag)
     else:
         _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, tag)
     if field[ProjectionField.BIAS] != 0:
