@@ -10,8 +10,8 @@ from enum import IntEnum
 import torch
 
 CACHE_LINE = 64
-# float32 of each row of PARTIAL beyond the sums: 32, then those of a tile of weights that several rows share, or of a row's
-# own list; the last 16 words hold numbers of `add_pairs`.
+# float32 of each row of PARTIAL beyond the sums: 32, then a row's own list of a graded weight's group; the last 16 words
+# hold numbers of `add_pairs`.
 PARTIAL_MORE = 32 + 512 + 32
 # A floating type's part of a region's name.
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -44,7 +44,6 @@ _LARGEST_NUMBER, _LARGEST_VALUE = np.float32(8128), np.float32(1e30)
 # int4 prefetches the next eight channels, a few cache lines at a time: kept channels have no stride to predict.
 _AHEAD = 8
 _TILE = 256  # bytes of a row
-_SHARED = 64  # columns of eight channels that are widened once for several rows
 _SPARE = PARTIAL_MORE - 32  # words from a row's end in PARTIAL
 _MOST_LISTED = 256  # planes of a group: a graded weight's have up to 128 channels
 
@@ -170,46 +169,6 @@ def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, a
 
 
 @exact
-def _add_to_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, wide, tag):
-    """As `_add_rows`, bit by bit, for several rows of weights that are not float32: a tile of eight channels is widened
-    once, into ``wide``."""
-    width = hi - lo
-    size = size_of(tag)
-    index_, w = pointer(index, np.int32(0)), floats(wide)
-    weight += lo * size
-    stride *= size
-    for b in range(rows):
-        a = floats(acc + 4 * b * acc_stride)
-        for j in range(width):
-            a[j] = ZERO
-    for p in range(0, count, 8):
-        for x in range(0, width, _SHARED):
-            m = min(_SHARED, width - x)
-            for c in range(8):
-                r = pointer(weight + x * size + np.int64(index_[min(p + c, count - 1)]) * stride, tag)
-                target = floats(wide + 4 * _SHARED * c)
-                for j in range(m):
-                    target[j] = widen(r[j])
-            for b in range(rows):
-                v = floats(value + 4 * (b * value_stride + p))
-                v0, v1, v2, v3 = v[0], _or_zero(v, 1, count - p), _or_zero(v, 2, count - p), _or_zero(v, 3, count - p)
-                v4, v5 = _or_zero(v, 4, count - p), _or_zero(v, 5, count - p)
-                v6, v7 = _or_zero(v, 6, count - p), _or_zero(v, 7, count - p)
-                a = floats(acc + 4 * (b * acc_stride + x))
-                for j in range(m):
-                    s = a[j]
-                    s += v0 * w[j]
-                    s += v1 * w[j + _SHARED]
-                    s += v2 * w[j + 2 * _SHARED]
-                    s += v3 * w[j + 3 * _SHARED]
-                    s += v4 * w[j + 4 * _SHARED]
-                    s += v5 * w[j + 5 * _SHARED]
-                    s += v6 * w[j + 6 * _SHARED]
-                    s += v7 * w[j + 7 * _SHARED]
-                    a[j] = s
-
-
-@exact
 def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag):
     """acc[b, :] = columns lo..hi of an int4 projection, without its bias, a group of channels at a time. ``partial``:
     (rows, partial_stride) float32, partial_stride >= hi - lo + PARTIAL_MORE, the sums of one group."""
@@ -238,10 +197,7 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
         if HAS_PAIRS and size_of(tag) == 2 and field[ProjectionField.PLANES] == 2 and group <= _MOST_LISTED:
             i = _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, width, partial, partial_stride)
         while i + 8 <= end:
-            if rows > 1:
-                _add_eight_to_rows(codes, stride, index_, i, value, value_stride, rows, width, partial, partial_stride)
-            else:
-                _add_eight(codes, stride, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
+            _add_eight(codes, stride, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
             i += 8
         while i < end:
             _add_one(codes, stride, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
@@ -360,39 +316,6 @@ def _add_eight(codes, stride, index, i, count, value, value_stride, rows, width,
 
 
 @exact
-def _add_eight_to_rows(codes, stride, index, i, value, value_stride, rows, width, partial, partial_stride):
-    """As `_add_eight`, bit by bit, for several rows: a tile's codes are widened once."""
-    half = _SHARED // 2
-    wide = partial + 4 * (partial_stride - _SPARE)
-    w = floats(wide)
-    for x in range(0, width, half):
-        m = min(half, width - x)
-        for c in range(8):
-            r = pointer(codes + x + np.int64(index[i + c]) * stride, _BYTE)
-            low, high = floats(wide + 4 * _SHARED * c), floats(wide + 4 * (_SHARED * c + half))
-            for j in range(m):
-                low[j], high[j] = nibble(r[j], 0), nibble(r[j], 4)
-        for b in range(rows):
-            v = floats(value + 4 * (b * value_stride + i))
-            v0, v1, v2, v3, v4, v5, v6, v7 = v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]
-            for parity in range(2):
-                first = parity * half
-                a = floats(partial + 4 * (b * partial_stride + parity * width + x))
-                for j in range(m):
-                    at = j + first
-                    s = a[j]
-                    s += v0 * w[at]
-                    s += v1 * w[at + _SHARED]
-                    s += v2 * w[at + 2 * _SHARED]
-                    s += v3 * w[at + 3 * _SHARED]
-                    s += v4 * w[at + 4 * _SHARED]
-                    s += v5 * w[at + 5 * _SHARED]
-                    s += v6 * w[at + 6 * _SHARED]
-                    s += v7 * w[at + 7 * _SHARED]
-                    a[j] = s
-
-
-@exact
 def _add_one(codes, stride, index, i, count, value, value_stride, rows, width, partial, partial_stride):
     """As `_add_eight`, for one channel."""
     if i + _AHEAD < count:
@@ -446,19 +369,12 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
             row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag
         )
     elif kind == StoredAs.INT8:
-        if rows > 1:
-            wide = partial + 4 * (partial_stride - _SPARE)
-            _add_to_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, wide, _INT8)
-        else:
-            _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, _INT8)
+        _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, _INT8)
         column_scale = floats(field[ProjectionField.COLUMN_SCALE] + 4 * lo)
         for b in range(rows):
             a = floats(acc + 4 * b * acc_stride)
             for j in range(hi - lo):
                 a[j] *= column_scale[j]
-    elif rows > 1 and size_of(tag) == 2:
-        wide = partial + 4 * (partial_stride - _SPARE)
-        _add_to_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, wide, tag)
     else:
         _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, tag)
     if field[ProjectionField.BIAS] != 0:

@@ -49,7 +49,7 @@ class Decoder(ABC):
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
     prefix_block_size: int
     # Of a step that verifies drafts, in steps of one token: what it takes beyond one, and for each drafted token.
-    verify_costs: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    verify_costs: tuple[float, float] = (0.0, 1.0)
     most_verified: ClassVar[int] = 16  # tokens of such a step, of all slots together
     # A verified token is what `decode` gives where the two largest logits are at least so far apart.
     verify_margin: float = 0.0

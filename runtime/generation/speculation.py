@@ -19,10 +19,10 @@ _OTHERS = {
 _MOST_DRAFTED = 15
 # A sequence may spend so many steps' time on drafts in vain before any was accepted, gains this share of a step with each
 # plain one, and never has more in hand than the last figure: text that does not repeat itself loses at most so much.
-_CREDIT, _EARNED, _MOST_CREDIT = 1.0, 0.01, 4.0
+_CREDIT, _EARNED, _MOST_CREDIT = 2.0, 0.01, 4.0
 # How often the token that followed a match of so many tokens is right, to begin with: below ``prompt_lookup_max``, below
 # four times that, and above.
-_RATES = (0.4, 0.7, 0.95)
+_RATES = (0.4, 0.8, 0.95)
 _WEIGHT = 1 / 16  # of the newest observation
 _LEAST_GAIN = 1.05
 
