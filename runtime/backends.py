@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -18,6 +20,7 @@ from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.cache import memory_errors
 from .decoding.decoder import Decoder, default_limits, weight_bytes
+from .generation.speculation import SpeculativeConfig
 from .model import Model
 from .tokenizer import Tokenizer
 from .torch.decoder import TorchDecoder
@@ -100,6 +103,7 @@ def load(
     max_batch: int | None = 1,
     kv_cache_dtype: str = "auto",
     revision: str | None = None,
+    speculative: Mapping[str, Any] | str | None = None,
 ) -> Model:
     """Load a bundle.
 
@@ -123,6 +127,9 @@ def load(
         kv_cache_dtype: what keys and values are stored as: ``auto`` (``dtype``), or in a byte a number with a scale for
             each position and head: ``int8``, or ``fp8`` (e4m3), which costs more quality at the same size.
         revision: branch, tag or commit on the Hub.
+        speculative: verify several tokens at a time where the text repeats itself, a mapping or its JSON with vLLM's
+            keys: ``method`` (``ngram``), ``num_speculative_tokens`` (7), ``prompt_lookup_min`` (3), ``prompt_lookup_max``
+            (8). ``auto``: these, where it changes no token and the model can; None: never.
 
     Raises:
         AccessError: no such folder or repository, no permission, no network.
@@ -141,9 +148,16 @@ def load(
     max_batch = None if max_batch is None else guard.integer("max_batch", max_batch, 1, _LARGEST_BATCH)
     max_seq_len = None if max_seq_len is None else guard.integer("max_seq_len", max_seq_len, 1)
     revision = None if revision is None else guard.text("revision", revision, empty=False)
+    config = SpeculativeConfig() if speculative in (None, "auto") else SpeculativeConfig.parse(speculative)
     start = time.perf_counter()
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(fetch_bundle(bundle, revision))
     opened = opened.chosen(sparsity, bits)
+    recurrent = opened.config.delta_net is not None
+    if recurrent and speculative not in (None, "auto"):
+        raise UsageError(
+            "speculative: expected none for this model: the state of its recurrent blocks cannot be taken back to the last "
+            "accepted token"
+        )
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(
@@ -151,4 +165,9 @@ def load(
         max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
-    return Model(opened, decoder, text, prefill)
+    decoder.speculates = speculative is not None and (
+        speculative != "auto" or (decoder.verifies_alike and not recurrent)
+    )
+    if decoder.speculates:
+        log.info("speculation: %s", config)
+    return Model(opened, decoder, text, prefill, config if decoder.speculates else None)

@@ -71,9 +71,9 @@ def test_planes_are_the_code() -> None:
 def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, scale = torch.randn(rows, 96, generator=generator), torch.rand(96, generator=generator) + 0.5
-    matrix = quantise("int8", torch.randn(65, 96, generator=generator), group=32, graded=True)
-    bias = torch.randn(65, generator=generator)
-    laid = Matrix.int4((65, 96), 32, torch.float32, False, planes=2)
+    matrix = quantise("int8", torch.randn(193, 96, generator=generator), group=32, graded=True)
+    bias = torch.randn(193, generator=generator)
+    laid = Matrix.int4((193, 96), 32, torch.float32, False, planes=2)
     laid.store(0, interleaved(matrix))
     high, low = (replace(matrix, codes=codes).dequantise(torch.float64) for codes in split_planes(matrix.codes))
 
@@ -89,6 +89,10 @@ def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
     ):
         found = sparse_linear(x, laid, bias, scale, torch.tensor(limits))
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+        for given in (x, x.bfloat16()):  # as alone
+            together = sparse_linear(given, laid, bias.to(given.dtype), scale, torch.tensor(limits))
+            alone = [sparse_linear(row, laid, bias.to(given.dtype), scale, torch.tensor(limits)) for row in given]
+            assert torch.equal(together, torch.stack(alone))
         torch.set_num_threads(1)
         assert torch.equal(sparse_linear(x, laid, bias, scale, torch.tensor(limits)), found)
         torch.set_num_threads(2)

@@ -35,6 +35,7 @@ from wisparse.kernels.gpu.attention import (
     launch_attention,
     launch_chunk_attention,
     launch_store_kv,
+    launch_store_rows,
 )
 from wisparse.kernels.gpu.code_gemm import code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
@@ -191,7 +192,8 @@ def gemv(
 
 def attention(
     arch: int, rows: int = 0, dtype: torch.dtype = BF16, splits: int = 16, stages: int = 3,
-    norm: torch.dtype | None = None, scaled: bool = False, cached: torch.dtype | None = None, **changes: Any,
+    norm: torch.dtype | None = None, scaled: bool = False, cached: torch.dtype | None = None, stored: bool = False,
+    **changes: Any,
 ) -> None:  # fmt: skip
     """Llama-3.1-8B's, of a step or a short prompt's ``rows``; ``norm``: type of q and k norms' weights; ``cached``: of the
     cache's codes; ``changes``: of the shape, as other families have."""
@@ -207,11 +209,13 @@ def attention(
         launch_store_kv(qkv, empty(3, dtype=I64), slots, rotary, q, shape, norms)
         launch_chunk_attention(q, qkv, empty(3, dtype=I64), slots, q, shape, 0.1)
         return
-    sums = empty(1, shape.heads, splits, dtype=FP32)
+    sums, step = empty(1, shape.heads, splits, dtype=FP32), Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32))
+    if stored:
+        launch_store_rows(qkv, slots, step, rotary, shape, norms, pdl=arch >= 90)
     launch_attention(
-        qkv, slots, Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32)), rotary,
+        qkv, slots, step, rotary,
         KVSplits(empty(*sums.shape, shape.d, dtype=FP32), sums, sums), shape, scale=0.1, norms=norms, stages=stages,
-        pdl=arch >= 90,
+        stored=stored, pdl=arch >= 90,
     )  # fmt: skip
 
 
@@ -323,6 +327,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         **{name: partial(launch, arch) for name, launch in linear_cases(arch)},
         "attention": partial(attention, arch),
         "attention short": partial(attention, arch, splits=4),
+        "attention of rows stored": partial(attention, arch, stored=True),
+        "attention of rows stored gated": partial(attention, arch, stored=True, norm=FP32, gated=True),
         "attention fp32": partial(attention, arch, dtype=FP32),
         **({f"attention {n} stretches": partial(attention, arch, splits=n, stages=5) for n in (8, 16)} if arch == 90 else {}),
         "attention head norm offset": partial(attention, arch, norm=FP32, **gemma),

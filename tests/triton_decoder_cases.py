@@ -19,6 +19,7 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -134,6 +135,29 @@ def test_a_cache_in_codes(name: str, stored: str) -> None:
     for dtype in [torch.float16] if DEVICE.type == "cpu" else [torch.float16, torch.bfloat16]:
         fast, near = (kind(bundle, dtype=dtype, **settings) for kind in (CudaDecoder, TorchDecoder))
         within_half_precision(fast, near, slow, run)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma4", marks=pytest.mark.quick), "mistral"])
+def test_rows_that_continue_one_another(name: str) -> None:
+    """A row sees the rows of its slot before it; what was taken back is written over."""
+    bundle, settings = make_bundle(name, 0.5), {"device": DEVICE, "max_seq_len": 24, "max_batch": 3}
+    fast, slow = (
+        CudaDecoder(bundle, dtype=torch.float32, **settings),
+        TorchDecoder(bundle, dtype=torch.float64, **settings),
+    )
+    for decoder in (fast, slow):
+        for slot in (0, 2):
+            decoder.prefill(slot, (PROMPT + slot) % 70, 4)
+    for given, length in (([[3, 9, 14, 1], [], [8]], 11), ([[5], [], [6, 7]], 12)):
+        (chosen, found), (near, expected) = (d.verify(given, [SamplingParams()] * 3) for d in (fast, slow))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(chosen.cpu(), near.cpu())
+        assert fast.lengths == slow.lengths
+        for decoder in (fast, slow):
+            decoder.truncate(0, length)
+    follow_on = torch.tensor([2, -1, 3])
+    found, expected = fast.step(follow_on, [SamplingParams()] * 3), slow.step(follow_on, [SamplingParams()] * 3)
+    assert found[[0, 2]].tolist() == expected[[0, 2]].tolist()
 
 
 def within_half_precision(fast, slow, exact, run, *, times=3):

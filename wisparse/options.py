@@ -19,7 +19,7 @@ from wisparse.formats.manifest import bits_of
 from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS
 
-from .console import Dtype, stacked
+from .console import Dtype, Speculative, stacked
 
 if TYPE_CHECKING:
     from wisparse.formats.card import Finding
@@ -71,6 +71,16 @@ loading_options = stacked(
     ),
 )  # fmt: skip
 
+_SPECULATIVE = (
+    'Verify several tokens at a time where the text repeats itself: {"method": "ngram"} and further keys as vLLM has them, '
+    "auto (where that changes no token), or off."
+)
+
+
+def speculative_option(default: str) -> Callable[[_F], _F]:
+    return option_table(("--speculative-config", Speculative(), default, _SPECULATIVE))
+
+
 sampling_options = stacked(
     option_table(
         ("--max-new-tokens", click.IntRange(min=1), 256, "Longest answer, in tokens."),
@@ -102,6 +112,7 @@ def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Mode
 
     loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype")
     given = {name: options.pop(name) for name in loading}
+    given["speculative"] = options.pop("speculative_config")
     GenerationSettings(**options)
     return load(opened, max_batch=max_batch, **given)
 
@@ -132,6 +143,8 @@ def footer(answer: Generation, model: Model) -> str:
     if answer.realised_sparsity is not None:
         read = f"{bits_of(answer.realised_sparsity):.2f} bits a weight read"
         parts.append(f"realised sparsity {answer.realised_sparsity:.1%}" if model.bits is None else read)
+    if answer.drafts.drafts:
+        parts.append(str(answer.drafts))
     return " | ".join([*parts, backend_of(model)])
 
 

@@ -10,7 +10,9 @@ from enum import IntEnum
 import torch
 
 CACHE_LINE = 64
-PARTIAL_MORE = 64  # float32 of each row of PARTIAL beyond the sums; the last 16 words hold numbers of `add_pairs`
+# float32 of each row of PARTIAL beyond the sums: 32, then a row's own list of a graded weight's group; the last 16 words
+# hold numbers of `add_pairs`.
+PARTIAL_MORE = 32 + 512 + 32
 # A floating type's part of a region's name.
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -167,7 +169,7 @@ class StepField(IntEnum):
     PROJECTIONS = 23  # rows of ProjectionField, block by block
     THRESHOLDS = 24  # (projections, 2) float32, the second of a graded weight's low plane
     # Shared buffers.
-    LOGITS = 25  # (slots, V) float32
+    LOGITS = 25  # (outputs, V) float32
     SCORES = 26  # (heads, max_len) float32
     HALF = 27  # (rows, hidden) float32: the output of attention or MLP
     QKV = 28  # (rows, INPUT_WIDTH) float32
@@ -197,6 +199,7 @@ class StepField(IntEnum):
     EXPERT_SLOTS = 50
     EXPERT_LENGTH = 51
     CACHED_AS = 52  # StoredAs of keys and values
+    OUTPUTS = 53  # (rows,) int64: the row of LOGITS that each row's go to
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:

@@ -39,12 +39,14 @@ from .intrinsics import (
     widen,
     words,
 )
-from .layout import CACHE_LINE, DequantizeField, ProjectionField, ScaleType, StoredAs
+from .layout import CACHE_LINE, PARTIAL_MORE, DequantizeField, ProjectionField, ScaleType, StoredAs
 
 _BYTE, _INT8 = np.uint8(0), np.int8(0)
 _ZERO_CODE = np.float32(8)  # where there are no zero points
 _HIGH = np.float32(16)  # what a code of the high plane counts
 _LARGEST_NUMBER, _LARGEST_VALUE = np.float32(8128), np.float32(1e30)
+_SPARE = PARTIAL_MORE - 32  # words from a row's end in PARTIAL
+_MOST_LISTED = 256  # planes of a group: a graded weight's have up to 128 channels
 
 
 @exact
@@ -210,7 +212,7 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
         while end < count and np.int64(index_[end]) < (g + 1) * group:
             end += 1
         i = p
-        if HAS_PAIRS and size_of(tag) == 2 and field[ProjectionField.PLANES] == 2:
+        if HAS_PAIRS and size_of(tag) == 2 and field[ProjectionField.PLANES] == 2 and group <= _MOST_LISTED:
             i = _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, width, partial, partial_stride)
         while i < end:
             here = _eight_rows(codes, stride, index_, i, end - 1)
@@ -242,21 +244,31 @@ def _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, wid
     in a model of 16-bit numbers is fine: two and a half times as fast. Gives where the rest begins: p if a value is not
     finite."""
     whole = width // TILE_BYTES * TILE_BYTES
-    index_ = pointer(index, np.int32(0))
+    listed = pointer(index, np.int32(0))
     for b in range(rows):
-        v = floats(value + 4 * b * value_stride)
+        given = floats(value + 4 * b * value_stride)
+        for i in range(p, end):
+            if not abs(given[i]) < _LARGEST_VALUE:
+                return p
+    for b in range(rows):
+        given = floats(value + 4 * b * value_stride)
+        partial_ = partial + 4 * b * partial_stride
+        # A row's own channels, so that its sums do not depend on those of other rows.
+        own = partial_ + 4 * (partial_stride - _SPARE)
+        index_, v = pointer(own, np.int32(0)), floats(own + 4 * _MOST_LISTED)
+        stop = 0
         largest = ZERO
         for i in range(p, end):
-            largest = max(largest, abs(v[i]))
-            if not abs(v[i]) < _LARGEST_VALUE:
-                return p
-        partial_ = partial + 4 * b * partial_stride
+            if given[i] != ZERO:
+                index_[stop], v[stop] = listed[i], given[i]
+                largest = max(largest, abs(given[i]))
+                stop += 1
         even, odd = floats(partial_), floats(partial_ + 4 * width)
         numbers = partial_ + 4 * (partial_stride - PAIRS)
         unit = largest / _LARGEST_NUMBER
         inverse = ONE / unit if unit > ZERO else ZERO
-        for first in range(p, end, 2 * PAIRS):
-            last = min(end, first + 2 * PAIRS)
+        for first in range(0, stop, 2 * PAIRS):
+            last = min(stop, first + 2 * PAIRS)
             pairs = (last - first) // 2
             bytes_ = pointer(numbers, _INT8)
             for i in range(2 * pairs):
@@ -267,11 +279,11 @@ def _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, wid
                 bytes_[at + 2] = np.int8(number - upper * np.int32(128))
             for x in range(0, whole, TILE_BYTES):
                 if x % CACHE_LINE == 0 and b == 0:
-                    for ahead in range(last, min(end, last + 2 * PAIRS)):
+                    for ahead in range(last, min(stop, last + 2 * PAIRS)):
                         prefetch(codes + x + np.int64(index_[ahead]) * stride)
                 where = np.int64(first) * 4
                 add_pairs(
-                    codes + x, stride, index + where, numbers, np.int64(pairs), partial_ + 4 * x,
+                    codes + x, stride, own + where, numbers, np.int64(pairs), partial_ + 4 * x,
                     partial_ + 4 * (width + x), unit,
                 )  # fmt: skip
             for i in range(first, last):
@@ -358,10 +370,10 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
 
 
 @dot
-def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, slots, vocab, tag):
-    """out[slots[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
+def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, outputs, vocab, tag):
+    """out[outputs[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
     size = size_of(tag)
-    slots_ = words(slots)
+    outputs_ = words(outputs)
     v = lo
     while v < hi:
         # The last group overlaps the one before it, within this thread's span.
@@ -386,7 +398,7 @@ def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, slots, vocab, 
                 s1 *= scale_[min(group + 1, last)]
                 s2 *= scale_[min(group + 2, last)]
                 s3 *= scale_[min(group + 3, last)]
-            out_ = floats(out + 4 * slots_[b] * vocab)
+            out_ = floats(out + 4 * outputs_[b] * vocab)
             out_[group] = s0
             out_[min(group + 1, last)] = s1
             out_[min(group + 2, last)] = s2

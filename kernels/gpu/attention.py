@@ -12,7 +12,8 @@ Decode (``launch_attention``): programs (kv_splits, kv_heads, B), each with one 
 The linear that reads the attention's output combines the splits as it selects its channels. Split 0 takes the new
 token's key and value from registers, so no program waits for the cache's store. Bytes: 2 * kv_heads * d * context *
 sizeof(dtype) a row. Codes (int8 or e4m3) are multiplied as they are; their scales, one for each position and
-head, multiply the scores and the weights of the values.
+head, multiply the scores and the weights of the values. Rows that continue one another, of one slot, are stored first
+by a launch of their own (``launch_store_rows``); a row then has the bits that it has alone with as many splits.
 
 A prompt's chunk: ``launch_store_kv``, then ``launch_chunk_attention``, as every row reads what the rows before it have
 stored. Slot, start and number of rows are in a tensor, so that a captured graph serves every prompt.
@@ -55,7 +56,7 @@ class Rows(NamedTuple):
 
     token: Tensor  # (B,) int64, negative for an idle row
     position: Tensor  # (B,) int32
-    slot: Tensor  # (B,) int32, of the cache; every row that is not idle has one of its own
+    slot: Tensor  # (B,) int32, of the cache; a row that is not idle has one of its own, unless all are stored first
 
 
 class AttentionShape(NamedTuple):
@@ -251,7 +252,7 @@ def _whole(acc, odd, cache):
 @triton.jit
 def _attention_kernel(
     qkv_ptr, norms, rotary, cache, rows, out, scale_log2,  # as of launch_attention; scale_log2: times log2(e)
-    shape: tl.constexpr, config: tl.constexpr, PDL: tl.constexpr,
+    shape: tl.constexpr, config: tl.constexpr, STORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
@@ -274,8 +275,11 @@ def _attention_kernel(
     begin = low + split * length
     end = tl.minimum(begin + length, p)
     t = begin + tl.arange(0, BLOCK_T)
+    if STORED:
+        gdc_wait(PDL)
     kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
-    gdc_wait(PDL)
+    if not STORED:
+        gdc_wait(PDL)
 
     Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
     query_ptr = qkv_ptr + row * (shape.heads * Q_STRIDE + shape.kv_heads * D * (1 if shape.shared else 2))
@@ -285,7 +289,7 @@ def _attention_kernel(
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if split == 0:
         k_new, v_new = _store_new_kv(
-            query_ptr, kv_head, slot, p, place >= 0, cos, sin, norms, cache, shape, config, dtype
+            query_ptr, kv_head, slot, p, (place >= 0) & (not STORED), cos, sin, norms, cache, shape, config, dtype
         )
         m = _scores(tl.sum(q.to(tl.float32) * k_new[None, :], axis=1), scale_log2, shape)
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
@@ -323,11 +327,11 @@ def _padded(shape: AttentionShape, cache: KVSlots) -> int:
 
 def launch_attention(
     qkv: Tensor, cache: KVSlots, rows: Rows, rotary: RotaryTables, out: KVSplits, shape: AttentionShape, *,
-    scale: float, norms: QKNorms, stages: int = 3, pdl: bool = False,
+    scale: float, norms: QKNorms, stages: int = 3, stored: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Launch one block's attention for B rows. Nothing is checked or allocated here. qkv: (B, (heads + 2 * kv_heads) *
-    D), queries, keys and values side by side, before the rotary embedding; gated: twice the heads; shared: kv_heads
-    once. scale: of the scores. ``stages`` tiles of keys and values are in flight in shared memory, 32 KiB each with
+    """Launch one block's attention for B rows; ``stored``: after ``launch_store_rows``. Nothing is checked or allocated
+    here. qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding; gated:
+    twice the heads; shared: kv_heads once. scale: of the scores. ``stages`` tiles of keys and values are in flight in shared memory, 32 KiB each with
     heads of 128."""
     batch, _, splits, _ = out.x.shape
     # Wide heads take as much shared memory with fewer positions: some chips have little.
@@ -340,11 +344,41 @@ def launch_attention(
         stages, block_t = 1, max(16, block_t // 2)
     # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them, and the
     # widest do not fit into the registers of fewer.
-    warps = 8 if shape.d > 256 or (splits * batch <= 8 and shape.d >= 128) else 4
+    warps = 8 if shape.d > 256 or (splits * (1 if stored else batch) <= 8 and shape.d >= 128) else 4
     group_pad = max(16, triton.next_power_of_2(shape.heads // shape.kv_heads))  # 16: tl.dot's smallest side
     config = _Config(splits, 0, block_t, stages, d_pad, group_pad)
     _attention_kernel[(splits, shape.kv_heads, batch)](
-        qkv, norms, rotary, cache, rows, out, scale * _LOG2_E.value, shape, config, pdl, num_warps=warps, launch_pdl=pdl
+        qkv, norms, rotary, cache, rows, out, scale * _LOG2_E.value, shape, config, stored, pdl, num_warps=warps,
+        launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_rows_kernel(
+    qkv_ptr, norms, rotary, cache, rows, shape: tl.constexpr, config: tl.constexpr, PDL: tl.constexpr
+):
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    D: tl.constexpr = shape.d
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
+    p = tl.maximum(place, 0)
+    cos, sin = _cos_sin(rotary, p, shape, config)
+    slot = tl.load(rows.slot + row).to(tl.int64)
+    gdc_wait(PDL)
+    Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
+    query_ptr = qkv_ptr + row * (shape.heads * Q_STRIDE + shape.kv_heads * D * (1 if shape.shared else 2))
+    _store_new_kv(query_ptr, kv_head, slot, p, place >= 0, cos, sin, norms, cache, shape, config, dtype)
+
+
+def launch_store_rows(
+    qkv: Tensor, cache: KVSlots, rows: Rows, rotary: RotaryTables, shape: AttentionShape, norms: QKNorms, *,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """Store every row's key and value, before ``launch_attention`` with ``stored``; arguments as there."""
+    config = _Config(0, 0, 0, 0, _padded(shape, cache), 0)
+    _store_rows_kernel[(qkv.shape[0], shape.kv_heads)](
+        qkv, norms, rotary, cache, rows, shape, config, pdl, num_warps=1, launch_pdl=pdl
     )
 
 

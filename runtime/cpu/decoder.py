@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
+from wisparse.formats.errors import ContextLengthError
 from wisparse.formats.machine import usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
@@ -30,8 +31,9 @@ from wisparse.kernels.cpu.layout import (
 )
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import check_capacity
+from ..decoding.decoder import check_capacity, verified_settings
 from ..decoding.rotary import query_scales, switch_length
+from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
 from .weights import CpuProjection, product_dtype, read_matrix
@@ -58,6 +60,8 @@ class CpuDecoder(TorchDecoder):
         codes = any(projection.weight.scale is not None for projection in self._projections)
         converted = self.dtype != torch.float32 or codes
         fast = product_dtype(self.dtype) == torch.bfloat16
+        if not codes:  # of codes a row more takes as long as the first
+            self.verify_costs = 0.3, 0.5
         self._step_rows = 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
         self._step = Step(self)
 
@@ -105,11 +109,25 @@ class CpuDecoder(TorchDecoder):
         check_capacity(tokens, lengths, self.max_seq_len)
         rows = [(slot, token, lengths[slot]) for slot, token in enumerate(tokens) if token >= 0]
         if rows:
-            self._step.run(rows)
+            self._step.run(rows, [slot for slot, _, _ in rows])
             for slot, _, length in rows:
                 lengths[slot] = length + 1
             self._sparse_positions += len(rows)
         return self._step.logits[: len(tokens)]
+
+    def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+        lengths, rows = self._cache.lengths, []
+        for slot, tokens in enumerate(token_ids):
+            rows += [(slot, token, lengths[slot] + i) for i, token in enumerate(tokens)]
+            lengths[slot] += len(tokens)
+            if lengths[slot] > self.max_seq_len:
+                raise ContextLengthError(
+                    f"slot {slot}: expected at most {self.max_seq_len} positions, found {lengths[slot]}"
+                )
+        self._step.run(rows, range(len(rows)))
+        self._sparse_positions += len(rows)
+        logits = self._step.logits[: len(rows)]
+        return sample(logits, verified_settings(token_ids, settings), self._verified_positions(token_ids)), logits
 
     def _forward(self, cache: KVCache, slot: int, ids: Tensor, *, start: int, total: int, first_sparse: int) -> Tensor:
         """Few tokens, also those behind the last whole prefix block, are rows of a decode step, which converts no
@@ -177,8 +195,9 @@ class Step:
         self._input_width = max(sum(p.out_features for p in block.qkv) for block in blocks)
 
         max_batch, max_len = decoder.max_batch, decoder.max_seq_len
-        self.logits = torch.empty(max_batch, config.vocab_size)  # float32, by slot
-        rows = torch.zeros(3, max(max_batch, MOST_ROWS), dtype=torch.int64)  # slot, token and position of every row
+        self.logits = torch.empty(max(max_batch, decoder.most_verified), config.vocab_size)  # float32
+        # Slot, token and position of every row, and the row of its logits.
+        rows = torch.zeros(4, max(max_batch, MOST_ROWS), dtype=torch.int64)
         self._rows = rows.numpy()
         tables = [tuple(table.float() for table in rotary.step_tables(max_len)) for rotary in decoder._rotaries]
         self._table = np.array([p.weight.row() for p in self._projections])  # the table of projections
@@ -198,6 +217,7 @@ class Step:
                 StepField.SLOTS: rows[0],
                 StepField.TOKENS: rows[1],
                 StepField.POSITIONS: rows[2],
+                StepField.OUTPUTS: rows[3],
                 StepField.HIDDEN: config.hidden_size,
                 StepField.INTERMEDIATE: config.intermediate_size,
                 StepField.HEADS: config.num_heads,
@@ -227,12 +247,14 @@ class Step:
         )
         self.take_masks()
 
-    def run(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Append a token to some slots: rows of (slot, token, position); those of one slot in order of position."""
+    def run(self, rows: Sequence[tuple[int, int, int]], outputs: Sequence[int] = ()) -> None:
+        """Append a token to some slots: rows of (slot, token, position); those of one slot in order of position.
+        ``outputs``: where each one's logits go; none where no logits are asked for."""
         threads = min(team_size(), self._most_threads)
         if threads > self._threads or len(rows) > self._capacity:
             self._allocate(max(threads, self._threads), max(len(rows), self._capacity))
-        self._rows[:, : len(rows)] = np.array(rows).T
+        self._rows[:3, : len(rows)] = np.array(rows).T
+        self._rows[3, : len(outputs)] = outputs
         self._parameters[StepField.ROWS] = len(rows)
         self._team.launch(self._region, self._parameters, threads)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
-from wisparse.formats.errors import UsageError
+from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.backend import compiling_side_by_side
@@ -22,7 +22,7 @@ from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, memory_errors
-from ..decoding.decoder import Decoder, OnLogits, check_capacity
+from ..decoding.decoder import Decoder, OnLogits, check_capacity, verified_settings
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
 from .prefill import (
@@ -78,6 +78,10 @@ class CudaDecoder(Decoder):
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
     prefix_block_size = 1
+    verify_costs = (0.6, 0.03)
+    verify_margin = 0.25
+    verifies_alike = False  # rows beside a row change its roundings
+    most_verified = MAX_ROWS
     _attention = staticmethod(attention)
 
     def _load(self, bundle: Bundle, weights: str) -> None:
@@ -152,15 +156,54 @@ class CudaDecoder(Decoder):
     def decode(self, token_ids: Tensor) -> Tensor:
         return self._logits_of(self._replay(token_ids.tolist()), token_ids.tolist())
 
+    @property
+    def running_ahead(self) -> bool:  # type: ignore[override]
+        return self._ahead is not None
+
     @torch.inference_mode()
-    def step(self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None) -> Tensor:
+    def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+        self._forget_ahead()
+        lengths = self._cache.lengths
+        rows = [(token, lengths[slot] + i, slot) for slot, one in enumerate(token_ids) for i, token in enumerate(one)]
+        tokens, positions, slots = zip(*rows, strict=True)
+        if max(positions) >= self.max_seq_len:
+            raise ContextLengthError(f"expected at most {self.max_seq_len} positions, found {max(positions) + 1}")
+        self.reserve(max(positions) + 1)
+        step, counts = self._verifying_step(len(rows), max(positions) + 1), self._counts_next()
+        chosen_by = verified_settings(token_ids, settings)
+        on_device = self.dtype in SAMPLED_DTYPES or all(setting.greedy for setting in settings)
+        step.place(tokens, positions, slots)
+        step.replay(chosen_by if on_device else (), count=counts)
+        for slot, one in enumerate(token_ids):
+            lengths[slot] += len(one)
+        self._decoded += counts * len(rows)
+        self._kept_dense += counts * len(rows) * self._dense_weights
+        logits = finish_logits(self.config, step.logits[: len(rows)])
+        if on_device:
+            return step.tokens[: len(rows)], logits
+        return sample(logits, chosen_by, self._verified_positions(token_ids)), logits
+
+    def _verifying_step(self, rows: int, context: int) -> DecodeStep:
+        """With as many KV splits as a step of one row has."""
+        rows, kv_splits = triton.next_power_of_2(rows), kv_splits_for(context)
+        key = -1, rows, kv_splits
+        if key not in self._steps:
+            self._steps[key] = DecodeStep(
+                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits, verifies=True
+            )
+        return self._steps[key]
+
+    @torch.inference_mode()
+    def step(
+        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, last: bool = False
+    ) -> Tensor:
         """A step starts the one after it before it returns, as its input is known by then: the GPU does not wait for the
         host to read the token. If something else is asked for next, that step is forgotten."""
         tokens, settings = token_ids.tolist(), list(settings)
         active = [slot for slot, token in enumerate(tokens) if token >= 0]
         known = all(setting.greedy for setting in settings) or adjust is not None or self.dtype in SAMPLED_DTYPES
         if not active or not known:
-            return super().step(token_ids, settings, adjust)
+            return super().step(token_ids, settings, adjust, last)
         drawn = settings if adjust is None else []  # how the graph chooses; adjusted logits are chosen from behind it
         if self._ahead is not None and self._ahead[0] == tokens and (adjust is not None or self._ahead[1] == settings):
             _, _, steps, counted = self._ahead
@@ -178,7 +221,7 @@ class CudaDecoder(Decoder):
                 step.tokens[: len(slots)] = adjusted[step.slots[: len(slots)]]
         self._readback.send([step.tokens[: len(slots)] for step, slots in zip(steps, groups, strict=True)])
         room = all(lengths[slot] < self._cache.length for slot in active)
-        follows = room and self._steps_for(groups) == steps
+        follows = room and not last and self._steps_for(groups) == steps
         counts = follows and self._counts_next()
         if follows:
             for step, slots in zip(steps, groups, strict=True):
@@ -213,6 +256,14 @@ class CudaDecoder(Decoder):
                 step = self.step_for(len(group), context, index)
                 for count in {self._observe is not None, self._observe is not None and self._every == 1}:
                     step.prepare(sampled=sampled, count=count)
+        for step in self._all_verifying(first, min(last, self._cache.length)):
+            for count in {self._observe is not None, self._observe is not None and self._every == 1}:
+                step.prepare(sampled=sampled, count=count)
+
+    def _all_verifying(self, first: int, last: int) -> list[DecodeStep]:
+        """The steps that drafts take while contexts grow from first to last."""
+        rows = (2, 4, 8, 16)[: 3 if self.max_batch == 1 else 4] if self.speculates else ()
+        return [self._verifying_step(count, context) for count in rows for context in contexts_between(first, last)]
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:
@@ -245,6 +296,7 @@ class CudaDecoder(Decoder):
             while rows < 2 * min(self.max_batch - full, self._most_rows):
                 steps += [self.step_for(rows, context, index) for context in contexts_between(1, self.max_seq_len)]
                 rows *= 2
+        steps += self._all_verifying(1, self.max_seq_len)
         counts = {self._observe is not None, self._observe is not None and self._every == 1}
         choices = (False, True) if self.dtype in SAMPLED_DTYPES else (False,)
         ways = [(step, sampled, count) for step in dict.fromkeys(steps) for sampled in choices for count in counts]

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
-from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
+from wisparse.kernels.gpu.attention import (
+    AttentionShape,
+    QKNorms,
+    RotaryTables,
+    Rows,
+    launch_attention,
+    launch_store_rows,
+)
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
@@ -113,9 +120,12 @@ class DecodeStep:
         rows: int,
         tiles: dict[str, GemvTile] | None = None,
         kv_splits: int = max(KV_SPLITS.values()),
+        verifies: bool = False,
     ) -> None:
-        """``tiles`` (qkv, o, gate_up, down) override those that ``plan`` chooses, for measurements."""
+        """``tiles`` (qkv, o, gate_up, down) override those that ``plan`` chooses, for measurements. ``verifies``: rows may
+        continue one another."""
         self.weights, self.config, self.rows, self._tables = weights, config, rows, tables
+        self._verifies = verifies
         device, dtype = weights.embedding.device, weights.embedding.dtype
         gpu = gpu_of(device)
         self.pdl = gpu.arch >= 90
@@ -249,10 +259,15 @@ class DecodeStep:
             )  # fmt: skip
             attended = Input(self._recalled)
         else:
-            rotary = self._tables[block.spec.rotary]
+            rotary, cache = self._tables[block.spec.rotary], self._cache[index]
+            arguments = attention_arguments(config, block, rotary)
+            if self._verifies:
+                launches["store"] = partial(
+                    launch_store_rows, qkv, cache, rows, rotary, arguments["shape"], arguments["norms"], pdl=pdl
+                )
             launches["attention"] = partial(
-                launch_attention, qkv, self._cache[index], rows, rotary, self._attended[index],
-                **attention_arguments(config, block, rotary), stages=self._attention_stages[index], pdl=pdl,
+                launch_attention, qkv, cache, rows, rotary, self._attended[index], **arguments,
+                stages=self._attention_stages[index], stored=self._verifies, pdl=pdl,
             )  # fmt: skip
             attended = Input(None, attention=self._attended[index])
         into_residual("o", attended, block.attention_output, None)
@@ -324,7 +339,9 @@ class DecodeStep:
 
         # Beside the choice of the token: embedding, logits, and one for each way to attend, to multiply and to add.
         linears = {(p.kernel, p.problem, p.launch) for plans in self.plans for p in plans.values()}
-        kernels = 2 + len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
+        kernels = (
+            2 + (1 + self._verifies) * len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
+        )
         if compile_only:
             plans = self.plans or [{}] * len(self.config.blocks)
             different = {
