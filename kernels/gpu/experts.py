@@ -131,9 +131,9 @@ def _router_kernel(
         CHOSEN: tl.constexpr = config.chosen
         TOTAL: tl.constexpr = config.chosen + config.shared
         e = tl.arange(0, E_PAD)
-        logit = tl.load(logit_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
+        own = tl.load(logit_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
         # An expert's rank: how many are before it, by their logits and then by their number. NaN counts as the least.
-        order = tl.where(logit == logit, logit, float("-inf"))
+        order = tl.where(own == own, own, float("-inf"))
         rank = tl.zeros((E_PAD,), tl.int32)
         for start in tl.static_range(0, E_PAD, OTHERS):
             other = start + tl.arange(0, OTHERS)
@@ -143,7 +143,7 @@ def _router_kernel(
             equal = (value[None, :] == order[:, None]) & (other[None, :] < e[:, None])
             rank += tl.sum((higher | equal).to(tl.int32), axis=1)
         wanted = (rank < CHOSEN) & (e < E)
-        weight = tl.where(e < E, tl.exp(logit - tl.max(order, axis=0)), 0.0)
+        weight = tl.where(e < E, tl.exp(own - tl.max(order, axis=0)), 0.0)
         if config.over_chosen:
             weight = tl.where(wanted, weight, 0.0)
         weight = weight / tl.sum(weight, axis=0)
