@@ -10,10 +10,12 @@ from triton_cases import DEVICE, DTYPES, INTERPRETED, PDL, assert_close, make_li
 from triton_codes_cases import KINDS, exact_twin, quantized_linear
 
 from wisparse.kernels.gpu.common import Counting, Input, Output, Routing
+from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
 from wisparse.kernels.gpu.experts import ExpertLinear, Router, launch_experts, launch_router, plan_experts
-from wisparse.kernels.gpu.plan import GemvTile, Scratch
+from wisparse.kernels.gpu.plan import GemvTile, Scratch, gpu_of
 from wisparse.kernels.reference import keep_mask
 
+GPU = gpu_of(DEVICE)
 QUANTS = [None, *(kind for kind in KINDS if kind[0] != "graded")]
 
 
@@ -139,3 +141,38 @@ def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile,
             torch.testing.assert_close(sums.sum(1), out.float().square().sum(1))
     if sparsity:
         assert int(cells[1].sum()) - cells[1].numel() * 7 == 2 * kept
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        quant=[*QUANTS, ("int4", 24, True)], dtype=DTYPES, batch=[1, 30], k=[192, 240], sparsity=[0.0, 0.5], first=[None, 3]
+    )
+)
+def test_many_rows_are_multiplied_expert_by_expert(quant, dtype, batch, k, sparsity, first):
+    if quant is not None and quant[1] is not None and k % quant[1]:
+        k = 192
+    count, chosen, width, n = 5, 3, 72, 104
+    gate_up = make_experts(count, (width, width), k, dtype, sparsity, quant)
+    down = make_experts(count, (n,), 192 if quant else 70, dtype, sparsity, quant)
+    x, routing = rows(batch, k, dtype), choose(batch, count, chosen)
+    groups, flat = sort_by_expert(routing.expert, count), routing.expert.flatten()
+    assert torch.equal(groups.order.long(), torch.sort(flat, stable=True).indices)
+    assert groups.offset.tolist() == [int((flat < e).sum()) for e in range(count + 1)]
+    left = torch.full((batch * chosen, width), float("nan"), dtype=dtype, device=DEVICE)
+    expert_gemm(x, gate_up, groups, left, GPU, activation="silu", first_sparse=first)
+    # down's input has a width of its own here, so that its groups are whole.
+    given = rows(batch * chosen, down.in_features, dtype, seed=4)
+    out = torch.full((batch, chosen, n), float("nan"), dtype=dtype, device=DEVICE)
+    expert_gemm(given, down, groups, out, GPU, weight=routing.weight, first_sparse=first)
+    for place, pair in enumerate(groups.order.tolist()):
+        row, j = divmod(pair, chosen)
+        expert = int(flat[pair])
+        masked = first is not None and row >= first
+        gate_up_of, down_of = (
+            linear if masked else replace(linear, thresholds=torch.zeros_like(linear.thresholds))
+            for linear in (gate_up, down)
+        )
+        y = one_twin(gate_up_of, expert, x[row : row + 1])[0]
+        assert_close(left[place], torch.nn.functional.silu(y[:width]) * y[width:], dtype)
+        y = one_twin(down_of, expert, given[place : place + 1])[0]
+        assert_close(out[row, j], y * float(routing.weight[row, j]), dtype)
