@@ -15,6 +15,7 @@ from torch import Tensor
 from wisparse.kernels import reference
 
 from .calibration import CalibrationTokens
+from .experts import Rows, channels_read, numbers_read
 from .flow import BlockFlow, Hidden
 from .masking import MaskedModel
 from .processes import ALONE, Processes
@@ -59,14 +60,14 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
         self.flow = BlockFlow(source.model, source.config, ids[rows], keep[rows], batch_size)
         self.reference = DenseReference(self.flow, self.masked)
         self.names = list(source.projections)  # in order of execution
-        self.sizes = {name: module.weight.numel() for name, module in source.projections.items()}
+        self.sizes = {name: numbers_read(module) for name, module in source.projections.items()}
         blocks = range(source.config.num_blocks)
         self.groups = [[name for name in self.names if f".{block}." in name] for block in blocks]
         self.scales: dict[str, Tensor] = {}
         self.tables: dict[str, list[float]] = {}
         self.num_kl_evaluations = 0.0  # whole passes over the tokens; of a part of one that part
         self._wide: list[BlockFlow] = []
-        widest = max(module.in_features for module in source.projections.values())
+        widest = max(channels_read(module) for module in source.projections.values())
         room = _LARGEST_PASS.get(self.flow.device.type, 1) // (batch_size * ids.shape[1] * widest)
         self.side_by_side = max(1, min(room, _MOST_CANDIDATES))  # how many candidates `kls` takes
 
@@ -163,15 +164,18 @@ class BlockView:
     calib: CalibrationState
     index: int
     names: tuple[str, ...]
-    inputs: dict[str, Tensor]  # what enters each projection, (T, K), counted tokens only
+    inputs: dict[str, Rows]  # what enters each projection, counted tokens only
     hidden: Hidden  # the block's input by micro-batch, (B, L, hidden_size); ``out``: its output
     out: Hidden
 
     def build_tables(self) -> None:
         """The quantile tables of the block's projections, for the scales they have now."""
         for name in self.names:
-            x = self.inputs[name]
-            scores = Scores(x[self.calib.sampled.to(x.device)], self.calib.scales[name], self.calib.processes)
+            rows = self.inputs[name]
+            # Of experts every so many rows, as there are several of a token.
+            few = slice(None, None, max(1, len(rows.x) // _TABLE_TOKENS))
+            some = rows[self.calib.sampled.to(rows.x.device) if rows.experts is None else few]
+            scores = Scores(some, self.calib.scales[name], self.calib.processes)
             self.calib.tables[name] = score_quantiles(scores, GRID)
 
     @torch.no_grad()
@@ -195,14 +199,13 @@ class _Stop(Exception):
 @torch.no_grad()
 def block_inputs(
     flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Collection[str], *, first: bool = False
-) -> tuple[dict[str, Tensor], Hidden]:
-    """Run block ``index``; gives the inputs of its projections ``names`` at the counted tokens, (T, K) in the model's
+) -> tuple[dict[str, Rows], Hidden]:
+    """Run block ``index``; gives the inputs of its projections ``names`` at the counted tokens, in the model's
     dtype, of which q, k and v share one copy, and the block's output. With ``first`` only of those that read the very
     same tensor as the first one to run; no more of the block is run."""
     if not hidden:  # this process has no micro-batch
-        weights = {name: masked.projections[name].weight for name in names}
-        return {name: weight.new_empty(0, weight.shape[1]) for name, weight in weights.items()}, []
-    parts: dict[str, list[Tensor]] = {}
+        return {name: Rows.none(masked.projections[name]) for name in names}, []
+    parts: dict[str, list[Rows]] = {}
     reader: dict[str, str] = {}  # of the same tensor, the first
     out: Hidden = []
     for batch, h in enumerate(hidden):
@@ -221,8 +224,8 @@ def block_inputs(
         for name, x in seen.items():
             reader[name] = next(other for other, y in seen.items() if y is x)
             if reader[name] == name:
-                parts.setdefault(name, []).append(x[flow.counted[batch].to(x.device)])
-    joined = {name: torch.cat(some) for name, some in parts.items()}
+                parts.setdefault(name, []).append(Rows.counted(masked.projections[name], x, flow.counted[batch]))
+    joined = {name: Rows.cat(some) for name, some in parts.items()}
     return {name: joined[reader[name]] for name in reader}, out
 
 
@@ -238,8 +241,8 @@ def final_thresholds(
         masked.set_scale(name, scale)
     result: dict[str, tuple[float, float]] = {}
 
-    def decide(name: str, x: Tensor, first: bool) -> None:
-        """From the inputs (T, K) of the counted tokens; ``first``: they are the normalised embeddings."""
+    def decide(name: str, x: Rows, first: bool) -> None:
+        """From the inputs of the counted tokens; ``first``: they are the normalised embeddings."""
         found, threshold = Scores(x, scales[name], processes), 0.0
         if allocation[name] > 0.0:
             gaps = Gaps(found, allocation[name])
@@ -259,7 +262,8 @@ def final_thresholds(
                 def reached(name: str, x: Tensor, counted: Tensor = counted, embedded: list[Tensor] = embedded) -> None:
                     if not result:
                         embedded.append(x)
-                    decide(name, x[counted.to(x.device)], any(x is one for one in embedded))
+                    rows = Rows.counted(masked.projections[name], x, counted)
+                    decide(name, rows, any(x is one for one in embedded))
                     masked.set_threshold(name, result[name][0])
 
                 with masked.during(dense_tokens=~counted, observer=reached):
@@ -294,5 +298,5 @@ def _add_vocabulary(gaps: Gaps, calib: CalibrationState, name: str, scale: Tenso
     ids = torch.arange(-(-num_tokens // length) * length).remainder(num_tokens).view(-1, length)
     for some in list(ids.split(rows))[calib.processes.index :: calib.processes.size]:
         part = BlockFlow(flow.model, flow.config, some, torch.ones_like(some, dtype=torch.bool), rows)
-        x = block_inputs(part, calib.masked, 0, part.start(), [name], first=True)[0][name]
+        x = block_inputs(part, calib.masked, 0, part.start(), [name], first=True)[0][name].x
         gaps.add(reference.scores(x, scale.to(x.device)))

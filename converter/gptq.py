@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, cast
@@ -15,6 +16,7 @@ from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import Kind, QuantizedMatrix, pack_int4, quantise
 
 from .calibration import CalibrationTokens
+from .experts import ExpertProjection
 from .flow import BlockFlow
 from .source import SourceModel
 from .state import NO_STATE, Stages
@@ -31,6 +33,9 @@ _PANEL = 128
 _CORRECTION, _RIDGE = 0.5, 0.05
 # Rows whose scales are solved for together.
 _ROWS = 1024
+_ENOUGH_TOKENS = 256  # of an expert to fit its weights to
+
+_log = logging.getLogger("wisparse")
 
 
 def fit_int4(
@@ -127,7 +132,7 @@ def _inverse_factor(moments: Tensor) -> Tensor:
 
 def group_size(config: ModelConfig, weights: str = "int4") -> int:
     """Neighbouring channels that share a scale in int4 and graded weights: 128 where that divides every input, else 64 or 32."""
-    inputs = sorted({projection.in_features for projection in config.projections(0)})
+    inputs = sorted({projection.in_features for projection in config.projections()})
     group = next((group for group in (128, 64, 32) if not any(size % group for size in inputs)), None)
     if group is None:
         lack = f"no group of 128, 64, 32 channels divides the projections' inputs ({', '.join(map(str, inputs))})"
@@ -143,16 +148,20 @@ def quantise_weights(
     scale_dtype: torch.dtype,
     stages: Stages = NO_STATE,
 ) -> dict[str, QuantizedMatrix]:
-    """Quantise every projection of ``source`` in place; returns the codes by name, on the CPU. int4 is fitted to
+    """Quantise every projection of ``source`` in place; returns the codes by name on disk, on the CPU. int4 is fitted to
     ``tokens``; int8 and fp8 are rounded, with a scale a row, and graded weights to int8 in groups. Scales are numbers of
     ``scale_dtype``."""
     graded = weights == "graded"
     kind = cast(Kind, "int8" if graded else weights)
     group = group_size(source.config, weights) if weights in ("int4", "graded") else None
     matrices: dict[str, QuantizedMatrix] = {}
+    weights_by_name: dict[str, Tensor] = {}
+    for projection in source.config.projections():
+        weight = source.projections[projection.name].weight
+        weights_by_name |= zip(projection.parts, weight if projection.experts else (weight,), strict=True)
 
     def put(name: str, codes: Tensor, scales: Tensor) -> None:
-        weight = source.projections[name].weight
+        weight = weights_by_name[name]
         matrices[name] = QuantizedMatrix(kind, codes, scales, None, group, (weight.shape[0], weight.shape[1]))
         weight.copy_(matrices[name].dequantise(weight.dtype))
 
@@ -162,8 +171,8 @@ def quantise_weights(
             found = _fitted(source, tokens, group, scale_dtype)
         else:
             options: dict[str, Any] = {"group": group, "scale_dtype": scale_dtype, "graded": graded}
-            found = ((name, quantise(kind, one.weight, **options)) for name, one in source.projections.items())
-        with stages.progress.stage("Quantising", len(source.projections)) as stage:
+            found = ((name, quantise(kind, weight, **options)) for name, weight in weights_by_name.items())
+        with stages.progress.stage("Quantising", len(weights_by_name)) as stage:
             for name, matrix in found:
                 put(name, matrix.codes.cpu(), matrix.scales.cpu())
                 stage.advance()
@@ -181,15 +190,31 @@ def _fitted(
     """One projection after another; the caller puts its matrix into ``source`` before it asks for the next."""
     flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep)
     dense, hidden = flow.start(), flow.start()  # entering the block: in the dense model, and in the one made here
+    rounded = total = 0
     for block in range(source.config.num_blocks):
-        shared = [[projection.name for projection in sharing] for sharing in source.config.shared_inputs(block)]
-        modules = {names[0]: source.projections[names[0]] for names in shared}
+        groups = source.config.shared_inputs(block)
+        shared = [[projection.name for projection in sharing] for sharing in groups]
+        modules = {one.name: source.projections[one.name] for one, *_ in groups if not one.experts}
         of_dense: dict[str, list[Tensor]] = {name: [] for name in modules}
         for batch, state in enumerate(dense):
             with _kept_inputs(modules, of_dense):
                 dense[batch] = flow.block(block, batch, state)
-        for first, *others in shared:
-            module = modules[first]
+        for (first, *others), sharing in zip(shared, groups, strict=True):
+            module = source.projections[first]
+            if sharing[0].experts:
+                # Without ``cross``: in the dense model other tokens may have reached an expert.
+                inputs = [rows.split(counts) for rows, counts in _expert_inputs(flow, block, hidden, first, module)]
+                for expert in range(sharing[0].experts):
+                    x = torch.cat([rows[expert] for rows in inputs]).to(torch.float32)
+                    moments, total = x.t() @ x, total + 1
+                    rounded += len(x) < _ENOUGH_TOKENS
+                    for projection in sharing:
+                        weight, part = source.projections[projection.name].weight[expert], projection.parts[expert]
+                        if len(x) < _ENOUGH_TOKENS:
+                            yield part, quantise("int4", weight, group=group, scale_dtype=scale_dtype)
+                        else:
+                            yield part, fit_int4(weight, moments, group, scale_dtype)
+                continue
             moments, cross = torch.zeros(2, module.in_features, module.in_features, device=module.weight.device)
             for batch, state in enumerate(hidden):
                 here: dict[str, list[Tensor]] = {first: []}
@@ -201,6 +226,21 @@ def _fitted(
             for name in (first, *others):
                 yield name, fit_int4(source.projections[name].weight, moments, group, scale_dtype, cross)
         hidden = [flow.block(block, batch, state) for batch, state in enumerate(hidden)]
+    if rounded:
+        text = "int4: %d of %d weights' inputs in experts are from fewer than %d tokens: these weights are rounded, not fitted"
+        _log.warning(text, rounded, total, _ENOUGH_TOKENS)
+
+
+def _expert_inputs(
+    flow: BlockFlow, block: int, hidden: Sequence[Tensor], name: str, module: ExpertProjection
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """Of each micro-batch the rows that enter a projection of experts, expert by expert, and how many each has."""
+    for batch, state in enumerate(hidden):
+        here: dict[str, list[Tensor]] = {name: []}
+        with suppress(_Enough), _kept_inputs({name: module}, here, stop=True):
+            flow.block(block, batch, state)
+        assert module.routing is not None
+        yield here[name][0], module.routing.counts
 
 
 class _Enough(Exception):

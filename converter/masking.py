@@ -22,6 +22,8 @@ from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.weight_types import PREFILL_POLICIES
 from wisparse.kernels.reference import scores
 
+from .experts import Release, at_rows, find_experts
+
 
 @dataclass
 class _Pass:
@@ -40,12 +42,12 @@ class _Mask:
 
     name: str
     shared: _Pass
-    scale: Tensor | None = None  # (K,) float32
+    scale: Tensor | None = None  # (K,) float32, or (E, K)
     threshold: Any = None  # a number, (B, 1, 1) float32, or None for dense
     kept: int | Tensor = 0
     counted: int | Tensor = 0
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def __call__(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x, shared = args[0], self.shared
         if shared.observer is not None:
             shared.observer(self.name, x)
@@ -55,12 +57,17 @@ class _Mask:
                 self.scale = self.scale.to(x.device)
             if isinstance(self.threshold, Tensor):
                 self.threshold = self.threshold.to(x.device)
-            threshold = self.threshold
+            threshold, scale, routing = self.threshold, self.scale, getattr(module, "routing", None)
+            if routing is not None:
+                scale = scale[routing.experts]
+            if isinstance(threshold, Tensor) and threshold.ndim and x.dim() == 2:  # of a sequence, at each of its rows
+                tokens = len(x) if routing is None else len(x) // module.chosen
+                threshold = at_rows(module, x, threshold[:, 0].expand(-1, tokens // len(threshold)))[:, None]
             if isinstance(dense, Tensor):
-                dense = dense.to(x.device)
+                dense = at_rows(module, x, dense.to(x.device))
                 threshold = torch.where(dense[..., None], -torch.inf, threshold)
             # 0 or 1 in x's dtype: several times as fast on a CPU as torch.where. NaN * 0 is NaN, so it is not dropped.
-            keep = torch.ge(scores(x.detach(), self.scale), threshold, out=torch.empty_like(x, requires_grad=False))
+            keep = torch.ge(scores(x.detach(), scale), threshold, out=torch.empty_like(x, requires_grad=False))
             if shared.counting:
                 num_dense = dense.sum() * x.shape[-1] if isinstance(dense, Tensor) else 0
                 self.kept += keep.count_nonzero() - num_dense
@@ -72,10 +79,10 @@ class _Mask:
 
 
 class MaskedModel(AbstractContextManager["MaskedModel"]):
-    """Masks on ``projections``, a mapping from Hugging Face module name to the ``nn.Linear`` there. Use as a context
-    manager, or call `close`, to take the hooks off again."""
+    """Masks on ``projections``, a mapping from Hugging Face module name to the ``nn.Linear`` there, or to experts'
+    `ExpertProjection`. Use as a context manager, or call `close`, to take the hooks off again."""
 
-    def __init__(self, projections: Mapping[str, nn.Linear]) -> None:
+    def __init__(self, projections: Mapping[str, Any]) -> None:
         self.projections = dict(projections)
         self._shared = _Pass()
         self._masks = {name: _Mask(name, self._shared) for name in self.projections}
@@ -197,13 +204,15 @@ def sparsify(
         )
     projections = _find_projections(model, bundle)
     desparsify(model)
+    experts = find_experts(model, bundle.config)
+    projections |= experts
     shared, found = _Pass(), model
     decoder: Any = found.get_decoder()  # type: ignore[attr-defined]
 
     def choose_tokens(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shared.dense_tokens = _dense_tokens(prefill, args, kwargs)
 
-    handles = [decoder.register_forward_pre_hook(choose_tokens, with_kwargs=True)]
+    handles: list[Any] = [decoder.register_forward_pre_hook(choose_tokens, with_kwargs=True), Release(experts.values())]
     for name, module in projections.items():
         mask = bundle.masks[name]
         if mask.sparsity > 0:
@@ -260,16 +269,16 @@ def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
         raise UsageError("sparsify: a tensor-parallel model splits its channels; load it without tp_plan")
     if getattr(model, "use_kernels", False):
         raise UsageError("sparsify: fused kernels go around the projections; load the model without use_kernels")
-    modules = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
+    modules |= find_experts(model, bundle.config)
     missing = [name for name in bundle.masks if name not in modules]
     if missing:
         lack = f"found none ({len(missing)} of {len(bundle.masks)} missing)"
         wanted = f"{missing[0]}: expected a projection of that name in the model, {lack}"
         raise UnsupportedModelError(f"{wanted}; pass the causal LM itself, not a part or a wrapper of it")
     for name, mask in bundle.masks.items():
-        width = getattr(modules[name], "in_features", None)
-        if width != len(mask.channel_scale):
-            own = len(mask.channel_scale)
+        width, own = getattr(modules[name], "in_features", None), mask.channel_scale.shape[-1]
+        if width != own:
             raise UnsupportedModelError(f"{name}: the bundle's mask has {own} channels, the model's projection {width}")
     return {name: modules[name] for name in bundle.masks}
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from wisparse.formats.architectures import WRAPPERS
+from wisparse.formats.bundle import scale_shapes
 from wisparse.formats.checkpoint import Checkpoint, read_config
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
@@ -138,6 +139,8 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     dtype = choose_dtype(config.dtype, device)
     free, working = available_bytes(device), working_bytes(config, dtype, settings)
     num_parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    if settings.weights == "graded" and config.architecture.experts is not None:
+        raise UnsupportedModelError(f"--weights graded: {config.model_type} has experts, which cannot be graded yet; choose int8")
     if settings.weights == "graded":  # a number for each plane
         working += sum(projection.num_parameters for projection in config.projections()) * dtype.itemsize
     untied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
@@ -190,7 +193,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
 
 def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str, num_levels: int = 3) -> int:
     """Size of a bundle of so many parameters, stored in ``dtype`` (``auto``: the source's)."""
-    sidecar = sum(4 * num_levels * projection.in_features + 512 for projection in config.projections())
+    sidecar = sum(4 * num_levels * math.prod(shape) + 512 for shape in scale_shapes(config).values())
     return num_parameters * _itemsize(config, dtype) + sidecar + (32 << 20)  # tokenizers have up to 20 MB
 
 
@@ -202,7 +205,8 @@ def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSett
     """What is needed beside the weights: a bound from measurements (benchmarks/results/scale*.json)."""
     length, tokens = settings.length, settings.num_samples * settings.length
     # One block's inputs at all tokens, twice while they are put together; hidden states before and after it.
-    states = tokens * (4 * config.hidden_size + 2 * config.intermediate_size) * dtype.itemsize
+    chosen = max(1 if block.experts is None else block.experts.chosen for block in config.blocks)
+    states = tokens * (4 * chosen * config.hidden_size + 2 * config.mlp_size) * dtype.itemsize
     # A backward pass through one micro-batch: the scores of attention in float32, some rows of logits.
     attention = 6 * 4 * config.num_heads * length * length
     logits = 6 * 4 * min(LARGEST_LOGITS, tokens * config.vocab_size)

@@ -309,7 +309,7 @@ def _draw_alpha(report: Mapping[str, Any]) -> Any:
     alphas = _by_role(report["blocks"], "alpha")
     for axis, name, inside in zip(axes, ("self-attention", "MLP"), (False, True), strict=True):
         for i, role in enumerate(role for role in alphas if (role in mlp) == inside):
-            style = {"marker": _MARKERS[i], "color": _COLOURS[i], "markersize": 5, "linewidth": 1.2}
+            style = {"marker": _MARKERS[i % len(_MARKERS)], "color": _COLOURS[i % len(_COLOURS)], "markersize": 5, "linewidth": 1.2}
             axis.plot(alphas[role], label=role, **style)
         axis.set_title(name, fontsize=11)
         _block_axis(axis, len(report["blocks"]), crowded=32)

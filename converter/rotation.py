@@ -16,10 +16,11 @@ from wisparse.formats.manifest import RotationRecord
 from wisparse.formats.model_config import LM_HEAD, ModelConfig
 
 from .calibration import CalibrationTokens
+from .experts import Rows
 from .flow import BlockFlow
 from .masking import MaskedModel
 from .sensitivity import kl_rows
-from .source import SourceModel
+from .source import SourceModel, weights_of
 from .state import NO_STATE, Stages
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -64,9 +65,8 @@ def find_rotation(
     total = zeros(config.hidden_size, config.hidden_size)
     of_heads = [zeros(config.num_kv_heads, width, width) for _ in range(config.num_blocks)]
     # One projection of each sublayer: the others of its sublayer read the same.
-    arch = config.architecture
-    first_readers = (f"self_attn.{arch.qkv[0]}", f"mlp.{arch.gate_up[0]}")
-    first = {f"model.layers.{i}.{reader}" for i in range(config.num_blocks) for reader in first_readers}
+    first_roles = (config.architecture.qkv[0], config.architecture.gate_up[0])
+    first = {projection.name: projection.chosen for projection in config.projections() if projection.role in first_roles}
     outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
     norms = {name: _norm(checkpoint, readers[name], "cpu") for name in first}
     flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH)
@@ -74,11 +74,11 @@ def find_rotation(
 
     def observe(name: str, x: Tensor) -> None:
         if name in first:
-            x = x[flow.counted[batch].to(x.device)].float()
+            x = Rows.counted(source.projections[name], x, flow.counted[batch]).x.float()
             weight = norms[name].to(x.device)
             seen = weight.abs() > _SMALLEST_WEIGHT * weight.abs().max()
             x = torch.where(seen, x / torch.where(seen, weight, 1.0), 0.0)
-            total.add_((x.T @ x).double())
+            total.add_((x.T @ x).double() / first[name])  # experts read a token as often
         elif name in outputs:
             x = x[flow.counted[batch].to(x.device)].float().view(-1, config.num_kv_heads, sharing, width)
             of_heads[outputs[name]].add_(torch.einsum("tkri,tkrj->kij", x, x).double())
@@ -100,7 +100,7 @@ def _directions(moments: Tensor) -> Tensor:
 def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) -> Checkpoint:
     """The rotated checkpoint: tensors are computed on ``device`` when they are read; the embeddings are not tied."""
     config = checkpoint.config
-    by_name = {projection.name: projection for projection in config.projections()}
+    by_name = {part: projection for projection in config.projections() for part in projection.parts}
     readers = _readers(config)
     q = rotation.residual.to(device)
     head = _EMBEDDING if config.tie_word_embeddings else LM_HEAD
@@ -118,9 +118,10 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         if name == _FINAL_NORM or name in readers.values():
             return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
         projection, _, kind = name.rpartition(".")
-        if projection not in by_name:
-            return checkpoint.tensor(name, device).float()  # the norms of queries and keys
-        role, value = by_name[projection].role, checkpoint.tensor(name, device).float()
+        value = checkpoint.tensor(name, device).float()
+        if projection not in by_name:  # a router, or the norms of queries and keys
+            return (value * _norm(checkpoint, readers[projection], device)) @ q if projection in readers else value
+        role = by_name[projection].role
         heads = rotation.heads[by_name[projection].block].to(device)
         if role in ("o_proj", "down_proj"):
             if role == "o_proj" and kind == "weight":
@@ -147,12 +148,17 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
 
 
 def _readers(config: ModelConfig) -> dict[str, str]:
-    """Which norm's weight each projection that reads the hidden state meets, by name."""
+    """Which norm's weight each projection and router that reads the hidden state meets, by name."""
     arch, found = config.architecture, {}
     for projection in config.projections():
         if projection.role in (*arch.qkv, *arch.gate_up):
             norm = arch.norms.attention_input if projection.role in arch.qkv else arch.norms.mlp_input
-            found[projection.name] = f"model.layers.{projection.block}.{norm}.weight"
+            names = (projection.name, *projection.parts)
+            found |= dict.fromkeys(names, f"model.layers.{projection.block}.{norm}.weight")
+    for index, block in enumerate(config.blocks):
+        if block.experts is not None:
+            router = f"model.layers.{index}.{block.experts.router}".removesuffix(".weight")
+            found[router] = f"model.layers.{index}.{arch.norms.mlp_input}.weight"
     return found
 
 
@@ -206,7 +212,7 @@ def rotate(
 @torch.no_grad()
 def load_weights(model: Any, checkpoint: Checkpoint, advance: Callable[[], None] = lambda: None) -> None:
     """Copy a checkpoint's tensors into a model of its shapes; its embeddings into an output layer that is not tied."""
-    parameters, output = dict(model.named_parameters(remove_duplicate=False)), model.get_output_embeddings()
+    parameters, output = weights_of(model, checkpoint.config), model.get_output_embeddings()
     for name in checkpoint.tensors:
         (output.weight if name == LM_HEAD else parameters[name]).copy_(checkpoint.tensor(name))
         advance()

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wisparse.kernels.reference import scores
 
+from .experts import Rows, at_rows
 from .flow import BlockFlow
 from .masking import MaskedModel
 from .statistics import channel_scale
@@ -24,6 +25,7 @@ _LARGEST_LOGITS_CPU = 1 << 21
 _LARGEST_REFERENCE_BYTES = 1 << 30
 # Activations kept for one backward pass: several blocks of a small model, one block of a large one.
 _LARGEST_GRAPH_BYTES = 1 << 29
+_ENOUGH_TOKENS = 256  # that an expert's own statistics rest on alone
 
 
 def kl_rows(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -90,14 +92,14 @@ def backward(
     masked: MaskedModel,
     batch: int,
     gradient_of: Callable[[Tensor], Tensor],
-    receive: Callable[[str, Tensor, Tensor], None],
+    receive: Callable[[str, Rows, Tensor], None],
 ) -> None:
     """Gradients of a loss with respect to the input of every projection, each through that projection alone: forward
     without a graph, keeping a hidden state every few blocks, then forward with a graph and backward over those blocks.
     No weight gets a gradient. ``gradient_of`` gives the loss's gradient in the last hidden states of the counted tokens
-    (T, hidden_size); ``receive`` gets a projection's name, its input before the mask (T, K) and the gradient (T, K)."""
+    (T, hidden_size); ``receive`` gets a projection's name, its input before the mask and the gradient (T, K)."""
     counted, config = flow.counted[batch], flow.config
-    bytes_per_block = counted.numel() * (14 * config.hidden_size + 5 * config.intermediate_size) * flow.item_size
+    bytes_per_block = counted.numel() * (14 * config.hidden_size + 5 * config.mlp_size) * flow.item_size
     span = max(1, _LARGEST_GRAPH_BYTES // bytes_per_block)
     last = (len(flow.blocks) - 1) // span * span
     # The fused attention kernels of a GPU add up their gradients in no fixed order; equal seeds must give equal bytes.
@@ -126,8 +128,9 @@ def backward(
                 gradient = gradient_of(out.detach())
             gradient, *at_inputs = torch.autograd.grad(out, [below, *inputs.values()], gradient)
             for name, at_input in zip(inputs, at_inputs, strict=True):
-                here = counted.to(at_input.device)
-                receive(name, seen[name].detach()[here], at_input[here])
+                module = masked.projections[name]
+                rows = Rows.counted(module, seen[name].detach(), counted)
+                receive(name, rows, at_input[at_rows(module, at_input, counted.to(at_input.device))])
 
 
 def _label_gradient(flow: BlockFlow, generator: torch.Generator, final: Tensor) -> Tensor:
@@ -150,17 +153,30 @@ def _label_gradient(flow: BlockFlow, generator: torch.Generator, final: Tensor) 
 
 
 def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Sum over the counted tokens of one micro-batch of ``gradient_i^2``: per projection (K,) float64 on the CPU. The
-    generator is on the CPU and draws a label for each token; a second draw changes the KL by less than 1%."""
+    """Sum over the counted tokens of one micro-batch of ``gradient_i^2``: per projection (K,) float64 on the CPU; of
+    experts (E, K + 1), each followed by its number of tokens. The generator is on the CPU and draws a label for each
+    token; a second draw changes the KL by less than 1%."""
     sums: dict[str, Tensor] = {}
 
-    def add(name: str, x: Tensor, gradient: Tensor) -> None:
+    def add(name: str, rows: Rows, gradient: Tensor) -> None:
         # Stays on the device: no pass waits for a copy.
-        sums[name] = gradient.float().square().sum(0).double()
+        sums[name] = rows.total(gradient.float().square()).double()
+        if rows.experts is not None:
+            sums[name] = torch.cat((sums[name], rows.total(gradient.new_ones(len(gradient), 1)).double()), dim=1)
 
     masked.clear()
     backward(flow, masked, batch, partial(_label_gradient, flow, generator), add)
     return {name: sums[name].cpu() for name in masked.projections}
+
+
+def drawn_to_pool(sums: Tensor, by_channel: bool) -> Tensor:
+    """The mean of experts' squares (E, K) from `fisher_diagonal`'s sums (E, K + 1). Where fewer than `_ENOUGH_TOKENS`
+    tokens reached an expert, those that lack are taken to be as in all experts together: of the same channel, where
+    ``by_channel``, as all read the same, else of all channels."""
+    squares, counts = sums[:, :-1], sums[:, -1:]
+    pool = squares.sum(0, keepdim=True) / counts.sum().clamp(min=1)
+    lacking = (_ENOUGH_TOKENS - counts).clamp(min=0)
+    return (squares + lacking * (pool if by_channel else pool.mean())) / (counts + lacking)
 
 
 def loss_weighted_norm(norm: Tensor, diagonal: Tensor) -> Tensor:
@@ -181,9 +197,10 @@ def quadratic_damage(
     falls below a threshold of the scores ``|x| * scale``."""
     sums: dict[str, Tensor] = {}
 
-    def add(name: str, x: Tensor, gradient: Tensor) -> None:
+    def add(name: str, rows: Rows, gradient: Tensor) -> None:
         # A NaN is kept. A product is several times as fast as torch.where on a CPU.
-        score, products = scores(x, scales[name].to(x.device)), (gradient.float() * x.float()).nan_to_num_()
+        x = rows.x
+        score, products = scores(x, rows.scale(scales[name])), (gradient.float() * x.float()).nan_to_num_()
         below = torch.empty_like(score)
         dropped = [torch.lt(score, threshold, out=below).mul_(products).sum(1) for threshold in thresholds[name]]
         sums[name] = torch.stack(dropped).square().sum(1, dtype=torch.float64) / 2

@@ -29,6 +29,7 @@ from wisparse.formats.machine import choose_device
 from wisparse.formats.model_config import LARGEST_NUM_BLOCKS, LM_HEAD, ModelConfig, dimension, expected_tensors
 from wisparse.formats.write import copied_files
 
+from .experts import ExpertProjection, find_experts
 from .flow import input_device
 
 _MAX_TEXT_BYTES = 16 << 20
@@ -67,18 +68,35 @@ class SourceModel:
     model: Any
     config: ModelConfig
     tokenizer: Any
-    projections: Mapping[str, nn.Linear]  # by full name, in the order of `ModelConfig.projections`
+    projections: Mapping[str, Any]  # by full name, in the order of `ModelConfig.projections`; see `experts`
     device: torch.device  # where token ids go in
     dtype: torch.dtype  # of the computation, not of the bundle
     planes: int = 1  # of each projection's channels, see `planes`
 
     def weight(self, name: str) -> Tensor:
-        """A projection's weight (N, K), fetched from where it is kept if the device has no room for it."""
+        """A projection's weight (N, K), or (E, N, K), fetched from where it is kept if the device has no room for it."""
         module = self.projections[name]
         if not module.weight.is_meta:
             return module.weight
-        kept: Tensor = module._hf_hook.weights_map["weight"]  # type: ignore[union-attr,index]
+        if isinstance(module, ExpertProjection):
+            kept = module.part(module.experts._hf_hook.weights_map.__getitem__)
+        else:
+            kept = module._hf_hook.weights_map["weight"]
         return kept.to(self.device, module.weight.dtype)
+
+
+def weights_of(model: Any, config: ModelConfig) -> dict[str, Tensor]:
+    """transformers' parameters by their names in a checkpoint; of one expert a view."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    modules = find_experts(model, config)
+    for projection in config.projections():
+        if projection.experts:
+            weights = modules[projection.name].weight
+            found |= {f"{part}.weight": weight for part, weight in zip(projection.parts, weights, strict=True)}
+    for index, block in enumerate(config.blocks):
+        if block.experts is not None:  # transformers has every family's router in one place
+            found[f"model.layers.{index}.{block.experts.router}"] = found[f"model.layers.{index}.mlp.gate.weight"]
+    return found
 
 
 def lacks_accelerate() -> str | None:
@@ -141,7 +159,7 @@ def load_source(
                     raise ResourceError(f"{large}, and quantised ones cannot stay in their files; {advice}")
                 model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
                 # Tensor by tensor: the plain numbers are never there twice.
-                parameters = dict(model.to(device).named_parameters(remove_duplicate=False))
+                parameters = weights_of(model.to(device), config)
                 with torch.no_grad():
                     for name in expected_tensors(config):
                         parameters[name].copy_(checkpoint.tensor(name))
@@ -181,7 +199,9 @@ def load_source(
         if not parameter.is_meta and not torch.isfinite(parameter.detach().sum(dtype=torch.float64)):
             wrong = f"{name} holds NaN or Inf, so no statistic of this model means anything"
             raise UnsupportedModelError(f"{shown(folder)}: {wrong}; use an intact checkpoint")
-    projections = {projection.name: model.get_submodule(projection.name) for projection in config.projections()}
+    experts = find_experts(model, config)
+    names = [projection.name for projection in config.projections()]
+    projections = {name: experts[name] if name in experts else model.get_submodule(name) for name in names}
     return SourceModel(model, config, tokenizer, projections, input_device(model), dtype)
 
 

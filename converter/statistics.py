@@ -10,6 +10,7 @@ from torch import Tensor
 
 from wisparse.kernels import reference
 
+from .experts import Rows
 from .processes import ALONE, Processes
 
 _SMALLEST = 1e-4
@@ -23,8 +24,8 @@ _BINS = 1 << 16
 
 
 def weight_norm(weight: Tensor) -> Tensor:
-    """L2 norm of every column of ``weight`` (N, K), in float32: (K,)."""
-    return weight.detach().float().square().sum(dim=0).sqrt()
+    """L2 norm of every column of ``weight`` (N, K), in float32: (K,); of experts' (E, N, K): (E, K)."""
+    return weight.detach().float().square().sum(dim=-2).sqrt()
 
 
 def channel_scale(norm: Tensor, alpha: float) -> Tensor:
@@ -37,21 +38,24 @@ def channel_scale(norm: Tensor, alpha: float) -> Tensor:
 
 
 class Scores:
-    """|x| * scale of inputs (T, K) and scale (K,), float32, in chunks: never all in memory at once. ``total`` counts
-    the scores of all processes."""
+    """|x| * scale of inputs (T, K) and scale (K,), of experts (E, K), float32, in chunks: never all in memory at once.
+    ``total`` counts the scores of all processes."""
 
-    def __init__(self, inputs: Tensor, scale: Tensor, processes: Processes = ALONE) -> None:
-        self._chunks = inputs.split(max(1, _CHUNK // inputs.shape[1]))
-        self.device, self.processes = inputs.device, processes
-        self._scale = scale.to(self.device)
-        self._only = reference.scores(inputs, self._scale) if len(self._chunks) == 1 else None
-        self.total = int(processes.add(torch.tensor(inputs.numel(), device=self.device)))
+    def __init__(self, inputs: Rows, scale: Tensor, processes: Processes = ALONE) -> None:
+        step = max(1, _CHUNK // inputs.x.shape[1])
+        self._chunks = [inputs[first : first + step] for first in range(0, max(1, len(inputs.x)), step)]
+        self.device, self.processes, self._scale = inputs.x.device, processes, scale
+        self._only = self._scores(inputs) if len(self._chunks) == 1 else None
+        self.total = int(processes.add(torch.tensor(inputs.x.numel(), device=self.device)))
+
+    def _scores(self, rows: Rows) -> Tensor:
+        return reference.scores(rows.x, rows.scale(self._scale))
 
     def __iter__(self) -> Iterator[Tensor]:
         if self._only is not None:
             yield self._only
         else:
-            yield from (reference.scores(chunk, self._scale) for chunk in self._chunks)
+            yield from map(self._scores, self._chunks)
 
     def dropped(self, threshold: float) -> int:
         """How many a mask of ``threshold`` drops, of all processes."""

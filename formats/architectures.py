@@ -45,6 +45,20 @@ class QKNorm:
 
 
 @dataclass(frozen=True)
+class ExpertsLayout:
+    """How a family states its experts: config keys, and names on disk."""
+
+    renormalised: bool | str  # the weights of the chosen ones are divided by their sum; else the config key that says so
+    chosen: str = "num_experts_per_tok"
+    intermediate_size: str = "moe_intermediate_size"
+    shared_size: str | None = None  # of an expert for every token, ``shared_expert``, gated by ``shared_expert_gate``
+    # Config has ``decoder_sparse_step`` and ``mlp_only_layers``: some blocks have a dense MLP.
+    dense_blocks: bool = False
+    module: str = "mlp"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
 class Architecture:
     class_name: str
     norms: Norms = _BEFORE
@@ -86,6 +100,8 @@ class Architecture:
     embedding_multiplier: Power | None = None
     residual_multiplier: Power | None = None
     logits_multiplier: Power | None = None
+    experts: ExpertsLayout | None = None  # None: every MLP is dense
+    without: tuple[str, ...] = ()  # config keys of arithmetic that is not known here: they have to be null
 
     def __post_init__(self) -> None:
         for name, given, known in (("qkv", self.qkv, _QKV), ("gate_up", self.gate_up, _GATE_UP)):
@@ -116,6 +132,33 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture("Qwen2ForCausalLM", **_WINDOWS, qkv_bias=True),
     "qwen3": Architecture("Qwen3ForCausalLM", **_QWEN3),
     "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", **_QWEN3, norm_offset=True, attention_gate=True, recurrent=True),
+    "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM", **_BIASES, qk_norm=QKNorm(), experts=ExpertsLayout("norm_topk_prob", dense_blocks=True)
+    ),
+    "qwen3_5_moe_text": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        **_QWEN3,
+        norm_offset=True,
+        attention_gate=True,
+        recurrent=True,
+        experts=ExpertsLayout(True, shared_size="shared_expert_intermediate_size"),
+    ),
+    "mixtral": Architecture(
+        "MixtralForCausalLM",
+        experts=ExpertsLayout(
+            True,
+            intermediate_size="intermediate_size",
+            module="block_sparse_moe",
+            names=("w1", "w3", "w2"),
+        ),
+    ),
+    "olmoe": Architecture(
+        "OlmoeForCausalLM",
+        **_BIASES,
+        qk_norm=QKNorm(per_head=False),
+        experts=ExpertsLayout("norm_topk_prob", intermediate_size="intermediate_size"),
+        without=("clip_qkv",),
+    ),
     "phi3": Architecture("Phi3ForCausalLM", qkv=_QKV[1], gate_up=_GATE_UP[1]),
     # The first files of Gemma say "gelu" and mean the one by tanh.
     "gemma": Architecture("GemmaForCausalLM", **_GEMMA, activations={**ACTIVATIONS, "gelu": "gelu_tanh"}),
@@ -171,6 +214,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
 }
 # Beginnings of a text model's tensors in a wrapper, in every spelling of transformers -> those in the plain model.

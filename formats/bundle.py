@@ -44,9 +44,9 @@ SMALL_FILES: Mapping[str, int] = {
     **dict.fromkeys(("tokenizer.model", "vocab.json", "merges.txt"), 64 << 20),
     "tokenizer.json": 128 << 20,
 }
-# Of any file but the weights.
-MAX_FILE_BYTES = 256 << 20
-_LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: MAX_FILE_BYTES}
+# Of any file but the weights, and of the sidecar: with 128 experts a level takes 120 MB.
+MAX_FILE_BYTES, _MAX_SIDECAR_BYTES = 256 << 20, 2 << 30
+_LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: _MAX_SIDECAR_BYTES}
 _JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _MAX_FILES = 10_000
 
@@ -70,7 +70,7 @@ class ProjectionMask:
 
     @cached_property
     def channel_scale(self) -> Tensor:
-        """(K,) float32, finite and positive."""
+        """(K,) float32, finite and positive; of experts (E, K)."""
         return torch.from_numpy(self.scale) if isinstance(self.scale, np.ndarray) else self.scale
 
 
@@ -176,8 +176,8 @@ class Bundle:
                 document = guard.parse_json(data, name, BundleError) if name in _JSON else None
                 if name == "config.json" and not document == checkpoint.config_dict == config_dict:
                     raise BundleError(f"{name}: changed while the bundle was opened; open it again")
-        widths = {projection.name: projection.in_features for projection in checkpoint.config.projections()}
-        names, num_blocks = list(widths), checkpoint.config.num_blocks
+        shapes = scale_shapes(checkpoint.config)
+        names, num_blocks = list(shapes), checkpoint.config.num_blocks
         for level in recipe.levels:
             at = f" of the sparsity level {level.sparsity!r:.20}" if len(recipe.levels) > 1 else ""
             listed, blocks = [entry.name for entry in level.projections], len(level.block_sparsities)
@@ -189,6 +189,8 @@ class Bundle:
                 raise BundleError(f"{MANIFEST}: projections{at}: {wanted}, {what}; convert again")
             if blocks != num_blocks:
                 raise BundleError(f"{MANIFEST}: block_sparsities{at}: expected {num_blocks} values, found {blocks}")
+        if recipe.plane_bits and any(block.experts for block in checkpoint.config.blocks):
+            raise BundleError(f"{MANIFEST}: plane_bits: expected none, as the model has experts, found {[*recipe.plane_bits]}")
         for name in names if recipe.plane_bits else ():
             stored = checkpoint.quantised.get(f"{name}.weight")
             packing = None if stored is None else stored.packing
@@ -197,7 +199,7 @@ class Bundle:
             ):
                 wanted = "int8 codes in groups without zero points, pack-quantized, as plane_bits says"
                 raise BundleError(f"{name}: expected {wanted}, found {packing or 'plain numbers'}; convert again")
-        levels = read_masks(_read_checked(folder, SIDECAR, manifest), widths, manifest)
+        levels = read_masks(_read_checked(folder, SIDECAR, manifest), shapes, manifest)
         return cls(folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest)
 
     def read_bytes(self, name: str) -> bytes | None:
@@ -223,9 +225,20 @@ def _damaged(name: str, expected: str, found: str) -> BundleError:
     return BundleError(f"{name}: {differs}; the file is damaged or was edited: fetch it again")
 
 
-def read_masks(data: bytes, widths: Mapping[str, int], manifest: Manifest) -> dict[float, dict[str, ProjectionMask]]:
+def scale_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Projection -> shape of its ``channel_scale``: (K,), or (E, K) of experts."""
+    found = {}
+    for projection in config.projections():
+        width = projection.in_features
+        found[projection.name] = (projection.experts, width) if projection.experts else (width,)
+    return found
+
+
+def read_masks(
+    data: bytes, shapes: Mapping[str, tuple[int, ...]], manifest: Manifest
+) -> dict[float, dict[str, ProjectionMask]]:
     """The masks of every sparsity level, from the bytes of a sidecar. Raises BundleError unless it belongs to
-    ``manifest``, holds the tensors of projections of these names and ``widths`` alone, and every value is in its range
+    ``manifest``, holds the tensors of projections of these names and ``shapes`` alone, and every value is in its range
     and the manifest's."""
     tensors, metadata = parse_tensors(data, SIDECAR)
     if metadata.get("format") != "wisparse":
@@ -237,8 +250,8 @@ def read_masks(data: bytes, widths: Mapping[str, int], manifest: Manifest) -> di
         raise BundleError(f"{SIDECAR} and {MANIFEST} do not belong together (recipe_sha256 differs); convert again")
     rows, planes = len(manifest.recipe.levels), len(manifest.recipe.plane_bits)
     expected: dict[str, tuple[int, ...]] = {}
-    for name, width in widths.items():
-        expected[f"{name}.channel_scale"] = (rows, width)
+    for name, of_scale in shapes.items():
+        expected[f"{name}.channel_scale"] = (rows, *of_scale)
         expected |= dict.fromkeys((f"{name}.threshold", f"{name}.sparsity"), (rows,))
         if planes:
             expected[f"{name}.plane_threshold"] = (rows, planes)
@@ -287,7 +300,7 @@ def read_masks(data: bytes, widths: Mapping[str, int], manifest: Manifest) -> di
                     raise BundleError(f"{recipe.name}: {said}; convert again")
             # The recipe's double, so that 0.35 is printed as 0.35.
             levels[level.sparsity][recipe.name] = ProjectionMask(
-                scale.copy(), threshold, float(recipe.sparsity), by_plane
+                scale.reshape(shapes[recipe.name]).copy(), threshold, float(recipe.sparsity), by_plane
             )
     return levels
 
@@ -335,8 +348,9 @@ def verify_bundle(folder: str | os.PathLike[str], *, unfinished: bool = False) -
         try:
             with guard.open_regular(bundle.folder, name, BundleError) as file:
                 size = os.fstat(file.fileno()).st_size
-                if name not in weights and size > MAX_FILE_BYTES:
-                    raise BundleError(f"{name}: expected at most {MAX_FILE_BYTES:,} bytes, found {size:,}")
+                most = _MAX_SIDECAR_BYTES if name == SIDECAR else MAX_FILE_BYTES
+                if name not in weights and size > most:
+                    raise BundleError(f"{name}: expected at most {most:,} bytes, found {size:,}")
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except BundleError as reason:
             if not is_document(name):

@@ -108,6 +108,7 @@ class TensorInfo:
     stored: str
     shape: tuple[int, ...]
     code: str  # the dtype, as safetensors names it
+    offset: int = 0  # bytes of ``stored`` before it: of one expert, where a file holds all in one tensor
 
     @property
     def nbytes(self) -> int:
@@ -184,6 +185,7 @@ class Checkpoint:
         quantised = {name: StoredWeight(packing, *expected[name]) for name, packing in packings.items()}
         if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
             expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
+        fused = {} if is_bundle else _fused_experts(config, stored)
         # Name of every tensor that has to be there, or may be and is -> what it has to look like, in order.
         parts: dict[str, Part] = {}
         for name, shape in expected.items():
@@ -196,8 +198,10 @@ class Checkpoint:
             except ValueError as reason:
                 raise error(f"{name}: {reason}") from None
             parts |= {prefix + end: part for end, part in of_weight.items() if part.required or prefix + end in stored}
-        missing = [name for name in parts if name not in stored]
-        extra = [name for name in stored if name not in parts and (is_bundle or not _DERIVED.fullmatch(name))]
+        missing = [name for name in parts if name not in stored and name not in fused]
+        whole = {name for name, _, _ in fused.values()}
+        ignored = whole.__contains__ if is_bundle else lambda name: name in whole or _DERIVED.fullmatch(name)
+        extra = [name for name in stored if name not in parts and not ignored(name)]
         if missing or extra:
             differs = [
                 f"{what} {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}{', …' * (len(names) > 1)})"
@@ -213,10 +217,15 @@ class Checkpoint:
             raise error(f"the weights do not fit config.json ({kind}): {'; '.join(differs)}{but}")
         tensors = {}
         for name, part in parts.items():
-            file = weight_map[stored[name]]
-            entry = files[file].entries.get(stored[name])
+            place, index, shape = fused.get(name, (name, 0, ()))
+            file = weight_map[stored[place]]
+            entry = files[file].entries.get(stored[place])
             if entry is None:
-                raise error(f"{file}: {stored[name]} is missing, the index places it there")
+                raise error(f"{file}: {stored[place]} is missing, the index places it there")
+            if shape and entry.shape != shape:
+                raise error(f"{place}: expected shape {shape}, found {entry.shape}; config.json and weights do not fit")
+            if shape:
+                entry = Entry(entry.code, part.shapes[0])
             if entry.code not in part.codes and part.codes == tuple(DTYPES):
                 raise error(
                     f"{name}: expected BF16, F16 or F32, found {entry.code}; quantised weights need a "
@@ -228,7 +237,8 @@ class Checkpoint:
             if entry.shape not in part.shapes:
                 shapes = " or ".join(str(shape) for shape in part.shapes)
                 raise error(f"{name}: expected shape {shapes}, found {entry.shape}; config.json and weights do not fit")
-            tensors[name] = TensorInfo(name, file, stored[name], entry.shape, entry.code)
+            info = TensorInfo(name, file, stored[place], entry.shape, entry.code)
+            tensors[name] = replace(info, offset=index * info.nbytes)
         left_out = len(weight_map) - len(stored)
         opened = cls(folder, config_dict, config, tensors, quantised, left_out, error, files)
         for name, weight in quantised.items():
@@ -268,6 +278,8 @@ class Checkpoint:
         weights = {**number, "symmetric": True, **spread}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         ignore = [LM_HEAD.removesuffix(".weight")]
+        if self.config.architecture.experts is not None:  # routers, and the gates of shared experts
+            ignore.append(r"re:.*\.(gate|shared_expert_gate)$")
         if self.config.delta_net is not None:
             # Linear layers as well, but small ones that are no projections.
             ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
@@ -289,7 +301,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The floating type of the projections' weights; of quantised ones that which the config states."""
-        first = next(self.config.projections()).name + ".weight"
+        first = next(self.config.projections()).parts[0] + ".weight"
         if first not in self.quantised:
             return self.tensors[first].dtype
         return getattr(torch, self.config.dtype) if self.config.dtype in _INFINITY else torch.bfloat16
@@ -306,14 +318,14 @@ class Checkpoint:
             return
         info = self.tensors[name]
         source = self._files[info.file].read_bytes(info.stored)
-        for chunk in source.split(chunk_bytes):
+        for chunk in source[info.offset : info.offset + info.nbytes].split(chunk_bytes):
             self._require_finite(info, chunk)
             yield chunk.view(info.dtype)
 
     def read_part(self, name: str, offset: int, memory: Tensor) -> None:
         """Fill ``memory``, (n,) uint8 on the CPU, with a stored tensor's bytes from ``offset`` on; thread-safe."""
         info = self.tensors[name]
-        source = self._files[info.file].read_bytes(info.stored)[offset : offset + len(memory)]
+        source = self._files[info.file].read_bytes(info.stored)[info.offset + offset :][: len(memory)]
         for piece, data in zip(memory.split(_COPY_BYTES), source.split(_COPY_BYTES), strict=True):
             np.copyto(piece.numpy(), data.numpy())  # unlike torch's it wakes no threads
             self._require_finite(info, piece)
@@ -411,6 +423,21 @@ def is_finite(values: Tensor) -> bool:
     signed = values.detach().cpu().contiguous().view(getattr(torch, integer)).numpy()
     unsigned = signed.view(f"u{signed.itemsize}")
     return bool(signed.max() < infinity and unsigned.max() < infinity + 2 ** (8 * signed.itemsize - 1))
+
+
+def _fused_experts(config: ModelConfig, stored: Mapping[str, str]) -> dict[str, tuple[str, int, tuple[int, ...]]]:
+    """Weight of one expert -> the tensor of all experts that it is in, where there is one: its name, which of the
+    weights in it, and its shape: (E, 2 I, H) of gate and up, (E, H, I) of down."""
+    found = {}
+    for one in config.projections():
+        folder = one.name.rpartition(".")[0]
+        name = f"{folder}.down_proj" if one.role == "down_proj" else f"{folder}.gate_up_proj"
+        if one.experts and name in stored:
+            each = 1 if one.role == "down_proj" else 2
+            shape = (one.experts, each * one.out_features, one.in_features)
+            for expert, part in enumerate(one.parts):
+                found[f"{part}.weight"] = (name, each * expert + (one.role == "up_proj"), shape)
+    return found
 
 
 def _open_files(folder: Path, bundle: bool, error: type[WisparseError]) -> tuple[dict[str, str], dict[str, TensorFile]]:

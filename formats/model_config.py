@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .architectures import ARCHITECTURES, Activation, Architecture, Power, why_refused
+from .architectures import ARCHITECTURES, Activation, Architecture, ExpertsLayout, Power, why_refused
 from .errors import UnsupportedModelError
 
 LM_HEAD = "lm_head.weight"
 # Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
 _LARGEST_DIMENSION = 2**27
 LARGEST_NUM_BLOCKS = 10_000
+_MOST_EXPERTS = 4096
+# Config keys of routers that do something else than those known here.
+_NOT_ROUTERS = ("n_group", "topk_group", "routed_scaling_factor", "moe_router_use_sigmoid", "scoring_func")
 # The numbers that each rotary scaling computes with; all have to be positive. The second ones may be missing or null.
 _ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -72,7 +75,8 @@ def _listed(config: Mapping[str, Any], key: str, length: int, what: str = "entri
 
 @dataclass(frozen=True)
 class Projection:
-    """One linear layer inside a block. ``name`` is its full Hugging Face module name; its weight is (N, K)."""
+    """One linear layer inside a block, or that of all its experts. ``name`` is its full Hugging Face module name; its
+    weight is (N, K), or one for each expert."""
 
     name: str
     block: int
@@ -80,11 +84,32 @@ class Projection:
     in_features: int
     out_features: int
     bias: bool
+    experts: int = 0  # how many have one; 0: it is not of experts
+    chosen: int = 1  # how many a token goes through
+    parts: tuple[str, ...] = ()  # names of the weights on disk, without ``.weight``: one, or one an expert
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            object.__setattr__(self, "parts", (self.name,))
 
     @property
     def num_parameters(self) -> int:
-        """Without the bias: the unit in which sparsities are averaged."""
-        return self.in_features * self.out_features
+        """That a token reads, without the bias: the unit in which sparsities are averaged."""
+        return self.in_features * self.out_features * self.chosen
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A block's routed experts. The router's weight (E, H) gives a score for each; a token goes through those of the
+    highest scores, weighted by their softmax over all of them."""
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    renormalised: bool  # the weights of the chosen ones are divided by their sum
+    shared_size: int  # of an expert for every token, multiplied by the sigmoid of a gate (1, H); 0: there is none
+    router: str  # names of tensors below the block's: the router's, and the gate's of the shared expert
+    shared_gate: str = "mlp.shared_expert_gate.weight"
 
 
 @dataclass(frozen=True)
@@ -140,6 +165,7 @@ class Block:
     num_kv_heads: int
     recurrent: bool = False  # it has a gated DeltaNet instead of attention, and neither a window nor a rotary embedding
     shared_values: bool = False  # it has no ``v_proj``; its values are the output of ``k_proj``
+    experts: Experts | None = None  # in place of a dense MLP
 
     @property
     def kv_size(self) -> int:
@@ -182,6 +208,12 @@ class ModelConfig:
     def architecture(self) -> Architecture:
         return ARCHITECTURES[self.model_type]
 
+    @property
+    def mlp_size(self) -> int:
+        """The most numbers between the MLP's two halves that a token has in any block."""
+        experts = [block.experts for block in self.blocks]
+        return max(self.intermediate_size if one is None else one.chosen * one.intermediate_size + one.shared_size for one in experts)
+
     def q_size(self, block: int) -> int:
         """Width of a block's queries; also K of its ``o_proj``."""
         return self.num_heads * self.blocks[block].head_dim
@@ -209,15 +241,28 @@ class ModelConfig:
             for role, inputs, rows, bias in sizes:
                 yield Projection(f"model.layers.{index}.{part}.{role}", index, role, inputs, rows, bias)
             mlp = f"model.layers.{index}.mlp."
-            for role in arch.gate_up:
-                rows = 2 * inner if role == "gate_up_proj" else inner
-                yield Projection(mlp + role, index, role, hidden, rows, self.mlp_bias)
-            yield Projection(mlp + "down_proj", index, "down_proj", inner, hidden, self.mlp_bias)
+            experts = self.blocks[index].experts
+            if experts is None or arch.experts is None:
+                for role in arch.gate_up:
+                    rows = 2 * inner if role == "gate_up_proj" else inner
+                    yield Projection(mlp + role, index, role, hidden, rows, self.mlp_bias)
+                yield Projection(mlp + "down_proj", index, "down_proj", inner, hidden, self.mlp_bias)
+                continue
+            roles = ("gate_proj", "up_proj", "down_proj")
+            for role, stored in zip(roles, arch.experts.names, strict=True):
+                shape = (experts.intermediate_size, hidden) if role == "down_proj" else (hidden, experts.intermediate_size)
+                folder = f"model.layers.{index}.{arch.experts.module}.experts"
+                parts = tuple(f"{folder}.{expert}.{stored}" for expert in range(experts.count))
+                name, several = f"{mlp}experts.{role}", (experts.count, experts.chosen, parts)
+                yield Projection(name, index, role, *shape, False, *several)
+            for role in roles if experts.shared_size else ():
+                shape = (experts.shared_size, hidden) if role == "down_proj" else (hidden, experts.shared_size)
+                yield Projection(f"{mlp}shared_expert.{role}", index, f"shared_{role}", *shape, False)
 
     def shared_inputs(self, block: int) -> list[list[Projection]]:
         """A block's projections by the input that they read, in the order of execution."""
         found: list[list[Projection]] = [[]]
-        own_input = ("o_proj", "out_proj", self.architecture.gate_up[0], "down_proj")
+        own_input = ("o_proj", "out_proj", self.architecture.gate_up[0], "down_proj", "shared_gate_proj", "shared_down_proj")
         for projection in self.projections(block):
             if projection.role in own_input:
                 found.append([])
@@ -250,14 +295,20 @@ class ModelConfig:
                 raise UnsupportedModelError(
                     f"unsupported architecture: model_type {model_type!r} with {found} is {what}"
                 )
+        for key in arch.without:
+            require(config.get(key) is None, key, "null, the only value known here", config.get(key))
         sizes = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
-        dimensions: dict[str, Any] = {key: dimension(config, key) for key in sizes}
+        dimensions: dict[str, Any] = {key: dimension(config, key) for key in sizes if key in config or not arch.experts}
+        if arch.experts is not None:  # some have no dense MLP, and no size of one
+            dimensions.setdefault("intermediate_size", dimension(config, arch.experts.intermediate_size))
         num_heads = dimension(config, "num_attention_heads")
         num_kv_heads = dimension(config, "num_key_value_heads")
         num_blocks = dimension(config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
         stated = config.get("head_dim") is not None
         head_dim = dimension(config, "head_dim") if stated else dimensions["hidden_size"] // num_heads
         blocks = _blocks(config, arch, num_blocks, head_dim, num_kv_heads)
+        if arch.experts is not None:
+            blocks = _with_experts(config, arch.experts, blocks)
         for heads, width in {(num_kv_heads, head_dim), *((one.num_kv_heads, one.head_dim) for one in blocks)}:
             multiple = f"a multiple of num_key_value_heads ({heads})"
             require(num_heads % heads == 0, "num_attention_heads", multiple, num_heads)
@@ -352,6 +403,42 @@ def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list
     return found
 
 
+def _with_experts(
+    config: Mapping[str, Any], layout: ExpertsLayout, blocks: tuple[Block, ...]
+) -> tuple[Block, ...]:
+    # transformers has both spellings, and writes one or the other.
+    local = "num_local_experts"
+    count = dimension(config, local if local in config else "num_experts", largest=_MOST_EXPERTS)
+    require(config.get("num_experts", count) == count, "num_experts", f"{local} ({count})", config.get("num_experts"))
+    chosen = dimension(config, layout.chosen)
+    require(chosen <= count, layout.chosen, f"at most the number of experts ({count})", chosen)
+    how = layout.renormalised
+    if isinstance(how, str):
+        require(isinstance(config.get(how), bool), how, "true or false", config.get(how))
+    for key in _NOT_ROUTERS:
+        require(config.get(key) in (None, False, 0, 1), key, "nothing: such a router is not known here", config.get(key))
+    experts = Experts(
+        count,
+        chosen,
+        dimension(config, layout.intermediate_size),
+        bool(config[how]) if isinstance(how, str) else how,
+        0 if layout.shared_size is None else dimension(config, layout.shared_size),
+        f"{layout.module}.gate.weight",
+    )
+    every, dense = 1, set()
+    if layout.dense_blocks:
+        every, listed = dimension(config, "decoder_sparse_step"), config.get("mlp_only_layers")
+        valid = isinstance(listed, list) and all(type(one) is int and 0 <= one < len(blocks) for one in listed)
+        require(valid, "mlp_only_layers", "a list of blocks", listed)
+        dense = {*listed}
+    found = tuple(
+        block if index in dense or (index + 1) % every else replace(block, experts=experts)
+        for index, block in enumerate(blocks)
+    )
+    require(any(block.experts for block in found), "decoder_sparse_step", "blocks with experts", every)
+    return found
+
+
 def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
     found = DeltaNet(
         key_heads=dimension(config, "linear_num_key_heads"),
@@ -420,7 +507,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     before = {arch.qkv[0]: first, "in_proj_qkv": first, arch.gate_up[0]: arch.norms.mlp_input}
     after = {"o_proj": last, "out_proj": last, "down_proj": arch.norms.mlp_output}
     for index, block in enumerate(config.blocks):
-        prefix = f"model.layers.{index}."
+        prefix, experts = f"model.layers.{index}.", block.experts
         for projection in config.projections(index):
             if norm := before.get(projection.role):
                 expected[f"{prefix}{norm}.weight"] = hidden
@@ -430,7 +517,12 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if projection.role == "out_proj" and config.delta_net is not None:
                 others = config.delta_net.tensors(config.hidden_size)
                 expected |= {f"{prefix}linear_attn.{name}": shape for name, shape in others.items()}
-            expected[projection.name + ".weight"] = (projection.out_features, projection.in_features)
+            if experts is not None and projection.role == arch.gate_up[0]:
+                expected[prefix + experts.router] = (experts.count, config.hidden_size)
+            if experts is not None and projection.role == "shared_gate_proj":
+                expected[prefix + experts.shared_gate] = (1, config.hidden_size)
+            shape = (projection.out_features, projection.in_features)
+            expected |= dict.fromkeys([f"{part}.weight" for part in projection.parts], shape)
             if projection.bias:
                 expected[projection.name + ".bias"] = (projection.out_features,)
             if norm := after.get(projection.role):

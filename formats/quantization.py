@@ -236,15 +236,18 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
         methods = refusals()["quantization"].items()
         by = next((f"{names[name]}: {why};" for why, names in methods if name in names), f"{method!r:.80};")
         raise UnsupportedModelError(f"the model is quantised by {by} known are {_KNOWN}: use an unquantised checkpoint")
-    layers = [projection.name for projection in config.projections()]
+    layers = [part for projection in config.projections() for part in projection.parts]
     if not config.tie_word_embeddings:
         layers.append(_HEAD)
     packings = readers[method](given, layers)
     # Projections that read one input are one product in every runtime, so they have to be stored alike.
-    for first, *others in (shared for block in range(config.num_blocks) for shared in config.shared_inputs(block)):
+    for shared in (shared for block in range(config.num_blocks) for shared in config.shared_inputs(block)):
+        first, *others = (part for projection in shared for part in projection.parts)
         for other in others:
-            if packings.get(other.name) != packings.get(first.name):
-                differ = f"{first.name} and {other.role} read one input but are stored in different ways"
+            if packings.get(other) != packings.get(first):
+                differ = f"{first} and {other.rpartition('.')[2]} read one input but are stored in different ways"
+                if shared[0].experts:
+                    differ = f"{first} and {other} are stored in different ways"
                 raise _refused(f": {differ}; expected one scheme for both")
     return {f"{layer}.weight": packing for layer, packing in packings.items()}
 

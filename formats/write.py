@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .bundle import SMALL_FILES, ProjectionMask, sidecar_bytes, verify_bundle
+from .bundle import SMALL_FILES, ProjectionMask, scale_shapes, sidecar_bytes, verify_bundle
 from .card import LICENCE_FILE
 from .checkpoint import INDEX, Checkpoint, TensorInfo, build_header, is_finite
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
@@ -61,11 +62,11 @@ def write_bundle(
     files = {**dict(copied_files(source.folder, source.error)), **(extra_files or {})}
     weights = {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
     written = [*weights, INDEX, SIDECAR, *files, "config.json", MANIFEST]
-    projections = {projection.name: projection.in_features for projection in source.config.projections()}
+    scales = scale_shapes(source.config)
     with replaced_folder(out, BUNDLE, written, overwrite=overwrite) as partial:
         weight_map = {name: file for file, tensors in weights.items() for name in tensors}
         total = sum(_nbytes(source.tensors[name], dtype) for name in weight_map)
-        sidecar = sum(4 * width + 512 for width in projections.values())
+        sidecar = sum(4 * math.prod(shape) + 512 for shape in scales.values())
         # Within about a percent: a megabyte is for what is made later.
         needed = total + len(levels) * sidecar + sum(map(len, files.values())) + (1 << 20)
         free = shutil.disk_usage(out.parent).free
@@ -88,7 +89,7 @@ def write_bundle(
         config["wisparse"] |= {"sparsities": list(recipe.sparsities), "sidecar": SIDECAR}
         files = {
             INDEX: dump_json({"metadata": {"total_size": total}, "weight_map": weight_map}),
-            SIDECAR: sidecar_bytes(projections, recipe, [*levels.values()]),
+            SIDECAR: sidecar_bytes(scales, recipe, [*levels.values()]),
             **files,
             "config.json": dump_json(config),
         }

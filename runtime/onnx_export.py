@@ -75,10 +75,12 @@ def export_onnx(
     if dtype == "auto":
         dtype = config.dtype if config.dtype in DTYPES else "float32"
     expect(dtype in DTYPES, "dtype", f"auto, {' or '.join(DTYPES)}", dtype)
-    if config.delta_net is not None:
+    other = "blocks with attention, found recurrent ones" if config.delta_net is not None else None
+    if config.architecture.experts is not None:
+        other = "dense MLPs, found experts"
+    if other is not None:
         raise UnsupportedModelError(
-            f"{config.model_type}: expected blocks with attention, found recurrent ones, which have no ONNX "
-            "export yet; run the bundle with wisparse generate"
+            f"{config.model_type}: expected {other}, which have no ONNX export yet; run the bundle with wisparse generate"
         )
     graph = DecoderGraph(bundle, opset, dtype)
     model = graph.build()

@@ -72,6 +72,20 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }
 
+# name -> as above: models with experts, in all blocks but the second of the first one.
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": ("qwen3_moe", {
+        "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    }),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24}),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {
+        **HYBRIDS["qwen3.5"][1], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+    }),
+}
+
 _LATER_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -160,7 +174,7 @@ def make_checkpoint(variant: str, out: Path, *, vocab_size: int = 101) -> Path:
     """A model of 3 blocks with random weights, saved as transformers saves it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, settings = {**VARIANTS, **HYBRIDS}[variant]
+    model_type, settings = {**VARIANTS, **HYBRIDS, **EXPERTS}[variant]
     config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **{**_SIZES, **settings})
     return _save(AutoModelForCausalLM, config, variant, out)
 
@@ -175,6 +189,8 @@ def _save(auto: Any, config: Any, name: str, out: Path) -> Path:
             # The usual initialisation gives nearly the same logits to every token, and zero biases hide a forgotten one.
             if parameter.dim() == 2:
                 parameter.normal_(std=1.2 * parameter.shape[1] ** -0.5 if "embed" not in name else 0.5)
+            elif parameter.dim() == 3 and "experts" in name:
+                parameter.normal_(std=1.2 * parameter.shape[2] ** -0.5)
             elif name.endswith(("norm.weight", "layer_scalar")):
                 parameter.uniform_(0.5, 1.5)
             else:

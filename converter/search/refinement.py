@@ -14,6 +14,7 @@ from torch import Tensor
 from wisparse.kernels.reference import keep_mask
 
 from ..calibration_state import CalibrationState
+from ..experts import Rows
 from ..masking import MaskedModel
 from ..processes import Processes, Progress
 from ..sensitivity import DenseReference, backward
@@ -73,18 +74,25 @@ def micro_batches(draw: Callable[[int], torch.Generator], step: int, share: int,
 
 @dataclass(frozen=True)
 class Channels:
-    """The channels of all projections in one vector (C,): ``widths`` and ``sizes`` (parameters) by projection."""
+    """The channels of all projections in one vector (C,). By projection: ``shapes`` of the scales, (K,) or (E, K), and
+    how many channels and parameters (``sizes``) a token reads."""
 
-    widths: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    reads: Mapping[str, int]
     sizes: Mapping[str, int]
     planes: int = 1  # of each channel, which move together but for one difference a projection and plane
 
+    @property
+    def widths(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes.values()]
+
     def split(self, vector: Tensor) -> dict[str, Tensor]:
-        """By projection, (K,) each."""
-        return dict(zip(self.widths, vector.split(list(self.widths.values())), strict=True))
+        """By projection, (K,) or (E, K) each."""
+        parts = zip(self.shapes.items(), vector.split(self.widths), strict=True)
+        return {name: part.view(shape) for (name, shape), part in parts}
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([parts[name] for name in self.widths])
+        return torch.cat([parts[name].flatten() for name in self.shapes])
 
     def tie(self, vector: Tensor) -> Tensor:
         """The nearest change (C,) that keeps scales tied, see `planes.tied`."""
@@ -94,7 +102,7 @@ class Channels:
         return torch.cat([(one.mean(0) + one.mean(1, keepdim=True) - one.mean()).flatten() for one in parts])
 
     def repeat(self, values: Tensor) -> Tensor:  # one value per projection (P,) to each of its channels
-        return values.repeat_interleave(torch.tensor(list(self.widths.values()), device=values.device))
+        return values.repeat_interleave(torch.tensor(self.widths, device=values.device))
 
 
 @dataclass
@@ -115,11 +123,11 @@ class Refinement:
         """One step with the gradients of its micro-batches (`batch_gradient`). ``start`` (C,) is u before the first
         one, ``target`` the share of all parameters to drop."""
         summed = torch.stack(list(found)).cumsum(0)[-1]  # in their order, whatever the device
-        widths, total = list(channels.widths.values()), sum(channels.sizes.values())
+        widths, total = channels.widths, sum(channels.sizes.values())
         counts = [len(start), len(start), len(widths), 1]
         gradient, slope, kept_channels, kl = (summed[:-1] / summed[-1]).split(counts)
-        # What part of all parameters one channel of each projection is.
-        share = [channels.sizes[name] / total / width for name, width in channels.widths.items()]
+        # What part of all parameters that a token reads one channel of each projection is.
+        share = [channels.sizes[name] / total / count for name, count in channels.reads.items()]
         shares = torch.tensor(share, dtype=torch.float64, device=start.device)
         slope = slope * channels.repeat(shares)
         kept = (kept_channels * shares).sum()
@@ -177,13 +185,13 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
         totals.append(kl)
         return at_final
 
-    def receive(name: str, x: Tensor, at_input: Tensor) -> None:
-        x = x.float()
-        u = by_name[name].to(x.device)
+    def receive(name: str, rows: Rows, at_input: Tensor) -> None:
+        x = rows.x.float()
+        u = rows.scale(by_name[name])
         soft = x.abs().clamp_min_(_SMALLEST).log_().add_(u).div_(_WIDTH).sigmoid_()
         weight = soft.mul_(1 - soft).div_(_WIDTH)
-        slope[name] = weight.sum(0).double().to(device)
-        gradient[name] = weight.mul_(x).mul_(at_input).sum(0).double().to(device)
+        slope[name] = rows.total(weight).double().to(device)
+        gradient[name] = rows.total(weight.mul_(x).mul_(at_input)).double().to(device)
         # As the forward pass decided, which the sign of log|x| + u does not tell where rounding does.
         kept[name] = keep_mask(x, u.exp(), 1.0).count_nonzero().double().to(device)
 
@@ -191,7 +199,7 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
     reference.distribution(batch, 0)
     with _masks(masked, by_name, ~counted):
         backward(flow, masked, batch, gradient_of, receive)
-    scalars = [*(kept[name] for name in channels.widths), totals[0].to(device), counted.sum().double()]
+    scalars = [*(kept[name] for name in channels.shapes), totals[0].to(device), counted.sum().double()]
     return torch.cat([channels.join(gradient), channels.join(slope), torch.stack(scalars)])
 
 
@@ -207,7 +215,7 @@ def measure_batch(
     with _masks(masked, channels.split(logits.to(flow.device)), ~counted), masked.counting() as realised:
         final = flow.final(batch)
         found = realised()
-    kept = [round((1 - found[name]) * len(final) * width) for name, width in channels.widths.items()]
+    kept = [round((1 - found[name]) * len(final) * count) for name, count in channels.reads.items()]
     return [*kept, reference.kl_sum(batch, final) if with_kl else 0.0, len(final)]
 
 
@@ -225,7 +233,7 @@ def refine(
     progress: Progress,
 ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Any], float, Trajectory | None]:
     """Refine channel scales and thresholds over all tokens of ``calib`` at a target sparsity. Gives channel scales by
-    projection, (K,) float32 on the CPU, and the share of channels dropped with them; the KL before every step, and on
+    projection, float32 on the CPU, and the share of channels dropped with them; the KL before every step, and on
     the held-out sequences by part of the way; the tokens of all steps; the trajectory, if a step was taken."""
     flow, reference = calib.flow, calib.reference
     batches = range(flow.num_batches)
@@ -234,8 +242,8 @@ def refine(
         """The share of channels dropped by projection, and the KL."""
         found = processes.spread(batches, lambda b: measure_batch(reference, b, channels, u, with_kl=with_kl))
         *kept, kl, num_tokens = (math.fsum(column) for column in zip(*found, strict=True))
-        widths = channels.widths.items()
-        return {n: 1 - k / num_tokens / width for k, (n, width) in zip(kept, widths, strict=True)}, kl / num_tokens
+        reads = channels.reads.items()
+        return {n: 1 - k / num_tokens / count for k, (n, count) in zip(kept, reads, strict=True)}, kl / num_tokens
 
     def on_target(u: Tensor, batches: Sequence[int], sensitivity: float) -> Tensor:
         """u, shifted alike for all channels until about the target is dropped."""
@@ -255,7 +263,7 @@ def refine(
         steps, distance = max(1, round(_AGAIN * steps)), _AGAIN * distance
         begin = on_target(start + moved.to(start.device), held_out or batches, sensitivity)
     state = Refinement(begin, steps, distance)
-    length = 2 * sum(channels.widths.values()) + len(channels.widths) + 2
+    length = 2 * sum(channels.widths) + len(channels.widths) + 2
     with progress.stage("Refinement", steps) as stage:
         for step in range(steps):
             chosen = micro_batches(draw, step, share, num_trained)

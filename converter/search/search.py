@@ -15,10 +15,11 @@ from wisparse.formats.manifest import ProjectionRecipe
 
 from ..calibration import CalibrationTokens
 from ..calibration_state import BlockView, CalibrationState, final_thresholds
+from ..experts import channels_read
 from ..masking import MaskedModel
 from ..planes import tied
 from ..processes import ALONE, Processes
-from ..sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
+from ..sensitivity import drawn_to_pool, fisher_diagonal, loss_weighted_norm, quadratic_damage
 from ..source import SourceModel
 from ..state import NO_STATE, Stages
 from ..statistics import Scores, channel_scale, score_quantiles, weight_norm
@@ -98,7 +99,7 @@ class SparsityLevels(AbstractContextManager["SparsityLevels"]):
                 self.everything = CalibrationState(source, tokens, batch_size=size, masked=masked)
             # Where all tokens are gone through once, each process goes through its own.
             self.share, self.all_shared = self.calib, self.everything
-            widest = max(module.in_features for module in source.projections.values())
+            widest = max(map(channels_read, source.projections.values()))
             if processes.size > 1:
                 shared = partial(CalibrationState, source, tokens, batch_size=size, processes=processes, masked=masked)
                 self.share, self.all_shared = shared(num_samples=num_samples), shared()
@@ -189,12 +190,13 @@ class Run:
         settings, calib, levels = self.settings, self.calib, self.levels
         planes = levels.source.planes
         allocation = self.fisher()
-        widths = {name: levels.source.projections[name].in_features for name in self.names}
+        shapes = {name: tuple(calib.scales[name].shape) for name in self.names}
+        reads = {name: channels_read(levels.source.projections[name]) for name in self.names}
         target = settings.sparsity
         near = min(levels.trajectories, key=lambda other: (abs(other - target), -other), default=target)
         scales, dropped, history, num_tokens, self.trajectory = refine(
             levels.everything,
-            Channels(widths, calib.sizes, planes),
+            Channels(shapes, reads, calib.sizes, planes),
             target,
             calib.scales,
             calib.thresholds(allocation),
@@ -334,7 +336,9 @@ class Run:
             diagonals = self.processes.spread(batches, lambda b: fisher_diagonal(flow, masked, b, self.draw(2 * b)))
             for name, norm in self.norms.items():
                 total = sum((one[name] for one in diagonals), torch.zeros_like(diagonals[0][name]))
-                weighted = loss_weighted_norm(norm, total / flow.num_counted)
+                experts = norm.dim() == 2
+                mean = drawn_to_pool(total, not name.endswith("down_proj")) if experts else total / flow.num_counted
+                weighted = loss_weighted_norm(norm, mean)
                 calib.set_scale(name, tied(channel_scale(weighted, 1.0), self.levels.source.planes))
         self.build_tables()
         with self.progress.stage("Predicted damage"):

@@ -113,6 +113,8 @@ class CudaDecoder(Decoder):
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
             return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"
+        if any(block.experts for block in config.blocks):
+            return f"it has no kernels for experts, which {config.model_type} has"
         delta = config.delta_net
         if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
             return (

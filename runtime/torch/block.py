@@ -20,6 +20,7 @@ from ..decoding.rotary import rotate
 
 Linear = TypeVar("Linear")
 LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, by the input that they read, in the order of execution
+SHARED = ("shared_gate_up", "shared_down")  # after them, those of an expert for every token
 _CHUNK = 64  # positions of the delta rule that are solved together
 _LENGTH_EPS = 1e-6  # added to the squared length of a delta net's queries and keys
 
@@ -36,13 +37,22 @@ def drop_channels(x: Tensor, keep: Tensor) -> Tensor:
 
 
 class MaskedLinear:
-    """One linear layer with its mask, if it has one."""
+    """One linear layer, or one expert's, with its mask, if it has one."""
 
     def __init__(
-        self, bundle: Bundle, projection: model_config.Projection, weight: Any, device: torch.device, dtype: torch.dtype
+        self,
+        bundle: Bundle,
+        projection: model_config.Projection,
+        weight: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        expert: int = 0,
     ) -> None:
         """weight: a tensor (N, K), or what a subclass multiplies with; of a graded bundle a pair of tensors, the weight
         and its low plane."""
+        self.expert = expert if projection.experts else None
+        # The part of all tokens that it reads, on average.
+        self.share = projection.chosen / max(projection.experts, 1)
         name, self.in_features, self.out_features = projection.name, projection.in_features, projection.out_features
         self.weight, self.low = weight if isinstance(weight, tuple) else (weight, None)
         self.name, self._device, self.planes = name, device, len(bundle.masks[name].plane_thresholds) or 1
@@ -52,8 +62,9 @@ class MaskedLinear:
 
     def set_mask(self, mask: ProjectionMask) -> None:
         self.thresholds = mask.plane_thresholds or (mask.threshold,)
+        scale = mask.channel_scale if self.expert is None else mask.channel_scale[self.expert]
         # (K,) float32; None: the projection is dense
-        self.channel_scale = mask.channel_scale.contiguous().to(self._device) if mask.sparsity > 0 else None
+        self.channel_scale = scale.contiguous().to(self._device) if mask.sparsity > 0 else None
 
     def product(self, x: Tensor, low: Tensor | None = None) -> Tensor:
         """x (T, K) to (T, N), with the bias if there is one. ``low``: x for the low plane, some channels at zero."""
@@ -166,10 +177,16 @@ class Block(Generic[Linear]):
     k_norm: Norm | None = None
     delta: DeltaWeights | None = None  # of a recurrent block
     scalar: Tensor | None = None  # (1,), multiplies the block's output
+    # Of a block with experts: (E, H), and of an expert for every token its linears and gate (1, H).
+    router: Tensor | None = None
+    shared_gate_up: Linear | None = None
+    shared_down: Linear | None = None
+    shared_gate: Tensor | None = None
 
     @property
-    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        return self.qkv, self.o, self.gate_up, self.down
+    def linears(self) -> tuple[Linear, ...]:
+        shared = (self.shared_gate_up, self.shared_down)
+        return self.qkv, self.o, self.gate_up, self.down, *(one for one in shared if one is not None)
 
 
 def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
@@ -181,6 +198,10 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
     found = {field: f"{prefix}{name}.weight" for field, name in norms.items() if name is not None}
     if config.delta_net is not None and block.recurrent:
         found |= {name: f"{prefix}linear_attn.{name}" for name in config.delta_net.tensors(config.hidden_size)}
+    if block.experts is not None:
+        found["router"] = prefix + block.experts.router
+        if block.experts.shared_size:
+            found["shared_gate"] = prefix + block.experts.shared_gate
     return found if arch.block_scalar is None else found | {"scalar": prefix + arch.block_scalar}
 
 
@@ -192,9 +213,9 @@ def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) ->
         names = {"a": "in_proj_a.weight", "b": "in_proj_b.weight", "kernel": "conv1d.weight", "log_rate": "A_log"}
         names |= {"dt_bias": "dt_bias", "norm": "norm.weight"}
         delta = DeltaWeights(config.delta_net, eps=eps, **{field: tensors.pop(name) for field, name in names.items()})
-    scalar, offset = tensors.pop("scalar", None), config.architecture.norm_offset
-    norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items()}
-    return {"spec": config.blocks[index], "delta": delta, "scalar": scalar, **norms}
+    plain, offset = ("scalar", "router", "shared_gate"), config.architecture.norm_offset
+    norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items() if field not in plain}
+    return {"spec": config.blocks[index], "delta": delta, **norms} | {name: tensors.get(name) for name in plain}
 
 
 @dataclass(frozen=True)
@@ -240,7 +261,8 @@ def run_block(
     attend: Callable[[ModelConfig, Tensor, Tensor, Tensor, int, int | None], Tensor],
 ) -> Tensor:
     """One block: x (T, H) to (T, H), filling the cache. ``apply`` runs the projections that share an input, ``qkv``,
-    ``o``, ``gate_up`` or ``down``: (T, K) to the output of each, or to one tensor with them side by side."""
+    ``o``, ``gate_up`` or ``down``: (T, K) to the output of each, or to one tensor with them side by side; in a block with
+    experts ``experts`` in place of the last two: (T, H) to the MLP's output."""
     n = _maybe(block.attention_input, x)
     if block.delta is not None:
         mixed, gate = apply("qkv", n)
@@ -290,11 +312,18 @@ def finish_block(
 
     (half,) = apply("o", attended)
     x = add(x, half, block.attention_output)
-    gate, up = _split(apply("gate_up", _maybe(block.mlp_input, x)), (config.intermediate_size,) * 2)
-    activated = functional.silu(gate) if config.activation == "silu" else functional.gelu(gate, approximate="tanh")
-    (half,) = apply("down", activated * up)
+    n = _maybe(block.mlp_input, x)
+    if block.spec.experts is None:
+        gate, up = _split(apply("gate_up", n), (config.intermediate_size,) * 2)
+        (half,) = apply("down", activate(config, gate, up))
+    else:
+        (half,) = apply("experts", n)
     x = add(x, half, block.mlp_output)
     return x if block.scalar is None else x * block.scalar
+
+
+def activate(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
+    return up * (functional.silu(gate) if config.activation == "silu" else functional.gelu(gate, approximate="tanh"))
 
 
 def _split(outputs: Sequence[Tensor], sizes: tuple[int, ...]) -> Sequence[Tensor]:

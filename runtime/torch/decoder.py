@@ -16,7 +16,8 @@ from wisparse.formats.weight_types import QuantizedMatrix, round_weight, split_p
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, check_capacity
-from .block import LINEARS, Block, MaskedLinear, Norm, finish_logits, read_spec
+from .block import LINEARS, SHARED, Block, MaskedLinear, Norm, finish_logits, read_spec
+from .experts import run_experts
 
 
 class TorchDecoder(Decoder):
@@ -30,22 +31,22 @@ class TorchDecoder(Decoder):
 
     def _load(self, bundle: Bundle, weights: str) -> None:
         config, device, dtype = self.config, self.device, self.dtype
-        read_projection = self._read_matrices(bundle, weights)
+        read = self._read_matrices(bundle, weights)
 
-        def read(name: str) -> Tensor:
+        def read_tensor(name: str) -> Tensor:
             return bundle.checkpoint.tensor(name, device).to(dtype)
 
         self._blocks = blocks = []
         for index in range(config.num_blocks):
-            projections = ([read_projection(p) for p in shared] for shared in config.shared_inputs(index))
-            linears: dict[str, Any] = dict(zip(LINEARS, projections, strict=True))
-            blocks.append(Block(**read_spec(config, index, read), **linears))
-        self._norm = Norm(read("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
+            projections = ([one for p in shared for one in read(p)] for shared in config.shared_inputs(index))
+            linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), projections, strict=False))
+            blocks.append(Block(**read_spec(config, index, read_tensor), **linears))
+        self._norm = Norm(read_tensor("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
         self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype)
         self._projections = [projection for block in blocks for linear in block.linears for projection in linear]
 
-    def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], MaskedLinear]:
-        """Read embedding and output layer; returns what makes the projections."""
+    def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
+        """Read embedding and output layer; returns what makes a projection's linear, or those of all its experts."""
         tensor, device, dtype = bundle.checkpoint.tensor, self.device, self.dtype
         self._embedding = tensor("model.embed_tokens.weight", device).to(dtype)
         tied = self.config.tie_word_embeddings
@@ -54,23 +55,25 @@ class TorchDecoder(Decoder):
         if graded:  # its output layer is int8 in every back end
             self._head = round_weight(self._head, "int8").dequantise(dtype)
 
-        def read(p: Projection) -> MaskedLinear:
-            weight: Any = tensor(f"{p.name}.weight", device).to(dtype)
-            if graded:
-                matrix = bundle.checkpoint.matrix(f"{p.name}.weight", device)
-                assert isinstance(matrix, QuantizedMatrix)
-                try:
-                    _, low = split_planes(matrix.codes)
-                except ValueError as error:
-                    raise bundle.checkpoint.error(f"{p.name}: {error}; convert again") from None
-                weight = weight, replace(matrix, codes=low).dequantise(dtype)
-            return MaskedLinear(bundle, p, weight, device, dtype)
+        def read(p: Projection) -> list[MaskedLinear]:
+            parts = enumerate(p.parts)
+            if not graded:
+                made = ((tensor(f"{part}.weight", device).to(dtype), expert) for expert, part in parts)
+                return [MaskedLinear(bundle, p, weight, device, dtype, expert) for weight, expert in made]
+            matrix = bundle.checkpoint.matrix(f"{p.name}.weight", device)
+            assert isinstance(matrix, QuantizedMatrix)
+            try:
+                _, low = split_planes(matrix.codes)
+            except ValueError as error:
+                raise bundle.checkpoint.error(f"{p.name}: {error}; convert again") from None
+            planes = tensor(f"{p.name}.weight", device).to(dtype), replace(matrix, codes=low).dequantise(dtype)
+            return [MaskedLinear(bundle, p, planes, device, dtype)]
 
         return read
 
     def bytes_read(self) -> tuple[int, int]:
-        inside = (part.nbytes for one in self._projections for part in (one.weight, one.low) if part is not None)
-        return sum(inside), self._head.nbytes
+        parts = ((one, part) for one in self._projections for part in (one.weight, one.low) if part is not None)
+        return round(sum(one.share * part.nbytes for one, part in parts)), self._head.nbytes
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
@@ -87,6 +90,8 @@ class TorchDecoder(Decoder):
         return torch.cat(rows)
 
     def _apply(self, block: Block[list[MaskedLinear]], first_sparse: int, role: str, x: Tensor) -> list[Tensor]:
+        if role == "experts":
+            return [run_experts(self.config, block, x, first_sparse)]
         return [projection(x, first_sparse) for projection in getattr(block, role)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -103,11 +108,12 @@ class TorchDecoder(Decoder):
 
     def realised_sparsity(self) -> float | None:
         positions = self._sparse_positions
-        dropped = total = 0
+        dropped = total = 0.0
         for projection, kept in zip(self._projections, self._kept_channels(), strict=True):
             if projection.kept is None or not positions:
                 return None
             channels, outputs = projection.in_features * projection.planes * positions, projection.out_features
+            channels *= projection.share
             total += outputs * channels
             dropped += outputs * (channels - kept)
         return dropped / total

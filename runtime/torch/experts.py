@@ -1,0 +1,42 @@
+"""Routed experts in plain PyTorch: the router chooses for each token, and each expert reads the tokens that chose it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wisparse.formats.model_config import ModelConfig
+
+from .block import Block, activate, float_dtype
+
+
+def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of the chosen experts, in x's type, and which these are: (T, chosen) each, from x (T, H)."""
+    experts, router = block.spec.experts, block.router
+    assert experts is not None and router is not None
+    shares = functional.linear(x, router).softmax(-1, dtype=float_dtype(x.dtype))
+    weights, chosen = shares.topk(experts.chosen, dim=-1)
+    if experts.renormalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(x.dtype), chosen
+
+
+def run_experts(config: ModelConfig, block: Block[Any], x: Tensor, first_sparse: int) -> Tensor:
+    """A block's MLP of experts, x (T, H) to (T, H); rows from ``first_sparse`` on are masked. ``gate_up`` lists the
+    linears of all experts' gates, then of their ups."""
+    count, out = len(block.down), torch.zeros_like(x)
+    weights, chosen = route(block, x)
+    for expert in chosen.unique().tolist():
+        tokens, place = (chosen == expert).nonzero(as_tuple=True)
+        rows, dense = x[tokens], int((tokens < first_sparse).sum())
+        gate, up = (block.gate_up[at](rows, dense) for at in (expert, count + expert))
+        half = block.down[expert](activate(config, gate, up), dense)
+        out.index_add_(0, tokens, half * weights[tokens, place, None])
+    if block.shared_gate_up is None or block.shared_gate is None:
+        return out
+    gate, up = (linear(x, first_sparse) for linear in block.shared_gate_up)
+    half = block.shared_down[0](activate(config, gate, up), first_sparse)
+    return out + functional.linear(x, block.shared_gate).sigmoid() * half
