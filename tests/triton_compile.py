@@ -41,6 +41,7 @@ from wisparse.kernels.gpu.attention import (
 from wisparse.kernels.gpu.code_gemm import code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
+from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
 from wisparse.kernels.gpu.experts import Router, empty_experts, launch_experts, launch_router, plan_experts
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
@@ -245,6 +246,17 @@ def experts(
     )  # fmt: skip
 
 
+def many_experts(arch: int, k: int, quant: tuple[str, int | None] = ("none", None), first_sparse: int | None = None) -> None:
+    gate_up, (kind, group) = k == 2048, quant
+    linear = empty_experts(128, kind, k, (768, 768) if gate_up else (2048,), group, BF16, META)
+    linear = replace(linear, dense=first_sparse is None)
+    groups = sort_by_expert(empty(1000, 8, dtype=I32), 128)
+    expert_gemm(
+        empty(1000 if gate_up else 8000, k), linear, groups, empty(8000, 768) if gate_up else empty(1000, 8, 2048),
+        Gpu(arch, 132), weight=empty(1000, 8, dtype=FP32), activation="silu" * gate_up, first_sparse=first_sparse,
+    )  # fmt: skip
+
+
 def router(arch: int) -> None:
     launch_router(
         Input(empty(1, 2048), empty(1, 64, dtype=FP32), empty(2048)), Router(empty(129, 2048), 128, 8, 1, False, True),
@@ -387,6 +399,10 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         **{f"experts {k} {quant[0]} {rows}{' dense' * dense}": partial(experts, arch, k, rows, quant, dense)
            for k in (2048, 768) for quant in (("none", None), ("int8", None), ("int4", 128), ("fp8", None))
            for rows, dense in ((1, False), (1, True), (8, False))},
+        **{f"many experts {k} {quant[0]}{'' if first is None else ' masked'}": partial(many_experts, arch, k, quant, first)
+           for k, quant, first in (
+               (2048, ("none", None), None), (768, ("none", None), 0), (2048, ("int4", 128), 0), (768, ("int8", None), None),
+           )},
         "experts 2048 fp32": partial(experts, arch, 2048, dtype=FP32),
         # vLLM's for many rows.
         "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),
