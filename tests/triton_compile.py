@@ -232,23 +232,26 @@ def experts(
 ) -> None:  # fmt: skip
     """Qwen3-30B-A3B's: gate and up for k = 2048, down for k = 768."""
     gate_up, (kind, group) = k == 2048, quant
-    linear = empty_experts(128, kind, k, (768, 768) if gate_up else (2048,), group, dtype, META)
+    linear = empty_experts(128, 8, kind, k, (768, 768) if gate_up else (2048,), group, dtype, META)
     linear = replace(linear, dense=dense)
-    chosen = plan_experts(linear, rows, 8, output="silu" if gate_up else "residual", ssq_parts=32, pdl=arch >= 90)
+    chosen = plan_experts(linear, rows, output="silu" if gate_up else "residual", ssq_parts=32, pdl=arch >= 90)
     scratch = plan.Scratch(META, dtype)
     scratch.reserve(chosen)
     pairs, hidden = empty(rows * 8, 768, dtype=dtype), empty(rows, 2048, dtype=dtype)
     sums, cells = empty(rows, 64, dtype=FP32), empty(1, dtype=I64)
     launch_experts(
         linear, Input(hidden, sums, empty(2048, dtype=dtype)) if gate_up else Input(pairs),
-        Routing(empty(rows, 8, dtype=I32), empty(rows, 8, dtype=FP32)), Output(pairs) if gate_up else Output(hidden, sums),
-        scratch, chosen, counting=None if dense else Counting(cells, cells, cells),
+        Output(pairs) if gate_up else Output(hidden, sums), scratch, chosen,
+        routing=Routing(empty(rows, 8, dtype=I32), empty(rows, 8, dtype=FP32)),
+        counting=None if dense else Counting(cells, cells, cells),
     )  # fmt: skip
 
 
-def many_experts(arch: int, k: int, quant: tuple[str, int | None] = ("none", None), first_sparse: int | None = None) -> None:
+def many_experts(
+    arch: int, k: int, quant: tuple[str, int | None] = ("none", None), first_sparse: int | None = None
+) -> None:
     gate_up, (kind, group) = k == 2048, quant
-    linear = empty_experts(128, kind, k, (768, 768) if gate_up else (2048,), group, BF16, META)
+    linear = empty_experts(128, 8, kind, k, (768, 768) if gate_up else (2048,), group, BF16, META)
     linear = replace(linear, dense=first_sparse is None)
     groups = sort_by_expert(empty(1000, 8, dtype=I32), 128)
     expert_gemm(
@@ -259,7 +262,7 @@ def many_experts(arch: int, k: int, quant: tuple[str, int | None] = ("none", Non
 
 def router(arch: int) -> None:
     launch_router(
-        Input(empty(1, 2048), empty(1, 64, dtype=FP32), empty(2048)), Router(empty(129, 2048), 128, 8, 1, False, True),
+        Input(empty(1, 2048), empty(1, 64, dtype=FP32), empty(2048)), Router(empty(129, 2048), 128, 8, 1, True),
         empty(1, 129, dtype=FP32), empty(1, dtype=I32), Routing(empty(1, 9, dtype=I32), empty(1, 9, dtype=FP32)),
         pdl=arch >= 90,
     )  # fmt: skip

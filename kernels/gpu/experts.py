@@ -23,8 +23,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import Counting, Input, Output, Routing, Weights, Workspace
-from .common import gdc_launch, gdc_wait, load_squares, reciprocal_rms, rms_normalize
+from .common import (
+    Counting,
+    Input,
+    Output,
+    Routing,
+    Weights,
+    Workspace,
+    gdc_wait,
+    load_squares,
+    reciprocal_rms,
+    rms_normalize,
+)
 from .packed_gemv import packed_gemv_kernel
 from .plan import GemvTile, Gpu, KernelPlan, Scratch, count_tiles, gpu_of, most_reducers, plan
 from .sparse_gemv import sparse_gemv_kernel
@@ -41,6 +51,7 @@ class ExpertLinear:
     scales: Tensor  # (E, projections, K) float32, channel scales
     thresholds: Tensor  # (E, projections) float32
     dense: bool  # no channel is ever dropped
+    chosen: int  # experts that a row reads
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -53,6 +64,11 @@ class ExpertLinear:
     @property
     def out_features(self) -> int:
         return sum(self.widths)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """By a row."""
+        return self.weight.num_bytes * self.chosen // len(self.scales)
 
     @cached_property
     def shape(self) -> LinearShape:
@@ -73,7 +89,6 @@ class Router(NamedTuple):
     experts: int  # E
     chosen: int  # k
     shared: int  # experts behind the others that every row chooses too, 0 or more
-    over_chosen: bool  # softmax over the chosen logits, else over all
     renormalised: bool  # the chosen ones' weights are divided by their sum
 
     @property
@@ -89,7 +104,6 @@ class _RouterConfig(NamedTuple):
     experts: int
     chosen: int
     shared: int
-    over_chosen: bool
     renormalised: bool
     ssq_pad: int
     block: int  # rows of the weights that a program has
@@ -104,7 +118,6 @@ def _router_kernel(
     K_PAD: tl.constexpr = triton.next_power_of_2(K)
     BLOCK: tl.constexpr = config.block
     ROWS: tl.constexpr = config.experts + (1 if config.shared > 0 else 0)
-    dtype: tl.constexpr = routing.weight.dtype.element_ty
     row = tl.program_id(1)
     k = tl.arange(0, K_PAD)
     expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -125,57 +138,86 @@ def _router_kernel(
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
     if arrived == config.programs - 1:
         tl.store(counter_ptr + row, 0)
-        E: tl.constexpr = config.experts
-        E_PAD: tl.constexpr = triton.next_power_of_2(E)
-        OTHERS: tl.constexpr = 32
-        CHOSEN: tl.constexpr = config.chosen
-        TOTAL: tl.constexpr = config.chosen + config.shared
-        e = tl.arange(0, E_PAD)
-        own = tl.load(logit_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg")
-        # An expert's rank: how many are before it, by their logits and then by their number. NaN counts as the least.
-        order = tl.where(own == own, own, float("-inf"))
-        rank = tl.zeros((E_PAD,), tl.int32)
-        for start in tl.static_range(0, E_PAD, OTHERS):
-            other = start + tl.arange(0, OTHERS)
-            value = tl.load(logit_ptr + other, mask=other < E, other=float("-inf"), cache_modifier=".cg")
-            value = tl.where(value == value, value, float("-inf"))
-            higher = (value[None, :] > order[:, None]) & (other < E)[None, :]
-            equal = (value[None, :] == order[:, None]) & (other[None, :] < e[:, None])
-            rank += tl.sum((higher | equal).to(tl.int32), axis=1)
-        wanted = (rank < CHOSEN) & (e < E)
-        weight = tl.where(e < E, tl.exp(own - tl.max(order, axis=0)), 0.0)
-        if config.over_chosen:
-            weight = tl.where(wanted, weight, 0.0)
-        weight = weight / tl.sum(weight, axis=0)
-        if config.renormalised:
-            weight = weight / tl.sum(tl.where(wanted, weight, 0.0), axis=0)
-        at = row * TOTAL + rank
-        tl.store(routing.expert + at, e, mask=wanted)
-        tl.store(routing.weight + at, weight.to(rounded).to(dtype), mask=wanted)
-        if config.shared > 0:
-            gate = tl.load(logit_ptr + E, cache_modifier=".cg")
-            gate = (1.0 / (1.0 + tl.exp(-gate))).to(rounded).to(dtype)
-            for i in tl.static_range(config.shared):
-                tl.store(routing.expert + row * TOTAL + CHOSEN + i, E + i)
-                tl.store(routing.weight + row * TOTAL + CHOSEN + i, gate)
+        _choose(logit_ptr, row, routing, config, rounded)
+
+
+@triton.jit
+def _choose(logit_ptr, row, routing, config: tl.constexpr, rounded: tl.constexpr):
+    """A row's experts and their weights, as rounded as the model's own."""
+    E: tl.constexpr = config.experts
+    E_PAD: tl.constexpr = triton.next_power_of_2(E)
+    OTHERS: tl.constexpr = 32
+    CHOSEN: tl.constexpr = config.chosen
+    TOTAL: tl.constexpr = config.chosen + config.shared
+    e = tl.arange(0, E_PAD)
+    logit = tl.load(logit_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    # An expert's rank: how many are before it, by their logits and then by their number. NaN counts as the least.
+    order = tl.where(logit == logit, logit, float("-inf"))
+    rank = tl.zeros((E_PAD,), tl.int32)
+    for start in tl.static_range(0, E_PAD, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        value = tl.load(logit_ptr + other, mask=other < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+        value = tl.where(value == value, value, float("-inf"))
+        higher = (value[None, :] > order[:, None]) & (other < E)[None, :]
+        equal = (value[None, :] == order[:, None]) & (other[None, :] < e[:, None])
+        rank += tl.sum((higher | equal).to(tl.int32), axis=1)
+    wanted = (rank < CHOSEN) & (e < E)
+    weight = tl.where(e < E, tl.exp(logit - tl.max(order, axis=0)), 0.0)
+    weight = weight / tl.sum(weight, axis=0)
+    if config.renormalised:
+        weight = weight / tl.sum(tl.where(wanted, weight, 0.0), axis=0)
+    at = row.to(tl.int64) * TOTAL + rank
+    tl.store(routing.expert + at, e, mask=wanted)
+    tl.store(routing.weight + at, weight.to(rounded).to(tl.float32), mask=wanted)
+    if config.shared > 0:
+        gate = tl.load(logit_ptr + E, cache_modifier=".cg").to(tl.float32)
+        gate = (1.0 / (1.0 + tl.exp(-gate))).to(rounded).to(tl.float32)
+        for i in tl.static_range(config.shared):
+            tl.store(routing.expert + row.to(tl.int64) * TOTAL + CHOSEN + i, E + i)
+            tl.store(routing.weight + row.to(tl.int64) * TOTAL + CHOSEN + i, gate)
+
+
+@triton.jit
+def _choose_kernel(logit_ptr, routing, config: tl.constexpr):
+    ROWS: tl.constexpr = config.experts + (1 if config.shared > 0 else 0)
+    row = tl.program_id(0)
+    _choose(logit_ptr + row.to(tl.int64) * ROWS, row, routing, config, logit_ptr.dtype.element_ty)
 
 
 def launch_router(
-    given: Input, router: Router, logits: Tensor, counter: Tensor, routing: Routing, *, eps: float = 0.0, pdl: bool = False
+    given: Input,
+    router: Router,
+    logits: Tensor,
+    counter: Tensor,
+    routing: Routing,
+    *,
+    eps: float = 0.0,
+    pdl: bool = False,
 ) -> None:
     """Each row's experts, by falling logit and then rising number, and their weights. ``logits``: (B, rows of the
     router's weights) float32, written; ``counter``: (B,) int32, 0 before and after."""
     assert given.x is not None
-    batch, k = given.x.shape
     ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
-    programs = triton.cdiv(len(router.weight), _ROUTER_ROWS)
-    config = _RouterConfig(
-        k, router.experts, router.chosen, router.shared, router.over_chosen, router.renormalised,
-        max(32, triton.next_power_of_2(ssq_parts)), _ROUTER_ROWS, programs,
-    )  # fmt: skip
-    _router_kernel[(programs, batch)](
+    config = _config(router, max(32, triton.next_power_of_2(ssq_parts)))
+    _router_kernel[(config.programs, len(given.x))](
         given, router.weight, logits, counter, routing, eps, ssq_parts, config, pdl, num_warps=4, launch_pdl=pdl
     )
+
+
+def choose_experts(x: Tensor, router: Router) -> Routing:
+    """The same for the normed rows (T, K) of a prompt."""
+    expert = torch.empty(len(x), router.total, dtype=torch.int32, device=x.device)
+    routing = Routing(expert, torch.empty_like(expert, dtype=torch.float32))
+    _choose_kernel[(len(x),)](x @ router.weight.T, routing, _config(router, 0), num_warps=1)
+    return routing
+
+
+def _config(router: Router, ssq_pad: int) -> _RouterConfig:
+    rows, k = router.weight.shape
+    return _RouterConfig(
+        k, router.experts, router.chosen, router.shared, router.renormalised, ssq_pad, _ROUTER_ROWS,
+        triton.cdiv(rows, _ROUTER_ROWS),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
@@ -221,10 +263,10 @@ def expert_gemv_kernel(
         quant_zeros,
     )
     out = output.out + out_row * (problem.n0 if PAIRED else N)
-    if output.ssq is not None:
-        output = Output(out, output.ssq + out_row * PARTS)
-    else:
-        output = Output(out, None)
+    ssq = output.ssq
+    if ssq is not None:
+        ssq += out_row * PARTS
+    output = Output(out, ssq)
     counter = workspace.counter
     if counter is not None:
         counter += out_row * launch.tiles
@@ -251,11 +293,11 @@ def expert_gemv_kernel(
 
 
 def plan_experts(
-    linear: ExpertLinear, rows: int, chosen: int, *, output: str, ssq_parts: int = 1, tile: GemvTile | None = None,
+    linear: ExpertLinear, rows: int, *, output: str, ssq_parts: int = 1, tile: GemvTile | None = None,
     pdl: bool | None = None,
 ) -> KernelPlan:  # fmt: skip
-    """Plan gate_up (``output`` an activation) or down ("residual" or "plain") of ``chosen`` experts a row."""
-    shape, gpu = linear.shape, gpu_of(linear.scales.device)
+    """Plan gate_up (``output`` an activation) or down ("residual" or "plain") of the experts that each row has chosen."""
+    shape, chosen, gpu = linear.shape, linear.chosen, gpu_of(linear.scales.device)
     adds = chosen if output in ("residual", "plain") else 0
     tile = tile or expert_tile(gpu, shape, rows * chosen, adds)
     return plan(
@@ -269,9 +311,7 @@ def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile
     if shape.quant == "none":
         block_n = 256 if n >= 512 else 64
         splits = max(1, min(7 * processors // (pairs * triton.cdiv(n, block_n)), k // 64, 64))
-        tile = GemvTile(
-            block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, lead=2 if shape.dense else 0
-        )
+        tile = GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, lead=2 if shape.dense else 0)
     else:
         grouped = shape.group < k
         block_n = 256 * 2 * (1 if n <= 1024 else 2) // BITS[shape.quant]
@@ -282,11 +322,13 @@ def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile
         tile = GemvTile(block_n, 16, splits, 2, chunk=chunk, unroll=2 if grouped else 4, trigger=2)
     # One row's sums: as many spinning reducers as have a multiprocessor each.
     launches = max(1, pairs // max(1, adds))
-    return replace(tile, reducers=most_reducers(gpu._replace(multiprocessors=gpu.multiprocessors // launches), shape.widths, tile))
+    return replace(
+        tile, reducers=most_reducers(gpu._replace(multiprocessors=gpu.multiprocessors // launches), shape.widths, tile)
+    )
 
 
 def launch_experts(
-    linear: ExpertLinear, given: Input, routing: Routing, output: Output, scratch: Scratch, plan: KernelPlan, *,
+    linear: ExpertLinear, given: Input, output: Output, scratch: Scratch, plan: KernelPlan, *, routing: Routing,
     eps: float = 0.0, counting: Counting | None = None,
 ) -> None:  # fmt: skip
     """As ``plan.launch_linear``, for a plan of ``plan_experts``. gate_up: ``given`` (B, K), ``output`` (B * k, I); down:
@@ -301,7 +343,7 @@ def launch_experts(
 
 
 def empty_experts(
-    experts: int, quant: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype,
+    experts: int, chosen: int, quant: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype,
     device: torch.device | str, *, zeros: bool = False,
 ) -> ExpertLinear:  # fmt: skip
     """Room for the weights of ``experts``, which ``store_columns`` of ``one`` fills; no mask is in force."""
@@ -315,4 +357,5 @@ def empty_experts(
     return ExpertLinear(
         replace(one, data=data, scales=scales, zeros=points),
         torch.ones(experts, len(widths), k, device=device), torch.zeros(experts, len(widths), device=device), True,
+        chosen,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from triton.runtime.errors import OutOfResources
 
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, regime, remember_tiles, tuned_key
+from wisparse.kernels.gpu.weights import FusedLinear
 
 from ..decoding.decoder import Decoder
 from ..torch.block import LINEARS
@@ -54,7 +55,7 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) 
 
         table[name] = {"us": _time_launches(launch, len(blocks))}
         if name in LINEARS:
-            needed = getattr(decoder.weights.blocks[0], name).weight.num_bytes * (1 - sparsity)
+            needed = getattr(decoder.weights.blocks[0], name).num_bytes_read * (1 - sparsity)
             table[name]["ideal_us"] = needed / gbps * 1e-3
     ideal = decoder.bytes_read()[1] / gbps * 1e-3
     table["logits"] = {"us": _time_launches(step.launch_logits, 1), "ideal_us": ideal}
@@ -70,7 +71,9 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     tiles = {role: chosen.tile for role, chosen in _step(decoder, batch, None).plans[0].items()}
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
-    for role in LINEARS:
+    # Experts' tiles are not kept.
+    roles = [role for role in LINEARS if isinstance(getattr(first, role), FusedLinear)]
+    for role in roles:
         linear = getattr(first, role)
         for candidate in _neighbours(tiles[role], regime(batch, dense=linear.dense), linear.widths, gpu):
             try:
@@ -82,7 +85,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
         log.info("tuning: %.1f us after %s: %s", best, role, tiles[role])
     # The decoder's graphs have a power of two of rows.
     rows = 1 << (batch - 1).bit_length()
-    named = {tuned_key(gpu, getattr(first, role).shape, rows): tiles[role] for role in LINEARS}
+    named = {tuned_key(gpu, getattr(first, role).shape, rows): tiles[role] for role in roles}
     log.info("tuning: kept in %s", remember_tiles(named))
     return named
 
