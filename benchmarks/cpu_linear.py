@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.weight_types import quantise
+from wisparse.kernels.cpu.barrier import barrier
 from wisparse.kernels.cpu.intrinsics import exact, num_threads, span, thread_num, words
 from wisparse.kernels.cpu.launch import REGIONS, launch, team_size
 from wisparse.kernels.cpu.layout import NAMES, PARTIAL_MORE, ProjectionField, StoredAs, TeamField
 from wisparse.kernels.cpu.linear import gather, project, select
-from wisparse.kernels.cpu.step import barrier
 from wisparse.runtime.cpu.weights import Matrix
 
 

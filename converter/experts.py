@@ -126,7 +126,9 @@ class Rows:
     @classmethod
     def cat(cls, parts: list[Rows]) -> Rows:
         first = parts[0]
-        experts = None if first.experts is None else torch.cat([one.experts for one in parts if one.experts is not None])
+        experts = (
+            None if first.experts is None else torch.cat([one.experts for one in parts if one.experts is not None])
+        )
         return cls(torch.cat([one.x for one in parts]), experts, first.num_experts)
 
     def scale(self, scale: Tensor) -> Tensor:

@@ -110,6 +110,9 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
             if quantised and value != kept:
                 stay = "the model is quantised, and its weights stay as they are"
                 raise UsageError(f"--{option} {value}: {stay}; leave it out")
+        if settings.weights == "graded" and config.architecture.experts is not None:
+            unknown = f"{config.model_type} has experts, which cannot be graded yet"
+            raise UnsupportedModelError(f"--weights graded: {unknown}; choose int8")
         if settings.weights in ("int4", "graded"):
             group_size(config, settings.weights)
         context = config.max_position_embeddings
@@ -139,8 +142,6 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     dtype = choose_dtype(config.dtype, device)
     free, working = available_bytes(device), working_bytes(config, dtype, settings)
     num_parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
-    if settings.weights == "graded" and config.architecture.experts is not None:
-        raise UnsupportedModelError(f"--weights graded: {config.model_type} has experts, which cannot be graded yet; choose int8")
     if settings.weights == "graded":  # a number for each plane
         working += sum(projection.num_parameters for projection in config.projections()) * dtype.itemsize
     untied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0

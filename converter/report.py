@@ -308,8 +308,9 @@ def _draw_alpha(report: Mapping[str, Any]) -> Any:
     figure, axes = _figure(report, title, columns=2, sharey=True)
     alphas = _by_role(report["blocks"], "alpha")
     for axis, name, inside in zip(axes, ("self-attention", "MLP"), (False, True), strict=True):
-        for i, role in enumerate(role for role in alphas if (role in mlp) == inside):
-            style = {"marker": _MARKERS[i % len(_MARKERS)], "color": _COLOURS[i % len(_COLOURS)], "markersize": 5, "linewidth": 1.2}
+        for i, role in enumerate(role for role in alphas if (role.removeprefix("shared_") in mlp) == inside):
+            marker, colour = _MARKERS[i % len(_MARKERS)], _COLOURS[i % len(_COLOURS)]
+            style = {"marker": marker, "color": colour, "markersize": 5, "linewidth": 1.2}
             axis.plot(alphas[role], label=role, **style)
         axis.set_title(name, fontsize=11)
         _block_axis(axis, len(report["blocks"]), crowded=32)

@@ -66,7 +66,9 @@ def find_rotation(
     of_heads = [zeros(config.num_kv_heads, width, width) for _ in range(config.num_blocks)]
     # One projection of each sublayer: the others of its sublayer read the same.
     first_roles = (config.architecture.qkv[0], config.architecture.gate_up[0])
-    first = {projection.name: projection.chosen for projection in config.projections() if projection.role in first_roles}
+    first = {
+        projection.name: projection.chosen for projection in config.projections() if projection.role in first_roles
+    }
     outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
     norms = {name: _norm(checkpoint, readers[name], "cpu") for name in first}
     flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wisparse.formats.architectures import ARCHITECTURES, RENAMED, WRAPPERS, why_refused
 from wisparse.formats.bundle import SMALL_FILES

@@ -48,7 +48,9 @@ class QKNorm:
 class ExpertsLayout:
     """How a family states its experts: config keys, and names on disk."""
 
-    renormalised: bool | str  # the weights of the chosen ones are divided by their sum; else the config key that says so
+    renormalised: (
+        bool | str
+    )  # the weights of the chosen ones are divided by their sum; else the config key that says so
     chosen: str = "num_experts_per_tok"
     intermediate_size: str = "moe_intermediate_size"
     shared_size: str | None = None  # of an expert for every token, ``shared_expert``, gated by ``shared_expert_gate``

@@ -190,7 +190,9 @@ class Bundle:
             if blocks != num_blocks:
                 raise BundleError(f"{MANIFEST}: block_sparsities{at}: expected {num_blocks} values, found {blocks}")
         if recipe.plane_bits and any(block.experts for block in checkpoint.config.blocks):
-            raise BundleError(f"{MANIFEST}: plane_bits: expected none, as the model has experts, found {[*recipe.plane_bits]}")
+            raise BundleError(
+                f"{MANIFEST}: plane_bits: expected none, as the model has experts, found {[*recipe.plane_bits]}"
+            )
         for name in names if recipe.plane_bits else ():
             stored = checkpoint.quantised.get(f"{name}.weight")
             packing = None if stored is None else stored.packing

@@ -34,7 +34,7 @@ _ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # What a smaller or sparser Gemma 4 has that the large dense one has not.
 _OF_SMALL = "not supported: {}; of this family the dense models without are"
 _NOT_GEMMA4 = {
-    "enable_moe_block": "a mixture-of-experts model, which reads only some of its weights at a token already",
+    "enable_moe_block": "a mixture-of-experts model, whose experts stand beside a dense MLP",
     "hidden_size_per_layer_input": _OF_SMALL.format("every block has an embedding of its own"),
     "num_kv_shared_layers": _OF_SMALL.format("some blocks have no keys and values of their own"),
 }
@@ -212,7 +212,10 @@ class ModelConfig:
     def mlp_size(self) -> int:
         """The most numbers between the MLP's two halves that a token has in any block."""
         experts = [block.experts for block in self.blocks]
-        return max(self.intermediate_size if one is None else one.chosen * one.intermediate_size + one.shared_size for one in experts)
+        return max(
+            self.intermediate_size if one is None else one.chosen * one.intermediate_size + one.shared_size
+            for one in experts
+        )
 
     def q_size(self, block: int) -> int:
         """Width of a block's queries; also K of its ``o_proj``."""
@@ -250,7 +253,9 @@ class ModelConfig:
                 continue
             roles = ("gate_proj", "up_proj", "down_proj")
             for role, stored in zip(roles, arch.experts.names, strict=True):
-                shape = (experts.intermediate_size, hidden) if role == "down_proj" else (hidden, experts.intermediate_size)
+                shape = (
+                    (experts.intermediate_size, hidden) if role == "down_proj" else (hidden, experts.intermediate_size)
+                )
                 folder = f"model.layers.{index}.{arch.experts.module}.experts"
                 parts = tuple(f"{folder}.{expert}.{stored}" for expert in range(experts.count))
                 name, several = f"{mlp}experts.{role}", (experts.count, experts.chosen, parts)
@@ -262,7 +267,14 @@ class ModelConfig:
     def shared_inputs(self, block: int) -> list[list[Projection]]:
         """A block's projections by the input that they read, in the order of execution."""
         found: list[list[Projection]] = [[]]
-        own_input = ("o_proj", "out_proj", self.architecture.gate_up[0], "down_proj", "shared_gate_proj", "shared_down_proj")
+        own_input = (
+            "o_proj",
+            "out_proj",
+            self.architecture.gate_up[0],
+            "down_proj",
+            "shared_gate_proj",
+            "shared_down_proj",
+        )
         for projection in self.projections(block):
             if projection.role in own_input:
                 found.append([])
@@ -403,9 +415,7 @@ def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list
     return found
 
 
-def _with_experts(
-    config: Mapping[str, Any], layout: ExpertsLayout, blocks: tuple[Block, ...]
-) -> tuple[Block, ...]:
+def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
     # transformers has both spellings, and writes one or the other.
     local = "num_local_experts"
     count = dimension(config, local if local in config else "num_experts", largest=_MOST_EXPERTS)
@@ -416,7 +426,9 @@ def _with_experts(
     if isinstance(how, str):
         require(isinstance(config.get(how), bool), how, "true or false", config.get(how))
     for key in _NOT_ROUTERS:
-        require(config.get(key) in (None, False, 0, 1), key, "nothing: such a router is not known here", config.get(key))
+        require(
+            config.get(key) in (None, False, 0, 1), key, "nothing: such a router is not known here", config.get(key)
+        )
     experts = Experts(
         count,
         chosen,

@@ -9,11 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from runtime_models import FAMILIES, HYBRIDS, WRAPPERS, make_checkpoint, make_wrapper
+from runtime_models import EXPERTS, FAMILIES, HYBRIDS, WRAPPERS, make_checkpoint, make_wrapper
 from tiny_bundle import VOCAB, byte_tokenizer
 from torch import Tensor
 
 import wisparse
+from wisparse.converter.experts import find_experts
 from wisparse.converter.pipeline import convert
 from wisparse.formats.bundle import Bundle
 from wisparse.kernels.reference import scores
@@ -24,13 +25,14 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 # Those whose blocks are Llama's but for a switch, with the switches on; and those that are models of their own.
 LLAMAS = ("llama-3.1", "mistral-window", "qwen2-window", "qwen3-window", "phi3-partial")
 PLAIN = (*LLAMAS, *FAMILIES, *HYBRIDS)
+ROUTED = (*EXPERTS,)
 
 LENGTH, COUNT = 24, 16
 # How many times the rounding seen a score, or the best token's logit, is from where it would decide otherwise.
 TIMES = 8
 _SEEDS = range(1, 31)
 
-# Every masked projection's input, in the order of decoded tokens.
+# Every masked projection's input, in the order of decoded tokens; of experts one an expert, in their order.
 Inputs = dict[str, list[Tensor]]
 
 
@@ -108,15 +110,15 @@ def clear_answer(folder: Path) -> ClearAnswer:
         for inputs in theirs.values():
             inputs.clear()
         tokens, logits = generate(model, prompt)
-        exact, exact_logits = follow_exactly(bundle, prompt, tokens)
+        exact, scales, exact_logits = follow_exactly(bundle, prompt, tokens)
         # The least gap between a token's two largest logits over twice its rounding, as both may be off.
         first, second = exact_logits.topk(2).values.unbind(1)
         clearances = [(first - second) / (2 * (logits - exact_logits).abs().amax(1))]
         for name, found in theirs.items():
-            mask = bundle.masks[name]
-            right = torch.stack(exact[name]).abs() * mask.channel_scale
-            rounding = (scores(torch.stack(found), mask.channel_scale) - right).abs().amax(1)
-            clearances.append((right - mask.threshold).abs().amin(1) / rounding)
+            scale = torch.stack(scales[name])
+            right = torch.stack(exact[name]).abs() * scale
+            rounding = (scores(torch.stack(found), scale) - right).abs().amax(1)
+            clearances.append((right - bundle.masks[name].threshold).abs().amin(1) / rounding)
         clearance = min(float(one.min()) for one in clearances)
         if clearance >= TIMES:
             return ClearAnswer(seed, prompt, tokens, logits, clearance)
@@ -133,11 +135,12 @@ def watch_inputs(model: torch.nn.Module, bundle: Bundle) -> Inputs:
     seen: Inputs = {name: [] for name, mask in bundle.masks.items() if mask.sparsity > 0}
 
     def look(name: str, module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        if args[0].shape[-2] == 1:  # the prompt is read dense
-            seen[name].append(args[0].flatten().clone())
+        if args[0].shape[-2] < LENGTH:  # the prompt is read dense
+            seen[name].extend(args[0].flatten(0, -2).clone())
 
+    experts = find_experts(model, bundle.config)
     for name in seen:
-        model.get_submodule(name).register_forward_pre_hook(partial(look, name))
+        (experts.get(name) or model.get_submodule(name)).register_forward_pre_hook(partial(look, name))
     return seen
 
 
@@ -148,14 +151,16 @@ def generate(model: Any, prompt: Tensor) -> tuple[list[int], Tensor]:
     return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
 
 
-def follow_exactly(bundle: Bundle, prompt: Tensor, tokens: list[int]) -> tuple[Inputs, Tensor]:
-    """The plain decoder in float64, given the same tokens: its masked projections' inputs, and its logits."""
+def follow_exactly(bundle: Bundle, prompt: Tensor, tokens: list[int]) -> tuple[Inputs, Inputs, Tensor]:
+    """The plain decoder in float64, given the same tokens: its masked projections' inputs and scales, and its logits."""
     seen: Inputs = {name: [] for name, mask in bundle.masks.items() if mask.sparsity > 0}
+    scales: Inputs = {name: [] for name in seen}
     apply = MaskedLinear.__call__
 
     def look(self: MaskedLinear, x: Tensor, first_sparse: int) -> Tensor:
         if self.channel_scale is not None and first_sparse < len(x):
             seen[self.name].append(x.flatten().clone())
+            scales[self.name].append(self.channel_scale)
         return apply(self, x, first_sparse)
 
     length = LENGTH + COUNT
@@ -163,4 +168,4 @@ def follow_exactly(bundle: Bundle, prompt: Tensor, tokens: list[int]) -> tuple[I
     with mock.patch.object(MaskedLinear, "__call__", look):
         logits = [decoder.prefill(0, prompt, LENGTH)]
         logits += [decoder.decode(torch.tensor([token]))[0] for token in tokens[:-1]]
-    return seen, torch.stack(logits)
+    return seen, scales, torch.stack(logits)

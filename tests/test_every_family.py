@@ -16,7 +16,7 @@ import runtime_models
 import torch
 import triton_worker
 from bundle_maker import make_bundle
-from family_cases import COUNT, PLAIN, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
+from family_cases import COUNT, PLAIN, ROUTED, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
 from runtime_models import WRAPPERS
 from safetensors import safe_open
 
@@ -30,12 +30,14 @@ from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import expected_tensors
 from wisparse.runtime.torch.decoder import TorchDecoder
 
-# One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values.
+# One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values,
+# experts, and a shared one.
 FEATURES = ("llama", "seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")
+FEATURES += ("qwen3-moe", "qwen3.5-moe")
 # ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default, with the rotation.
 CASES = [
     pytest.param(name, search, marks=() if search == "uniform" and name in FEATURES else pytest.mark.exhaustive)
-    for name in PLAIN
+    for name in (*PLAIN, *ROUTED)
     for search in ("uniform", "refine")
 ]
 SMALL = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]

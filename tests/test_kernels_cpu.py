@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.weight_types import QuantizedMatrix, pack_int4, quantise
-from wisparse.kernels.cpu import intrinsics, launch, layout, step
+from wisparse.kernels.cpu import intrinsics, launch, layout, mlp
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cpu import weights as cpu_weights
@@ -286,7 +286,7 @@ torch.testing.assert_close(sparse_linear(x, transpose(weight), None, torch.ones(
 
 def test_a_thread_that_waits_long_gives_its_core_away() -> None:
     launch.prepare(REGION)
-    barrier = step.barrier
+    barrier = mlp.barrier
 
     @numba.cfunc("void(int64)")
     def arrive(team: int) -> None:
@@ -384,7 +384,7 @@ def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:
     assert bool((error <= 2**-23 * wanted.abs()).all())
     x = x[x.isfinite()]
     gate, up = x.clone(), torch.full_like(x, 0.5)
-    step.activate_times(gate.data_ptr(), up.data_ptr(), len(x), 1, len(x), 1)
+    mlp.activate_times(gate.data_ptr(), up.data_ptr(), len(x), 1, len(x), 1)
     wanted = functional.gelu(x.double(), approximate="tanh") / 2
     error = (gate.double() - wanted).abs()
     assert bool((error <= torch.where(x > 0, 2**-22 * wanted.abs(), 3e-8)).all())  # torch's own: 7.5e-8 below 0

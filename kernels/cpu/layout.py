@@ -75,6 +75,14 @@ class BlockField(IntEnum):
     NUM_INPUTS = 18  # projections that read the block's input
     INPUT_WIDTH = 19  # their outputs together; values come last, and are the keys where there is no v_proj
     SCALAR = 20  # () float32: multiplies the block's output
+    # Experts. Their projections follow o's in the table: all gates, all ups, all downs, then the shared expert's three.
+    EXPERTS = 21  # how many; 0: a dense MLP
+    CHOSEN = 22  # by a token
+    EXPERT_SIZE = 23
+    RENORMALISED = 24  # the weights of the chosen ones are divided by their sum
+    ROUTER = 25  # (EXPERTS, hidden) float32
+    SHARED_SIZE = 26  # of the expert for every token; 0: none
+    SHARED_GATE = 27  # (hidden,) float32
 
 
 class DeltaField(IntEnum):
@@ -177,6 +185,14 @@ class StepField(IntEnum):
     INDEX_AT = 42
     VALUE_AT = 43
     PARTIAL_AT = 44
+    # Of one token in a block with experts. Slots: its experts, and the shared one.
+    EXPERT_SCORES = 45  # (experts,) float32
+    EXPERT_CHOICE = 46  # (threads, slots, 2) int64: an expert, and the bits of its weight, float32
+    EXPERT_INDEX = 47  # (slots, EXPERT_LENGTH) int32: channels that down keeps, by thread
+    EXPERT_VALUE = 48  # (slots, EXPERT_LENGTH) float32
+    EXPERT_COUNT = 49  # (slots, threads, 2) int64
+    EXPERT_SLOTS = 50
+    EXPERT_LENGTH = 51
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:

@@ -47,14 +47,14 @@ class CpuDecoder(TorchDecoder):
         self._step_rows = 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
         self._step = Step(self)
 
-    def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], MaskedLinear]:
+    def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
         config, dtype = self.config, self.dtype
         stored = {stored.packing.kind for stored in bundle.checkpoint.quantised.values()}
         regions = [f"step_{NAMES[dtype]}"]
         if weights == "int4" or (weights == "native" and ("int4" in stored or planes_of(bundle.masks) > 1)):
             regions.append(f"dequantize_{NAMES[product_dtype(dtype)]}")
         prepare(*regions)
-        names = [f"{projection.name}.weight" for projection in config.projections()]
+        names = [f"{part}.weight" for projection in config.projections() for part in projection.parts]
         # Reading, checksums and the transposition all run without the interpreter's lock.
         with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
             read = partial(read_matrix, bundle, dtype=dtype, weights=weights, transposed=True)
@@ -65,7 +65,12 @@ class CpuDecoder(TorchDecoder):
         if not config.tie_word_embeddings or head_type != "native":
             head = _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
             self._head = read_matrix(bundle, head, dtype, head_type, transposed=False)
-        return lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], self.device, dtype)
+
+        def read_all(p: Projection) -> list[MaskedLinear]:
+            parts = enumerate(p.parts)
+            return [CpuProjection(bundle, p, matrices[f"{part}.weight"], self.device, dtype, at) for at, part in parts]
+
+        return read_all
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
@@ -244,6 +249,16 @@ class Step:
                 BlockField.INPUT_WIDTH: sum(projection.out_features for projection in block.qkv),
                 BlockField.SCALAR: None if block.scalar is None else block.scalar.float(),
             }
+            if spec.experts is not None:
+                row |= {
+                    BlockField.EXPERTS: spec.experts.count,
+                    BlockField.CHOSEN: spec.experts.chosen,
+                    BlockField.EXPERT_SIZE: spec.experts.intermediate_size,
+                    BlockField.RENORMALISED: spec.experts.renormalised,
+                    BlockField.ROUTER: None if block.router is None else block.router.float(),
+                    BlockField.SHARED_SIZE: spec.experts.shared_size,
+                    BlockField.SHARED_GATE: None if block.shared_gate is None else block.shared_gate.float(),
+                }
             for name in ("attention_input", "attention_output", "mlp_input", "mlp_output", "q_norm", "k_norm"):
                 norm: Norm | None = getattr(block, name)
                 row[BlockField[name.upper()]] = None if norm is None else norm.factors.float()
@@ -293,6 +308,16 @@ class Step:
             StepField.SPARE_COUNTS: torch.empty(threads, dtype=torch.int64),
             StepField.SCRATCH: torch.empty(threads * layout[StepField.SCRATCH_BYTES], dtype=torch.uint8),
         }
+        for experts in {block.experts for block in config.blocks if block.experts is not None}:  # alike in all blocks
+            slots, inner = experts.chosen + 1, max(experts.intermediate_size, experts.shared_size)
+            self._buffers |= {
+                StepField.EXPERT_SCORES: torch.empty(experts.count),
+                StepField.EXPERT_CHOICE: torch.empty(threads, slots, 2, dtype=torch.int64),
+                StepField.EXPERT_INDEX: torch.empty(slots, inner, dtype=torch.int32),
+                StepField.EXPERT_VALUE: torch.empty(slots, inner),
+                StepField.EXPERT_COUNT: torch.empty(slots, threads, 2, dtype=torch.int64),
+            }
+            layout |= {StepField.EXPERT_SLOTS: slots, StepField.EXPERT_LENGTH: inner}
         for field, tensor in self._buffers.items():
             self._parameters[field] = tensor.data_ptr()
         for field, value in layout.items():

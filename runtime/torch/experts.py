@@ -16,7 +16,8 @@ from .block import Block, activate, float_dtype
 def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     """The weights of the chosen experts, in x's type, and which these are: (T, chosen) each, from x (T, H)."""
     experts, router = block.spec.experts, block.router
-    assert experts is not None and router is not None
+    assert experts is not None
+    assert router is not None
     shares = functional.linear(x, router).softmax(-1, dtype=float_dtype(x.dtype))
     weights, chosen = shares.topk(experts.chosen, dim=-1)
     if experts.renormalised:

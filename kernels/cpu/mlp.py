@@ -1,0 +1,195 @@
+"""Compiled: the MLP of a decode step, dense or of experts, from its normed input to HALF. Threads own columns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .attention import BLOCK_BYTES
+from .barrier import barrier
+from .intrinsics import ONE, ZERO, exact, exp32, floats, span, words
+from .layout import PARTIAL_MORE, BlockField, ProjectionField, StepField
+from .linear import gather, output_rows, project, select
+
+ROW_BYTES = 8 * len(ProjectionField)
+_NONE = np.int64(0)
+# GELU's tanh approximation: 0.5 x (1 + tanh(t / 2)) = x / (1 + e**-t) with t = sqrt(8 / pi) (x + 0.044715 x**3).
+_GELU_SLOPE, _GELU_CUBIC = np.float32(1.5957691216057308), np.float32(0.044715)
+
+
+@exact
+def activate_times(gate, up, stride, rows, width, gelu):
+    """gate = activation(gate) * up."""
+    for b in range(rows):
+        g, u = floats(gate + 4 * b * stride), floats(up + 4 * b * stride)
+        if gelu == 0:
+            for j in range(width):
+                g[j] = g[j] / (ONE + exp32(-g[j])) * u[j]
+        else:
+            for j in range(width):
+                t = _GELU_SLOPE * (g[j] + _GELU_CUBIC * g[j] * g[j] * g[j])
+                g[j] = g[j] / (ONE + exp32(-t)) * u[j]
+
+
+@exact
+def gate_and_up(p, gate, up, x, rows, lo, hi, part, base_tag):
+    """Columns lo..hi of activation(gate) * up into the first accumulator. ``gate`` and ``up`` are numbers of rows of the
+    table; equal for one projection with both, ups after gates."""
+    scratch = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
+    acc, acc_up = scratch + p[StepField.ACC_AT], scratch + p[StepField.ACC_UP_AT]
+    index, value, partial = (
+        scratch + p[StepField.INDEX_AT],
+        scratch + p[StepField.VALUE_AT],
+        scratch + p[StepField.PARTIAL_AT],
+    )
+    length, acc_stride, hidden = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH], p[StepField.HIDDEN]
+    counts = p[StepField.COUNTS] + 8 * part * p[StepField.NUM_PROJECTIONS]
+    spare = p[StepField.SPARE_COUNTS] + 8 * part  # what every thread selects for itself is counted by thread 0 only
+    count = 0
+    for i in range(2):
+        j = gate if i == 0 else up
+        row = p[StepField.PROJECTIONS] + j * ROW_BYTES
+        offset = words(row)[ProjectionField.N] // 2 if i == 1 and gate == up else 0
+        if i == 0 or gate != up:
+            count = select(
+                x, hidden, rows, 0, hidden, row, p[StepField.THRESHOLDS] + 8 * j, index, value, length,
+                counts + 8 * j if part == 0 else spare,
+            )  # fmt: skip
+        project(
+            row, index, value, count, length, rows, offset + lo, offset + hi, acc if i == 0 else acc_up, acc_stride,
+            partial, acc_stride + PARTIAL_MORE, base_tag,
+        )  # fmt: skip
+    activate_times(acc, acc_up, acc_stride, rows, hi - lo, p[StepField.GELU])
+
+
+@exact
+def dense_mlp(p, block, x, part, parts, base_tag):
+    block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
+    rows, hidden, inner = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.INTERMEDIATE]
+    scratch = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
+    acc, acc_stride = scratch + p[StepField.ACC_AT], p[StepField.ACC_LENGTH]
+    index, value, length = scratch + p[StepField.INDEX_AT], scratch + p[StepField.VALUE_AT], p[StepField.LIST_LENGTH]
+    seg_index, seg_value, seg_count = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE], p[StepField.SEGMENT_COUNT]
+    segments = words(seg_count)
+    lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
+    mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
+
+    # The kept channels of gate and up's product are listed for down.
+    gate = block_[BlockField.FIRST] + block_[BlockField.NUM_INPUTS] + 1
+    gate_and_up(p, gate, gate + p[StepField.NUM_GATE_UP] - 1, x, rows, mlp_lo, mlp_hi, part, base_tag)
+    i = gate + p[StepField.NUM_GATE_UP]
+    row = p[StepField.PROJECTIONS] + i * ROW_BYTES
+    begin = mlp_lo * words(row)[ProjectionField.PLANES]
+    segments[2 * part] = begin
+    # The accumulator begins at column mlp_lo, select counts from column 0.
+    segments[2 * part + 1] = select(
+        acc - 4 * mlp_lo, acc_stride, rows, mlp_lo, mlp_hi, row, p[StepField.THRESHOLDS] + 8 * i, seg_index + 4 * begin,
+        seg_value + 4 * begin, length, p[StepField.COUNTS] + 8 * (part * p[StepField.NUM_PROJECTIONS] + i),
+    )  # fmt: skip
+    barrier(p[StepField.TEAM], parts)
+
+    count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
+    project(
+        row, index, value, count, length, rows, lo, hi, p[StepField.HALF] + 4 * lo, hidden,
+        scratch + p[StepField.PARTIAL_AT], acc_stride + PARTIAL_MORE, base_tag,
+    )  # fmt: skip
+
+
+@exact
+def choose_experts(scores, count, chosen, renormalised, choice):
+    """The ``chosen`` experts of highest score, in ascending order, and their weights, into ``choice`` (chosen, 2): the
+    softmax over all scores (count,). Of equal scores the first comes first."""
+    scores_, choice_ = floats(scores), words(choice)
+    largest = scores_[0]
+    for e in range(count):
+        largest = max(largest, scores_[e])
+    total, of_chosen = ZERO, ZERO
+    for e in range(count):
+        total += exp32(scores_[e] - largest)
+    last, last_score = np.int64(-1), ZERO
+    for n in range(chosen):
+        best = np.int64(-1)
+        for e in range(count):
+            later = n == 0 or scores_[e] < last_score or (scores_[e] == last_score and e > last)
+            if later and (best < 0 or scores_[e] > scores_[best]):
+                best = np.int64(e)
+        last = max(best, np.int64(0))  # none is later than a NaN
+        last_score = scores_[last]
+        of_chosen += exp32(last_score - largest)
+        at = n
+        while at > 0 and choice_[2 * (at - 1)] > last:
+            choice_[2 * at] = choice_[2 * (at - 1)]
+            at -= 1
+        choice_[2 * at] = last
+    if renormalised != 0:
+        total = of_chosen
+    for n in range(chosen):
+        floats(choice + 8 * (2 * n + 1))[0] = exp32(scores_[choice_[2 * n]] - largest) / total
+
+
+@exact
+def expert_mlp(p, block, x, part, parts, base_tag):
+    """A token at a time: scores by all threads together, then the chosen experts, and the one for every token, which is
+    the last slot, as MLPs side by side. Their outputs are added in the order of the experts."""
+    block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
+    hidden, total, chosen = p[StepField.HIDDEN], block_[BlockField.EXPERTS], block_[BlockField.CHOSEN]
+    shared = block_[BlockField.SHARED_SIZE]
+    slots, stride, team = chosen + (1 if shared != 0 else 0), p[StepField.EXPERT_LENGTH], p[StepField.TEAM]
+    scratch = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
+    acc, acc_stride = scratch + p[StepField.ACC_AT], p[StepField.ACC_LENGTH]
+    index, value, length = scratch + p[StepField.INDEX_AT], scratch + p[StepField.VALUE_AT], p[StepField.LIST_LENGTH]
+    scores = p[StepField.EXPERT_SCORES]
+    choice = p[StepField.EXPERT_CHOICE] + 16 * part * p[StepField.EXPERT_SLOTS]
+    first = block_[BlockField.FIRST] + block_[BlockField.NUM_INPUTS] + 1
+    lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
+    for b in range(p[StepField.ROWS]):
+        token, half = x + 4 * b * hidden, floats(p[StepField.HALF] + 4 * b * hidden)
+        first_score, last_score = total * part // parts, total * (part + 1) // parts
+        output_rows(
+            block_[BlockField.ROUTER], hidden, first_score, last_score, token, hidden, 1, _NONE, scores,
+            p[StepField.SLOTS], _NONE, ZERO,
+        )  # fmt: skip
+        barrier(team, parts)
+
+        choose_experts(scores, total, chosen, block_[BlockField.RENORMALISED], choice)
+        if shared != 0:
+            weight = choice + 8 * (2 * chosen + 1)
+            output_rows(
+                block_[BlockField.SHARED_GATE], hidden, _NONE, np.int64(1), token, hidden, 1, _NONE, weight,
+                p[StepField.SLOTS], _NONE, ZERO,
+            )  # fmt: skip
+            floats(weight)[0] = ONE / (ONE + exp32(-floats(weight)[0]))
+        for n in range(slots):
+            expert = words(choice)[2 * n]
+            gate, up, down = first + expert, first + total + expert, first + 2 * total + expert
+            inner = block_[BlockField.EXPERT_SIZE]
+            if n == chosen:
+                gate, up, down, inner = first + 3 * total, first + 3 * total + 1, first + 3 * total + 2, shared
+            mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
+            gate_and_up(p, gate, up, token, 1, mlp_lo, mlp_hi, part, base_tag)
+            segments, at = words(p[StepField.EXPERT_COUNT] + 16 * (n * parts + part)), 4 * (n * stride + mlp_lo)
+            segments[0] = mlp_lo
+            segments[1] = select(
+                acc - 4 * mlp_lo, acc_stride, 1, mlp_lo, mlp_hi, p[StepField.PROJECTIONS] + down * ROW_BYTES,
+                p[StepField.THRESHOLDS] + 8 * down, p[StepField.EXPERT_INDEX] + at, p[StepField.EXPERT_VALUE] + at,
+                stride, p[StepField.COUNTS] + 8 * (part * p[StepField.NUM_PROJECTIONS] + down),
+            )  # fmt: skip
+        barrier(team, parts)
+
+        for j in range(lo, hi):
+            half[j] = ZERO
+        for n in range(slots):
+            row = p[StepField.PROJECTIONS] + (first + 2 * total + words(choice)[2 * n]) * ROW_BYTES
+            if n == chosen:
+                row = p[StepField.PROJECTIONS] + (first + 3 * total + 2) * ROW_BYTES
+            at = 4 * n * stride
+            count = gather(
+                p[StepField.EXPERT_INDEX] + at, p[StepField.EXPERT_VALUE] + at, stride,
+                p[StepField.EXPERT_COUNT] + 16 * n * parts, parts, 1, index, value, length,
+            )  # fmt: skip
+            project(
+                row, index, value, count, length, 1, lo, hi, acc, acc_stride, scratch + p[StepField.PARTIAL_AT],
+                acc_stride + PARTIAL_MORE, base_tag,
+            )  # fmt: skip
+            weight, a = floats(choice + 8 * (2 * n + 1))[0], floats(acc)
+            for j in range(lo, hi):
+                half[j] += weight * a[j - lo]

@@ -1,0 +1,141 @@
+"""Mixtures of experts: files, refusals, statistics and quantised weights. Families are in test_every_family.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_cases import greedy, hugging_face
+from runtime_models import EXPERTS, make_checkpoint
+from safetensors.torch import load_file, save_file
+from tiny_bundle import VOCAB, byte_tokenizer
+
+import wisparse
+from wisparse.converter.pipeline import convert
+from wisparse.converter.sensitivity import drawn_to_pool
+from wisparse.converter.source import full_config
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.errors import UnsupportedModelError
+from wisparse.runtime.onnx_export import export_onnx
+
+PROMPT = torch.randint(3, VOCAB, (20,), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint("qwen3-moe", tmp_path_factory.mktemp("source"), vocab_size=VOCAB)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def changed(source: Path, out: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
+    """The source with another config or other tensors."""
+    out.mkdir()
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    change(config, tensors)
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def fuse(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """All experts of a block in one tensor, as transformers has them in memory."""
+    for block in (0, 2):
+        prefix = f"model.layers.{block}.mlp.experts."
+        parts = {
+            role: torch.stack([tensors.pop(f"{prefix}{expert}.{role}.weight") for expert in range(6)])
+            for role in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[prefix + "gate_up_proj"] = torch.cat((parts["gate_proj"], parts["up_proj"]), dim=1)
+        tensors[prefix + "down_proj"] = parts["down_proj"]
+
+
+def test_experts_in_one_tensor_are_read_one_by_one(source: Path, tmp_path: Path) -> None:
+    apart = Checkpoint.open(source, complete=full_config)
+    fused = Checkpoint.open(changed(source, tmp_path / "fused", fuse), complete=full_config)
+    assert list(fused.tensors) == list(apart.tensors)
+    for name in apart.tensors:
+        assert torch.equal(fused.tensor(name), apart.tensor(name)), name
+        assert torch.equal(torch.cat(list(fused.chunks(name))), apart.tensor(name).flatten()), name
+
+
+GATE = "model.layers.0.mlp.experts.3.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda config, tensors: tensors.pop(GATE), rf"missing 1 tensor \('{GATE}'\)"),
+        (lambda config, tensors: tensors.update({GATE: torch.ones(8, 64)}), r"expected shape \(40, 64\), found \(8, 64\)"),
+        (lambda config, tensors: config.update(num_experts_per_tok=9), r"num_experts_per_tok: expected at most .* \(6\)"),
+        (lambda config, tensors: config.update(scoring_func="sigmoid"), "scoring_func: .*such a router is not known here"),
+        (lambda config, tensors: config.update(mlp_only_layers=[7]), "mlp_only_layers: expected a list of blocks"),
+        (lambda config, tensors: config.update(mlp_only_layers=[0, 1, 2]), "expected blocks with experts"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_weight_is_read(
+    source: Path, tmp_path: Path, change: Any, words: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        Checkpoint.open(changed(source, tmp_path / "changed", change), complete=full_config)
+
+
+def test_a_fused_tensor_of_another_shape_is_refused(source: Path, tmp_path: Path) -> None:
+    def cut(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        fuse(config, tensors)
+        name = "model.layers.2.mlp.experts.down_proj"
+        tensors[name] = tensors[name][:5].clone()
+
+    with pytest.raises(UnsupportedModelError, match=r"down_proj: expected shape \(6, 64, 40\), found \(5, 64, 40\)"):
+        Checkpoint.open(changed(source, tmp_path / "cut", cut), complete=full_config)
+
+
+def test_few_tokens_of_an_expert_are_drawn_to_all_experts_together() -> None:
+    sums = torch.tensor([[512.0, 1024.0, 512.0], [0.0, 0.0, 0.0], [128.0, 0.0, 64.0]])  # two channels, then tokens
+    by_channel, of_all = drawn_to_pool(sums, True), drawn_to_pool(sums, False)
+    pool = torch.tensor([640.0, 1024.0]) / 576
+    assert torch.equal(by_channel[0], torch.tensor([1.0, 2.0]))  # enough of its own
+    assert torch.allclose(by_channel[1], pool)  # none
+    assert torch.allclose(by_channel[2], (torch.tensor([128.0, 0.0]) + 192 * pool) / 256)
+    assert torch.allclose(of_all[1], pool.mean().expand(2))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@torch.inference_mode()
+def test_quantised_experts_give_the_tokens_of_transformers(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    monkeypatch.setitem(EXPERTS, "grouped", ("qwen3_moe", {**EXPERTS["qwen3-moe"][1], **sizes}))
+    source = make_checkpoint("grouped", tmp_path / "source", vocab_size=VOCAB)
+    byte_tokenizer().save(str(source / "tokenizer.json"))
+    how: dict[str, Any] = {"num_samples": 8, "seq_len": 96, "search": "uniform", "rotation": "none", "device": "cpu"}
+    bundle = convert(source, tmp_path / "bundle", sparsity=0.5, weights=weights, **how)
+    assert len(Bundle.open(bundle).checkpoint.quantised) == 3 * 4 + 3 + 2 * 6 * 3
+    if weights == "int4":  # of 24 inputs, some from few tokens
+        (said,) = (record.getMessage() for record in caplog.records if "rounded, not fitted" in record.getMessage())
+        rounded, total = [int(word) for word in said.split() if word.isdigit()][:2]
+        assert total == 24
+        assert 0 < rounded < 24
+    expected = hugging_face(bundle)(PROMPT[None]).logits[0]
+    answers = []
+    for backend in ("torch", "numba"):
+        decoder = wisparse.load(bundle, device="cpu", dtype="float32", backend=backend).decoder
+        assert (decoder.logits(PROMPT, len(PROMPT)) - expected).abs().max() < 1e-4
+        answers.append(greedy(decoder, PROMPT, 12)[0])
+    assert answers[0] == answers[1]
+
+
+def test_what_cannot_run_experts_says_so(source: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    how: dict[str, Any] = {"num_samples": 2, "seq_len": 16, "device": "cpu"}
+    with pytest.raises(UnsupportedModelError, match="graded: qwen3_moe has experts"):
+        convert(source, bundle, bits=5, weights="graded", **how)
+    convert(source, bundle, sparsity=0.5, search="uniform", rotation="none", **how)
+    with pytest.raises(UnsupportedModelError, match="qwen3_moe: expected dense MLPs, found experts"):
+        export_onnx(Bundle.open(bundle), tmp_path / "onnx")
