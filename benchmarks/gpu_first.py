@@ -1,172 +1,174 @@
-"""The first token and many streams on an NVIDIA GPU: prompts read directly and over HTTP, streams decoded together.
+"""First tokens, streams and gaps over HTTP: ``wisparse serve`` beside another OpenAI-compatible server, on a GPU.
 
     PYTHONPATH=. python benchmarks/gpu_first.py --weights native int4
+    PYTHONPATH=. python benchmarks/gpu_first.py --weights native int4 --peer 'vllm serve {model} --port {port} \\
+        --load-format dummy --max-model-len 20480 --no-enable-prefix-caching'
 
-The Llama-3.1-8B shape, random weights with thresholds calibrated to 50%. Prompts are token ids, each different from all
-before it, over HTTP from a client in a process of its own; milliseconds to the first token's event. Streams: greedy
-tokens after 5 tokens, tok/s of all together. Prints a line for each part, and one line of JSON last (also to
-``$OUT/gpu-first.json`` if OUT is set).
+The Llama-3.1-8B shape: a bundle of random weights with thresholds calibrated to 50%, as ``gpu_verbs.py`` makes it. Each
+server runs with its defaults but for the context; the peer gets the same ``config.json``, for int4 with the
+quantisation of compressed-tensors, groups of 128. Every prompt is token ids that no prompt before it had.
+
+    first_ms    to the first token's event: the first request's after the start, and the median of those behind it
+    streams     greedy answers of 200 tokens after 5, started together: tokens over the time from start to the last one
+    gap         the longest pause of four running answers while a prompt of 8,000 tokens is read, as in ``gpu_serve.py``
+    memory_gb   what ``nvidia-smi`` shows once the server is ready, and after the streams
+
+Prints a line for each server, and one line of JSON last (also to ``$OUT/gpu-first.json`` if OUT is set).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
+import random
+import shlex
+import shutil
 import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-import triton
-from gpu_decode import rates
-from gpu_models import SHAPES, calibrate, mask_bundle, need_gpu, random_bundle, tiny
+from gpu_models import need_gpu
+from gpu_serve import Client, completion, gaps, make_bundle
+from gpu_verbs import environment
 
-from wisparse.runtime.cuda.decoder import CudaDecoder
-from wisparse.runtime.model import Model
-from wisparse.runtime.serve.app import ServeSettings, make_app
-from wisparse.runtime.serve.transport import http_server, open_socket
+from wisparse.runtime.serve.transport import open_socket
 
 LENGTHS = (100, 1000, 4000, 16000)
 STREAMS = (1, 8, 16, 32)
-# Reads lines of [port, tokens, rounds]; gives the milliseconds of each round. Every answer has two tokens.
-CLIENT = """
-import http.client, json, random, sys, time
-dice = random.Random(1)
-for line in sys.stdin:
-    port, vocabulary, length, rounds = json.loads(line)
-    found = []
-    for _ in range(rounds):
-        prompt = [dice.randrange(10, vocabulary - 10) for _ in range(length)]
-        body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True})
-        began = time.perf_counter()
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        assert response.status == 200, response.read()
-        response.readline()
-        found.append(1e3 * (time.perf_counter() - began))
-        response.read()
-        connection.close()
-    print(json.dumps(found), flush=True)
-"""
+INT4 = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}}},
+}  # fmt: skip
 
 
-def milliseconds(work: Any, runs: int = 5) -> float:
-    times = []
-    for _ in range(runs + 1):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times[1:])
-
-
-def prompts(decoder: CudaDecoder, lengths: tuple[int, ...]) -> dict[int, float]:
-    """Milliseconds that a prompt takes, read in the chunks of a request that is alone."""
-    ids = torch.randint(decoder.config.vocab_size, (max(lengths),), generator=torch.Generator().manual_seed(3))
-    return {n: milliseconds(lambda n=n: decoder.prefill(0, ids[:n], n)) for n in lengths}
+def memory_gb() -> float | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    found = subprocess.run(
+        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    return float(found.stdout.splitlines()[0]) * 2**20 / 1e9
 
 
 @contextlib.contextmanager
-def served(bundle: SimpleNamespace, decoder: CudaDecoder):
-    """The port of a server on the decoder, once it is ready, and the seconds that took."""
-    model, ready, began = Model(bundle, decoder, None), threading.Event(), time.perf_counter()
-    sys.setswitchinterval(0.0005)  # as ``wisparse serve`` does
-    with open_socket("127.0.0.1", 0) as listener:
-        server = http_server(make_app(model, ServeSettings("m"), ready.set))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not ready.wait(1):
-            if not thread.is_alive():
-                raise SystemExit("the server ended before it was ready")
+def server(command: list[str], port: int, log: Path) -> Iterator[tuple[Client, float]]:
+    """A client of a server in a process of its own, once ``/health`` answers, and the seconds that took."""
+    began = time.perf_counter()
+    with open(log, "w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment())
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            if process.poll() is not None or time.perf_counter() - began > 240:
+                raise RuntimeError(f"the server did not start:\n{log.read_text('utf-8')[-3000:]}")
+            time.sleep(0.1)
+        yield Client(port), time.perf_counter() - began
+    finally:
+        process.terminate()
         try:
-            yield listener.getsockname()[1], time.perf_counter() - began
-        finally:
-            server.should_exit = True
-            thread.join()
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def over_http(bundle: SimpleNamespace, decoder: CudaDecoder, lengths: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """First tokens over HTTP, the first request's, and the median of those behind it."""
-    found: dict[str, Any] = {}
-    with served(bundle, decoder) as (port, seconds):
-        found["ready_s"] = round(seconds, 1)
-        with subprocess.Popen(
-            [sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as client:
-            assert client.stdin is not None
-            assert client.stdout is not None
-            for length in lengths:
-                print(json.dumps([port, decoder.config.vocab_size, length, rounds]), file=client.stdin, flush=True)
-                times = json.loads(client.stdout.readline())
-                found[str(length)] = {"first": times[0], "median": statistics.median(times[1:]), "all": times}
+def measure(client: Client, ids: Callable[[int], list[int]], arguments: argparse.Namespace, **more: Any) -> dict:
+    """The figures of one server."""
+    found: dict[str, Any] = {"memory_gb": [memory_gb()], "first_ms": {}, "streams": {}}
+    for length in arguments.lengths:
+        times = [
+            1e3 * client.stream("/v1/completions", completion(ids(length), **more), most=2).first
+            for _ in range(1 + arguments.rounds)
+        ]
+        found["first_ms"][length] = {"first": times[0], "median": statistics.median(times[1:]), "all": times}
+    for count in arguments.streams:
+        rates = []
+        for _ in range(3):
+            answers = client.together([completion(ids(5), **more) for _ in range(count)])
+            seconds = max(one.at[-1] for one in answers) - min(one.began for one in answers)
+            rates.append(sum(one.tokens for one in answers) / seconds)
+        found["streams"][count] = statistics.median(rates)
+    found["memory_gb"].append(memory_gb())
+    try:
+        found["gap"] = gaps(client, [ids(5) for _ in range(4)], partial(ids, arguments.gap), **more)
+    except RuntimeError as error:
+        found["gap"] = {"error": str(error)}
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has, to try it out")
     parser.add_argument("--weights", nargs="+", default=["native", "int4"])
-    parser.add_argument("--parts", nargs="+", default=["prompts", "http", "streams"])
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--peer", help="command of another server, with {model} and {port}")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--streams", nargs="+", type=int, default=STREAMS)
+    parser.add_argument("--gap", type=int, default=8000, help="tokens of the prompt beside running answers")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--options", default="", help="further options of wisparse serve")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script out")
+    parser.add_argument("--tiny", action="store_true", help="the example model, to try the script out")
     arguments = parser.parse_args()
     need_gpu(parser, arguments.device)
-    device, dtype = torch.device(arguments.device), torch.float16 if arguments.tiny else torch.bfloat16
-    bundle = random_bundle(tiny(SHAPES[arguments.shape]) if arguments.tiny else arguments.shape, dtype=dtype)
-    bundle.folder, bundle.sparsity, bundle.config_dict = Path("random"), 0.5, {}
-    dense = SimpleNamespace(sparsity=0.0, masks=dict(bundle.masks))
-    bundle.at, bundle.read_bytes = lambda level: bundle if level else dense, lambda _: None
-    bundle.levels = {0.5: bundle.masks}
-    lengths = (20, 40) if arguments.tiny else LENGTHS
-    result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name() if device.type == "cuda" else "none", "torch": torch.__version__,
-        "triton": triton.__version__,
-    }  # fmt: skip
-    decoder = CudaDecoder(bundle, device=device, dtype=dtype, max_seq_len=256)
-    mask_bundle(bundle, decoder, calibrate(decoder, [0.5]), 0.5)
-    decoder.close()
-    began = time.perf_counter()
+    began, dice = time.perf_counter(), random.Random(1)
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        bundle = make_bundle(arguments, folder)
+        config = json.loads((bundle / "config.json").read_text("utf-8"))
 
-    def make(weights: str, max_batch: int, max_seq_len: int) -> CudaDecoder:
-        gc.collect()
-        torch.cuda.empty_cache()
-        return CudaDecoder(
-            bundle, device=device, dtype=dtype, weights=weights, max_batch=max_batch, max_seq_len=max_seq_len
-        )
+        def ids(count: int) -> list[int]:
+            return [dice.randrange(10, config["vocab_size"] - 10) for _ in range(count)]
 
-    for weights in arguments.weights:
-        found: dict[str, Any] = {}
-        decoder = make(weights, 4, max(lengths) + 1024 if not arguments.tiny else 64)
-        if "prompts" in arguments.parts and device.type == "cuda":
-            found["launched_ms"] = prompts(decoder, lengths)
-            decoder.prepare_prompts()
-            found["prompt_ms"] = prompts(decoder, (16, 32, 64, 128, 256, 512, *lengths))
-            print(f"{time.perf_counter() - began:5.0f} s {weights} prompts: {json.dumps(found)}", flush=True)
-        if "http" in arguments.parts:
-            found["http_ms"] = over_http(bundle, decoder, lengths, arguments.rounds)
-            print(f"{time.perf_counter() - began:5.0f} s {weights} http: {json.dumps(found['http_ms'])}", flush=True)
-        decoder.close()
-        if "streams" in arguments.parts and device.type == "cuda":
-            decoder = make(weights, max(STREAMS), 1024)
-            found["tok_per_s"] = {n: statistics.median(rates(decoder, batch=n, runs=3)) for n in STREAMS}
-            print(f"{time.perf_counter() - began:5.0f} s {weights} streams: {found['tok_per_s']}", flush=True)
-            decoder.close()
-        result[weights] = found
+        longest = max(*arguments.lengths, arguments.gap) + 1024
+        ours = [sys.executable, "-m", "wisparse", "serve", bundle, "--device", arguments.device]
+        ours += ["--max-seq-len", longest, *shlex.split(arguments.options)]
+        runs: list[tuple[str, Callable[[int], list[Any]], dict[str, Any]]] = [
+            (weights, lambda port, weights=weights: [*ours, "--weights", weights, "--port", port], {})
+            for weights in arguments.weights
+        ]
+        for weights in arguments.weights if arguments.peer else ():
+            model = folder / f"peer-{weights}"
+            model.mkdir()
+            for file in bundle.glob("*token*.json"):
+                os.symlink(file, model / file.name)
+            plain = {key: value for key, value in config.items() if key not in ("wisparse", "quantization_config")}
+            plain |= {"quantization_config": INT4} if weights == "int4" else {}
+            (model / "config.json").write_text(json.dumps(plain), "utf-8")
+
+            def peer(port: int, model: Path = model) -> list[Any]:
+                return shlex.split(arguments.peer.format(model=model, port=port))
+
+            runs.append((f"peer {weights}", peer, {"model": str(model), "ignore_eos": True}))
+        for name, command, more in runs:
+            with open_socket("127.0.0.1", 0) as listener:
+                port = listener.getsockname()[1]
+            try:
+                with server([*map(str, command(port))], port, folder / "log") as (client, seconds):
+                    result[name] = {"ready_s": seconds, **measure(client, ids, arguments, **more)}
+            except Exception as error:  # the other servers are worth their time all the same
+                result[name] = {"error": f"{type(error).__name__}: {error}", "log": (folder / "log").read_text()[-2000:]}
+            print(f"{time.perf_counter() - began:5.0f} s {name}: {json.dumps(result[name])}", flush=True)
     line = json.dumps(result)
     if os.environ.get("OUT"):
         Path(os.environ["OUT"], "gpu-first.json").write_text(line + "\n", "utf-8")
     print(line)
+    if any("error" in one for one in result.values()):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

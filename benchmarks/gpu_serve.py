@@ -232,7 +232,9 @@ def second_turn(client: Client, texts: Iterator[str], behind: int) -> dict[str, 
     }  # fmt: skip
 
 
-def gaps(client: Client, prompts: Sequence[Sequence[int]], long: Callable[[], list[int]]) -> dict[str, Any]:
+def gaps(
+    client: Client, prompts: Sequence[Sequence[int]], long: Callable[[], list[int]], **more: Any
+) -> dict[str, Any]:
     """How long running answers wait while a prompt is read."""
     most = 500
 
@@ -243,14 +245,14 @@ def gaps(client: Client, prompts: Sequence[Sequence[int]], long: Callable[[], li
             time.sleep(0.15)
             moments.append(time.perf_counter())
             if read:
-                client.stream("/v1/completions", completion(long()), most=1)
+                client.stream("/v1/completions", completion(long(), **more), most=1)
             else:
                 time.sleep(0.3)
             moments.append(time.perf_counter())
 
         thread = threading.Thread(target=reader)
         thread.start()
-        answers = client.together([completion(prompt) for prompt in prompts], most)
+        answers = client.together([completion(prompt, **more) for prompt in prompts], most)
         thread.join()
         if len(moments) != 2 or min(answer.at[-1] for answer in answers) < moments[1]:
             raise RuntimeError("the prompt was not read while the answers ran")

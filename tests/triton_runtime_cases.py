@@ -367,7 +367,7 @@ def test_more_rows_than_usual_take_a_step_of_another_kind_or_several(several, mo
             tokens[slot] = start(decoder, slot, PROMPT[: 2 + slot % 3])
         decoder.measure_sparsity(True)
         for _ in range(2):
-            tokens = torch.where(tokens >= 0, decoder.step(tokens, [GREEDY] * 9), -1)
+            tokens = torch.where(tokens >= 0, decoder.step(tokens, [GREEDY] * 9).cpu(), -1)
             yield tokens.tolist()
         yield pytest.approx(decoder.realised_sparsity(), abs=1e-9)
         yield decoder.decode(tokens)[[0, 8]].argmax(-1).tolist()

@@ -182,12 +182,12 @@ def dequantize(weight: DeviceWeight, index: int, out: Tensor, *, low: bool = Fal
             codes = codes.view(torch.int8 if weight.quant == "int8" else torch.float8_e4m3fn)
         groups = torch.arange(piece.start, piece.stop, device=raw.device) // weight.group
         zero = ZERO[weight.quant] if weight.zeros is None else weight.zeros[groups, columns]
-        numbers = (codes[:, :width].float() - zero).mul_(weight.scales[groups, columns])
-        if weight.planes == 1:
-            out[piece] = numbers
-        else:
+        numbers, scales = codes[:, :width].float() - zero, weight.scales[groups, columns]
+        if weight.planes == 2:
             numbers = numbers[1::2] if low else 16 * numbers[::2] + numbers[1::2]
-            out[begin // 2 : begin // 2 + len(numbers)] = numbers
+            scales = scales[::2]
+        first_row = begin // weight.planes
+        out[first_row : first_row + len(numbers)] = numbers.mul_(scales)
     return out
 
 
