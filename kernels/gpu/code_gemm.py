@@ -55,6 +55,8 @@ def _code_gemm_kernel(x_ptr, weights, out_ptr, partial_ptr, counter_ptr, M, conf
     BLOCK_N: tl.constexpr = config.tile.block_n
     BLOCK_K: tl.constexpr = config.tile.block_k
     SPLITS: tl.constexpr = config.tile.splits
+    STRIDE: tl.constexpr = config.stride
+    GROUP: tl.constexpr = config.group
     QUANT: tl.constexpr = config.quant
     EACH: tl.constexpr = 8 if QUANT == "int4" else 4
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -73,7 +75,7 @@ def _code_gemm_kernel(x_ptr, weights, out_ptr, partial_ptr, counter_ptr, M, conf
         first = (step * SPLITS + of.split) * BLOCK_K
         x = tl.load(x_at + (first + lane)[None, :], mask=there[:, None], other=0.0)
         k = first + lane
-        w = code_block(weights, word, first, k, BLOCK_K, BLOCK_N, K, config.stride, config.group, QUANT, dtype)
+        w = code_block(weights, word, first, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype)
         acc = tl.dot(x, w, acc)
     out_at = m.to(tl.int64)[:, None] * N + of.column[None, :]
     live = there[:, None] & of.live[None, :]

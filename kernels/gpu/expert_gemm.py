@@ -91,7 +91,8 @@ def _expert_gemm_kernel(
     BLOCK_M: tl.constexpr = config.block_m
     BLOCK_N: tl.constexpr = config.block_n
     BLOCK_K: tl.constexpr = config.block_k
-    GATED: tl.constexpr = config.activation != ""
+    ACTIVATION: tl.constexpr = config.activation
+    GATED: tl.constexpr = ACTIVATION != ""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     # This program's expert: tiles of the experts before it.
     e = tl.arange(0, E_PAD)
@@ -148,7 +149,7 @@ def _expert_gemm_kernel(
                 up = tl.dot(x, w, up, input_precision="ieee")
         wanted = there[:, None] & (n < N)[None, :]
         if GATED:
-            y = activate(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype, config.activation)
+            y = activate(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype, ACTIVATION)
             tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=wanted)
         else:
             acc = acc * tl.load(weight_ptr + pair, mask=there, other=0.0)[:, None]
@@ -158,21 +159,25 @@ def _expert_gemm_kernel(
 @triton.jit
 def _weight_block(weights, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr, dtype: tl.constexpr):
     """(BLOCK_K, BLOCK_N) numbers of a projection; of columns that do not exist any."""
-    if config.quant == "none":
+    # Constants of their own, as in sparse_gemv_kernel.
+    K: tl.constexpr = config.k
+    STRIDE: tl.constexpr = config.stride
+    GROUP: tl.constexpr = config.group
+    QUANT: tl.constexpr = config.quant
+    BLOCK_K: tl.constexpr = config.block_k
+    BLOCK_N: tl.constexpr = config.block_n
+    if QUANT == "none":
         at = weights.weight_t + k[:, None] * config.stride + PROJECTION * config.n + n[None, :]
         if config.k % config.block_k + config.n % config.block_n == 0:
             w = tl.load(at)
         else:
             w = tl.load(at, mask=(k < config.k)[:, None] & (n < config.n)[None, :], other=0.0)
     else:
-        EACH: tl.constexpr = 8 if config.quant == "int4" else 4
+        EACH: tl.constexpr = 8 if QUANT == "int4" else 4
+        WORDS: tl.constexpr = BLOCK_N // EACH
         FIRST: tl.constexpr = PROJECTION * ((config.n + BLOCK - 1) // BLOCK * BLOCK)
-        tile = FIRST + tl.program_id(1) * config.block_n
-        word = tile // EACH + tl.arange(0, config.block_n // EACH)
-        w = code_block(
-            weights, word, start, k, config.block_k, config.block_n, config.k, config.stride, config.group,
-            config.quant, dtype,
-        )  # fmt: skip
+        word = (FIRST + tl.program_id(1) * BLOCK_N) // EACH + tl.arange(0, WORDS)
+        w = code_block(weights, word, start, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype)
     return w
 
 

@@ -148,7 +148,8 @@ def _choose(logit_ptr, row, routing, config: tl.constexpr, rounded: tl.constexpr
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     OTHERS: tl.constexpr = 32
     CHOSEN: tl.constexpr = config.chosen
-    TOTAL: tl.constexpr = config.chosen + config.shared
+    SHARED: tl.constexpr = config.shared
+    TOTAL: tl.constexpr = CHOSEN + SHARED
     e = tl.arange(0, E_PAD)
     logit = tl.load(logit_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     # An expert's rank: how many are before it, by their logits and then by their number. NaN counts as the least.
@@ -169,10 +170,10 @@ def _choose(logit_ptr, row, routing, config: tl.constexpr, rounded: tl.constexpr
     at = row.to(tl.int64) * TOTAL + rank
     tl.store(routing.expert + at, e, mask=wanted)
     tl.store(routing.weight + at, weight.to(rounded).to(tl.float32), mask=wanted)
-    if config.shared > 0:
+    if SHARED > 0:
         gate = tl.load(logit_ptr + E, cache_modifier=".cg").to(tl.float32)
         gate = (1.0 / (1.0 + tl.exp(-gate))).to(rounded).to(tl.float32)
-        for i in tl.static_range(config.shared):
+        for i in tl.static_range(SHARED):
             tl.store(routing.expert + row.to(tl.int64) * TOTAL + CHOSEN + i, E + i)
             tl.store(routing.weight + row.to(tl.int64) * TOTAL + CHOSEN + i, gate)
 
