@@ -87,24 +87,24 @@ def main() -> None:
     options = parser.parse_args()
     if not options.tiny:
         need_gpu(parser)
-    device = torch.device("cpu" if options.tiny else "cuda")
+    device, dtype = torch.device("cpu" if options.tiny else "cuda"), torch.float16 if options.tiny else torch.bfloat16
     runs, shape = (1, SHAPE | TINY) if options.tiny else (9, SHAPE)
     gbps = read_bandwidth_gbps(device)
     name = "interpreter" if options.tiny else torch.cuda.get_device_name()
     print(f"{name}: a plain read reaches {gbps:.0f} GB/s", flush=True)
     table: list[dict[str, Any]] = []
     for weights in options.weights:
-        bundle: SimpleNamespace = random_bundle(
-            shape, num_blocks=options.blocks, dtype=torch.float16 if options.tiny else torch.bfloat16
-        )
+        bundle: SimpleNamespace = random_bundle(shape, num_blocks=options.blocks, dtype=dtype)
         began = time.perf_counter()
         decoder = CudaDecoder(
-            bundle, device=device, dtype=torch.float16 if options.tiny else torch.bfloat16, weights=weights,
+            bundle, device=device, dtype=dtype, weights=weights,
             max_seq_len=min(4096, options.prompt + 512), max_batch=max(options.rows),
         )  # fmt: skip
         wait(device)
         loaded = time.perf_counter() - began
         ids = torch.randint(decoder.config.vocab_size, (options.prompt,), generator=torch.Generator().manual_seed(3))
+        for slot in range(1, max(options.rows)):  # a step's rows read what is there
+            decoder.prefill(slot, ids[:200], 200)
         first_ms = []
         for run in range(4):
             wait(device)

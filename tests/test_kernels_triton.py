@@ -20,6 +20,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 CASES = {
     "kernels are their twins": "triton_cases.py",
     "products of codes are their twins": "triton_codes_cases.py",
+    "experts are their twins": "triton_experts_cases.py",
     "the decoder is the plain one, with weights in codes too": "triton_decoder_cases.py",
     "sampling on the device is its twin": "triton_sample_cases.py",
     "the decoder keeps its promises": "triton_runtime_cases.py",
@@ -94,7 +95,10 @@ def test_kernels_compile_within_the_chips_limits(arch: int, outcomes) -> None:
         # Those without a block never reach the wait in the loop, and may not touch what is shared before another.
         # The product for many rows within vLLM is launched like any other, and so is what reads a prompt or begins a step.
         # Kernels with a mask by row are compiled without programmatic launches, as vLLM launches them.
-        plainly = row["kernel"].startswith(("chunk", "embed", "many experts", "mask gemm", "subnormals")) or "by row" in row["kernel"]
+        plainly = (
+            row["kernel"].startswith(("chunk", "embed", "many experts", "mask gemm", "subnormals"))
+            or "by row" in row["kernel"]
+        )
         # Experts wait for the choice, and in the product once more, which is over at once.
         waits = 2 if "idle" in row["kernel"] or row["kernel"].startswith("experts") else 0 if plainly else 1
         assert row["waits"] == (row["arch"] >= 90) * waits, row

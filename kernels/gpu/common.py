@@ -30,8 +30,8 @@ class Input(NamedTuple):
 class Weights(NamedTuple):
     weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side; quantized: int32 words
     bias: Tensor | None  # (N,) of the weights' dtype
-    scales: Tensor  # (projections, K) float32, channel scales
-    thresholds: Tensor  # (projections * planes,) float32
+    scales: Tensor | None  # (projections, K) float32, channel scales; None: as thresholds, not read
+    thresholds: Tensor | None  # (projections * planes,) float32
     quant_scales: Tensor | None  # quantized: (K / group, padded columns) float32
     quant_zeros: Tensor | None  # zero points other than the type's own: the same shape
 

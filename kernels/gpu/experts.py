@@ -307,25 +307,25 @@ def plan_experts(
 
 
 def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile:
-    """The heuristic: about as many programs as a launch of one linear of these bytes has, among all pairs."""
+    """As the tiles that were measured of one linear with the bytes of all pairs: about four programs of four warps for
+    each multiprocessor, or seven of two. ``adds``: experts whose products are added up."""
     k, n, processors = shape.in_features, sum(shape.widths), gpu.multiprocessors
+    grouped = 0 < shape.group < k
     if shape.quant == "none":
-        block_n = 256 if n >= 512 else 64
-        splits = max(1, min(7 * processors // (pairs * triton.cdiv(n, block_n)), k // 64, 64))
-        tile = GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, lead=2 if shape.dense else 0)
+        block_n, chunk, each = 256 if n >= 512 else 64, 32, 4
+        tile = GemvTile(block_n, 1024 // block_n, 1, 4, chunk=chunk, unroll=8, trigger=2, lead=2 if shape.dense else 0)
     else:
-        grouped = shape.group < k
-        block_n = 256 * 2 * (1 if n <= 1024 else 2) // BITS[shape.quant]
-        chunk = shape.group if grouped else 64
-        chunks = triton.cdiv(k, chunk)
-        splits = max(1, triton.cdiv(k, 1024), 7 * processors // (pairs * count_tiles(shape.widths, block_n)))
-        splits = triton.cdiv(chunks, triton.cdiv(chunks, min(splits, chunks, 64)))
-        tile = GemvTile(block_n, 16, splits, 2, chunk=chunk, unroll=2 if grouped else 4, trigger=2)
-    # One row's sums: as many spinning reducers as have a multiprocessor each.
-    launches = max(1, pairs // max(1, adds))
-    return replace(
-        tile, reducers=most_reducers(gpu._replace(multiprocessors=gpu.multiprocessors // launches), shape.widths, tile)
-    )
+        block_n, chunk, each = 256 * (2 if n <= 1024 else 4) // BITS[shape.quant], shape.group if grouped else 64, 7
+        tile = GemvTile(block_n, 16, 1, 2, chunk=chunk, unroll=2 if grouped and not shape.dense else 4, trigger=2)
+    chunks = triton.cdiv(k, chunk)
+    # Every split as many chunks as any other, or one less; of unquantized weights at least three.
+    least = min(chunks, 3) if shape.quant == "none" else 1
+    splits = max(1, min(each * processors // (pairs * count_tiles(shape.widths, block_n)), chunks // least))
+    splits = triton.cdiv(chunks, triton.cdiv(chunks, splits))
+    # As many spinning reducers in all as have a multiprocessor each.
+    share = gpu._replace(multiprocessors=processors // max(1, pairs // max(1, adds)))
+    tile = replace(tile, splits=splits)
+    return replace(tile, reducers=most_reducers(share, shape.widths, tile))
 
 
 def launch_experts(

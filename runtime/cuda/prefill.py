@@ -107,7 +107,9 @@ def run_experts(
     expert_gemm(x, gate_up, groups, left, gpu, activation=config.activation, first_sparse=masked_from)
     out = x.new_empty(len(x), router.total, down.out_features)
     expert_gemm(left, down, groups, out, gpu, weight=weight, first_sparse=masked_from)
-    for which, (first, end) in enumerate(pairwise(groups.offset.tolist()) if observe is not None else ()):
+    offsets = pairwise(groups.offset.tolist() if observe is not None else ())
+    for which, (first, end) in enumerate(offsets):
+        assert observe is not None
         rows = groups.order[first:end] // router.total
         dense = int((rows < first_sparse).sum())
         observe(gate_up.one(which), x[rows], dense)
@@ -279,8 +281,9 @@ class PromptReader:
         )  # fmt: skip
         return self._logits.logit
 
-    def _products(self, linear: FusedLinear, x: Tensor) -> Tensor:
+    def _products(self, linear: AnyLinear, x: Tensor) -> Tensor:
         """x (T, K) to (T, N), dense."""
+        assert isinstance(linear, FusedLinear)
         weight = linear.weight
         if weight.quant == "none":
             y = x @ weight.data[:, : linear.out_features]

@@ -166,13 +166,11 @@ class DecodeStep:
         # Measured on an H200: more of a long context in flight, where there is room for it.
         long = gpu.arch == 90 and dtype != torch.float32 and kv_splits * rows > min(KV_SPLITS.values())
         self._attention_stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
-        experts = [block for block in weights.blocks if isinstance(block.gate_up, ExpertLinear)]
-        chosen = max((block.gate_up.chosen for block in experts), default=1)
-        self._activated = empty(
-            rows * max((self._pairs(b) // rows * b.gate_up.widths[0] for b in weights.blocks), default=0)
-        )
+        chosen = max(map(self._pairs, weights.blocks)) // rows
+        self._activated = empty(max(self._pairs(block) * block.down.in_features for block in weights.blocks))
         self._routing = Routing(empty(rows, chosen, kind=torch.int32), empty(rows, chosen, kind=torch.float32))
-        self._router_logits = empty(rows, max((len(b.router) for b in experts), default=0), kind=torch.float32)
+        routers = [block.router for block in weights.blocks if block.router is not None]
+        self._router_logits = empty(rows, max(map(len, routers), default=0), kind=torch.float32)
         self._router_counter = torch.zeros(rows, dtype=torch.int32, device=device)
         self._logits = Logits.empty(rows, config.vocab_size, device)
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if dtype in SAMPLED_DTYPES else None
@@ -390,12 +388,11 @@ class _KeptCells:
             for role, linear in zip(LINEARS, block.linears, strict=True):
                 if linear.dense:
                     continue
-                shape = (len(linear.widths), step.plans[index][role].launch.splits if step.plans else 1)
-                width = torch.tensor(linear.widths)[:, None].expand(shape)
-                if isinstance(linear, ExpertLinear):
-                    shape = (step._pairs(block), *shape)
+                pairs = (step._pairs(block),) if isinstance(linear, ExpertLinear) else ()
+                splits = step.plans[index][role].launch.splits if step.plans else 1
+                shape = (*pairs, len(linear.widths), splits)
                 self._shapes[index, role] = size, shape
-                widths.append(width.expand(shape).flatten())
+                widths.append(torch.tensor(linear.widths)[:, None].expand(shape).flatten())
                 size += math.prod(shape)
         self._widths = torch.cat(widths) if widths else torch.zeros(0, dtype=torch.int64)
         self.cells = torch.zeros(2, size, dtype=torch.int64, device=self._ids.device)

@@ -180,12 +180,12 @@ def _load_experts(own: list[Projection], shared: list[Projection], source: _Sour
     for i, projection in enumerate(own):
         for expert, part in enumerate(projection.parts):
             weight = source.weight(f"{part}.weight", weights)
-            if found is None:
-                plain = isinstance(weight, Tensor)
+            if found is None:  # all are stored alike
+                codes = None if isinstance(weight, Tensor) else weight
                 found = empty_experts(
-                    first.experts + pieces, first.chosen + pieces, "none" if plain else weight.kind, first.in_features,
-                    tuple(one.out_features for one in own), None if plain else weight.group, source.dtype,
-                    source.device, zeros=not plain and weight.zeros is not None,
+                    first.experts + pieces, first.chosen + pieces, codes.kind if codes else "none", first.in_features,
+                    tuple(one.out_features for one in own), codes.group if codes else None, source.dtype, source.device,
+                    zeros=codes is not None and codes.zeros is not None,
                 )  # fmt: skip
             _store(found.one(expert).weight, i, weight)
     assert found is not None
@@ -214,12 +214,11 @@ def _piece(weight: Tensor | QuantizedMatrix, first: int, size: int, down: bool) 
 
     if isinstance(weight, Tensor):
         return cut(weight)
-    whole_rows = down and weight.group is None
     codes = cut(weight.codes.view(torch.uint8), 2 if down and weight.kind == "int4" else 1)
-    scales, zeros = (
-        part if part is None or whole_rows else cut(part, (weight.group or 1) if down else 1)
-        for part in (weight.scales, weight.zeros)
-    )
+    scales, zeros = weight.scales, weight.zeros
+    if not down or weight.group is not None:
+        each = (weight.group or 1) if down else 1
+        scales, zeros = cut(scales, each), None if zeros is None else cut(zeros, each)
     shape = (weight.shape[0], size) if down else (size, weight.shape[1])
     return replace(weight, codes=codes, scales=scales, zeros=zeros, shape=shape)
 

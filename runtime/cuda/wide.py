@@ -36,11 +36,10 @@ WIDE_ROWS = 32
 def takes_wide_steps(weights: CudaWeights) -> bool:
     """Whether ``WIDE_ROWS`` rows of these weights can be one step."""
     linears = [linear for block in weights.blocks for linear in block.linears]
-    if any(isinstance(linear, ExpertLinear) for linear in linears):
-        return False
     half, processors = weights.embedding.dtype != torch.float32, gpu_of(weights.embedding.device).multiprocessors
-    return all(
-        linear.weight.quant == "none" or (half and code_gemm_tile(linear, WIDE_ROWS, processors) is not None)
+    return not any(isinstance(linear, ExpertLinear) for linear in linears) and all(
+        linear.weight.quant == "none"
+        or (half and code_gemm_tile(cast("FusedLinear", linear), WIDE_ROWS, processors) is not None)
         for linear in linears
     )
 
