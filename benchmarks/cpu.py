@@ -35,6 +35,7 @@ from cpu_models import LLAMA_1B, calibrated_bundle, random_checkpoint
 from quality import describe_machine, print_document
 from torch import Tensor
 
+from wisparse.converter.source import cache_argument
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.cpu.decoder import CpuDecoder
 
@@ -92,13 +93,15 @@ def machine() -> dict[str, Any]:
 def transformers_loop(model: Any, prompt: Tensor, count: int) -> Callable[[], Any]:
     """Greedy decoding by the bare model and its cache, without the cost of ``generate``."""
 
+    name = cache_argument(model)
+
     @torch.inference_mode()
     def run() -> float:
         output = model(prompt[None], use_cache=True, logits_to_keep=1)
-        cache, token = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+        cache, token = output[name], output.logits[:, -1].argmax(-1, keepdim=True)
         start = clock()
         for _ in range(count):
-            output = model(token, past_key_values=cache, use_cache=True)
+            output = model(token, use_cache=True, **{name: cache})
             token = output.logits[:, -1].argmax(-1, keepdim=True)
         return (clock() - start) / count
 

@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/gpu_first.py --weights native int4 --peer 'vllm serve {model} --port {port} \\
         --load-format dummy --max-model-len 20480 --no-enable-prefix-caching'
 
-The Llama-3.1-8B shape: a bundle of random weights with thresholds calibrated to 50%, as ``gpu_verbs.py`` makes it. Each
+The Llama-3.1-8B shape: a bundle of random weights with thresholds calibrated to 50%, as ``gpu_bundle.py`` makes it. Each
 server runs with its defaults but for the context; the peer gets the same ``config.json``, for int4 with the
 quantisation of compressed-tensors, groups of 128. Every prompt is token ids that no prompt before it had.
 
@@ -38,7 +38,7 @@ from typing import Any
 
 from gpu_models import need_gpu
 from gpu_serve import Client, completion, gaps, make_bundle
-from gpu_verbs import environment
+from gpu_bundle import environment
 
 from wisparse.runtime.serve.transport import open_socket
 

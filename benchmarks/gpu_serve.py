@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/gpu_serve.py --tiny --device cpu   # the example model: to try the script out
     PYTHONPATH=. python benchmarks/gpu_serve.py --bundle out          # a bundle that is there, if it never ends a text
 
-Needs ``wisparse[serve]``; the client is Python's own ``http.client``. Makes the bundle as ``gpu_verbs.py`` does (random
+Needs ``wisparse[serve]``; the client is Python's own ``http.client``. Makes the bundle by ``gpu_bundle.py`` (random
 weights of the Llama-3.1-8B shape, thresholds calibrated to 50%), runs ``wisparse bench`` at one row and at eight, then
 ``wisparse serve --max-batch 8`` and a client of it, each in a process of its own. Each part warms up first and is a
 median of rounds:
@@ -44,8 +44,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_bundle import EXAMPLE, ROOT, SPARSITY, endless_source, environment, wisparse
 from gpu_models import SHAPES, need_gpu
-from gpu_verbs import EXAMPLE, ROOT, SPARSITY, endless_source, environment, wisparse
 
 TOKENS = 200  # of an answer, as in bench
 ROUNDS = 5
@@ -319,7 +319,7 @@ def make_bundle(arguments: argparse.Namespace, folder: Path) -> Path:
         text = ("--calibration", ROOT / "converter", "--num-samples", 1, "--seq-len", 128, "--search", "uniform")
         wisparse("convert", source, "-o", bundle, "--sparsity", SPARSITY, *text, "--device", arguments.device, "-q")
     else:
-        child = [sys.executable, str(ROOT / "benchmarks" / "gpu_verbs.py"), "--part", "make", "--folder", str(bundle)]
+        child = [sys.executable, str(ROOT / "benchmarks" / "gpu_bundle.py"), "--folder", str(bundle)]
         child += ["--shape", arguments.shape, "--device", arguments.device]
         child += ["--end", str(SHAPES[arguments.shape]["vocab_size"] - 7)]
         child += ["--blocks", str(arguments.blocks)] if arguments.blocks else []

@@ -26,8 +26,7 @@ import anthropic
 import click
 import openai
 from pydantic import BaseModel
-from serve_requests import ASK, MOST, PARAMETERS, PROMPT, REQUESTS, WEATHER, Peer, make_bundle, outcome
-from serve_speed import address_of
+from serve_requests import ASK, MOST, PARAMETERS, PROMPT, REQUESTS, WEATHER, Peer, address_of, make_bundle, outcome
 
 LONG = "x = 1\n" * 3000
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}]}]

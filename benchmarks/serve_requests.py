@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import openai
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -183,3 +184,11 @@ def outcome(ask: Callable[[Peer], bool], peer: Peer) -> str:
         return "yes" if ask(peer) else "no: answered otherwise"
     except Exception as error:
         return f"no: {type(error).__name__}: {error!s:.200}"
+
+
+def address_of(server: subprocess.Popen[str]) -> str:
+    assert server.stderr is not None  # it was asked for
+    for line in server.stderr:
+        if line.startswith("serving "):
+            return next(word for word in line.split() if word.startswith("http://"))
+    raise click.ClickException("the server did not start; start it by hand to see why")

@@ -29,7 +29,7 @@ from typing import Any
 
 import click
 import psutil
-from serve_speed import address_of
+from serve_requests import address_of
 
 import wisparse
 from wisparse.runtime.decoding.sampling import SamplingParams

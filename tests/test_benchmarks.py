@@ -120,7 +120,7 @@ COMMANDS = {
     "gpu_tiles": ["sweep"],
     "gpu_tiles.check": ["check"],
     "gpu_sanitize": ["memcheck"],
-    **{f"gpu_{script}": [] for script in ("serve", "tokens", "verbs", "vllm", "weights")},
+    **{f"gpu_{script}": [] for script in ("serve", "tokens", "vllm", "weights")},
 }
 
 

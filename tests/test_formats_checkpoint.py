@@ -311,9 +311,7 @@ def test_hardly_a_safetensors_file(content: bytes, message: str, tmp_path: Path)
 _NAMES = st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__" and name.isprintable())
 _SHAPES = st.lists(st.integers(0, 5), max_size=4)
 _TENSORS = st.dictionaries(
-    _NAMES,
-    st.tuples(st.sampled_from([getattr(torch, name) for name, _ in DTYPES.values()]), _SHAPES),
-    max_size=6,
+    _NAMES, st.tuples(st.sampled_from([getattr(torch, name) for name, _ in DTYPES.values()]), _SHAPES), max_size=6
 )
 
 

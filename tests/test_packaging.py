@@ -143,6 +143,19 @@ def test_transformers_imports_beside_a_distribution_named_kernels(installs: dict
     assert str(checkout) not in _python(installs["plain"], code, checkout)
 
 
+def test_mypy_and_python_find_an_editable_install(installs: dict[str, Path], checkout: Path, tmp_path: Path) -> None:
+    (checkout / "runtime" / "newer.py").write_text("")  # than the install
+    names = [name for name in _modules() if "." in name]
+    (tmp_path / "user.py").write_text("".join(f"import {name}\n" for name in [*names, "wisparse.missing"]))
+    command = [sys.executable, "-m", "mypy", "--python-executable", installs["editable"], "--config-file", os.devnull]
+    done = subprocess.run(
+        [*command, "--follow-imports", "skip", "user.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert re.findall(r'^.*error.* named "(.*)"', done.stdout, re.MULTILINE) == ["wisparse.missing"], done.stdout
+    _python(installs["editable"], "import wisparse.runtime.newer", tmp_path)
+    (checkout / "runtime" / "newer.py").unlink()
+
+
 # A line that ends in "# wrong" has to be refused, all others have to pass.
 _USER = """
 import wisparse

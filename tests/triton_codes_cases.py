@@ -21,10 +21,7 @@ HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 KINDS = [("int4", 32, False), ("int4", 64, True), ("int8", None, False), ("int8", 32, True), ("fp8", None, False)]
 KINDS += [("graded", 32, False)]
 # Few large blocks where kernels are interpreted.
-TILES = {
-    1: GemvTile(128, 16, 2, 4, chunk=32, unroll=2, lead=1),
-    5: GemvTile(128, 64, 2, 4, stages=1, unroll=1),
-}
+TILES = {1: GemvTile(128, 16, 2, 4, chunk=32, unroll=2, lead=1), 5: GemvTile(128, 64, 2, 4, stages=1, unroll=1)}
 
 
 def quantized_linear(

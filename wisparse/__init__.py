@@ -14,11 +14,11 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# Run from the root of a checkout, Python finds this folder before an installed copy, and the folders beside it are its
-# sub-packages there. An installed copy has no such neighbours and is left alone.
+# In a checkout the folders beside this one are sub-packages, which Python finds neither from the checkout's root nor, if
+# the file is newer than an editable install, among that one's links. An installed copy has no such neighbours.
 _ROOT = Path(__file__).resolve().parent.parent
-if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "converter").is_dir() and str(_ROOT) not in __path__:
-    __path__.append(str(_ROOT))
+if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "converter").is_dir():
+    __path__[:] = [str(_ROOT / "wisparse"), str(_ROOT)]
 
 if TYPE_CHECKING:
     from .converter.masking import WisparseConfig, desparsify, sparsify
