@@ -108,7 +108,7 @@ def rsparse(
     ranks = {}
     with CalibrationState(source, tokens, num_samples=num_samples) as calib:
         for view in calib.blocks():
-            ranks |= {name: choose_rank(view.inputs[name], source.weight(name), sparsity) for name in view.names}
+            ranks |= {name: choose_rank(view.inputs[name].x, source.weight(name), sparsity) for name in view.names}
     paths = [_Path(source.projections[name], rank) for name, rank in ranks.items() if rank]
     try:
         allocation = {

@@ -52,14 +52,15 @@ class ExpertProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert self.routing is not None
         parts = zip(x.split(self.routing.counts), self.weight, strict=True)
-        return torch.cat([functional.linear(rows, weight) for rows, weight in parts])
+        return torch.cat([functional.linear(rows, weight) for rows, weight in parts if len(rows)])
 
 
 def find_experts(model: Any, config: ModelConfig) -> dict[str, ExpertProjection]:
     """The modules of experts' projections that the model has, by name; its experts run them from now on."""
-    found, modules = {}, dict(model.named_modules())
+    found: dict[str, ExpertProjection] = {}
+    modules: dict[str, Any] = dict(model.named_modules())
     for projection in config.projections():
-        experts = modules.get(projection.name.rpartition(".")[0])
+        experts: Any = modules.get(projection.name.rpartition(".")[0])
         if not projection.experts or not hasattr(experts, "gate_up_proj"):
             continue
         known = vars(experts).setdefault("_wisparse_projections", {})

@@ -151,7 +151,8 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
 
 def _readers(config: ModelConfig) -> dict[str, str]:
     """Which norm's weight each projection and router that reads the hidden state meets, by name."""
-    arch, found = config.architecture, {}
+    arch = config.architecture
+    found: dict[str, str] = {}
     for projection in config.projections():
         if projection.role in (*arch.qkv, *arch.gate_up):
             norm = arch.norms.attention_input if projection.role in arch.qkv else arch.norms.mlp_input

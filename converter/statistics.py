@@ -41,7 +41,8 @@ class Scores:
     """|x| * scale of inputs (T, K) and scale (K,), of experts (E, K), float32, in chunks: never all in memory at once.
     ``total`` counts the scores of all processes."""
 
-    def __init__(self, inputs: Rows, scale: Tensor, processes: Processes = ALONE) -> None:
+    def __init__(self, inputs: Rows | Tensor, scale: Tensor, processes: Processes = ALONE) -> None:
+        inputs = Rows(inputs) if isinstance(inputs, Tensor) else inputs
         step = max(1, _CHUNK // inputs.x.shape[1])
         self._chunks = [inputs[first : first + step] for first in range(0, max(1, len(inputs.x)), step)]
         self.device, self.processes, self._scale = inputs.x.device, processes, scale

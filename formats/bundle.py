@@ -229,7 +229,7 @@ def _damaged(name: str, expected: str, found: str) -> BundleError:
 
 def scale_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Projection -> shape of its ``channel_scale``: (K,), or (E, K) of experts."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for projection in config.projections():
         width = projection.in_features
         found[projection.name] = (projection.experts, width) if projection.experts else (width,)

@@ -428,7 +428,7 @@ def is_finite(values: Tensor) -> bool:
 def _fused_experts(config: ModelConfig, stored: Mapping[str, str]) -> dict[str, tuple[str, int, tuple[int, ...]]]:
     """Weight of one expert -> the tensor of all experts that it is in, where there is one: its name, which of the
     weights in it, and its shape: (E, 2 I, H) of gate and up, (E, H, I) of down."""
-    found = {}
+    found: dict[str, tuple[str, int, tuple[int, ...]]] = {}
     for one in config.projections():
         folder = one.name.rpartition(".")[0]
         name = f"{folder}.down_proj" if one.role == "down_proj" else f"{folder}.gate_up_proj"

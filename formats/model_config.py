@@ -14,7 +14,7 @@ LM_HEAD = "lm_head.weight"
 # Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
 _LARGEST_DIMENSION = 2**27
 LARGEST_NUM_BLOCKS = 10_000
-_MOST_EXPERTS = 4096
+_MOST_EXPERTS = 1 << 17  # of all blocks together
 # Config keys of routers that do something else than those known here.
 _NOT_ROUTERS = ("n_group", "topk_group", "routed_scaling_factor", "moe_router_use_sigmoid", "scoring_func")
 # The numbers that each rotary scaling computes with; all have to be positive. The second ones may be missing or null.
@@ -258,8 +258,8 @@ class ModelConfig:
                 )
                 folder = f"model.layers.{index}.{arch.experts.module}.experts"
                 parts = tuple(f"{folder}.{expert}.{stored}" for expert in range(experts.count))
-                name, several = f"{mlp}experts.{role}", (experts.count, experts.chosen, parts)
-                yield Projection(name, index, role, *shape, False, *several)
+                name = f"{mlp}experts.{role}"
+                yield Projection(name, index, role, *shape, False, experts.count, experts.chosen, parts)
             for role in roles if experts.shared_size else ():
                 shape = (experts.shared_size, hidden) if role == "down_proj" else (hidden, experts.shared_size)
                 yield Projection(f"{mlp}shared_expert.{role}", index, f"shared_{role}", *shape, False)
@@ -418,7 +418,7 @@ def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list
 def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
     # transformers has both spellings, and writes one or the other.
     local = "num_local_experts"
-    count = dimension(config, local if local in config else "num_experts", largest=_MOST_EXPERTS)
+    count = dimension(config, local if local in config else "num_experts", largest=_MOST_EXPERTS // len(blocks))
     require(config.get("num_experts", count) == count, "num_experts", f"{local} ({count})", config.get("num_experts"))
     chosen = dimension(config, layout.chosen)
     require(chosen <= count, layout.chosen, f"at most the number of experts ({count})", chosen)
@@ -426,9 +426,8 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
     if isinstance(how, str):
         require(isinstance(config.get(how), bool), how, "true or false", config.get(how))
     for key in _NOT_ROUTERS:
-        require(
-            config.get(key) in (None, False, 0, 1), key, "nothing: such a router is not known here", config.get(key)
-        )
+        found = config.get(key)
+        require(found in (None, False, 0, 1, "softmax"), key, "nothing: such a router is not known here", found)
     experts = Experts(
         count,
         chosen,
@@ -437,18 +436,16 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
         0 if layout.shared_size is None else dimension(config, layout.shared_size),
         f"{layout.module}.gate.weight",
     )
-    every, dense = 1, set()
+    every, dense = 1, list[int]()
     if layout.dense_blocks:
         every, listed = dimension(config, "decoder_sparse_step"), config.get("mlp_only_layers")
         valid = isinstance(listed, list) and all(type(one) is int and 0 <= one < len(blocks) for one in listed)
         require(valid, "mlp_only_layers", "a list of blocks", listed)
-        dense = {*listed}
-    found = tuple(
-        block if index in dense or (index + 1) % every else replace(block, experts=experts)
-        for index, block in enumerate(blocks)
-    )
-    require(any(block.experts for block in found), "decoder_sparse_step", "blocks with experts", every)
-    return found
+        dense += listed or ()
+    routed = [index not in dense and (index + 1) % every == 0 for index in range(len(blocks))]
+    require(any(routed), "decoder_sparse_step", "blocks with experts", every)
+    pairs = zip(blocks, routed, strict=True)
+    return tuple(replace(block, experts=experts) if here else block for block, here in pairs)
 
 
 def _delta_net(config: Mapping[str, Any]) -> DeltaNet:

@@ -148,10 +148,10 @@ def test_logits_and_inputs_are_the_models(source: SourceModel, ids: torch.Tensor
             last = next(i for i, name in enumerate(names) if name.endswith((".o_proj", ".out_proj")))
             assert list(first) == names[:last]
             inputs, hidden = block_inputs(flow, masked, index, hidden, names)
-            assert torch.equal(first[names[0]], inputs[names[0]])
+            assert torch.equal(first[names[0]].x, inputs[names[0]].x)
             for name in names:
                 expected = torch.cat([x[kept] for x, kept in zip(seen[name], flow.counted, strict=True)])
-                torch.testing.assert_close(inputs[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+                torch.testing.assert_close(inputs[name].x, expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(("bytes_at_once", "threshold"), [(0, 0.02), (1 << 30, 0.0)], ids=["sparse", "dense"])

@@ -71,9 +71,18 @@ GATE = "model.layers.0.mlp.experts.3.gate_proj.weight"
     ("change", "words"),
     [
         (lambda config, tensors: tensors.pop(GATE), rf"missing 1 tensor \('{GATE}'\)"),
-        (lambda config, tensors: tensors.update({GATE: torch.ones(8, 64)}), r"expected shape \(40, 64\), found \(8, 64\)"),
-        (lambda config, tensors: config.update(num_experts_per_tok=9), r"num_experts_per_tok: expected at most .* \(6\)"),
-        (lambda config, tensors: config.update(scoring_func="sigmoid"), "scoring_func: .*such a router is not known here"),
+        (
+            lambda config, tensors: tensors.update({GATE: torch.ones(8, 64)}),
+            r"expected shape \(40, 64\), found \(8, 64\)",
+        ),
+        (
+            lambda config, tensors: config.update(num_experts_per_tok=9),
+            r"num_experts_per_tok: expected at most .* \(6\)",
+        ),
+        (
+            lambda config, tensors: config.update(scoring_func="sigmoid"),
+            "scoring_func: .*such a router is not known here",
+        ),
         (lambda config, tensors: config.update(mlp_only_layers=[7]), "mlp_only_layers: expected a list of blocks"),
         (lambda config, tensors: config.update(mlp_only_layers=[0, 1, 2]), "expected blocks with experts"),
     ],

@@ -50,7 +50,11 @@ def test_projections_of_transformers_models_are_found() -> None:
         config = ModelConfig.from_dict(hf_config.to_dict())
         ours = {projection.name: projection for projection in config.projections()}
         # Recurrent blocks have two that are too small to be worth a mask.
-        left_out = ("lm_head.weight", "shared_expert_gate.weight", *(config.delta_net.tensors(1) if config.delta_net else ()))
+        left_out = (
+            "lm_head.weight",
+            "shared_expert_gate.weight",
+            *(config.delta_net.tensors(1) if config.delta_net else ()),
+        )
         linears = {
             name: module
             for name, module in model.named_modules()

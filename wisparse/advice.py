@@ -19,7 +19,7 @@ from wisparse.converter.report import grade_of
 from wisparse.converter.settings import USUAL, USUAL_DEFAULT, ConvertSettings, auto_seq_len
 from wisparse.converter.source import choose_dtype, full_config
 from wisparse.formats.checkpoint import read_config
-from wisparse.formats.errors import printable
+from wisparse.formats.errors import UnsupportedModelError, printable
 from wisparse.formats.machine import available_bytes, choose_device
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.quantization import read_quantisation
@@ -78,6 +78,9 @@ def advise(
     """``folder`` has the config.json of ``model``, as users name it, at ``revision``."""
     stated = full_config(read_config(folder))
     config = ModelConfig.from_dict(stated)
+    if config.architecture.experts is not None:
+        unknown = f"{config.model_type}: speed and quality of models with experts are not foreseen yet"
+        raise UnsupportedModelError(f"{unknown}; convert it, and time the bundle with wisparse bench")
     packings = read_quantisation(stated, config)  # quantised weights stay as they are
     stored = next(iter(packings.values())).kind if packings else None
     context = min(context, config.max_position_embeddings)

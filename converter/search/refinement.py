@@ -74,25 +74,26 @@ def micro_batches(draw: Callable[[int], torch.Generator], step: int, share: int,
 
 @dataclass(frozen=True)
 class Channels:
-    """The channels of all projections in one vector (C,). By projection: ``shapes`` of the scales, (K,) or (E, K), and
-    how many channels and parameters (``sizes``) a token reads."""
+    """The channels of all projections in one vector (C,): ``widths`` and ``sizes`` (parameters) that a token reads, by
+    projection."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    reads: Mapping[str, int]
+    widths: Mapping[str, int]
     sizes: Mapping[str, int]
     planes: int = 1  # of each channel, which move together but for one difference a projection and plane
+    experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes (E, K) of experts' scales
 
     @property
-    def widths(self) -> list[int]:
-        return [math.prod(shape) for shape in self.shapes.values()]
+    def lengths(self) -> list[int]:
+        """How many of the vector are of each projection."""
+        return [math.prod(self.experts.get(name, (width,))) for name, width in self.widths.items()]
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """By projection, (K,) or (E, K) each."""
-        parts = zip(self.shapes.items(), vector.split(self.widths), strict=True)
-        return {name: part.view(shape) for (name, shape), part in parts}
+        parts = zip(self.widths, vector.split(self.lengths), strict=True)
+        return {name: part.view(self.experts.get(name, (-1,))) for name, part in parts}
 
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([parts[name].flatten() for name in self.shapes])
+        return torch.cat([parts[name].flatten() for name in self.widths])
 
     def tie(self, vector: Tensor) -> Tensor:
         """The nearest change (C,) that keeps scales tied, see `planes.tied`."""
@@ -102,7 +103,7 @@ class Channels:
         return torch.cat([(one.mean(0) + one.mean(1, keepdim=True) - one.mean()).flatten() for one in parts])
 
     def repeat(self, values: Tensor) -> Tensor:  # one value per projection (P,) to each of its channels
-        return values.repeat_interleave(torch.tensor(self.widths, device=values.device))
+        return values.repeat_interleave(torch.tensor(self.lengths, device=values.device))
 
 
 @dataclass
@@ -123,11 +124,11 @@ class Refinement:
         """One step with the gradients of its micro-batches (`batch_gradient`). ``start`` (C,) is u before the first
         one, ``target`` the share of all parameters to drop."""
         summed = torch.stack(list(found)).cumsum(0)[-1]  # in their order, whatever the device
-        widths, total = channels.widths, sum(channels.sizes.values())
+        widths, total = channels.lengths, sum(channels.sizes.values())
         counts = [len(start), len(start), len(widths), 1]
         gradient, slope, kept_channels, kl = (summed[:-1] / summed[-1]).split(counts)
         # What part of all parameters that a token reads one channel of each projection is.
-        share = [channels.sizes[name] / total / count for name, count in channels.reads.items()]
+        share = [channels.sizes[name] / total / count for name, count in channels.widths.items()]
         shares = torch.tensor(share, dtype=torch.float64, device=start.device)
         slope = slope * channels.repeat(shares)
         kept = (kept_channels * shares).sum()
@@ -199,7 +200,7 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
     reference.distribution(batch, 0)
     with _masks(masked, by_name, ~counted):
         backward(flow, masked, batch, gradient_of, receive)
-    scalars = [*(kept[name] for name in channels.shapes), totals[0].to(device), counted.sum().double()]
+    scalars = [*(kept[name] for name in channels.widths), totals[0].to(device), counted.sum().double()]
     return torch.cat([channels.join(gradient), channels.join(slope), torch.stack(scalars)])
 
 
@@ -215,7 +216,7 @@ def measure_batch(
     with _masks(masked, channels.split(logits.to(flow.device)), ~counted), masked.counting() as realised:
         final = flow.final(batch)
         found = realised()
-    kept = [round((1 - found[name]) * len(final) * count) for name, count in channels.reads.items()]
+    kept = [round((1 - found[name]) * len(final) * count) for name, count in channels.widths.items()]
     return [*kept, reference.kl_sum(batch, final) if with_kl else 0.0, len(final)]
 
 
@@ -242,8 +243,8 @@ def refine(
         """The share of channels dropped by projection, and the KL."""
         found = processes.spread(batches, lambda b: measure_batch(reference, b, channels, u, with_kl=with_kl))
         *kept, kl, num_tokens = (math.fsum(column) for column in zip(*found, strict=True))
-        reads = channels.reads.items()
-        return {n: 1 - k / num_tokens / count for k, (n, count) in zip(kept, reads, strict=True)}, kl / num_tokens
+        widths = channels.widths.items()
+        return {n: 1 - k / num_tokens / width for k, (n, width) in zip(kept, widths, strict=True)}, kl / num_tokens
 
     def on_target(u: Tensor, batches: Sequence[int], sensitivity: float) -> Tensor:
         """u, shifted alike for all channels until about the target is dropped."""
@@ -263,7 +264,7 @@ def refine(
         steps, distance = max(1, round(_AGAIN * steps)), _AGAIN * distance
         begin = on_target(start + moved.to(start.device), held_out or batches, sensitivity)
     state = Refinement(begin, steps, distance)
-    length = 2 * sum(channels.widths) + len(channels.widths) + 2
+    length = 2 * sum(channels.lengths) + len(channels.widths) + 2
     with progress.stage("Refinement", steps) as stage:
         for step in range(steps):
             chosen = micro_batches(draw, step, share, num_trained)

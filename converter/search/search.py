@@ -190,13 +190,13 @@ class Run:
         settings, calib, levels = self.settings, self.calib, self.levels
         planes = levels.source.planes
         allocation = self.fisher()
-        shapes = {name: tuple(calib.scales[name].shape) for name in self.names}
-        reads = {name: channels_read(levels.source.projections[name]) for name in self.names}
+        widths = {name: channels_read(levels.source.projections[name]) for name in self.names}
+        experts = {name: tuple(scale.shape) for name, scale in calib.scales.items() if scale.dim() == 2}
         target = settings.sparsity
         near = min(levels.trajectories, key=lambda other: (abs(other - target), -other), default=target)
         scales, dropped, history, num_tokens, self.trajectory = refine(
             levels.everything,
-            Channels(shapes, reads, calib.sizes, planes),
+            Channels(widths, calib.sizes, planes, experts),
             target,
             calib.scales,
             calib.thresholds(allocation),

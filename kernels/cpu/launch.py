@@ -35,6 +35,7 @@ from ..backend import say_compiling
 from . import linear
 from .intrinsics import SYMBOLS
 from .layout import TeamField
+from .mlp import DENSE, EXPERTS
 from .step import step
 
 log = logging.getLogger(__name__)
@@ -59,15 +60,30 @@ _lock = threading.Lock()
 
 
 def step_float32(p):
-    step(p, np.float32(0))
+    step(p, np.float32(0), DENSE)
 
 
 def step_bfloat16(p):
-    step(p, np.uint16(0))
+    step(p, np.uint16(0), DENSE)
 
 
 def step_float16(p):
-    step(p, np.int16(0))
+    step(p, np.int16(0), DENSE)
+
+
+# Apart, as they take twice as long to compile.
+
+
+def experts_float32(p):
+    step(p, np.float32(0), EXPERTS)
+
+
+def experts_bfloat16(p):
+    step(p, np.uint16(0), EXPERTS)
+
+
+def experts_float16(p):
+    step(p, np.int16(0), EXPERTS)
 
 
 def dequantize_float32(p):
@@ -80,7 +96,10 @@ def dequantize_bfloat16(p):
 
 REGIONS = {
     region.__name__: region
-    for region in (step_float32, step_bfloat16, step_float16, dequantize_float32, dequantize_bfloat16)
+    for region in (
+        *(step_float32, step_bfloat16, step_float16, experts_float32, experts_bfloat16, experts_float16),
+        *(dequantize_float32, dequantize_bfloat16),
+    )
 }
 
 

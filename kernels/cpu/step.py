@@ -26,7 +26,7 @@ from .intrinsics import (
 )
 from .layout import PARTIAL_MORE, BlockField, FloatField, ProjectionField, StepField
 from .linear import gather, output_rows, project, select
-from .mlp import ROW_BYTES, dense_mlp, expert_mlp
+from .mlp import ROW_BYTES, mlp
 
 _INT8 = np.int8(0)
 
@@ -71,8 +71,8 @@ def _logits(p, x, part, parts, base_tag):
 
 
 @exact
-def step(p, base_tag):
-    """One token for every row: embedding, blocks, final norm, logits."""
+def step(p, base_tag, kind):
+    """One token for every row: embedding, blocks, final norm, logits. ``kind``: see `mlp`."""
     parts, part = np.int64(num_threads()), np.int64(thread_num())
     team = p[StepField.TEAM]
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
@@ -154,10 +154,7 @@ def step(p, base_tag):
         _add(residual, x, rows * hidden, multiplier)
 
         x = _normed(residual, block_[BlockField.MLP_INPUT], rows, hidden, eps, normed)
-        if block_[BlockField.EXPERTS] != 0:
-            expert_mlp(p, block, x, part, parts, base_tag)
-        else:
-            dense_mlp(p, block, x, part, parts, base_tag)
+        mlp(kind, p, block, x, part, parts, base_tag)
         barrier(team, parts)
 
         x = _normed(half, block_[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)

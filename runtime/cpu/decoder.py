@@ -50,7 +50,7 @@ class CpuDecoder(TorchDecoder):
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
         config, dtype = self.config, self.dtype
         stored = {stored.packing.kind for stored in bundle.checkpoint.quantised.values()}
-        regions = [f"step_{NAMES[dtype]}"]
+        regions = [step_region(config, dtype)]
         if weights == "int4" or (weights == "native" and ("int4" in stored or planes_of(bundle.masks) > 1)):
             regions.append(f"dequantize_{NAMES[product_dtype(dtype)]}")
         prepare(*regions)
@@ -124,10 +124,14 @@ class CpuDecoder(TorchDecoder):
         return finish_logits(self.config, self._head.linear(self._norm(hidden), None).float())
 
 
+def step_region(config: ModelConfig, dtype: torch.dtype) -> str:
+    return f"{'step' if config.architecture.experts is None else 'experts'}_{NAMES[dtype]}"
+
+
 class Step:
     def __init__(self, decoder: CpuDecoder) -> None:
         config, embedding, output, blocks = decoder.config, decoder._embedding, decoder._head, decoder._blocks
-        self._region, self._config = f"step_{NAMES[decoder.dtype]}", config
+        self._region, self._config = step_region(config, decoder.dtype), config
         self._kept_alive: list[Tensor] = []
         self._team = Team()
         self._threads = self._capacity = 0  # what the buffers were allocated for

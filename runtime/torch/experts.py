@@ -36,7 +36,7 @@ def run_experts(config: ModelConfig, block: Block[Any], x: Tensor, first_sparse:
         gate, up = (block.gate_up[at](rows, dense) for at in (expert, count + expert))
         half = block.down[expert](activate(config, gate, up), dense)
         out.index_add_(0, tokens, half * weights[tokens, place, None])
-    if block.shared_gate_up is None or block.shared_gate is None:
+    if block.shared_gate_up is None or block.shared_down is None or block.shared_gate is None:
         return out
     gate, up = (linear(x, first_sparse) for linear in block.shared_gate_up)
     half = block.shared_down[0](activate(config, gate, up), first_sparse)
