@@ -11,8 +11,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from wisparse.formats.errors import UsageError
+from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, regime, remember_tiles, tuned_key
-from wisparse.kernels.gpu.weights import FusedLinear
 
 from ..decoding.decoder import Decoder
 from ..torch.block import LINEARS
@@ -47,16 +47,17 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) 
     step = _step(decoder, batch, None)
     blocks = [step.block_launches(index) for index in range(len(decoder.weights.blocks))]
     table: dict[str, dict[str, float]] = {}
-    for name in blocks[0]:
+    for name in dict.fromkeys(name for launches in blocks for name in launches):
+        mine = [launches[name] for launches in blocks if name in launches]  # only some blocks may have a router
 
-        def launch(name: str = name) -> None:
-            for launches in blocks:
-                launches[name]()
+        def launch(mine: list[Callable[[], None]] = mine) -> None:
+            for one in mine:
+                one()
 
-        table[name] = {"us": _time_launches(launch, len(blocks))}
+        table[name] = {"us": _time_launches(launch, len(mine))}
         if name in LINEARS:
-            needed = getattr(decoder.weights.blocks[0], name).num_bytes_read * (1 - sparsity)
-            table[name]["ideal_us"] = needed / gbps * 1e-3
+            needed = sum(getattr(block, name).num_bytes_read for block in decoder.weights.blocks) * (1 - sparsity)
+            table[name]["ideal_us"] = needed / len(mine) / gbps * 1e-3
     ideal = decoder.bytes_read()[1] / gbps * 1e-3
     table["logits"] = {"us": _time_launches(step.launch_logits, 1), "ideal_us": ideal}
     return table
@@ -72,7 +73,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
     # Experts' tiles are not kept.
-    roles = [role for role in LINEARS if isinstance(getattr(first, role), FusedLinear)]
+    roles = [role for role in LINEARS if not isinstance(getattr(first, role), ExpertLinear)]
     for role in roles:
         linear = getattr(first, role)
         for candidate in _neighbours(tiles[role], regime(batch, dense=linear.dense), linear.widths, gpu):
