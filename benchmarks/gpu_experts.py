@@ -64,20 +64,20 @@ def step_ms(decoder: CudaDecoder, rows: int, blocks: int, runs: int) -> float:
     """Milliseconds of a captured step of the first ``blocks``."""
     step = decoder.step_for(rows, CONTEXT + 1)
     step.place(list(range(1, rows + 1)), [CONTEXT] * rows, list(range(rows)))
-    with torch.inference_mode():
-        replay = capture(partial(step.launch, indices=range(blocks)), decoder.device)
-        times = []
-        for _ in range(runs + 1):
-            step.place(list(range(1, rows + 1)), [CONTEXT] * rows, list(range(rows)))
-            wait(decoder.device)
-            began = time.perf_counter()
-            for _ in range(10):
-                replay()
-            wait(decoder.device)
-            times.append((time.perf_counter() - began) * 100)
+    replay = capture(partial(step.launch, indices=range(blocks)), decoder.device)
+    times = []
+    for _ in range(runs + 1):
+        step.place(list(range(1, rows + 1)), [CONTEXT] * rows, list(range(rows)))
+        wait(decoder.device)
+        began = time.perf_counter()
+        for _ in range(10):
+            replay()
+        wait(decoder.device)
+        times.append((time.perf_counter() - began) * 100)
     return statistics.median(times[1:])
 
 
+@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=8)
@@ -126,7 +126,7 @@ def main() -> None:
         for sparsity in options.sparsity:
             set_sparsity(decoder, {sparsity: settings}, sparsity)
             realised = 0.0
-            with side_by_side(), torch.inference_mode():
+            with side_by_side():
                 for rows in options.rows:
                     decoder.step_for(rows, CONTEXT + 1).prepare(compile_only=True)
                 decoder.step_for(1, CONTEXT + 1).prepare(count=True, compile_only=True)
