@@ -125,6 +125,7 @@ def main() -> None:
         inside, head = decoder.bytes_read()
         for sparsity in options.sparsity:
             set_sparsity(decoder, {sparsity: settings}, sparsity)
+            decoder._dense_weights = decoder._count_dense()
             realised = 0.0
             with side_by_side():
                 for rows in options.rows:
