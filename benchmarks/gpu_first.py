@@ -36,9 +36,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu_bundle import environment
 from gpu_models import need_gpu
 from gpu_serve import Client, completion, gaps, make_bundle
-from gpu_bundle import environment
 
 from wisparse.runtime.serve.transport import open_socket
 
@@ -161,7 +161,10 @@ def main() -> None:
                 with server([*map(str, command(port))], port, folder / "log") as (client, seconds):
                     result[name] = {"ready_s": seconds, **measure(client, ids, arguments, **more)}
             except Exception as error:  # the other servers are worth their time all the same
-                result[name] = {"error": f"{type(error).__name__}: {error}", "log": (folder / "log").read_text()[-2000:]}
+                result[name] = {
+                    "error": f"{type(error).__name__}: {error}",
+                    "log": (folder / "log").read_text()[-2000:],
+                }
             print(f"{time.perf_counter() - began:5.0f} s {name}: {json.dumps(result[name])}", flush=True)
     line = json.dumps(result)
     if os.environ.get("OUT"):
