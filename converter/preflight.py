@@ -241,6 +241,12 @@ def _check_resources(plan: Plan) -> None:
     if plan.bundle_bytes > plan.disk_free_bytes:
         few = f"the bundle takes about {bundle} of disk, {disk} are free"
         raise ResourceError(f"{settings.output_dir}: {few}; free some space or choose another --output-dir")
+    left = plan.num_parameters * plan.dtype.itemsize - sum((plan.max_memory or {}).values())
+    if plan.max_memory is not None and plan.config.architecture.experts is not None and left > 0:
+        large = f"{name} is larger than all memory here, by {left / 1e9:.1f} GB"
+        raise ResourceError(
+            f"{large}, and weights of experts cannot stay in their files; use a machine with more memory"
+        )
     if plan.max_memory is not None and (lack := lacks_accelerate()) is not None:
         where = "it can be spread over GPUs, memory and its own files"
         raise ResourceError(f"{name} is larger than the memory of {device}; {where}, but {lack}")

@@ -20,7 +20,7 @@ from wisparse.converter.sensitivity import drawn_to_pool
 from wisparse.converter.source import full_config
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.errors import ResourceError, UnsupportedModelError
 from wisparse.runtime.onnx_export import export_onnx
 
 PROMPT = torch.randint(3, VOCAB, (20,), generator=torch.Generator().manual_seed(5))
@@ -148,3 +148,14 @@ def test_what_cannot_run_experts_says_so(source: Path, tmp_path: Path) -> None:
     convert(source, bundle, sparsity=0.5, search="uniform", rotation="none", **how)
     with pytest.raises(UnsupportedModelError, match="qwen3_moe: expected dense MLPs, found experts"):
         export_onnx(Bundle.open(bundle), tmp_path / "onnx")
+
+
+def test_experts_are_not_read_from_their_files(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("_BASE_BYTES", 0),
+        ("working_bytes", lambda *_: 1),
+        ("available_bytes", lambda device: 200_000),
+    ):
+        monkeypatch.setattr(f"wisparse.converter.preflight.{name}", value)
+    with pytest.raises(ResourceError, match="experts cannot stay in their files"):
+        convert(source, tmp_path / "bundle", sparsity=0.5, device="cpu")
