@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from shapes import LLAMA_8B
 
-from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.bundle import ProjectionMask, scale_shapes
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.kernels.reference import scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
@@ -83,7 +83,7 @@ def random_bundle(
         if "layer_types" in config_dict:
             config_dict["layer_types"] = config_dict["layer_types"][:num_blocks]
     config = ModelConfig.from_dict(config_dict)
-    masks = {one.name: ProjectionMask(torch.ones(one.in_features), 0.0, 0.0) for one in config.projections()}
+    masks = {name: ProjectionMask(torch.ones(shape), 0.0, 0.0) for name, shape in scale_shapes(config).items()}
     return SimpleNamespace(config=config, checkpoint=_RandomCheckpoint(config, seed, dtype), masks=masks)
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,10 @@ from wisparse.kernels.gpu.attention import (
     launch_store_rows,
 )
 from wisparse.kernels.gpu.code_gemm import code_gemm, code_gemm_tile
-from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
+from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
+from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
+from wisparse.kernels.gpu.experts import Router, empty_experts, launch_experts, launch_router, plan_experts
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
@@ -238,6 +241,48 @@ def delta(arch: int, dtype: torch.dtype = BF16) -> None:
     launch_delta_net(given, weights, DeltaMemory(one, state, 1, 1), rows, one, key_heads=16, eps=1e-5, pdl=arch >= 90)
 
 
+def experts(
+    arch: int, k: int, rows: int = 1, quant: tuple[str, int | None] = ("none", None), dense: bool = False,
+    dtype: torch.dtype = BF16,
+) -> None:  # fmt: skip
+    """Qwen3-30B-A3B's: gate and up for k = 2048, down for k = 768."""
+    gate_up, (kind, group) = k == 2048, quant
+    linear = empty_experts(128, 8, kind, k, (768, 768) if gate_up else (2048,), group, dtype, META)
+    linear = replace(linear, dense=dense)
+    chosen = plan_experts(linear, rows, output="silu" if gate_up else "residual", ssq_parts=32, pdl=arch >= 90)
+    scratch = plan.Scratch(META, dtype)
+    scratch.reserve(chosen)
+    pairs, hidden = empty(rows * 8, 768, dtype=dtype), empty(rows, 2048, dtype=dtype)
+    sums, cells = empty(rows, 64, dtype=FP32), empty(1, dtype=I64)
+    launch_experts(
+        linear, Input(hidden, sums, empty(2048, dtype=dtype)) if gate_up else Input(pairs),
+        Output(pairs) if gate_up else Output(hidden, sums), scratch, chosen,
+        routing=Routing(empty(rows, 8, dtype=I32), empty(rows, 8, dtype=FP32)),
+        counting=None if dense else Counting(cells, cells, cells),
+    )  # fmt: skip
+
+
+def many_experts(
+    arch: int, k: int, quant: tuple[str, int | None] = ("none", None), first_sparse: int | None = None
+) -> None:
+    gate_up, (kind, group) = k == 2048, quant
+    linear = empty_experts(128, 8, kind, k, (768, 768) if gate_up else (2048,), group, BF16, META)
+    linear = replace(linear, dense=first_sparse is None)
+    groups = sort_by_expert(empty(1000, 8, dtype=I32), 128)
+    expert_gemm(
+        empty(1000 if gate_up else 8000, k), linear, groups, empty(8000, 768) if gate_up else empty(1000, 8, 2048),
+        Gpu(arch, 132), weight=empty(1000, 8, dtype=FP32), activation="silu" * gate_up, first_sparse=first_sparse,
+    )  # fmt: skip
+
+
+def router(arch: int) -> None:
+    launch_router(
+        Input(empty(1, 2048), empty(1, 64, dtype=FP32), empty(2048)), Router(empty(129, 2048), 128, 8, 1, True),
+        empty(1, 129, dtype=FP32), empty(1, dtype=I32), Routing(empty(1, 9, dtype=I32), empty(1, 9, dtype=FP32)),
+        pdl=arch >= 90,
+    )  # fmt: skip
+
+
 def codes(rows: int, quant: tuple[str, int, bool]) -> None:
     linear = llama_linear("qkv", True, BF16, quant)
     tile = code_gemm_tile(linear, rows, 132)
@@ -373,6 +418,15 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "sample capped": partial(draw, dtype=BF16, multiplier=0.125, cap=30.0),
         **{f"codes {rows} {quant[0]}": partial(codes, rows, quant) for rows in (32, 128)
            for quant in (("int4", 128, True), ("int8", 0, False))},
+        "router": partial(router, arch),
+        **{f"experts {k} {quant[0]} {rows}{' dense' * dense}": partial(experts, arch, k, rows, quant, dense)
+           for k in (2048, 768) for quant in (("none", None), ("int8", None), ("int4", 128), ("fp8", None))
+           for rows, dense in ((1, False), (1, True), (8, False))},
+        **{f"many experts {k} {quant[0]}{'' if first is None else ' masked'}": partial(many_experts, arch, k, quant, first)
+           for k, quant, first in (
+               (2048, ("none", None), None), (768, ("none", None), 0), (2048, ("int4", 128), 0), (768, ("int8", None), None),
+           )},
+        "experts 2048 fp32": partial(experts, arch, 2048, dtype=FP32),
         # vLLM's for many rows.
         "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),
         "mask gemm": partial(mask_gemm, many, qkv, by_row, GemvTile(64, 64, stages=4)),

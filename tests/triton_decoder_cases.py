@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from quantised_models import PUBLISHED, quantise_model
-from runtime_models import FAMILIES, HYBRIDS
+from runtime_models import EXPERTS, FAMILIES, HYBRIDS
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.converter.source import full_config
@@ -38,7 +38,7 @@ CONFIGS = {
 }
 MORE_CONFIGS = {
     name: {**_COMMON, "num_hidden_layers": 3, "model_type": model_type, **settings}
-    for name, (model_type, settings) in {**FAMILIES, **HYBRIDS}.items()
+    for name, (model_type, settings) in {**FAMILIES, **HYBRIDS, **EXPERTS}.items()
 }
 
 
@@ -55,8 +55,9 @@ def make_bundle(name: str, sparsity: float, **changes: int):
     for index in range(config.num_blocks):
         for i, projection in enumerate(config.projections(index)):
             typical = {"o_proj": 0.5, "out_proj": 0.5, "down_proj": 0.3}.get(projection.role, 1.0)
+            shape = (projection.experts, projection.in_features)[projection.experts == 0 :]
             masks[projection.name] = ProjectionMask(
-                scale=torch.rand(projection.in_features, generator=generator) + 0.5,
+                scale=torch.rand(shape, generator=generator) + 0.5,
                 threshold=typical * (sparsity + 0.02 * i) if sparsity else 0.0,
                 sparsity=sparsity,
             )
@@ -73,7 +74,8 @@ def assert_as_exact(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor,
     assert error <= times * max(float(least), float(floor)), (float(error), float(least), float(floor))
 
 
-MORE = [pytest.param(name, 0.5, 1, marks=pytest.mark.quick if name == "gemma3" else ()) for name in MORE_CONFIGS]
+MORE = [("qwen3.5-moe", 0.0, 2), ("qwen3-moe", 0.5, 3)]
+MORE += [pytest.param(name, 0.5, 1, marks=pytest.mark.quick if name == "gemma3" else ()) for name in MORE_CONFIGS]
 
 
 # Every family's step, alone and in rows, dense and sparse: few cases in which every two of these meet.
@@ -169,7 +171,16 @@ def within_half_precision(fast, slow, exact, run, *, times=3):
 
 @pytest.mark.parametrize(
     ("family", "rows"),
-    [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma4", 2), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4)],
+    [
+        ("gemma2", 1),
+        ("gemma2", 2),
+        ("gemma2", 4),
+        ("gemma4", 2),
+        ("olmo3", 1),
+        ("ernie", 4),
+        ("qwen3.5", 4),
+        ("qwen3-moe", 2),
+    ],
 )
 def test_a_familys_rows_in_half_precision(family, rows):
     bundle, settings = make_bundle(family, 0.5), {"device": DEVICE, "max_seq_len": 24, "max_batch": rows}
@@ -190,7 +201,7 @@ def rounded(bundle: SimpleNamespace, weights: str, dtype: torch.dtype = torch.fl
     def tensor(name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         stored = bundle.checkpoint.tensor(name, device)
         kind = WEIGHT_TYPES[weights].head if name == "lm_head.weight" else weights
-        if not name.endswith("_proj.weight") and name != "lm_head.weight":
+        if not name.endswith(("_proj.weight", "_qkv.weight", "_z.weight")) and name != "lm_head.weight":
             return stored
         return round_weight(stored.to(dtype), kind).dequantise(torch.float32)
 
@@ -211,11 +222,17 @@ def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
-def test_weights_rounded_at_load(weights: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("weights", "rows", "family"),
+    [
+        *((weights, rows, "qwen2") for weights in ("int8", "int4", "fp8") for rows in (1, 2)),
+        ("int8", 1, "qwen3.5-moe"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
+    ],
+)  # fmt: skip
+def test_weights_rounded_at_load(weights: str, rows: int, family: str) -> None:
     """With an output layer of its own, and tied: then it is rounded and the embedding is not."""
-    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1, tie_word_embeddings=rows == 2)
+    layers = {} if family == "qwen3.5-moe" else {"num_hidden_layers": 1}
+    bundle = make_bundle(family, 0.5, tie_word_embeddings=rows == 2, **layers)
     settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": rows}
     fast = CudaDecoder(bundle, dtype=torch.float32, weights=weights, **settings)
     slow = TorchDecoder(rounded(bundle, weights), dtype=torch.float64, **settings)

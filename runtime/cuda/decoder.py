@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -17,6 +17,8 @@ from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
+from wisparse.kernels.gpu.experts import ExpertLinear
+from wisparse.kernels.gpu.plan import gpu_of
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
@@ -27,16 +29,18 @@ from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
 from .prefill import (
     PIECE,
+    Observer,
     PromptReader,
     attention,
     chunk_size,
     head_products,
     lower_right,
     project,
+    run_experts,
     too_little_memory,
 )
 from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
-from .weights import CudaWeights, dense_linears, load_weights, put_masks, with_dense
+from .weights import AnyLinear, CudaWeights, dense_linears, load_weights, put_masks, with_dense
 from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 
 log = logging.getLogger(__name__)
@@ -110,7 +114,7 @@ class CudaDecoder(Decoder):
         self._readback = TokenReadback(max_batch, device)
         # Counting: the prompts' kept weights, on the device; decoded rows that were counted, and the weights of dense
         # linears that they read; one of so many steps is counted, and so many have been started.
-        self._observe: Callable[[FusedLinear, Tensor, int], None] | None = None  # see _apply; None: nothing is counted
+        self._observe: Observer | None = None  # None: nothing is counted
         self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=device)
         self._decoded, self._kept_dense, self._every, self._started = 0, 0, 1, 0
         self._planes = planes_of(bundle.masks)
@@ -121,8 +125,6 @@ class CudaDecoder(Decoder):
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
             return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"
-        if any(block.experts for block in config.blocks):
-            return f"it has no kernels for experts, which {config.model_type} has"
         delta = config.delta_net
         if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
             return (
@@ -137,7 +139,7 @@ class CudaDecoder(Decoder):
 
     def bytes_read(self) -> tuple[int, int]:
         head, scales = self.weights.head, self.weights.head_scales
-        return self.weights.num_bytes_inside, head.nbytes + (0 if scales is None else scales.nbytes)
+        return self.weights.num_bytes_read, head.nbytes + (0 if scales is None else scales.nbytes)
 
     def _prefill(self, slot: int, ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits) -> Tensor:
         self._forget_ahead()
@@ -415,10 +417,12 @@ class CudaDecoder(Decoder):
     def _count_dense(self) -> int:
         """Weights, of graded ones planes, of the linears that the masks in force leave dense."""
         linears = (linear for block in self.weights.blocks for linear in block.linears if linear.dense)
-        return sum(linear.in_features * linear.out_features * self._planes for linear in linears)
+        read = ((linear, linear.chosen if isinstance(linear, ExpertLinear) else 1) for linear in linears)
+        return sum(linear.in_features * linear.out_features * self._planes * times for linear, times in read)
 
-    def _apply(self, block: Block[FusedLinear], first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
-        """``_observe`` is called with each linear, its input (T, K) and the first masked row, before the product."""
+    def _apply(self, block: Block[AnyLinear], first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
+        if role == "experts":
+            return (run_experts(self.config, block, x, first_sparse, gpu_of(self.device), self._observe),)
         linear: FusedLinear = getattr(block, role)
         if self._observe is not None:
             self._observe(linear, x, first_sparse)
