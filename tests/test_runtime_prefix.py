@@ -38,20 +38,25 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("variant", "backend", "sparse_from"),
+    ("variant", "backend", "sparse_from", "stored"),
     [
-        *((variant, "torch", start) for variant, start in zip(VARIANTS, (45, 20, 0, 20, 20), strict=True)),
-        *((variant, "numba", 20) for variant in ("llama", "gemma3")),
+        *((variant, "torch", start, "auto") for variant, start in zip(VARIANTS, (45, 20, 0, 20, 20), strict=True)),
+        *((variant, "numba", 20, "auto") for variant in ("llama", "gemma3")),
+        ("gemma3", "torch", 20, "int8"),
+        ("llama", "numba", 45, "int8"),
+        ("gemma3", "numba", 20, "fp8"),
         *(
-            pytest.param(variant, backend, start, marks=pytest.mark.exhaustive)
+            pytest.param(variant, backend, start, "auto", marks=pytest.mark.exhaustive)
             for variant in VARIANTS
             for backend in ("torch", "numba")
             for start in (45, 20, 0)
         ),
     ],
 )
-def test_a_prompt_is_read_in_chunks(bundles: dict[str, Bundle], variant: str, backend: str, sparse_from: int) -> None:
-    decoder = small_chunks(bundles[variant], backend, max_batch=3)
+def test_a_prompt_is_read_in_chunks(
+    bundles: dict[str, Bundle], variant: str, backend: str, sparse_from: int, stored: str
+) -> None:
+    decoder = small_chunks(bundles[variant], backend, max_batch=3, kv_cache_dtype=stored)
     prompt = torch.tensor(tokens_of(45))
     whole = decoder.prefill(0, prompt, sparse_from).clone()
     for start, stop in ((0, 8), (8, 32), (32, 40), (40, 45)):

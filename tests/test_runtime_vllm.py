@@ -331,15 +331,16 @@ def test_a_bundle_is_dense_without_the_plug_in(python: str, bundle: Path, some_p
 
 def converted(example_model: Path, out: Path, weights: str, text: Path) -> Path:
     """The example model by ``wisparse-convert --weights``, the quickest way."""
-    arguments = ["convert", str(example_model), "-o", str(out), "--weights", weights, "--method", "teal", "-q"]
-    arguments += ["--search", "uniform", "--calibration", str(text), "--num-samples", "2", "--seq-len", "32"]
+    search = ["--search", "fisher"] if weights == "graded" else ["--search", "uniform", "--method", "teal"]
+    arguments = ["convert", str(example_model), "-o", str(out), "--weights", weights, *search, "-q"]
+    arguments += ["--calibration", str(text), "--num-samples", "2", "--seq-len", "32"]
     with contextlib.suppress(SystemExit):
         main(arguments)
     return out
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "graded"])
 def test_a_quantised_bundle_has_our_logits_in_vllm(
     python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path, weights: str
 ) -> None:
@@ -348,7 +349,11 @@ def test_a_quantised_bundle_has_our_logits_in_vllm(
     environment = {"VLLM_DISABLED_KERNELS": "CPUWNA16LinearKernel", "VLLM_PLUGINS": "none-at-all"}
     (found,) = ask(python, "dense", json.dumps(PROMPTS), bundle, **environment)
     assert found["method"] == "compressed-tensors"
-    decoder = TorchDecoder(Bundle.open(bundle), device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
+    opened = Bundle.open(bundle)
+    decoder = TorchDecoder(opened, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
+    if weights == "graded":  # vLLM's output layer is not int8
+        head = "model.embed_tokens" if opened.config.tie_word_embeddings else "lm_head"
+        decoder._head = opened.checkpoint.tensor(f"{head}.weight", torch.device("cpu")).float()
     for prompt, tokens, logprobs in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
         ids = torch.tensor(prompt + tokens[:-1])
         own = decoder.logits(ids, len(ids))[len(prompt) - 1 :].log_softmax(-1)

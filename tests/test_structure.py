@@ -81,7 +81,7 @@ def test_light_imports_stay_light() -> None:
 
 
 def test_what_computes_nothing_imports_no_torch(bundle: Path, tmp_path: Path) -> None:
-    verbs = (
+    verbs = [
         "advise",
         "convert",
         "inspect",
@@ -93,7 +93,7 @@ def test_what_computes_nothing_imports_no_torch(bundle: Path, tmp_path: Path) ->
         "eval",
         "export-onnx",
         "push",
-    )
+    ]
     calls: list[tuple[int, list[str]]] = [(0, ["--help"]), *((0, [verb, "--help"]) for verb in verbs)]
     calls += [(2, [verb]) for verb in verbs] + [(2, [verb, str(bundle), "--wrong"]) for verb in verbs]
     calls += [(0, ["inspect", str(bundle)]), (0, ["inspect", str(bundle), "--json"])]

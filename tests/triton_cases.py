@@ -16,16 +16,17 @@ import pytest
 import torch
 
 from wisparse.formats.model_config import DeltaNet
-from wisparse.kernels.gpu.attention import AttentionShape, KVSlots, QKNorms, RotaryTables, Rows, launch_attention
+from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
+from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.plan import GemvTile, Scratch, launch_linear, plan
 from wisparse.kernels.gpu.reduction import EMPTY
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 from wisparse.kernels.reference import keep_mask
-from wisparse.runtime.decoding.cache import DeltaState
+from wisparse.runtime.decoding.cache import DeltaState, quantise
 from wisparse.runtime.torch.block import DeltaWeights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -321,7 +322,15 @@ def test_gate_and_up_in_one_launch(dtype, batch, tile):
     assert_close(out, torch.nn.functional.silu(both[:, :90]) * both[:, 90:], dtype)
 
 
-def attention_twin(qkv, caches, positions, rotary, shape, norms, eps):
+def kept(x, stored):
+    """x as a cache of codes holds it."""
+    if stored == "auto":
+        return x
+    codes, scales = quantise(x, stored)
+    return codes.float() * scales[..., None]
+
+
+def attention_twin(qkv, caches, positions, rotary, shape, norms, eps, stored):
     """(B, heads, D) float32, row by row; writes the caches as the kernel does."""
     d, group = shape.d, shape.heads // shape.kv_heads
     out = torch.zeros(len(positions), shape.heads, d, device=DEVICE)
@@ -337,7 +346,7 @@ def attention_twin(qkv, caches, positions, rotary, shape, norms, eps):
             cos, sin = rotary.cos[p], rotary.sin[p]
             rotated.append(torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], 1))
         for cache, new in zip(caches, (rotated[1], v), strict=True):
-            cache[b, :, p] = new
+            cache[b, :, p] = kept(new, stored)
         low = max(0, p + 1 - shape.window) if shape.window else 0
         keys, values = (cache[b, :, low : p + 1].float().repeat_interleave(group, 0) for cache in caches)
         weights = torch.softmax(rotated[0].float()[:, None] @ keys.transpose(1, 2) / math.sqrt(d), -1)
@@ -345,18 +354,24 @@ def attention_twin(qkv, caches, positions, rotary, shape, norms, eps):
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+ATTENTION = [
+    (AttentionShape(4, 2, 16, 16), [290], False),
+    (AttentionShape(6, 2, 24, 16), [0, 290, -1], True),  # padded head, partial rotary, an idle row
+    (AttentionShape(4, 4, 32, 32, window=150), [290], False),
+    (AttentionShape(8, 2, 128, 128), [60], False),  # as most models have them
+    (AttentionShape(4, 1, 320, 320), [37], True),  # wide
+]
+
+
+# Codes in float32: a key that is rounded otherwise may have another code.
 @pytest.mark.parametrize(
-    ("shape", "positions", "normed"),
+    ("dtype", "shape", "positions", "normed", "stored"),
     [
-        (AttentionShape(4, 2, 16, 16), [290], False),
-        (AttentionShape(6, 2, 24, 16), [0, 290, -1], True),  # padded head, partial rotary, an idle row
-        (AttentionShape(4, 4, 32, 32, window=150), [290], False),
-        (AttentionShape(8, 2, 128, 128), [60], False),  # as most models have them
-        (AttentionShape(4, 1, 320, 320), [37], True),  # wide
+        *((dtype, *case, "auto") for dtype in DTYPES for case in ATTENTION),
+        *((torch.float32, *case, stored) for case, stored in zip(ATTENTION[:3], ("fp8", "int8", "fp8"), strict=True)),
     ],
 )
-def test_attention_then_projection(dtype, shape, positions, normed):
+def test_attention_then_projection(dtype, shape, positions, normed, stored):
     batch, length, splits, d = len(positions), 300, 4, shape.d
     qkv = rows(batch, (shape.heads + 2 * shape.kv_heads) * d, dtype)
     cache_shape = batch, shape.kv_heads, length, d
@@ -365,18 +380,23 @@ def test_attention_then_projection(dtype, shape, positions, normed):
     rotary = RotaryTables(angle.cos().to(DEVICE, dtype), angle.sin().to(DEVICE, dtype), None)
     norms = [(1 + 0.1 * rows(1, d, dtype, seed=s)[0]).to(dtype) if normed else None for s in (7, 8)]
     place = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
-    expected_caches = [cache.clone() for cache in caches]
-    expected = attention_twin(qkv, expected_caches, place, rotary, shape, norms, 1e-6)
+    expected_caches = [kept(cache, stored).clone() for cache in caches]
+    expected = attention_twin(qkv, expected_caches, place, rotary, shape, norms, 1e-6, stored)
     slots = torch.arange(batch, dtype=torch.int32, device=DEVICE).flip(0)  # the last row's cache comes first
     caches = [cache.flip(0) for cache in caches]
+    if stored != "auto":
+        codes, scales = zip(*(quantise(cache, stored) for cache in caches), strict=True)
+        caches = [*codes, *scales]
     out = KVSplits(
         torch.full((batch, shape.heads, splits, d), float("nan"), device=DEVICE),
         *torch.full((2, batch, shape.heads, splits), float("nan"), device=DEVICE),
     )
     launch_attention(
-        qkv, KVSlots(*caches, length), Rows(place.sign().long(), place, slots), rotary, out, shape, scale=d**-0.5,
+        qkv, kv_slots(*caches), Rows(place.sign().long(), place, slots), rotary, out, shape, scale=d**-0.5,
         norms=QKNorms(*norms, 1e-6),
     )  # fmt: skip
+    if stored != "auto":
+        caches = [codes.float() * scales[..., None] for codes, scales in zip(caches[:2], caches[2:], strict=True)]
     for found, wanted in zip(caches, expected_caches, strict=True):
         assert_close(found.flip(0), wanted, dtype)
     factor = torch.exp2(out.maximum - out.maximum.amax(2, keepdim=True))

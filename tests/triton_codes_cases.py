@@ -26,14 +26,14 @@ TILES = {1: GemvTile(128, 16, 2, 4, chunk=32, unroll=2, lead=1), 5: GemvTile(128
 
 def quantized_linear(
     kind: str, group: int | None, zero_points: bool, widths: tuple[int, ...], k: int, dtype: torch.dtype, sparsity: float,
-    *, bias: bool = False,
+    *, bias: bool = False, seed: int = 0,
 ) -> FusedLinear:  # fmt: skip
-    plain = make_linear(widths, k, dtype, sparsity, bias=bias)
+    plain = make_linear(widths, k, dtype, sparsity, bias=bias, seed=seed)
     graded = kind == "graded"  # a low plane is read from twice the threshold on
     stored, planes = ("int4", 2) if graded else (kind, 1)
     size = None if group is None else planes * group
     weight = empty_weight(stored, planes * k, widths, size, dtype, DEVICE, zeros=zero_points, planes=planes)
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3 + seed)
     for i, width in enumerate(widths):
         numbers = torch.randn(width, k, generator=generator) / math.sqrt(k)
         numbers *= torch.rand(width, 1, generator=generator) + 0.5

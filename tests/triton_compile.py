@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,21 @@ from triton.runtime import JITFunction
 from wisparse.kernels.gpu import plan
 from wisparse.kernels.gpu.attention import (
     AttentionShape,
-    KVSlots,
     QKNorms,
     RotaryTables,
     Rows,
     launch_attention,
     launch_chunk_attention,
     launch_store_kv,
+    launch_store_rows,
 )
 from wisparse.kernels.gpu.code_gemm import code_gemm, code_gemm_tile
-from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
+from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
+from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
+from wisparse.kernels.gpu.experts import Router, empty_experts, launch_experts, launch_router, plan_experts
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
+from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel, sum_source
 from wisparse.kernels.gpu.plan import GemvTile, Gpu
@@ -51,7 +55,17 @@ from wisparse.kernels.gpu.weights import FusedLinear, empty_weight, widen
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 I8, I32, I64 = torch.int8, torch.int32, torch.int64
-TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", FP64: "fp64", I8: "i8", I32: "i32", I64: "i64"}
+TYPES = {
+    torch.int16: "i16",
+    torch.uint16: "u16",
+    BF16: "bf16",
+    FP16: "fp16",
+    FP32: "fp32",
+    FP64: "fp64",
+    I8: "i8",
+    I32: "i32",
+    I64: "i64",
+}
 META = torch.device("meta")
 SHAPES = {  # Llama-3.1-8B's: K, widths, source, target
     "qkv": (4096, (4096, 1024, 1024), "hidden", "plain"),
@@ -181,26 +195,30 @@ def gemv(
 
 def attention(
     arch: int, rows: int = 0, dtype: torch.dtype = BF16, splits: int = 16, stages: int = 3,
-    norm: torch.dtype | None = None, scaled: bool = False, **changes: Any,
+    norm: torch.dtype | None = None, scaled: bool = False, cached: torch.dtype | None = None, stored: bool = False,
+    **changes: Any,
 ) -> None:  # fmt: skip
-    """Llama-3.1-8B's, of a step or a short prompt's ``rows``; ``norm``: type of q and k norms' weights; ``changes``: of the
-    shape, as other families have."""
+    """Llama-3.1-8B's, of a step or a short prompt's ``rows``; ``norm``: type of q and k norms' weights; ``cached``: of the
+    cache's codes; ``changes``: of the shape, as other families have."""
     shape = LLAMA._replace(**changes)
     qkv = empty(rows or 1, (shape.heads * (1 + shape.gated) + 2 * shape.kv_heads) * shape.d, dtype=dtype)
-    cache, angles = empty(1, shape.kv_heads, 64, shape.d, dtype=dtype), empty(64, shape.rotary // 2, dtype=dtype)
+    cache = empty(1, shape.kv_heads, 64, shape.d, dtype=cached or dtype)
+    angles, scales = empty(64, shape.rotary // 2, dtype=dtype), [empty(1, shape.kv_heads, 64, dtype=FP32)] * 2
     norms = QKNorms(*[None if norm is None else empty(shape.d, dtype=norm)] * 2, 1e-5)
-    slots = KVSlots(cache, cache, 64)
+    slots = kv_slots(cache, cache, *(scales if cached else ()))
     rotary = RotaryTables(angles, angles, empty(64, dtype=dtype) if scaled else None)
     if rows:
         q = empty(rows, shape.heads, shape.d)
         launch_store_kv(qkv, empty(3, dtype=I64), slots, rotary, q, shape, norms)
         launch_chunk_attention(q, qkv, empty(3, dtype=I64), slots, q, shape, 0.1)
         return
-    sums = empty(1, shape.heads, splits, dtype=FP32)
+    sums, step = empty(1, shape.heads, splits, dtype=FP32), Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32))
+    if stored:
+        launch_store_rows(qkv, slots, step, rotary, shape, norms, pdl=arch >= 90)
     launch_attention(
-        qkv, slots, Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32)), rotary,
+        qkv, slots, step, rotary,
         KVSplits(empty(*sums.shape, shape.d, dtype=FP32), sums, sums), shape, scale=0.1, norms=norms, stages=stages,
-        pdl=arch >= 90,
+        stored=stored, pdl=arch >= 90,
     )  # fmt: skip
 
 
@@ -221,6 +239,48 @@ def delta(arch: int, dtype: torch.dtype = BF16) -> None:
     weights = DeltaTensors(one, one, empty(8192, 1, 4, dtype=dtype), one, one, one)
     rows = Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32))
     launch_delta_net(given, weights, DeltaMemory(one, state, 1, 1), rows, one, key_heads=16, eps=1e-5, pdl=arch >= 90)
+
+
+def experts(
+    arch: int, k: int, rows: int = 1, quant: tuple[str, int | None] = ("none", None), dense: bool = False,
+    dtype: torch.dtype = BF16,
+) -> None:  # fmt: skip
+    """Qwen3-30B-A3B's: gate and up for k = 2048, down for k = 768."""
+    gate_up, (kind, group) = k == 2048, quant
+    linear = empty_experts(128, 8, kind, k, (768, 768) if gate_up else (2048,), group, dtype, META)
+    linear = replace(linear, dense=dense)
+    chosen = plan_experts(linear, rows, output="silu" if gate_up else "residual", ssq_parts=32, pdl=arch >= 90)
+    scratch = plan.Scratch(META, dtype)
+    scratch.reserve(chosen)
+    pairs, hidden = empty(rows * 8, 768, dtype=dtype), empty(rows, 2048, dtype=dtype)
+    sums, cells = empty(rows, 64, dtype=FP32), empty(1, dtype=I64)
+    launch_experts(
+        linear, Input(hidden, sums, empty(2048, dtype=dtype)) if gate_up else Input(pairs),
+        Output(pairs) if gate_up else Output(hidden, sums), scratch, chosen,
+        routing=Routing(empty(rows, 8, dtype=I32), empty(rows, 8, dtype=FP32)),
+        counting=None if dense else Counting(cells, cells, cells),
+    )  # fmt: skip
+
+
+def many_experts(
+    arch: int, k: int, quant: tuple[str, int | None] = ("none", None), first_sparse: int | None = None
+) -> None:
+    gate_up, (kind, group) = k == 2048, quant
+    linear = empty_experts(128, 8, kind, k, (768, 768) if gate_up else (2048,), group, BF16, META)
+    linear = replace(linear, dense=first_sparse is None)
+    groups = sort_by_expert(empty(1000, 8, dtype=I32), 128)
+    expert_gemm(
+        empty(1000 if gate_up else 8000, k), linear, groups, empty(8000, 768) if gate_up else empty(1000, 8, 2048),
+        Gpu(arch, 132), weight=empty(1000, 8, dtype=FP32), activation="silu" * gate_up, first_sparse=first_sparse,
+    )  # fmt: skip
+
+
+def router(arch: int) -> None:
+    launch_router(
+        Input(empty(1, 2048), empty(1, 64, dtype=FP32), empty(2048)), Router(empty(129, 2048), 128, 8, 1, True),
+        empty(1, 129, dtype=FP32), empty(1, dtype=I32), Routing(empty(1, 9, dtype=I32), empty(1, 9, dtype=FP32)),
+        pdl=arch >= 90,
+    )  # fmt: skip
 
 
 def codes(rows: int, quant: tuple[str, int, bool]) -> None:
@@ -312,6 +372,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         **{name: partial(launch, arch) for name, launch in linear_cases(arch)},
         "attention": partial(attention, arch),
         "attention short": partial(attention, arch, splits=4),
+        "attention of rows stored": partial(attention, arch, stored=True),
+        "attention of rows stored gated": partial(attention, arch, stored=True, norm=FP32, gated=True),
         "attention fp32": partial(attention, arch, dtype=FP32),
         **({f"attention {n} stretches": partial(attention, arch, splits=n, stages=5) for n in (8, 16)} if arch == 90 else {}),
         "attention head norm offset": partial(attention, arch, norm=FP32, **gemma),
@@ -329,6 +391,9 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "chunk 16": partial(attention, arch, rows=16),
         "chunk normed": partial(attention, arch, rows=16, norm=FP32, gated=True, scaled=True),
         "chunk 128": partial(attention, arch, rows=128),
+        **{f"{name} {kind}": partial(attention, arch, cached=codes, **given) for name, given in (
+            ("attention", {}), ("attention 256 wide fp16", {"dtype": FP16, **capped}), ("chunk 128", {"rows": 128}),
+        ) for kind, codes in (("int8", I8), ("fp8", torch.float8_e4m3fn))},
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
         "delta net": partial(delta, arch),
         "delta net fp32": partial(delta, arch, dtype=FP32),
@@ -353,6 +418,15 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "sample capped": partial(draw, dtype=BF16, multiplier=0.125, cap=30.0),
         **{f"codes {rows} {quant[0]}": partial(codes, rows, quant) for rows in (32, 128)
            for quant in (("int4", 128, True), ("int8", 0, False))},
+        "router": partial(router, arch),
+        **{f"experts {k} {quant[0]} {rows}{' dense' * dense}": partial(experts, arch, k, rows, quant, dense)
+           for k in (2048, 768) for quant in (("none", None), ("int8", None), ("int4", 128), ("fp8", None))
+           for rows, dense in ((1, False), (1, True), (8, False))},
+        **{f"many experts {k} {quant[0]}{'' if first is None else ' masked'}": partial(many_experts, arch, k, quant, first)
+           for k, quant, first in (
+               (2048, ("none", None), None), (768, ("none", None), 0), (2048, ("int4", 128), 0), (768, ("int8", None), None),
+           )},
+        "experts 2048 fp32": partial(experts, arch, 2048, dtype=FP32),
         # vLLM's for many rows.
         "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),
         "mask gemm": partial(mask_gemm, many, qkv, by_row, GemvTile(64, 64, stages=4)),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from quantised_models import PUBLISHED, quantise_model
-from runtime_models import FAMILIES, HYBRIDS
+from runtime_models import EXPERTS, FAMILIES, HYBRIDS
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.converter.source import full_config
@@ -19,6 +19,7 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -37,7 +38,7 @@ CONFIGS = {
 }
 MORE_CONFIGS = {
     name: {**_COMMON, "num_hidden_layers": 3, "model_type": model_type, **settings}
-    for name, (model_type, settings) in {**FAMILIES, **HYBRIDS}.items()
+    for name, (model_type, settings) in {**FAMILIES, **HYBRIDS, **EXPERTS}.items()
 }
 
 
@@ -54,8 +55,9 @@ def make_bundle(name: str, sparsity: float, **changes: int):
     for index in range(config.num_blocks):
         for i, projection in enumerate(config.projections(index)):
             typical = {"o_proj": 0.5, "out_proj": 0.5, "down_proj": 0.3}.get(projection.role, 1.0)
+            shape = (projection.experts, projection.in_features)[projection.experts == 0 :]
             masks[projection.name] = ProjectionMask(
-                scale=torch.rand(projection.in_features, generator=generator) + 0.5,
+                scale=torch.rand(shape, generator=generator) + 0.5,
                 threshold=typical * (sparsity + 0.02 * i) if sparsity else 0.0,
                 sparsity=sparsity,
             )
@@ -72,7 +74,8 @@ def assert_as_exact(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor,
     assert error <= times * max(float(least), float(floor)), (float(error), float(least), float(floor))
 
 
-MORE = [pytest.param(name, 0.5, 1, marks=pytest.mark.quick if name == "gemma3" else ()) for name in MORE_CONFIGS]
+MORE = [("qwen3.5-moe", 0.0, 2), ("qwen3-moe", 0.5, 3)]
+MORE += [pytest.param(name, 0.5, 1, marks=pytest.mark.quick if name == "gemma3" else ()) for name in MORE_CONFIGS]
 
 
 # Every family's step, alone and in rows, dense and sparse: few cases in which every two of these meet.
@@ -101,6 +104,64 @@ def test_a_familys_logits_are_the_plain_decoders(name, sparsity, rows):
         assert name not in CONFIGS or torch.equal(found.argmax(-1).cpu(), tokens)
 
 
+@pytest.mark.parametrize(("name", "stored"), [("gemma3", "int8"), ("gemma3", "fp8")])
+def test_a_cache_in_codes(name: str, stored: str) -> None:
+    """In float32 the same codes, but for numbers between two; in half precision, where prompts are read by kernels of
+    their own, no further from float64's logits than the plain decoder."""
+    bundle = make_bundle(name, 0.0)
+    settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": 2, "kv_cache_dtype": stored}
+    fast, slow = (
+        CudaDecoder(bundle, dtype=torch.float32, **settings),
+        TorchDecoder(bundle, dtype=torch.float64, **settings),
+    )
+    for slot in range(2):
+        expected, found = (decoder.prefill(slot, PROMPT[:5] + slot, 5)[None].clone() for decoder in (slow, fast))
+    for _ in range(2 if DEVICE.type == "cpu" else 18):
+        # Far below what the codes cost, and above what a number does that lies between two.
+        torch.testing.assert_close(found, expected.float(), rtol=0, atol=5e-3)
+        tokens = expected.argmax(-1).expand(2)
+        expected, found = slow.decode(tokens), fast.decode(tokens)
+    differ = [
+        (own.view(torch.uint8)[..., :6, :] != other.view(torch.uint8)[..., :6, :]).float().mean()
+        for index in fast._cache.attention
+        for own, other in zip(fast._cache.attention[index][:2], slow._cache.attention[index][:2], strict=True)
+    ]
+    assert max(differ) < 1e-3
+
+    def run(decoder: CudaDecoder | TorchDecoder) -> torch.Tensor:
+        decoder.prefill(1, PROMPT, 9, stop=5)
+        decoder.prefill(1, PROMPT, 9, start=5)
+        decoder.copy(1, 0, 9)
+        return decoder.decode(torch.tensor([3, 4]))
+
+    for dtype in [torch.float16] if DEVICE.type == "cpu" else [torch.float16, torch.bfloat16]:
+        fast, near = (kind(bundle, dtype=dtype, **settings) for kind in (CudaDecoder, TorchDecoder))
+        within_half_precision(fast, near, slow, run)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma4", marks=pytest.mark.quick), "mistral"])
+def test_rows_that_continue_one_another(name: str) -> None:
+    """A row sees the rows of its slot before it; what was taken back is written over."""
+    bundle, settings = make_bundle(name, 0.5), {"device": DEVICE, "max_seq_len": 24, "max_batch": 3}
+    fast, slow = (
+        CudaDecoder(bundle, dtype=torch.float32, **settings),
+        TorchDecoder(bundle, dtype=torch.float64, **settings),
+    )
+    for decoder in (fast, slow):
+        for slot in (0, 2):
+            decoder.prefill(slot, (PROMPT + slot) % 70, 4)
+    for given, length in (([[3, 9, 14, 1], [], [8]], 11), ([[5], [], [6, 7]], 12)):
+        (chosen, found), (near, expected) = (d.verify(given, [SamplingParams()] * 3) for d in (fast, slow))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(chosen.cpu(), near.cpu())
+        assert fast.lengths == slow.lengths
+        for decoder in (fast, slow):
+            decoder.truncate(0, length)
+    follow_on = torch.tensor([2, -1, 3])
+    found, expected = fast.step(follow_on, [SamplingParams()] * 3), slow.step(follow_on, [SamplingParams()] * 3)
+    assert found[[0, 2]].tolist() == expected[[0, 2]].tolist()
+
+
 def within_half_precision(fast, slow, exact, run, *, times=3):
     """``run`` of a decoder gives logits (rows, V): no further from the exact ones than plain half precision is."""
     expected = run(exact)
@@ -110,7 +171,16 @@ def within_half_precision(fast, slow, exact, run, *, times=3):
 
 @pytest.mark.parametrize(
     ("family", "rows"),
-    [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma4", 2), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4)],
+    [
+        ("gemma2", 1),
+        ("gemma2", 2),
+        ("gemma2", 4),
+        ("gemma4", 2),
+        ("olmo3", 1),
+        ("ernie", 4),
+        ("qwen3.5", 4),
+        ("qwen3-moe", 2),
+    ],
 )
 def test_a_familys_rows_in_half_precision(family, rows):
     bundle, settings = make_bundle(family, 0.5), {"device": DEVICE, "max_seq_len": 24, "max_batch": rows}
@@ -131,7 +201,7 @@ def rounded(bundle: SimpleNamespace, weights: str, dtype: torch.dtype = torch.fl
     def tensor(name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         stored = bundle.checkpoint.tensor(name, device)
         kind = WEIGHT_TYPES[weights].head if name == "lm_head.weight" else weights
-        if not name.endswith("_proj.weight") and name != "lm_head.weight":
+        if not name.endswith(("_proj.weight", "_qkv.weight", "_z.weight")) and name != "lm_head.weight":
             return stored
         return round_weight(stored.to(dtype), kind).dequantise(torch.float32)
 
@@ -152,11 +222,17 @@ def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
-def test_weights_rounded_at_load(weights: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("weights", "rows", "family"),
+    [
+        *((weights, rows, "qwen2") for weights in ("int8", "int4", "fp8") for rows in (1, 2)),
+        ("int8", 1, "qwen3.5-moe"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
+    ],
+)  # fmt: skip
+def test_weights_rounded_at_load(weights: str, rows: int, family: str) -> None:
     """With an output layer of its own, and tied: then it is rounded and the embedding is not."""
-    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1, tie_word_embeddings=rows == 2)
+    layers = {} if family == "qwen3.5-moe" else {"num_hidden_layers": 1}
+    bundle = make_bundle(family, 0.5, tie_word_embeddings=rows == 2, **layers)
     settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": rows}
     fast = CudaDecoder(bundle, dtype=torch.float32, weights=weights, **settings)
     slow = TorchDecoder(rounded(bundle, weights), dtype=torch.float64, **settings)

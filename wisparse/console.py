@@ -40,6 +40,15 @@ class Dtype(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
+class Speculative(click.ParamType):
+    """JSON as it stands, ``auto``, or ``off``, which becomes None."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | None:
+        return None if value == "off" else value
+
+
 FOLDER = FOLDER_OR_ID = _Place("dir")
 FILE_OR_ID = _Place("file")
 NEW_FOLDER = _NewFolder()

@@ -16,10 +16,10 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted, shown
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.manifest import bits_of
-from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
+from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS
 
-from .console import Dtype, stacked
+from .console import Dtype, Speculative, stacked
 
 if TYPE_CHECKING:
     from wisparse.formats.card import Finding
@@ -52,6 +52,8 @@ device_options = stacked(
         ("--backend", click.Choice(["auto", *BACKENDS]), "auto",
          "What multiplies; auto is the fastest that can run this model here."),
         ("--weights", click.Choice(WEIGHT_TYPES), "native", "Round the weights at load, where the back end can."),
+        ("--kv-cache-dtype", click.Choice(KV_CACHE_DTYPES), "auto",
+         "Keys and values in a byte a number, which halves the cache; int8 costs the least quality."),
         ("--sparsity", float, None, _LEVEL),
         ("--bits", float, None, _BITS),
         ("--max-seq-len", click.IntRange(min=1), None, _LENGTH),
@@ -68,6 +70,16 @@ loading_options = stacked(
          "Which part of the prompt runs sparse: none, the last half, all. The answer always does."),
     ),
 )  # fmt: skip
+
+_SPECULATIVE = (
+    'Verify several tokens at a time where the text repeats itself: {"method": "ngram"} and further keys as vLLM has them, '
+    "auto (where that changes no token), or off."
+)
+
+
+def speculative_option(default: str) -> Callable[[_F], _F]:
+    return option_table(("--speculative-config", Speculative(), default, _SPECULATIVE))
+
 
 sampling_options = stacked(
     option_table(
@@ -98,8 +110,9 @@ def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Mode
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.request import GenerationSettings
 
-    loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len")
+    loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype")
     given = {name: options.pop(name) for name in loading}
+    given["speculative"] = options.pop("speculative_config")
     GenerationSettings(**options)
     return load(opened, max_batch=max_batch, **given)
 
@@ -130,6 +143,8 @@ def footer(answer: Generation, model: Model) -> str:
     if answer.realised_sparsity is not None:
         read = f"{bits_of(answer.realised_sparsity):.2f} bits a weight read"
         parts.append(f"realised sparsity {answer.realised_sparsity:.1%}" if model.bits is None else read)
+    if answer.drafts.drafts:
+        parts.append(str(answer.drafts))
     return " | ".join([*parts, backend_of(model)])
 
 

@@ -15,10 +15,27 @@ import math
 
 import numpy as np
 
-from .intrinsics import ONE, ZERO, dot, exact, exp32, floats, narrow, pointer, size_of, soft_cap, widen, words
-from .layout import BlockField, DeltaField, FloatField, StepField
+from .intrinsics import (
+    ONE,
+    ZERO,
+    dot,
+    exact,
+    exp32,
+    float_to_bits,
+    floats,
+    narrow,
+    pointer,
+    size_of,
+    soft_cap,
+    widen,
+    words,
+)
+from .layout import BlockField, DeltaField, FloatField, StepField, StoredAs
 
 BLOCK_BYTES = 8 * len(BlockField)
+_INT8, _E4M3 = np.int8(0), np.uint8(0)
+_CODED_AS_INT8, _CODED_AS_E4M3 = StoredAs.INT8.value, StoredAs.E4M3.value
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
 _LENGTH_EPS = np.float32(1e-6)  # of the squared length by which a DeltaNet's queries and keys are divided
 
 
@@ -72,11 +89,44 @@ def _place(x, dim, block, position, norm, factor, after, eps, out):
         rms_norm(out, norm, dim, eps, out)
 
 
+@exact
+def _store(x, dim, numbers, scales, at, kind, tag):
+    """Store a key or value (dim,) float32 as the ``at``-th of ``numbers``, with its scale unless there are none. Twin: ``quantise`` in ``runtime.decoding.cache``."""
+    x_ = floats(x)
+    if scales == 0:
+        target = pointer(numbers + at * dim * size_of(tag), tag)
+        for d in range(dim):
+            target[d] = narrow(x_[d], tag)
+        return
+    largest = ZERO
+    for d in range(dim):
+        largest = max(largest, abs(x_[d]))
+    limit = np.float32(127) if kind == _CODED_AS_INT8 else np.float32(448)
+    factor = limit / max(largest, np.float32(1e-30))
+    floats(scales)[at] = largest * (ONE / limit)
+    codes = pointer(numbers + at * dim, _E4M3)
+    if kind == _CODED_AS_INT8:
+        for d in range(dim):
+            codes[d] = np.uint8(np.int32((x_[d] * factor + _ROUND) - _ROUND) & 0xFF)
+        return
+    for d in range(dim):
+        y = x_[d] * factor
+        bits = float_to_bits(abs(y))
+        normal = ((bits + np.int32(0x7FFFF) + ((bits >> np.int32(20)) & np.int32(1))) >> np.int32(20)) - np.int32(960)
+        subnormal = np.int32((abs(y) * np.float32(512) + _ROUND) - _ROUND)
+        code = subnormal if abs(y) < np.float32(2**-6) else normal
+        codes[d] = np.uint8(code | (np.int32(0x80) if y < ZERO else np.int32(0)))
+
+
 @dot
-def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len, out, tag):
+def _attend(q, heads, block, row, start, end, dim, scale, cap, scores, max_len, out, tag):
     """out = softmax(cap(scale * q k^T)) v for the heads that share one key-value head, at positions start..end. q, out:
-    (heads, dim); keys, values: (max_len, dim); scores: (heads, max_len), scratch."""
+    (heads, dim); row: of the cache of ``block``, a `BlockField`, where the slot's and head's positions begin; scores:
+    (heads, max_len), scratch; tag: of what the cache stores."""
     size = size_of(tag)
+    keys, values = block[BlockField.KEYS] + row * dim * size, block[BlockField.VALUES] + row * dim * size
+    coded = block[BlockField.KEY_SCALES] != 0
+    key_scales, value_scales = block[BlockField.KEY_SCALES] + 4 * row, block[BlockField.VALUE_SCALES] + 4 * row
     for h in range(heads):
         q_, s_ = floats(q + 4 * h * dim), floats(scores + 4 * h * max_len)
         for i in range(start, end):
@@ -85,6 +135,10 @@ def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len
             for d in range(dim):
                 s += q_[d] * widen(key[d])
             s_[i] = s * scale
+        if coded:
+            key_scales_ = floats(key_scales)
+            for i in range(start, end):
+                s_[i] *= key_scales_[i]
         if cap > ZERO:
             for i in range(start, end):
                 s_[i] = soft_cap(s_[i], cap)
@@ -98,6 +152,10 @@ def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len
             e = exp32(s_[i] - top)
             s_[i] = e
             total += e
+        if coded:
+            value_scales_ = floats(value_scales)
+            for i in range(start, end):
+                s_[i] *= value_scales_[i]
         for d in range(dim):
             out_[d] = ZERO
         i = start
@@ -128,7 +186,7 @@ def attention(p, block, part, parts, out, scratch, tag):
     eps, cap = constants[FloatField.EPS], constants[FloatField.ATTENTION_CAP]
     slots, positions = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS])
     window, kv_heads, dim = block_[BlockField.WINDOW], block_[BlockField.KV_HEADS], block_[BlockField.HEAD_DIM]
-    size = size_of(tag)
+    kind = p[StepField.CACHED_AS]
     q_size, share = heads * dim, heads // kv_heads
     stride = 2 * dim if p[StepField.GATED] != 0 else dim  # from a query to the next: the gate lies between
     keys_from, width = heads * stride, block_[BlockField.INPUT_WIDTH]
@@ -151,32 +209,37 @@ def attention(p, block, part, parts, out, scratch, tag):
         while h < last:
             group = h // share
             stop = min(last, (group + 1) * share)
-            row = (slots[b] * kv_heads + group) * max_len * dim * size
-            keys, values = block_[BlockField.KEYS] + row, block_[BlockField.VALUES] + row
+            row = (slots[b] * kv_heads + group) * max_len
             # Two threads that share a group both append it, with the same bits.
             _place(
                 qkv + 4 * (keys_from + group * dim), dim, block_, position, k_norm + group * norm_bytes, k_factor,
                 after, eps, scratch,
             )  # fmt: skip
-            key, value = pointer(keys + position * dim * size, tag), pointer(values + position * dim * size, tag)
-            rotated, fresh = floats(scratch), qkv + 4 * (values_from + group * dim)
-            for d in range(dim):
-                key[d] = narrow(rotated[d], tag)
+            at = row + position
+            _store(scratch, dim, block_[BlockField.KEYS], block_[BlockField.KEY_SCALES], at, kind, tag)
+            fresh = qkv + 4 * (values_from + group * dim)
             if v_norm != 0:
                 rms_norm(fresh, v_norm, dim, eps, scratch)
                 fresh = scratch
-            v = floats(fresh)
-            for d in range(dim):
-                value[d] = narrow(v[d], tag)
+            _store(fresh, dim, block_[BlockField.VALUES], block_[BlockField.VALUE_SCALES], at, kind, tag)
             for i in range(h, stop):
                 _place(
                     qkv + 4 * i * stride, dim, block_, position, q_norm + i * norm_bytes, q_factor, after, eps,
                     scratch + 4 * (i - h) * dim,
                 )  # fmt: skip
-            _attend(
-                scratch, stop - h, keys, values, start, position + 1, dim, scale, cap,
-                p[StepField.SCORES] + 4 * h * max_len, max_len, out + 4 * (b * q_size + h * dim), tag,
-            )  # fmt: skip
+            scores, target = p[StepField.SCORES] + 4 * h * max_len, out + 4 * (b * q_size + h * dim)
+            if kind == _CODED_AS_INT8:
+                _attend(
+                    scratch, stop - h, block_, row, start, position + 1, dim, scale, cap, scores, max_len, target, _INT8
+                )
+            elif kind == _CODED_AS_E4M3:
+                _attend(
+                    scratch, stop - h, block_, row, start, position + 1, dim, scale, cap, scores, max_len, target, _E4M3
+                )
+            else:
+                _attend(
+                    scratch, stop - h, block_, row, start, position + 1, dim, scale, cap, scores, max_len, target, tag
+                )
             if stride != dim:
                 for i in range(h, stop):
                     out_, gate_ = floats(out + 4 * (b * q_size + i * dim)), floats(qkv + 4 * (i * stride + dim))

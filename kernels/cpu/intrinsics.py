@@ -2,7 +2,7 @@
 
 Kernels are generic over a weight's type by a ``tag``, a number whose numba type says how the bits are read:
 
-    float32 -> float32        uint16 -> bfloat16        int16 -> float16        int8 -> int8
+    float32 -> float32    uint16 -> bfloat16    int16 -> float16    int8 -> int8    uint8 -> float8 e4m3
 """
 
 from __future__ import annotations
@@ -76,20 +76,97 @@ def size_of(typingctx, tag):
     return types.int64(tag), codegen
 
 
+def _widened(builder, value, tag):
+    """A number of ``tag``'s type, or a vector of them, as float32."""
+    lanes = getattr(value.type, "count", 0)
+
+    def kind(one):
+        return ir.VectorType(one, lanes) if lanes else one
+
+    if tag == types.uint16:  # bfloat16 is the upper half of a float32
+        sixteen = ir.Constant(kind(_I32), [16] * lanes if lanes else 16)
+        return builder.bitcast(builder.shl(builder.zext(value, kind(_I32)), sixteen), kind(_F32))
+    if tag == types.int16:
+        return builder.fpext(builder.bitcast(value, kind(ir.HalfType())), kind(_F32))
+    return builder.sitofp(value, kind(_F32)) if tag == types.int8 else value
+
+
 @intrinsic
 def widen(typingctx, value):
     """A stored number as float32, exactly."""
 
     def codegen(context, builder, signature, args):
-        if value == types.uint16:  # bfloat16 is the upper half of a float32
-            return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
-        if value == types.int16:
-            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _F32)
-        if value == types.int8:
-            return builder.sitofp(args[0], _F32)
-        return args[0]
+        if value == types.uint8:  # e4m3: as float16's bits a number that is 2**8 too small
+            code = builder.zext(args[0], ir.IntType(16))
+            sign, rest = (builder.and_(code, ir.Constant(code.type, mask)) for mask in (0x80, 0x7F))
+            sign, rest = (builder.shl(x, ir.Constant(x.type, by)) for x, by in ((sign, 8), (rest, 7)))
+            half = builder.bitcast(builder.or_(sign, rest), ir.HalfType())
+            return builder.fmul(builder.fpext(half, _F32), ir.Constant(_F32, 256.0))
+        return _widened(builder, args[0], value)
 
     return types.float32(value), codegen
+
+
+LANES = 32  # of `add_lanes`, or a cache line's, and of `add_nibbles`
+_EIGHT = types.UniTuple(types.int64, 8)
+_VALUES = types.UniTuple(types.float32, 8)
+
+
+def _load(builder, address, kind):
+    found = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    found.align = 1 if kind.element != _F32 else 4
+    return found
+
+
+def _splat(builder, value, count):
+    one = builder.insert_element(
+        ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, ir.Constant(_I32, 0)
+    )
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, count), [0] * count))
+
+
+def _add_scaled(builder, outs, rows, values, codes):
+    """Each of ``outs`` += the sum of the eight values times what ``codes`` makes of the row's address, in order."""
+    numbers = [[_load(builder, out, ir.VectorType(_F32, count)), count] for out, count in outs]
+    for i in range(8):
+        value = builder.extract_value(values, i)
+        for number, vector in zip(numbers, codes(builder.extract_value(rows, i)), strict=True):
+            product = builder.fmul(_splat(builder, value, number[1]), vector, flags=("contract",))
+            number[0] = builder.fadd(number[0], product, flags=("contract",))
+    for (out, _), (vector, _) in zip(outs, numbers, strict=True):
+        builder.store(vector, builder.inttoptr(out, vector.type.as_pointer())).align = 4
+
+
+@intrinsic
+def add_lanes(typingctx, out, rows, values, offset, tag):
+    """out[j] += sum_i values[i] * (the weights of ``tag``'s type at rows[i] + offset)[j]: LANES columns of eight rows, or
+    as many as a cache line has."""
+
+    def codegen(context, builder, signature, args):
+        lanes = min(LANES, 512 // tag.bitwidth)
+        kind = ir.VectorType(context.get_value_type(tag), lanes)
+        to, rows, values, offset, _ = args
+
+        def codes(row):
+            return [_widened(builder, _load(builder, builder.add(row, offset), kind), tag)]
+
+        _add_scaled(builder, [(to, lanes)], rows, values, codes)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, _EIGHT, _VALUES, types.int64, tag), codegen
+
+
+@_fixed(types.void(types.int64, types.int64, _EIGHT, _VALUES, types.int64))
+def add_nibbles(builder, even, odd, rows, values, offset):
+    """As `add_lanes` for the low and the high halves of LANES bytes."""
+    wide = ir.VectorType(_I32, LANES)
+
+    def codes(row):
+        word = builder.zext(_load(builder, builder.add(row, offset), ir.VectorType(ir.IntType(8), LANES)), wide)
+        halves = builder.and_(word, ir.Constant(wide, [15] * LANES)), builder.lshr(word, ir.Constant(wide, [4] * LANES))
+        return [builder.sitofp(half, ir.VectorType(_F32, LANES)) for half in halves]
+
+    _add_scaled(builder, [(even, LANES), (odd, LANES)], rows, values, codes)
 
 
 @intrinsic
@@ -150,13 +227,6 @@ def add_pairs(builder, codes, stride, index, numbers, pairs, even, odd, unit):
     def constant(value):
         return ir.Constant(_I64, value)
 
-    def splat(value, count):
-        one = builder.insert_element(
-            ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, ir.Constant(_I32, 0)
-        )
-        zeros = ir.Constant(ir.VectorType(_I32, count), [0] * count)
-        return builder.shuffle_vector(one, one, zeros)
-
     def shuffled(a, b, lanes):
         return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
 
@@ -171,8 +241,8 @@ def add_pairs(builder, codes, stride, index, numbers, pairs, even, odd, unit):
         rows = [builder.sext(load(index, builder.add(where, constant(4 * i)), _I32, 4), _I64) for i in range(2)]
         a, b = (load(codes, builder.mul(row, stride), vector) for row in rows)
         word = load(numbers, builder.mul(loop.index, constant(4)), _I32, 4)
-        upper = splat(builder.trunc(word, i16), 16)
-        lower = splat(builder.trunc(builder.lshr(word, ir.Constant(_I32, 16)), i16), 16)
+        upper = _splat(builder, builder.trunc(word, i16), 16)
+        lower = _splat(builder, builder.trunc(builder.lshr(word, ir.Constant(_I32, 16)), i16), 16)
         for half, bytes_ in enumerate(halves):
             both = shuffled(a, b, [lane for one in bytes_ for lane in (one, 32 + one)])
             shifted = builder.lshr(builder.bitcast(both, wide), ir.Constant(wide, [4] * 16))
@@ -190,7 +260,7 @@ def add_pairs(builder, codes, stride, index, numbers, pairs, even, odd, unit):
                 lanes = list(range(8 * part, 8 * part + 8))
                 upper, lower = (builder.sext(shuffled(one, one, lanes), ir.VectorType(_I32, 8)) for one in numbers_of)
                 whole = builder.add(builder.shl(upper, ir.Constant(ir.VectorType(_I32, 8), [7] * 8)), lower)
-                scaled = builder.fmul(builder.sitofp(whole, eight), splat(unit, 8))
+                scaled = builder.fmul(builder.sitofp(whole, eight), _splat(builder, unit, 8))
                 offset = constant(4 * bytes_[8 * part])
                 stored = builder.store(builder.fadd(load(out, offset, eight, 4), scaled), at(out, offset, eight))
                 stored.align = 4
@@ -201,14 +271,27 @@ def bits_to_float(builder, value):
     return builder.bitcast(value, _F32)
 
 
-@_fixed(types.void(types.int64))
-def prefetch(builder, address):
-    """Prefetch the cache line at an address; any address is fine."""
+@_fixed(types.int32(types.float32))
+def float_to_bits(builder, value):
+    return builder.bitcast(value, _I32)
+
+
+@_fixed(types.void(_EIGHT, types.int64))
+def prefetch_rows(builder, rows, offset):
+    """Prefetch a cache line of each of eight rows."""
+    for i in range(8):
+        _prefetch(builder, builder.add(builder.extract_value(rows, i), offset))
+
+
+def _prefetch(builder, address):
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     words = [ir.Constant(_I32, value) for value in (0, 3, 1)]  # read, nearest cache, data
     builder.call(function, [builder.inttoptr(address, byte), *words])
+
+
+prefetch = _fixed(types.void(types.int64))(_prefetch)  # the cache line at an address; any address is fine
 
 
 @_fixed(types.int64(types.int64, types.int64))

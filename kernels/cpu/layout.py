@@ -10,17 +10,20 @@ from enum import IntEnum
 import torch
 
 CACHE_LINE = 64
-PARTIAL_MORE = 64  # float32 of each row of PARTIAL beyond the sums; the last 16 words hold numbers of `add_pairs`
+# float32 of each row of PARTIAL beyond the sums: 32, then a row's own list of a graded weight's group; the last 16 words
+# hold numbers of `add_pairs`.
+PARTIAL_MORE = 32 + 512 + 32
 # A floating type's part of a region's name.
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class StoredAs(IntEnum):
-    """How a weight's numbers are stored."""
+    """How the numbers of a weight, or of the cache, are stored."""
 
     BASE = 0  # the type of the cache: float32, bfloat16 or float16
-    INT8 = 1  # with one scale per output
+    INT8 = 1  # with one scale per output; of the cache, per position and head
     INT4 = 2  # two outputs a byte, with a scale for each group of channels and output
+    E4M3 = 3  # as INT8, of the cache only
 
 
 class ScaleType(IntEnum):
@@ -63,7 +66,7 @@ class BlockField(IntEnum):
     WINDOW = 7  # 0: attends to all positions
     KV_HEADS = 8
     HEAD_DIM = 9
-    KEYS = 10  # (max_batch, kv_heads, max_len, head_dim), the base type
+    KEYS = 10  # (max_batch, kv_heads, max_len, head_dim), as CACHED_AS says
     VALUES = 11
     ROTARY_HALF = 12  # rotated pairs of a head; 0: no rotary embedding
     COS = 13  # (max_len, rotary_half) float32
@@ -83,6 +86,8 @@ class BlockField(IntEnum):
     ROUTER = 25  # (EXPERTS, hidden) float32
     SHARED_SIZE = 26  # of the expert for every token; 0: none
     SHARED_GATE = 27  # (hidden,) float32
+    KEY_SCALES = 28  # (max_batch, kv_heads, max_len) float32 of codes
+    VALUE_SCALES = 29
 
 
 class DeltaField(IntEnum):
@@ -164,7 +169,7 @@ class StepField(IntEnum):
     PROJECTIONS = 23  # rows of ProjectionField, block by block
     THRESHOLDS = 24  # (projections, 2) float32, the second of a graded weight's low plane
     # Shared buffers.
-    LOGITS = 25  # (slots, V) float32
+    LOGITS = 25  # (outputs, V) float32
     SCORES = 26  # (heads, max_len) float32
     HALF = 27  # (rows, hidden) float32: the output of attention or MLP
     QKV = 28  # (rows, INPUT_WIDTH) float32
@@ -193,6 +198,8 @@ class StepField(IntEnum):
     EXPERT_COUNT = 49  # (slots, threads, 2) int64
     EXPERT_SLOTS = 50
     EXPERT_LENGTH = 51
+    CACHED_AS = 52  # StoredAs of keys and values
+    OUTPUTS = 53  # (rows,) int64: the row of LOGITS that each row's go to
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:

@@ -17,10 +17,13 @@ import numpy as np
 
 from .intrinsics import (
     HAS_PAIRS,
+    LANES,
     ONE,
     PAIRS,
     TILE_BYTES,
     ZERO,
+    add_lanes,
+    add_nibbles,
     add_pairs,
     dot,
     exact,
@@ -30,20 +33,20 @@ from .intrinsics import (
     num_threads,
     pointer,
     prefetch,
+    prefetch_rows,
     size_of,
     thread_num,
     widen,
     words,
 )
-from .layout import CACHE_LINE, DequantizeField, ProjectionField, ScaleType, StoredAs
+from .layout import CACHE_LINE, PARTIAL_MORE, DequantizeField, ProjectionField, ScaleType, StoredAs
 
 _BYTE, _INT8 = np.uint8(0), np.int8(0)
 _ZERO_CODE = np.float32(8)  # where there are no zero points
 _HIGH = np.float32(16)  # what a code of the high plane counts
 _LARGEST_NUMBER, _LARGEST_VALUE = np.float32(8128), np.float32(1e30)
-# int4 prefetches the next eight channels, a few cache lines at a time: kept channels have no stride to predict.
-_AHEAD = 8
-_TILE = 256  # bytes of a row
+_SPARE = PARTIAL_MORE - 32  # words from a row's end in PARTIAL
+_MOST_LISTED = 256  # planes of a group: a graded weight's have up to 128 channels
 
 
 @exact
@@ -121,48 +124,65 @@ def gather(segment_index, segment_value, segment_stride, segments, parts, rows, 
 
 
 @exact
+def _eight_rows(weight, stride, index, p, last):
+    """Addresses of the rows that ``index`` lists from p on; beyond ``last`` that one again."""
+    return (
+        weight + np.int64(index[min(p, last)]) * stride,
+        weight + np.int64(index[min(p + 1, last)]) * stride,
+        weight + np.int64(index[min(p + 2, last)]) * stride,
+        weight + np.int64(index[min(p + 3, last)]) * stride,
+        weight + np.int64(index[min(p + 4, last)]) * stride,
+        weight + np.int64(index[min(p + 5, last)]) * stride,
+        weight + np.int64(index[min(p + 6, last)]) * stride,
+        weight + np.int64(index[min(p + 7, last)]) * stride,
+    )
+
+
+@exact
 def _or_zero(values, i, count):
     return values[i] if i < count else ZERO
 
 
 @exact
+def _eight_values(values, count):
+    """The first eight of ``count`` values; beyond the end 0."""
+    return (
+        values[0], _or_zero(values, 1, count), _or_zero(values, 2, count), _or_zero(values, 3, count),
+        _or_zero(values, 4, count), _or_zero(values, 5, count), _or_zero(values, 6, count), _or_zero(values, 7, count),
+    )  # fmt: skip
+
+
+@exact
 def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, tag):
-    """acc[b, :] = sum over the list of value[b, i] * weight[index[i], lo:hi]."""
+    """acc[b, :] = sum over the list of value[b, i] * weight[index[i], lo:hi]. The next eight rows are prefetched a cache
+    line of each at a time: kept channels have no stride to predict."""
     width = hi - lo
     size = size_of(tag)
     index_ = pointer(index, np.int32(0))
     weight += lo * size
     stride *= size
+    line = CACHE_LINE // size
+    whole = width // line * line
     for b in range(rows):
         a = floats(acc + 4 * b * acc_stride)
         for j in range(width):
             a[j] = ZERO
-    last = count - 1
-    for p in range(0, count, 8):  # beyond the end the value is 0
-        r0 = pointer(weight + np.int64(index_[p]) * stride, tag)
-        r1 = pointer(weight + np.int64(index_[min(p + 1, last)]) * stride, tag)
-        r2 = pointer(weight + np.int64(index_[min(p + 2, last)]) * stride, tag)
-        r3 = pointer(weight + np.int64(index_[min(p + 3, last)]) * stride, tag)
-        r4 = pointer(weight + np.int64(index_[min(p + 4, last)]) * stride, tag)
-        r5 = pointer(weight + np.int64(index_[min(p + 5, last)]) * stride, tag)
-        r6 = pointer(weight + np.int64(index_[min(p + 6, last)]) * stride, tag)
-        r7 = pointer(weight + np.int64(index_[min(p + 7, last)]) * stride, tag)
+    for p in range(0, count, 8):
+        here = _eight_rows(weight, stride, index_, p, count - 1)
+        ahead = _eight_rows(weight, stride, index_, p + 8, count - 1)
         for b in range(rows):
-            v = floats(value + 4 * (b * value_stride + p))
-            v0, v1, v2, v3 = v[0], _or_zero(v, 1, count - p), _or_zero(v, 2, count - p), _or_zero(v, 3, count - p)
-            v4, v5 = _or_zero(v, 4, count - p), _or_zero(v, 5, count - p)
-            v6, v7 = _or_zero(v, 6, count - p), _or_zero(v, 7, count - p)
-            a = floats(acc + 4 * b * acc_stride)
-            for j in range(width):
+            values = _eight_values(floats(value + 4 * (b * value_stride + p)), count - p)
+            out = acc + 4 * b * acc_stride
+            for x in range(0, whole, line):
+                if b == 0:
+                    prefetch_rows(ahead, x * size)
+                for y in range(x, x + line, min(LANES, line)):
+                    add_lanes(out + 4 * y, here, values, y * size, tag)
+            a = floats(out)
+            for j in range(whole, width):
                 s = a[j]
-                s += v0 * widen(r0[j])
-                s += v1 * widen(r1[j])
-                s += v2 * widen(r2[j])
-                s += v3 * widen(r3[j])
-                s += v4 * widen(r4[j])
-                s += v5 * widen(r5[j])
-                s += v6 * widen(r6[j])
-                s += v7 * widen(r7[j])
+                for i in range(8):
+                    s += values[i] * widen(pointer(here[i], tag)[j])
                 a[j] = s
 
 
@@ -192,14 +212,16 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
         while end < count and np.int64(index_[end]) < (g + 1) * group:
             end += 1
         i = p
-        if HAS_PAIRS and size_of(tag) == 2 and field[ProjectionField.PLANES] == 2:
+        if HAS_PAIRS and size_of(tag) == 2 and field[ProjectionField.PLANES] == 2 and group <= _MOST_LISTED:
             i = _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, width, partial, partial_stride)
-        while i + 8 <= end:
-            _add_eight(codes, stride, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
-            i += 8
         while i < end:
-            _add_one(codes, stride, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
-            i += 1
+            here = _eight_rows(codes, stride, index_, i, end - 1)
+            ahead = _eight_rows(codes, stride, index_, min(i + 8, end), count - 1)
+            for b in range(rows):
+                values = _eight_values(floats(value + 4 * (b * value_stride + i)), end - i)
+                even = partial + 4 * b * partial_stride
+                _add_eight(here, ahead, values, width, even, even + 4 * width, b == 0)
+            i += 8
         for b in range(rows):
             total = ZERO
             v = floats(value + 4 * b * value_stride)
@@ -222,21 +244,31 @@ def _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, wid
     in a model of 16-bit numbers is fine: two and a half times as fast. Gives where the rest begins: p if a value is not
     finite."""
     whole = width // TILE_BYTES * TILE_BYTES
-    index_ = pointer(index, np.int32(0))
+    listed = pointer(index, np.int32(0))
     for b in range(rows):
-        v = floats(value + 4 * b * value_stride)
+        given = floats(value + 4 * b * value_stride)
+        for i in range(p, end):
+            if not abs(given[i]) < _LARGEST_VALUE:
+                return p
+    for b in range(rows):
+        given = floats(value + 4 * b * value_stride)
+        partial_ = partial + 4 * b * partial_stride
+        # A row's own channels, so that its sums do not depend on those of other rows.
+        own = partial_ + 4 * (partial_stride - _SPARE)
+        index_, v = pointer(own, np.int32(0)), floats(own + 4 * _MOST_LISTED)
+        stop = 0
         largest = ZERO
         for i in range(p, end):
-            largest = max(largest, abs(v[i]))
-            if not abs(v[i]) < _LARGEST_VALUE:
-                return p
-        partial_ = partial + 4 * b * partial_stride
+            if given[i] != ZERO:
+                index_[stop], v[stop] = listed[i], given[i]
+                largest = max(largest, abs(given[i]))
+                stop += 1
         even, odd = floats(partial_), floats(partial_ + 4 * width)
         numbers = partial_ + 4 * (partial_stride - PAIRS)
         unit = largest / _LARGEST_NUMBER
         inverse = ONE / unit if unit > ZERO else ZERO
-        for first in range(p, end, 2 * PAIRS):
-            last = min(end, first + 2 * PAIRS)
+        for first in range(0, stop, 2 * PAIRS):
+            last = min(stop, first + 2 * PAIRS)
             pairs = (last - first) // 2
             bytes_ = pointer(numbers, _INT8)
             for i in range(2 * pairs):
@@ -247,11 +279,11 @@ def _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, wid
                 bytes_[at + 2] = np.int8(number - upper * np.int32(128))
             for x in range(0, whole, TILE_BYTES):
                 if x % CACHE_LINE == 0 and b == 0:
-                    for ahead in range(last, min(end, last + 2 * PAIRS)):
+                    for ahead in range(last, min(stop, last + 2 * PAIRS)):
                         prefetch(codes + x + np.int64(index_[ahead]) * stride)
                 where = np.int64(first) * 4
                 add_pairs(
-                    codes + x, stride, index + where, numbers, np.int64(pairs), partial_ + 4 * x,
+                    codes + x, stride, own + where, numbers, np.int64(pairs), partial_ + 4 * x,
                     partial_ + 4 * (width + x), unit,
                 )  # fmt: skip
             for i in range(first, last):
@@ -269,54 +301,18 @@ def _add_pair(even, odd, value, byte):
 
 
 @exact
-def _add_eight(codes, stride, index, i, count, value, value_stride, rows, width, partial, partial_stride):
-    """partial[b, :] += value[b, i:i + 8] @ codes of these channels; even outputs first, then odd ones."""
-    for x in range(0, width, _TILE):
-        m = min(_TILE, width - x)
-        for p in range(i + _AHEAD, min(i + _AHEAD + 8, count)):
-            ahead = codes + x + np.int64(index[p]) * stride
-            for line in range(0, m, CACHE_LINE):
-                prefetch(ahead + line)
-        r0 = pointer(codes + x + np.int64(index[i]) * stride, _BYTE)
-        r1 = pointer(codes + x + np.int64(index[i + 1]) * stride, _BYTE)
-        r2 = pointer(codes + x + np.int64(index[i + 2]) * stride, _BYTE)
-        r3 = pointer(codes + x + np.int64(index[i + 3]) * stride, _BYTE)
-        r4 = pointer(codes + x + np.int64(index[i + 4]) * stride, _BYTE)
-        r5 = pointer(codes + x + np.int64(index[i + 5]) * stride, _BYTE)
-        r6 = pointer(codes + x + np.int64(index[i + 6]) * stride, _BYTE)
-        r7 = pointer(codes + x + np.int64(index[i + 7]) * stride, _BYTE)
-        for b in range(rows):
-            v = floats(value + 4 * (b * value_stride + i))
-            v0, v1, v2, v3, v4, v5, v6, v7 = v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]
-            even = floats(partial + 4 * (b * partial_stride + x))
-            odd = floats(partial + 4 * (b * partial_stride + width + x))
-            for j in range(m):
-                s, t = even[j], odd[j]
-                s, t = _add_pair(s, t, v0, r0[j])
-                s, t = _add_pair(s, t, v1, r1[j])
-                s, t = _add_pair(s, t, v2, r2[j])
-                s, t = _add_pair(s, t, v3, r3[j])
-                s, t = _add_pair(s, t, v4, r4[j])
-                s, t = _add_pair(s, t, v5, r5[j])
-                s, t = _add_pair(s, t, v6, r6[j])
-                s, t = _add_pair(s, t, v7, r7[j])
-                even[j], odd[j] = s, t
-
-
-@exact
-def _add_one(codes, stride, index, i, count, value, value_stride, rows, width, partial, partial_stride):
-    """As `_add_eight`, for one channel."""
-    if i + _AHEAD < count:
-        ahead = codes + np.int64(index[i + _AHEAD]) * stride
-        for line in range(0, width, CACHE_LINE):
-            prefetch(ahead + line)
-    r0 = pointer(codes + np.int64(index[i]) * stride, _BYTE)
-    for b in range(rows):
-        v0 = floats(value + 4 * b * value_stride)[i]
-        even = floats(partial + 4 * b * partial_stride)
-        odd = floats(partial + 4 * (b * partial_stride + width))
-        for j in range(width):
-            even[j], odd[j] = _add_pair(even[j], odd[j], v0, r0[j])
+def _add_eight(here, ahead, values, width, even, odd, first):
+    """even += values @ codes of even outputs, odd those of odd ones; ``first``: of the batch's rows, which prefetches."""
+    whole = width // CACHE_LINE * CACHE_LINE
+    for x in range(0, whole, CACHE_LINE):
+        if first:
+            prefetch_rows(ahead, x)
+        for y in range(x, x + CACHE_LINE, LANES):
+            add_nibbles(even + 4 * y, odd + 4 * y, here, values, y)
+    even_, odd_ = floats(even), floats(odd)
+    for j in range(whole, width):
+        for i in range(8):
+            even_[j], odd_[j] = _add_pair(even_[j], odd_[j], values[i], pointer(here[i], _BYTE)[j])
 
 
 @exact
@@ -374,10 +370,10 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
 
 
 @dot
-def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, slots, vocab, tag):
-    """out[slots[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
+def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, outputs, vocab, tag):
+    """out[outputs[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
     size = size_of(tag)
-    slots_ = words(slots)
+    outputs_ = words(outputs)
     v = lo
     while v < hi:
         # The last group overlaps the one before it, within this thread's span.
@@ -402,7 +398,7 @@ def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, slots, vocab, 
                 s1 *= scale_[min(group + 1, last)]
                 s2 *= scale_[min(group + 2, last)]
                 s3 *= scale_[min(group + 3, last)]
-            out_ = floats(out + 4 * slots_[b] * vocab)
+            out_ = floats(out + 4 * outputs_[b] * vocab)
             out_[group] = s0
             out_[min(group + 1, last)] = s1
             out_[min(group + 2, last)] = s2

@@ -52,16 +52,16 @@ def _add(residual, half, length, multiplier):
 def _logits(p, x, part, parts, base_tag):
     """This thread's span of every row's logits, multiplied and capped; x: (rows, hidden)."""
     rows, hidden, vocab = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.VOCAB]
-    head, scale, out, slots = p[StepField.HEAD], p[StepField.HEAD_SCALE], p[StepField.LOGITS], p[StepField.SLOTS]
+    head, scale, out, outputs = p[StepField.HEAD], p[StepField.HEAD_SCALE], p[StepField.LOGITS], p[StepField.OUTPUTS]
     lo, hi = vocab * part // parts, vocab * (part + 1) // parts
     if scale != 0:
-        output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, slots, vocab, _INT8)
+        output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, outputs, vocab, _INT8)
     else:
-        output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, slots, vocab, base_tag)
+        output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, outputs, vocab, base_tag)
     constants = floats(p[StepField.FLOATS])
     multiplier, cap = constants[FloatField.LOGITS_MULTIPLIER], constants[FloatField.LOGITS_CAP]
     for b in range(rows):
-        row = floats(out + 4 * words(slots)[b] * vocab)
+        row = floats(out + 4 * words(outputs)[b] * vocab)
         if multiplier != ONE:
             for v in range(lo, hi):
                 row[v] *= multiplier

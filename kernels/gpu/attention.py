@@ -1,7 +1,7 @@
 """Attention: one decode step for every row, and a short prompt's chunk behind what its slot holds.
 
     q, k  = rotary(norm?(q)), rotary(norm?(k)) at position p,   v = v / rms?(v)
-    cache[slot, head, p] = k, v
+    cache[slot, head, p] = k, v, or their codes and scales: what is attended to, the new position included
     out   = softmax(cap?(scale * q . K[: p + 1])) V[: p + 1] * sigmoid?(gate)
 
 Decode (``launch_attention``): programs (kv_splits, kv_heads, B), each with one split of one KV head's context:
@@ -11,7 +11,9 @@ Decode (``launch_attention``): programs (kv_splits, kv_heads, B), each with one 
 
 The linear that reads the attention's output combines the splits as it selects its channels. Split 0 takes the new
 token's key and value from registers, so no program waits for the cache's store. Bytes: 2 * kv_heads * d * context *
-sizeof(dtype) a row.
+sizeof(dtype) a row. Codes (int8 or e4m3) are multiplied as they are; their scales, one for each position and
+head, multiply the scores and the weights of the values. Rows that continue one another, of one slot, are stored first
+by a launch of their own (``launch_store_rows``); a row then has the bits that it has alone with as many splits.
 
 A prompt's chunk: ``launch_store_kv``, then ``launch_chunk_attention``, as every row reads what the rows before it have
 stored. Slot, start and number of rows are in a tensor, so that a captured graph serves every prompt.
@@ -29,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import KVSplits, gdc_wait, rms_normalize, soft_cap
+from .kv_cache import KVSlots, load_kv, pairs, place_of, scale_place_of, store_vector
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _CHUNK_TILES = 8  # programs of one KV head, about: 8 KV heads then fill half of an H200
@@ -48,18 +51,12 @@ class RotaryTables(NamedTuple):
     query_scale: Tensor | None  # (max_seq_len,) dtype, what rotated queries are multiplied by
 
 
-class KVSlots(NamedTuple):
-    k: Tensor  # (slots, kv_heads, max_seq_len, D) dtype
-    v: Tensor
-    max_seq_len: int
-
-
 class Rows(NamedTuple):
     """What each row of a step reads and where its token goes. An idle row reads and writes no cache."""
 
     token: Tensor  # (B,) int64, negative for an idle row
     position: Tensor  # (B,) int32
-    slot: Tensor  # (B,) int32, of the cache; every row that is not idle has one of its own
+    slot: Tensor  # (B,) int32, of the cache; a row that is not idle has one of its own, unless all are stored first
 
 
 class AttentionShape(NamedTuple):
@@ -167,10 +164,10 @@ def _queries(
 
 @triton.jit
 def _store_new_kv(
-    query_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
+    query_ptr, kv_head, slot, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """The new key and value (d_pad,) of a KV head, which are stored at position p if ``live``."""
+    """The new key and value (d_pad,) of a KV head as they are stored at position p if ``live``, in float32."""
     D: tl.constexpr = shape.d
     VALUES: tl.constexpr = shape.heads if shape.shared else shape.heads + shape.kv_heads  # the first head of values
     base_ptr = query_ptr + (shape.heads * D if shape.gated else 0)
@@ -185,19 +182,15 @@ def _store_new_kv(
     if shape.value_norm:
         v_float = v.to(tl.float32)
         v = (v_float * tl.rsqrt(tl.sum(v_float * v_float, axis=0) / D + norms.eps)).to(dtype)
-    written = tl.where(live, d, D) < D
-    tl.store(cache.k + slot_base + p * D + d, k, mask=written)
-    tl.store(cache.v + slot_base + p * D + d, v, mask=written)
-    return k, v
-
-
-@triton.jit
-def _load_kv(cache, slot_base, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Keys and values (block_t, d_pad) at the positions ``t``; zeros where not live."""
-    d = tl.arange(0, D_PAD)
-    both = live_t[:, None] & (d < D)[None, :]
-    at = slot_base + t[:, None] * D + d[None, :]
-    return tl.load(cache.k + at, mask=both, other=0.0), tl.load(cache.v + at, mask=both, other=0.0)
+    at = place_of(cache, slot, kv_head) + p.to(tl.int64) * cache.stride
+    k_scale = None
+    v_scale = None
+    if cache.k_scale is not None:
+        scale_at = scale_place_of(cache, slot, kv_head) + p.to(tl.int64) * cache.scale_stride
+        k_scale = cache.k_scale + scale_at
+        v_scale = cache.v_scale + scale_at
+    k = store_vector(k, cache.k + at, k_scale, live, shape, config)
+    return k, store_vector(v, cache.v + at, v_scale, live, shape, config)
 
 
 @triton.jit
@@ -210,22 +203,56 @@ def _scores(products, scale_log2, shape: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, k, v, seen, m, total, acc, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
-    """One tile more of the online softmax, over the positions ``seen``: maximum (log2 domain), denominator, sum."""
-    s = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale_log2, shape)
-    s = tl.where(seen, s, float("-inf"))
+def _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
+    """One tile more (of ``load_kv``) of the online softmax, over the positions ``seen``: maximum (log2 domain),
+    denominator, sum. Of codes ``q`` and ``acc`` are the even columns, ``q_odd`` and ``odd`` the others."""
+    k, v, k_scale, v_scale = kv
+    if k.dtype.is_int():
+        even_k, odd_k = pairs(k, dtype)
+        s = tl.dot(q, tl.trans(even_k), input_precision="ieee")
+        s = tl.dot(q_odd, tl.trans(odd_k), s, input_precision="ieee") * k_scale[None, :]
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+    s = tl.where(seen, _scores(s, scale_log2, shape), float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=1))
     factor = tl.exp2(m - m_new)
     weight = tl.exp2(s - m_new[:, None])
     total = total * factor + tl.sum(weight, axis=1)
-    acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
-    return m_new, total, acc
+    acc = acc * factor[:, None]
+    if v.dtype.is_int():
+        # float16 would lose weights that are multiplied by the scale alone.
+        UNIT: tl.constexpr = 128.0 if dtype == tl.float16 else 1.0
+        weight = (weight * (v_scale * UNIT)[None, :]).to(dtype)
+        even_v, odd_v = pairs(v, dtype)
+        acc += tl.dot(weight, even_v * (1.0 / UNIT), input_precision="ieee")
+        odd = odd * factor[:, None] + tl.dot(weight, odd_v * (1.0 / UNIT), input_precision="ieee")
+    else:
+        acc += tl.dot(weight.to(dtype), v, input_precision="ieee")
+    return m_new, total, acc, odd
+
+
+@triton.jit
+def _halves(x, cache):
+    """(rows, d_pad) as ``_attend`` takes it: x and nothing, or for codes its even and its odd columns."""
+    if cache.k_scale is not None:
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    else:
+        even = x
+        odd = x
+    return even, odd
+
+
+@triton.jit
+def _whole(acc, odd, cache):
+    if cache.k_scale is not None:
+        acc = tl.reshape(tl.join(acc, odd), (acc.shape[0], 2 * acc.shape[1]))
+    return acc
 
 
 @triton.jit
 def _attention_kernel(
     qkv_ptr, norms, rotary, cache, rows, out, scale_log2,  # as of launch_attention; scale_log2: times log2(e)
-    shape: tl.constexpr, config: tl.constexpr, PDL: tl.constexpr,
+    shape: tl.constexpr, config: tl.constexpr, STORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
@@ -242,15 +269,17 @@ def _attention_kernel(
     place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
     p = tl.maximum(place, 0)
     cos, sin = _cos_sin(rotary, p, shape, config)
-    slot = tl.load(rows.slot + row).to(tl.int64)
-    slot_base = (slot * shape.kv_heads + kv_head) * cache.max_seq_len * D
+    slot = tl.load(rows.slot + row)
     low = tl.maximum(p + 1 - shape.window, 0) if shape.window > 0 else 0
     length = tl.cdiv(tl.cdiv(p - low, config.splits), BLOCK_T) * BLOCK_T
     begin = low + split * length
     end = tl.minimum(begin + length, p)
     t = begin + tl.arange(0, BLOCK_T)
-    k, v = _load_kv(cache, slot_base, t, t < end, D, D_PAD)
-    gdc_wait(PDL)
+    if STORED:
+        gdc_wait(PDL)
+    kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
+    if not STORED:
+        gdc_wait(PDL)
 
     Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
     query_ptr = qkv_ptr + row * (shape.heads * Q_STRIDE + shape.kv_heads * D * (1 if shape.shared else 2))
@@ -260,18 +289,24 @@ def _attention_kernel(
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if split == 0:
         k_new, v_new = _store_new_kv(
-            query_ptr, kv_head, slot_base, p, place >= 0, cos, sin, norms, cache, shape, config, dtype
+            query_ptr, kv_head, slot, p, (place >= 0) & (not STORED), cos, sin, norms, cache, shape, config, dtype
         )
-        m = _scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1), scale_log2, shape)
+        m = _scores(tl.sum(q.to(tl.float32) * k_new[None, :], axis=1), scale_log2, shape)
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
-        acc += v_new.to(tl.float32)[None, :]
+        acc += v_new[None, :]
 
+    # If there are codes. Nothing is left of the second parts where there are none.
+    q, q_odd = _halves(q, cache)
+    acc, odd = _halves(acc, cache)
     if begin < end:
-        m, total, acc = _attend(q, k, v, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
+        seen = (t < end)[None, :]
+        m, total, acc, odd = _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape, dtype)
     for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=config.stages):
         t = start + tl.arange(0, BLOCK_T)
-        k, v = _load_kv(cache, slot_base, t, t < end, D, D_PAD)
-        m, total, acc = _attend(q, k, v, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
+        kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
+        seen = (t < end)[None, :]
+        m, total, acc, odd = _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape, dtype)
+    acc = _whole(acc, odd, cache)
 
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
@@ -286,28 +321,64 @@ def _attention_kernel(
     tl.store(out.x + at[:, None] * D + d[None, :], acc, mask=live)
 
 
+def _padded(shape: AttentionShape, cache: KVSlots) -> int:
+    return max(16 if cache.k_scale is None else 32, triton.next_power_of_2(shape.d))  # 16: tl.dot's smallest side
+
+
 def launch_attention(
     qkv: Tensor, cache: KVSlots, rows: Rows, rotary: RotaryTables, out: KVSplits, shape: AttentionShape, *,
-    scale: float, norms: QKNorms, stages: int = 3, pdl: bool = False,
+    scale: float, norms: QKNorms, stages: int = 3, stored: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Launch one block's attention for B rows. Nothing is checked or allocated here. qkv: (B, (heads + 2 * kv_heads) *
-    D), queries, keys and values side by side, before the rotary embedding; gated: twice the heads; shared: kv_heads
-    once. scale: of the scores. ``stages`` tiles of keys and values are in flight in shared memory, 32 KiB each with
+    """Launch one block's attention for B rows; ``stored``: after ``launch_store_rows``. Nothing is checked or allocated
+    here. qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding; gated:
+    twice the heads; shared: kv_heads once. scale: of the scores. ``stages`` tiles of keys and values are in flight in shared memory, 32 KiB each with
     heads of 128."""
     batch, _, splits, _ = out.x.shape
     # Wide heads take as much shared memory with fewer positions: some chips have little.
-    d_pad = max(16, triton.next_power_of_2(shape.d))
+    d_pad = _padded(shape, cache)
     block_t = max(16, min(64, 8192 // d_pad))
+    if cache.k_scale is not None and splits * batch >= 16:
+        block_t *= 2  # as many bytes
     if qkv.dtype == torch.float32:
         # Twice the bytes; and without tensor cores a thread holds whole rows of q and of keys, the fewer the better.
         stages, block_t = 1, max(16, block_t // 2)
     # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them, and the
     # widest do not fit into the registers of fewer.
-    warps = 8 if shape.d > 256 or (splits * batch <= 8 and shape.d >= 128) else 4
+    warps = 8 if shape.d > 256 or (splits * (1 if stored else batch) <= 8 and shape.d >= 128) else 4
     group_pad = max(16, triton.next_power_of_2(shape.heads // shape.kv_heads))  # 16: tl.dot's smallest side
     config = _Config(splits, 0, block_t, stages, d_pad, group_pad)
     _attention_kernel[(splits, shape.kv_heads, batch)](
-        qkv, norms, rotary, cache, rows, out, scale * _LOG2_E.value, shape, config, pdl, num_warps=warps, launch_pdl=pdl
+        qkv, norms, rotary, cache, rows, out, scale * _LOG2_E.value, shape, config, stored, pdl, num_warps=warps,
+        launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_rows_kernel(
+    qkv_ptr, norms, rotary, cache, rows, shape: tl.constexpr, config: tl.constexpr, PDL: tl.constexpr
+):
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    D: tl.constexpr = shape.d
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
+    p = tl.maximum(place, 0)
+    cos, sin = _cos_sin(rotary, p, shape, config)
+    slot = tl.load(rows.slot + row).to(tl.int64)
+    gdc_wait(PDL)
+    Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
+    query_ptr = qkv_ptr + row * (shape.heads * Q_STRIDE + shape.kv_heads * D * (1 if shape.shared else 2))
+    _store_new_kv(query_ptr, kv_head, slot, p, place >= 0, cos, sin, norms, cache, shape, config, dtype)
+
+
+def launch_store_rows(
+    qkv: Tensor, cache: KVSlots, rows: Rows, rotary: RotaryTables, shape: AttentionShape, norms: QKNorms, *,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """Store every row's key and value, before ``launch_attention`` with ``stored``; arguments as there."""
+    config = _Config(0, 0, 0, 0, _padded(shape, cache), 0)
+    _store_rows_kernel[(qkv.shape[0], shape.kv_heads)](
+        qkv, norms, rotary, cache, rows, shape, config, pdl, num_warps=1, launch_pdl=pdl
     )
 
 
@@ -327,8 +398,7 @@ def _store_kv_kernel(qkv_ptr, chunk_ptr, norms, rotary, cache, q_ptr, shape: tl.
     d = tl.arange(0, config.d_pad)
     at = (row * shape.heads + kv_head * GROUP + g)[:, None] * D + d[None, :]
     tl.store(q_ptr + at, q, mask=(g < GROUP)[:, None] & (d < D)[None, :])
-    slot_base = (tl.load(chunk_ptr) * shape.kv_heads + kv_head) * cache.max_seq_len * D
-    _store_new_kv(query_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape, config, dtype)
+    _store_new_kv(query_ptr, kv_head, tl.load(chunk_ptr), p, live, cos, sin, norms, cache, shape, config, dtype)
 
 
 @triton.jit
@@ -355,7 +425,6 @@ def _chunk_attention_kernel(
     inside = (row < rows)[:, None] & (d < D)[None, :]
     at = (row * shape.heads + head)[:, None] * D + d[None, :]
     q = tl.load(q_ptr + at, mask=inside, other=0.0)
-    slot_base = (slot * shape.kv_heads + kv_head) * cache.max_seq_len * D
     end = start + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, last) + 1
     begin = 0
     if shape.window > 0:
@@ -363,14 +432,16 @@ def _chunk_attention_kernel(
     # Finite: of a window's first positions a row may see none.
     m = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, D_PAD), tl.float32)
+    q, q_odd = _halves(q, cache)
+    acc, odd = _halves(tl.zeros((BLOCK_M, D_PAD), tl.float32), cache)
     for first in tl.range(begin, end, BLOCK_T, num_stages=config.stages):
         t = first + tl.arange(0, BLOCK_T)
-        k, v = _load_kv(cache, slot_base, t, t < end, D, D_PAD)
+        kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
         seen = t[None, :] <= place[:, None]
         if shape.window > 0:
             seen = seen & (t[None, :] > place[:, None] - shape.window)
-        m, total, acc = _attend(q, k, v, seen, m, total, acc, scale_log2, shape, dtype)
+        m, total, acc, odd = _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape, dtype)
+    acc = _whole(acc, odd, cache)
     out = acc / total[:, None]
     if shape.gated:
         gate_at = row * (2 * shape.heads + 2 * shape.kv_heads) * D + head * 2 * D + D
@@ -386,7 +457,7 @@ def launch_store_kv(
     """Store the keys and values of a chunk of up to T rows, and give its queries (T, heads, D), all rotated. qkv: (T,
     (heads + 2 * kv_heads) * D). chunk: (3,) int64: the slot, the first row's position, and how many rows there are, 0
     to T; rows beyond write nothing."""
-    d_pad, group_pad = max(16, triton.next_power_of_2(shape.d)), triton.next_power_of_2(shape.heads // shape.kv_heads)
+    d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(shape.heads // shape.kv_heads)
     config = _Config(0, 0, 0, 0, d_pad, group_pad)
     _store_kv_kernel[(len(queries), shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, shape, config)
 
@@ -399,7 +470,7 @@ def launch_chunk_attention(
     ``stages`` tiles of keys and values are in flight in shared memory."""
     rows, group = len(out), shape.heads // shape.kv_heads
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows * group, _CHUNK_TILES)), 16), 64)
-    d_pad, group_pad = max(16, triton.next_power_of_2(shape.d)), triton.next_power_of_2(group)
+    d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(group)
     config = _Config(0, block_m, 64 if shape.d <= 128 else 32, stages, d_pad, group_pad)
     _chunk_attention_kernel[(triton.cdiv(rows * group, block_m), shape.kv_heads)](
         queries, qkv, chunk, cache, out, rows, scale * _LOG2_E.value, shape, config

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .channels import tile_columns
 from .common import Weights
-from .weights import INT4_ZERO, FusedLinear, code_values, quant_columns
+from .weights import FusedLinear, code_block, quant_columns
 
 MOST_TILES = 1 << 14  # of one launch
 
@@ -55,9 +55,10 @@ def _code_gemm_kernel(x_ptr, weights, out_ptr, partial_ptr, counter_ptr, M, conf
     BLOCK_N: tl.constexpr = config.tile.block_n
     BLOCK_K: tl.constexpr = config.tile.block_k
     SPLITS: tl.constexpr = config.tile.splits
+    STRIDE: tl.constexpr = config.stride
+    GROUP: tl.constexpr = config.group
     QUANT: tl.constexpr = config.quant
-    INT4: tl.constexpr = QUANT == "int4"
-    EACH: tl.constexpr = 8 if INT4 else 4
+    EACH: tl.constexpr = 8 if QUANT == "int4" else 4
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     of = tile_columns(tl.program_id(0), tl.program_id(1), config, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -67,24 +68,15 @@ def _code_gemm_kernel(x_ptr, weights, out_ptr, partial_ptr, counter_ptr, M, conf
         x_at += of.projection.to(tl.int64) * M * K
     # The padded columns of a projection are there to be read, and their scales are 0.
     word = quant_columns(of, of.local * BLOCK_N, config) // EACH + tl.arange(0, BLOCK_N // EACH)
-    each = tl.arange(0, EACH)
-    column = word[:, None] * EACH + each[None, :]
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     count = (K // BLOCK_K - of.split + SPLITS - 1) // SPLITS
     for step in tl.range(0, count, num_stages=config.tile.stages):
         first = (step * SPLITS + of.split) * BLOCK_K
         x = tl.load(x_at + (first + lane)[None, :], mask=there[:, None], other=0.0)
-        words = tl.load(weights.weight_t + (first + lane).to(tl.int64)[:, None] * config.stride + word[None, :])
-        code = (words[:, :, None] >> (each * (32 // EACH))[None, None, :]) & (15 if INT4 else 255)
-        value = code_values(code, QUANT)
-        scale_at = (first // config.group) * (config.stride * EACH) + column
-        if weights.quant_zeros is not None:
-            value -= tl.load(weights.quant_zeros + scale_at)[None, :, :]
-        elif INT4:
-            value -= INT4_ZERO
-        w = (value * tl.load(weights.quant_scales + scale_at)[None, :, :]).to(dtype)
-        acc = tl.dot(x, tl.reshape(w, (BLOCK_K, BLOCK_N)), acc)
+        k = first + lane
+        w = code_block(weights, word, first, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype)
+        acc = tl.dot(x, w, acc)
     out_at = m.to(tl.int64)[:, None] * N + of.column[None, :]
     live = there[:, None] & of.live[None, :]
     last = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -30,8 +30,8 @@ class Input(NamedTuple):
 class Weights(NamedTuple):
     weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side; quantized: int32 words
     bias: Tensor | None  # (N,) of the weights' dtype
-    scales: Tensor  # (projections, K) float32, channel scales
-    thresholds: Tensor  # (projections * planes,) float32
+    scales: Tensor | None  # (projections, K) float32, channel scales; None: as thresholds, not read
+    thresholds: Tensor | None  # (projections * planes,) float32
     quant_scales: Tensor | None  # quantized: (K / group, padded columns) float32
     quant_zeros: Tensor | None  # zero points other than the type's own: the same shape
 
@@ -41,11 +41,19 @@ class Output(NamedTuple):
     ssq: Tensor | None = None  # "residual": (B, tiles * max(1, reducers)) float32, sums of squares for the next norm
 
 
+class Routing(NamedTuple):
+    expert: Tensor  # (B, chosen) int32
+    weight: Tensor  # (B, chosen) float32
+
+
 class Workspace(NamedTuple):
     partial: Tensor  # (splits, B, N) int32, bits of float32; with spinning reducers EMPTY before and after
     counter: Tensor | None  # no spinning reducers: (tiles,) int32, 0 before and after
     list_index: Tensor | None  # compacted index lists outside shared memory: (programs, length) int32
     list_value: Tensor | None  # and (programs, B, length) dtype
+    # Within a kernel of experts whose products are added up: which of the chosen ones, and the weights of all of them.
+    chosen: Any = None
+    chosen_weight: Any = None
 
 
 class Counting(NamedTuple):
@@ -73,6 +81,7 @@ class Problem(NamedTuple):
     quant: str  # "none", "int4", "int8", "fp8"
     group: int  # rows of weight_t that share a quantization scale
     planes: int  # 2 of graded weights: row 2 k is the high plane of channel k, row 2 k + 1 the low one
+    experts: int = 0  # chosen experts whose products are added up, times their weights; 0: none
 
 
 class LaunchConfig(NamedTuple):

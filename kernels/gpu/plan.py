@@ -115,6 +115,7 @@ class KernelPlan:
     problem: Problem
     launch: LaunchConfig
     packed: PackedConfig | None
+    pairs: int = 1  # of a row and an expert that it has chosen: as many launches side by side
 
     @property
     def programs(self) -> int:
@@ -154,16 +155,18 @@ def count_tiles(widths: tuple[int, ...], block_n: int) -> int:
 @cache
 def plan(
     shape: LinearShape, rows: int, gpu: Gpu | None = None, *, output: str = "plain", kv_splits: int = 1,
-    head_dim: int = 1, ssq_parts: int = 1, tile: GemvTile | None = None, pdl: bool | None = None,
+    head_dim: int = 1, ssq_parts: int = 1, tile: GemvTile | None = None, pdl: bool | None = None, pairs: int = 1,
+    experts: int = 0,
 ) -> KernelPlan:  # fmt: skip
-    """Plan the launch of a linear for 1 to 16 rows; ``gpu`` None: the one that the weights are on."""
+    """Plan the launch of a linear for 1 to 16 rows; ``gpu`` None: the one that the weights are on. ``pairs``, ``experts``:
+    of ``KernelPlan`` and ``Problem``, of an expert's linear for one row."""
     gpu = gpu or gpu_of(shape.device)
     kind = regime(rows, dense=shape.dense)
     tile, origin = choose_tile(gpu, shape, rows) if tile is None else (tile, "given")
     if os.environ.get("WISPARSE_SPINNING") == "0":
         tile = replace(tile, reducers=0)
     tiles = count_tiles(shape.widths, tile.block_n)
-    spinning = tile.reducers * tiles
+    spinning = tile.reducers * tiles * pairs // max(1, experts)
     if tile.reducers > 1 and spinning > gpu.multiprocessors:
         raise ValueError(
             f"expected at most {gpu.multiprocessors} programs that wait for each other on {shape.device}, found "
@@ -202,21 +205,22 @@ def plan(
         lead = min(tile.lead, segment // step) if shape.dense else 0
         launch = _config(tile, tiles, segment, length, smem, lead=lead)
     # Partial sums read at a time. Those that are polled, and those of many rows, stay in registers: 32 of each thread.
-    at_once = min(triton.next_power_of_2(tile.splits), 32)
+    added = triton.next_power_of_2(tile.splits * max(1, experts))
+    at_once = min(added, 32)
     if tile.reducers or kind == "batch":
         numbers = 2 if output in ("silu", "gelu_tanh") else 1
         columns = tile.block_n // max(1, tile.reducers) * triton.next_power_of_2(rows) * numbers
         fitting = 1 << (max(1, 32 * 32 * tile.warps // columns).bit_length() - 1)
-        at_once = min(triton.next_power_of_2(tile.splits), fitting)
+        at_once = min(added, fitting)
     n0, n1, n2 = (*shape.widths, 0, 0)[:3]
     problem = Problem(
         k, n0, n1, n2, n0 + n1 + n2, shape.stride, rows, kv_splits, head_dim,
         # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
         max(32, triton.next_power_of_2(ssq_parts)), output, shape.dense, gpu.arch >= 90 if pdl is None else pdl,
-        shape.quant, shape.group, shape.planes,
+        shape.quant, shape.group, shape.planes, experts,
     )  # fmt: skip
     launch, why_not = launch._replace(reduce_splits=at_once), chosen if isinstance(chosen, str) else ""
-    return KernelPlan(kernel, shape, tile, origin, why_not, problem, launch, packed)
+    return KernelPlan(kernel, shape, tile, origin, why_not, problem, launch, packed, pairs)
 
 
 def _config(tile: GemvTile, tiles: int, segment: int, length: int, smem: str, **changes: int) -> LaunchConfig:
@@ -280,16 +284,26 @@ class Scratch:
     def reserve(self, plan: KernelPlan) -> None:
         """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw."""
         lists = 0 if plan.launch.smem else plan.programs * plan.launch.length
-        for name, size in (
+        for name, of_pair in (
             ("polled" if plan.tile.reducers else "partial", plan.launch.splits * plan.problem.batch * plan.problem.n),
             ("index", lists),
             ("value", plan.problem.batch * lists),
             ("counter", plan.launch.tiles),
         ):
+            size = of_pair * plan.pairs
             held = getattr(self, name)
             if held.numel() < size:
                 # Launches leave counters and polled sums as they found them; the rest may hold anything.
                 setattr(self, name, held.new_full((size,), EMPTY if name == "polled" else 0))
+
+    def workspace(self, plan: KernelPlan) -> Workspace:
+        spinning, in_scratch = plan.tile.reducers > 0, plan.launch.smem == ""
+        return Workspace(
+            self.polled if spinning else self.partial,
+            None if spinning else self.counter,
+            self.index if in_scratch and plan.kernel is sparse_gemv_kernel else None,
+            self.value if in_scratch else None,
+        )
 
 
 def launch_linear(
@@ -298,17 +312,11 @@ def launch_linear(
 ) -> None:  # fmt: skip
     """Launch a linear. Nothing is checked or allocated: ``scratch.reserve(plan)`` came before. ``eps``: of the RMSNorm;
     ``counting``: add up the kept channels (of a linear that is not dense)."""
-    weight, spinning, in_scratch = linear.weight, plan.tile.reducers > 0, plan.launch.smem == ""
-    workspace = Workspace(
-        scratch.polled if spinning else scratch.partial,
-        None if spinning else scratch.counter,
-        scratch.index if in_scratch and plan.kernel is sparse_gemv_kernel else None,
-        scratch.value if in_scratch else None,
-    )
+    weight = linear.weight
     weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
     ssq_parts, packed = 1 if given.ssq is None else given.ssq.shape[1], () if plan.packed is None else (plan.packed,)
     plan.kernel[(plan.programs,)](
-        given, weights, output, workspace, counting, eps, ssq_parts, plan.problem, plan.launch, *packed,
+        given, weights, output, scratch.workspace(plan), counting, eps, ssq_parts, plan.problem, plan.launch, *packed,
         num_warps=plan.tile.warps, launch_pdl=plan.problem.pdl and plan.tile.early,
     )  # fmt: skip
 

@@ -64,10 +64,16 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
     PART: tl.constexpr = launch.block_n // PARTS
     SSQ_PARTS: tl.constexpr = launch.tiles * PARTS
     AT_ONCE: tl.constexpr = launch.reduce_splits
+    EXPERTS: tl.constexpr = problem.experts
+    SPLITS: tl.constexpr = launch.splits * (EXPERTS if EXPERTS > 0 else 1)  # those of one expert after another's
     dtype: tl.constexpr = output.out.dtype.element_ty
     # Gate's and up's programs of one tile arrive together.
-    ARRIVALS: tl.constexpr = launch.splits * EACH
+    ARRIVALS: tl.constexpr = SPLITS * EACH
     arrival = of.split + of.projection * launch.splits if PAIRS else of.split
+    partial_ptr = workspace.partial
+    if EXPERTS > 0:
+        arrival += workspace.chosen * launch.splits
+        partial_ptr -= workspace.chosen * (launch.splits * problem.n)  # the first expert's
     # Which part of the tile's columns this program writes; negative: none.
     if launch.reducers > 0:
         part = arrival - (ARRIVALS - launch.reducers)
@@ -120,21 +126,25 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
             sums = ()
             for _ in tl.static_range(BATCH * EACH):
                 sums += (tl.zeros((PART,), tl.float32),)
-            for start in tl.range(0, launch.splits, AT_ONCE, num_stages=1):
+            for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
                 # First all loads, so that one way to the L2 cache serves them, then the waiting.
                 places = ()
                 found = ()
                 for i in tl.static_range(BATCH * EACH):
                     splits = start + tl.arange(0, AT_ONCE)
                     column = columns + i % EACH * problem.n0
-                    at = workspace.partial + (splits * BATCH + i // EACH)[:, None] * problem.n + column[None, :]
-                    there = (splits < launch.splits)[:, None] & live[None, :]
+                    at = partial_ptr + (splits * BATCH + i // EACH)[:, None] * problem.n + column[None, :]
+                    there = (splits < SPLITS)[:, None] & live[None, :]
                     places += ((at, there),)
                     found += (_poll(at, there, launch.reducers),)
+                factor = 1.0
+                if EXPERTS > 0:
+                    chosen = (start + tl.arange(0, AT_ONCE)) // launch.splits
+                    factor = tl.load(workspace.chosen_weight + chosen, mask=chosen < EXPERTS, other=0.0)[:, None]
                 added = ()
                 for i in tl.static_range(BATCH * EACH):
                     at, there = places[i]
-                    added += (sums[i] + _consume(found[i], at, there, launch.reducers),)
+                    added += (sums[i] + _consume(found[i], at, there, launch.reducers, factor),)
                 sums = added
             for row in tl.static_range(BATCH):
                 # Gate's and up's; else the same one twice, and the second is not used.
@@ -159,13 +169,13 @@ def _poll(at, there, REDUCERS: tl.constexpr):
 
 
 @triton.jit
-def _consume(found, at, there, REDUCERS: tl.constexpr):
-    """The sum over the splits, once all are there; spinning reducers leave EMPTY."""
+def _consume(found, at, there, REDUCERS: tl.constexpr, factor=1.0):
+    """The sum over the splits, each times its factor, once all are there; spinning reducers leave EMPTY."""
     if REDUCERS > 0:
         while tl.max((found == _EMPTY).to(tl.int32)) > 0:
             found = tl.load(at, mask=found == _EMPTY, other=found, volatile=True)
         tl.store(at, tl.full(found.shape, _EMPTY, found.dtype), mask=there)
-    return tl.sum(found.to(tl.float32, bitcast=True), axis=0)
+    return tl.sum(found.to(tl.float32, bitcast=True) * factor, axis=0)
 
 
 @triton.jit

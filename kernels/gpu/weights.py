@@ -94,6 +94,10 @@ class FusedLinear:
     def out_features(self) -> int:
         return sum(self.widths)
 
+    @property
+    def num_bytes_read(self) -> int:
+        return self.weight.num_bytes
+
     @cached_property
     def shape(self) -> LinearShape:
         weight, data = self.weight, self.weight.data
@@ -271,3 +275,35 @@ def dequantize_block(weights, column, k, live, problem: tl.constexpr):
     elif INT4:
         value -= INT4_ZERO
     return value * tl.load(weights.quant_scales + scale_at, mask=live, other=0.0)
+
+
+@triton.jit
+def code_block(
+    weights, word, start, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, QUANT: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """The numbers (ROWS, COLUMNS) in dtype of the rows ``k``, which are ``start`` and those after it, 0 from K on, and
+    of the columns in the words ``word``. A word's columns are unpacked beside each other: one load serves them all."""
+    INT4: tl.constexpr = QUANT == "int4"
+    EACH: tl.constexpr = 8 if INT4 else 4
+    each = tl.arange(0, EACH)
+    column = word[:, None] * EACH + each[None, :]
+    at = weights.weight_t + k.to(tl.int64)[:, None] * STRIDE + word[None, :]
+    if K % ROWS == 0:  # noqa: SIM108 (resolved at compile time)
+        words = tl.load(at)
+    else:
+        words = tl.load(at, mask=(k < K)[:, None] & (word >= 0)[None, :], other=0)
+    code = (words[:, :, None] >> (each * (32 // EACH))[None, None, :]) & (15 if INT4 else 255)
+    value = code_values(code, QUANT)
+    if GROUP % ROWS == 0 or GROUP == K:
+        scale_at = ((start // GROUP) * (STRIDE * EACH) + column)[None, :, :]
+    else:
+        scale_at = (tl.minimum(k, K - 1) // GROUP)[:, None, None] * (STRIDE * EACH) + column[None, :, :]
+    if weights.quant_zeros is not None:
+        value -= tl.load(weights.quant_zeros + scale_at)
+    elif INT4:
+        value -= INT4_ZERO
+    value = value * tl.load(weights.quant_scales + scale_at)
+    if K % ROWS != 0:
+        value = tl.where((k < K)[:, None, None], value, 0.0)
+    return tl.reshape(value.to(dtype), (ROWS, COLUMNS))

@@ -15,35 +15,53 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
+from wisparse.formats.errors import ContextLengthError
 from wisparse.formats.machine import usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.cpu.launch import Team, prepare, team_size
-from wisparse.kernels.cpu.layout import NAMES, BlockField, DeltaField, ProjectionField, StepField, scratch_layout
+from wisparse.kernels.cpu.layout import (
+    NAMES,
+    BlockField,
+    DeltaField,
+    ProjectionField,
+    StepField,
+    StoredAs,
+    scratch_layout,
+)
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import check_capacity
+from ..decoding.decoder import check_capacity, verified_settings
 from ..decoding.rotary import query_scales, switch_length
-from ..torch.block import Block, MaskedLinear, Norm, finish_logits
+from ..decoding.sampling import SamplingParams, sample
+from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
 from .weights import CpuProjection, product_dtype, read_matrix
 
 _EMBEDDING = "model.embed_tokens.weight"
 # A thread that reads less than this per step waits for the others for longer than it helps.
 _BYTES_PER_THREAD = 1 << 20
+_CACHED_AS = {"auto": StoredAs.BASE, "int8": StoredAs.INT8, "fp8": StoredAs.E4M3}
 MOST_ROWS = 32  # tokens of a prompt that a step reads
+_PREFIX_BLOCK = TorchDecoder.prefix_block_size
 
 
 class CpuDecoder(TorchDecoder):
     name: ClassVar[str] = "numba"
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
+    # Each chunk converts the weights once. Products of so many rows have the bits of those of a prefix block.
+    prefill_chunk, pieces_under_load = 4 * _PREFIX_BLOCK, 4
 
     def _load(self, bundle: Bundle, weights: str) -> None:
         super()._load(bundle, weights)
+        if any(block.experts for block in self.config.blocks):  # whose products have as many rows as tokens chose them
+            self.prefill_chunk, self.pieces_under_load = _PREFIX_BLOCK, 1
         # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
         codes = any(projection.weight.scale is not None for projection in self._projections)
         converted = self.dtype != torch.float32 or codes
         fast = product_dtype(self.dtype) == torch.bfloat16
+        if not codes:  # of codes a row more takes as long as the first
+            self.verify_costs = 0.3, 0.5
         self._step_rows = 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
         self._step = Step(self)
 
@@ -91,22 +109,58 @@ class CpuDecoder(TorchDecoder):
         check_capacity(tokens, lengths, self.max_seq_len)
         rows = [(slot, token, lengths[slot]) for slot, token in enumerate(tokens) if token >= 0]
         if rows:
-            self._step.run(rows)
+            self._step.run(rows, [slot for slot, _, _ in rows])
             for slot, _, length in rows:
                 lengths[slot] = length + 1
             self._sparse_positions += len(rows)
         return self._step.logits[: len(tokens)]
 
+    def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+        lengths, rows = self._cache.lengths, []
+        for slot, tokens in enumerate(token_ids):
+            rows += [(slot, token, lengths[slot] + i) for i, token in enumerate(tokens)]
+            lengths[slot] += len(tokens)
+            if lengths[slot] > self.max_seq_len:
+                raise ContextLengthError(
+                    f"slot {slot}: expected at most {self.max_seq_len} positions, found {lengths[slot]}"
+                )
+        self._step.run(rows, range(len(rows)))
+        self._sparse_positions += len(rows)
+        logits = self._step.logits[: len(rows)]
+        return sample(logits, verified_settings(token_ids, settings), self._verified_positions(token_ids)), logits
+
     def _forward(self, cache: KVCache, slot: int, ids: Tensor, *, start: int, total: int, first_sparse: int) -> Tensor:
-        """Few tokens are rows of a decode step, which converts no weights."""
+        """Few tokens, also those behind the last whole prefix block, are rows of a decode step, which converts no
+        weights."""
         switch = switch_length(self.config)  # the step has one table of rotary factors
-        if cache is not self._cache or len(ids) > self._step_rows or (switch is not None and total > switch):
+        one_table = switch is None or total <= switch
+        rest = (start + len(ids)) % self.prefix_block_size
+        if one_table and cache is self._cache and 0 < rest <= self._step_rows and rest < len(ids):
+            head, first = len(ids) - rest, min(first_sparse, len(ids) - rest)
+            before = self._forward(cache, slot, ids[:head], start=start, total=total, first_sparse=first)
+            after = self._forward(
+                cache, slot, ids[head:], start=start + head, total=total, first_sparse=first_sparse - first
+            )
+            return torch.cat((before, after))
+        if cache is not self._cache or len(ids) > self._step_rows or not one_table:
             return super()._forward(cache, slot, ids, start=start, total=total, first_sparse=first_sparse)
         tokens = ids.tolist()
         self._sparse_positions += len(tokens) - first_sparse
         parts = ((tokens[:first_sparse], start, False), (tokens[first_sparse:], start + first_sparse, True))
         read = [self._step.read(slot, part, at, masked=masked).to(self.dtype) for part, at, masked in parts if part]
         return torch.cat(read)
+
+    @staticmethod
+    def _attention(
+        config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None
+    ) -> Tensor:
+        """A prefix block of queries at a time: as many scores, and the same bits whatever the chunk."""
+        parts = []
+        for first in range(0, q.shape[1], _PREFIX_BLOCK):
+            some, at = q[:, first : first + _PREFIX_BLOCK], start + first
+            stop = at + some.shape[1]
+            parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, window))
+        return torch.cat(parts, 1)
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         super().set_masks(masks)
@@ -141,8 +195,9 @@ class Step:
         self._input_width = max(sum(p.out_features for p in block.qkv) for block in blocks)
 
         max_batch, max_len = decoder.max_batch, decoder.max_seq_len
-        self.logits = torch.empty(max_batch, config.vocab_size)  # float32, by slot
-        rows = torch.zeros(3, max(max_batch, MOST_ROWS), dtype=torch.int64)  # slot, token and position of every row
+        self.logits = torch.empty(max(max_batch, decoder.most_verified), config.vocab_size)  # float32
+        # Slot, token and position of every row, and the row of its logits.
+        rows = torch.zeros(4, max(max_batch, MOST_ROWS), dtype=torch.int64)
         self._rows = rows.numpy()
         tables = [tuple(table.float() for table in rotary.step_tables(max_len)) for rotary in decoder._rotaries]
         self._table = np.array([p.weight.row() for p in self._projections])  # the table of projections
@@ -162,6 +217,7 @@ class Step:
                 StepField.SLOTS: rows[0],
                 StepField.TOKENS: rows[1],
                 StepField.POSITIONS: rows[2],
+                StepField.OUTPUTS: rows[3],
                 StepField.HIDDEN: config.hidden_size,
                 StepField.INTERMEDIATE: config.intermediate_size,
                 StepField.HEADS: config.num_heads,
@@ -186,16 +242,19 @@ class Step:
                 StepField.LOGITS: self.logits,
                 StepField.SCORES: torch.empty(config.num_heads, max_len),
                 StepField.TEAM: self._team.words.ctypes.data,
+                StepField.CACHED_AS: _CACHED_AS[decoder.kv_cache_dtype],
             },
         )
         self.take_masks()
 
-    def run(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Append a token to some slots: rows of (slot, token, position); those of one slot in order of position."""
+    def run(self, rows: Sequence[tuple[int, int, int]], outputs: Sequence[int] = ()) -> None:
+        """Append a token to some slots: rows of (slot, token, position); those of one slot in order of position.
+        ``outputs``: where each one's logits go; none where no logits are asked for."""
         threads = min(team_size(), self._most_threads)
         if threads > self._threads or len(rows) > self._capacity:
             self._allocate(max(threads, self._threads), max(len(rows), self._capacity))
-        self._rows[:, : len(rows)] = np.array(rows).T
+        self._rows[:3, : len(rows)] = np.array(rows).T
+        self._rows[3, : len(outputs)] = outputs
         self._parameters[StepField.ROWS] = len(rows)
         self._team.launch(self._region, self._parameters, threads)
 
@@ -267,7 +326,9 @@ class Step:
                 norm: Norm | None = getattr(block, name)
                 row[BlockField[name.upper()]] = None if norm is None else norm.factors.float()
             if block.delta is None:
-                row[BlockField.KEYS], row[BlockField.VALUES] = cache.attention[index]
+                stored = cache.attention[index]
+                row[BlockField.KEYS], row[BlockField.VALUES] = stored.keys, stored.values
+                row[BlockField.KEY_SCALES], row[BlockField.VALUE_SCALES] = stored.key_scales, stored.value_scales
             else:
                 delta, states = block.delta, cache.recurrent[index]
                 sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "taps")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -12,31 +12,35 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
-from wisparse.formats.errors import UsageError
+from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
+from wisparse.kernels.gpu.experts import ExpertLinear
+from wisparse.kernels.gpu.plan import gpu_of
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, memory_errors
-from ..decoding.decoder import Decoder, OnLogits, check_capacity
+from ..decoding.decoder import Decoder, OnLogits, check_capacity, verified_settings
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
 from .prefill import (
     PIECE,
+    Observer,
     PromptReader,
     attention,
     chunk_size,
     head_products,
     lower_right,
     project,
+    run_experts,
     too_little_memory,
 )
 from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
-from .weights import CudaWeights, dense_linears, load_weights, put_masks, with_dense
+from .weights import AnyLinear, CudaWeights, dense_linears, load_weights, put_masks, with_dense
 from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 
 log = logging.getLogger(__name__)
@@ -78,6 +82,10 @@ class CudaDecoder(Decoder):
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
     prefix_block_size = 1
+    verify_costs = (0.6, 0.03)
+    verify_margin = 0.25
+    verifies_alike = False  # rows beside a row change its roundings
+    most_verified = MAX_ROWS
     _attention = staticmethod(attention)
 
     def _load(self, bundle: Bundle, weights: str) -> None:
@@ -85,7 +93,8 @@ class CudaDecoder(Decoder):
         self.weights = load_weights(bundle, device, dtype, weights)
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
-        self._cache = KVCache(config, max_batch, min(self.max_seq_len, _FIRST_POSITIONS), device, dtype, buffers=2)
+        first = min(self.max_seq_len, _FIRST_POSITIONS)
+        self._cache = KVCache(config, max_batch, first, device, dtype, self.kv_cache_dtype, buffers=2)
         self.prefill_chunk = chunk_size(config, dtype)
         self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
@@ -96,13 +105,16 @@ class CudaDecoder(Decoder):
             dense_linears(config, bundle.masks): (self.weights, self._steps)
         }
         self._most_rows = WIDE_ROWS if takes_wide_steps(self.weights) else MAX_ROWS  # of one step
+        # Of one DecodeStep. Unquantised weights of more rows are faster by cuBLAS.
+        native = self._most_rows > MAX_ROWS and dtype != torch.float32 and self.weights.dequantized is None
+        self._fused_rows = MAX_ROWS // 2 if native else MAX_ROWS
         # The next step of a batch, started before anybody asked for it: its input ids (negative for idle slots), how each
         # slot chooses, its captured steps, and whether it is counted.
         self._ahead: tuple[list[int], list[SamplingParams], list[DecodeStep], bool] | None = None
         self._readback = TokenReadback(max_batch, device)
         # Counting: the prompts' kept weights, on the device; decoded rows that were counted, and the weights of dense
         # linears that they read; one of so many steps is counted, and so many have been started.
-        self._observe: Callable[[FusedLinear, Tensor, int], None] | None = None  # see _apply; None: nothing is counted
+        self._observe: Observer | None = None  # None: nothing is counted
         self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=device)
         self._decoded, self._kept_dense, self._every, self._started = 0, 0, 1, 0
         self._planes = planes_of(bundle.masks)
@@ -113,8 +125,6 @@ class CudaDecoder(Decoder):
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
             return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"
-        if any(block.experts for block in config.blocks):
-            return f"it has no kernels for experts, which {config.model_type} has"
         delta = config.delta_net
         if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
             return (
@@ -129,7 +139,7 @@ class CudaDecoder(Decoder):
 
     def bytes_read(self) -> tuple[int, int]:
         head, scales = self.weights.head, self.weights.head_scales
-        return self.weights.num_bytes_inside, head.nbytes + (0 if scales is None else scales.nbytes)
+        return self.weights.num_bytes_read, head.nbytes + (0 if scales is None else scales.nbytes)
 
     def _prefill(self, slot: int, ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits) -> Tensor:
         self._forget_ahead()
@@ -148,15 +158,54 @@ class CudaDecoder(Decoder):
     def decode(self, token_ids: Tensor) -> Tensor:
         return self._logits_of(self._replay(token_ids.tolist()), token_ids.tolist())
 
+    @property
+    def running_ahead(self) -> bool:  # type: ignore[override]
+        return self._ahead is not None
+
     @torch.inference_mode()
-    def step(self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None) -> Tensor:
+    def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+        self._forget_ahead()
+        lengths = self._cache.lengths
+        rows = [(token, lengths[slot] + i, slot) for slot, one in enumerate(token_ids) for i, token in enumerate(one)]
+        tokens, positions, slots = zip(*rows, strict=True)
+        if max(positions) >= self.max_seq_len:
+            raise ContextLengthError(f"expected at most {self.max_seq_len} positions, found {max(positions) + 1}")
+        self.reserve(max(positions) + 1)
+        step, counts = self._verifying_step(len(rows), max(positions) + 1), self._counts_next()
+        chosen_by = verified_settings(token_ids, settings)
+        on_device = self.dtype in SAMPLED_DTYPES or all(setting.greedy for setting in settings)
+        step.place(tokens, positions, slots)
+        step.replay(chosen_by if on_device else (), count=counts)
+        for slot, one in enumerate(token_ids):
+            lengths[slot] += len(one)
+        self._decoded += counts * len(rows)
+        self._kept_dense += counts * len(rows) * self._dense_weights
+        logits = finish_logits(self.config, step.logits[: len(rows)])
+        if on_device:
+            return step.tokens[: len(rows)], logits
+        return sample(logits, chosen_by, self._verified_positions(token_ids)), logits
+
+    def _verifying_step(self, rows: int, context: int) -> DecodeStep:
+        """With as many KV splits as a step of one row has."""
+        rows, kv_splits = triton.next_power_of_2(rows), kv_splits_for(context)
+        key = -1, rows, kv_splits
+        if key not in self._steps:
+            self._steps[key] = DecodeStep(
+                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits, verifies=True
+            )
+        return self._steps[key]
+
+    @torch.inference_mode()
+    def step(
+        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, last: bool = False
+    ) -> Tensor:
         """A step starts the one after it before it returns, as its input is known by then: the GPU does not wait for the
         host to read the token. If something else is asked for next, that step is forgotten."""
         tokens, settings = token_ids.tolist(), list(settings)
         active = [slot for slot, token in enumerate(tokens) if token >= 0]
         known = all(setting.greedy for setting in settings) or adjust is not None or self.dtype in SAMPLED_DTYPES
         if not active or not known:
-            return super().step(token_ids, settings, adjust)
+            return super().step(token_ids, settings, adjust, last)
         drawn = settings if adjust is None else []  # how the graph chooses; adjusted logits are chosen from behind it
         if self._ahead is not None and self._ahead[0] == tokens and (adjust is not None or self._ahead[1] == settings):
             _, _, steps, counted = self._ahead
@@ -174,7 +223,7 @@ class CudaDecoder(Decoder):
                 step.tokens[: len(slots)] = adjusted[step.slots[: len(slots)]]
         self._readback.send([step.tokens[: len(slots)] for step, slots in zip(steps, groups, strict=True)])
         room = all(lengths[slot] < self._cache.length for slot in active)
-        follows = room and self._steps_for(groups) == steps
+        follows = room and not last and self._steps_for(groups) == steps
         counts = follows and self._counts_next()
         if follows:
             for step, slots in zip(steps, groups, strict=True):
@@ -209,6 +258,14 @@ class CudaDecoder(Decoder):
                 step = self.step_for(len(group), context, index)
                 for count in {self._observe is not None, self._observe is not None and self._every == 1}:
                     step.prepare(sampled=sampled, count=count)
+        for step in self._all_verifying(first, min(last, self._cache.length)):
+            for count in {self._observe is not None, self._observe is not None and self._every == 1}:
+                step.prepare(sampled=sampled, count=count)
+
+    def _all_verifying(self, first: int, last: int) -> list[DecodeStep]:
+        """The steps that drafts take while contexts grow from first to last."""
+        rows = (2, 4, 8, 16)[: 3 if self.max_batch == 1 else 4] if self.speculates else ()
+        return [self._verifying_step(count, context) for count in rows for context in contexts_between(first, last)]
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:
@@ -230,7 +287,7 @@ class CudaDecoder(Decoder):
         self._forget_ahead()
         # Warm up prefill on a scratch KV cache.
         size = min(self.prefill_chunk // self.pieces_under_load, self.max_seq_len)
-        scratch = KVCache(self.config, 1, size, self.device, self.dtype)
+        scratch = KVCache(self.config, 1, size, self.device, self.dtype, self.kv_cache_dtype)
         for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
             pass
         for setting in (SamplingParams(), SamplingParams(1.0, 20, 0.9, 0.01, seed=0)):  # of a prompt's first token
@@ -241,6 +298,7 @@ class CudaDecoder(Decoder):
             while rows < 2 * min(self.max_batch - full, self._most_rows):
                 steps += [self.step_for(rows, context, index) for context in contexts_between(1, self.max_seq_len)]
                 rows *= 2
+        steps += self._all_verifying(1, self.max_seq_len)
         counts = {self._observe is not None, self._observe is not None and self._every == 1}
         choices = (False, True) if self.dtype in SAMPLED_DTYPES else (False,)
         ways = [(step, sampled, count) for step in dict.fromkeys(steps) for sampled in choices for count in counts]
@@ -288,7 +346,7 @@ class CudaDecoder(Decoder):
         kv_splits = kv_splits_for(context, rows)
         key = index, rows, kv_splits
         if key not in self._steps:
-            kind = DecodeStep if rows <= MAX_ROWS else WideStep
+            kind = DecodeStep if rows <= self._fused_rows else WideStep
             self._steps[key] = kind(
                 self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits
             )
@@ -359,10 +417,12 @@ class CudaDecoder(Decoder):
     def _count_dense(self) -> int:
         """Weights, of graded ones planes, of the linears that the masks in force leave dense."""
         linears = (linear for block in self.weights.blocks for linear in block.linears if linear.dense)
-        return sum(linear.in_features * linear.out_features * self._planes for linear in linears)
+        read = ((linear, linear.chosen if isinstance(linear, ExpertLinear) else 1) for linear in linears)
+        return sum(linear.in_features * linear.out_features * self._planes * times for linear, times in read)
 
-    def _apply(self, block: Block[FusedLinear], first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
-        """``_observe`` is called with each linear, its input (T, K) and the first masked row, before the product."""
+    def _apply(self, block: Block[AnyLinear], first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
+        if role == "experts":
+            return (run_experts(self.config, block, x, first_sparse, gpu_of(self.device), self._observe),)
         linear: FusedLinear = getattr(block, role)
         if self._observe is not None:
             self._observe(linear, x, first_sparse)

@@ -11,6 +11,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from wisparse.formats.errors import UsageError
+from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, regime, remember_tiles, tuned_key
 
 from ..decoding.decoder import Decoder
@@ -46,16 +47,17 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) 
     step = _step(decoder, batch, None)
     blocks = [step.block_launches(index) for index in range(len(decoder.weights.blocks))]
     table: dict[str, dict[str, float]] = {}
-    for name in blocks[0]:
+    for name in dict.fromkeys(name for launches in blocks for name in launches):
+        mine = [launches[name] for launches in blocks if name in launches]  # only some blocks may have a router
 
-        def launch(name: str = name) -> None:
-            for launches in blocks:
-                launches[name]()
+        def launch(mine: list[Callable[[], None]] = mine) -> None:
+            for one in mine:
+                one()
 
-        table[name] = {"us": _time_launches(launch, len(blocks))}
+        table[name] = {"us": _time_launches(launch, len(mine))}
         if name in LINEARS:
-            needed = getattr(decoder.weights.blocks[0], name).weight.num_bytes * (1 - sparsity)
-            table[name]["ideal_us"] = needed / gbps * 1e-3
+            needed = sum(getattr(block, name).num_bytes_read for block in decoder.weights.blocks) * (1 - sparsity)
+            table[name]["ideal_us"] = needed / len(mine) / gbps * 1e-3
     ideal = decoder.bytes_read()[1] / gbps * 1e-3
     table["logits"] = {"us": _time_launches(step.launch_logits, 1), "ideal_us": ideal}
     return table
@@ -70,7 +72,9 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     tiles = {role: chosen.tile for role, chosen in _step(decoder, batch, None).plans[0].items()}
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
-    for role in LINEARS:
+    # Experts' tiles are not kept.
+    roles = [role for role in LINEARS if not isinstance(getattr(first, role), ExpertLinear)]
+    for role in roles:
         linear = getattr(first, role)
         for candidate in _neighbours(tiles[role], regime(batch, dense=linear.dense), linear.widths, gpu):
             try:
@@ -82,7 +86,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
         log.info("tuning: %.1f us after %s: %s", best, role, tiles[role])
     # The decoder's graphs have a power of two of rows.
     rows = 1 << (batch - 1).bit_length()
-    named = {tuned_key(gpu, getattr(first, role).shape, rows): tiles[role] for role in LINEARS}
+    named = {tuned_key(gpu, getattr(first, role).shape, rows): tiles[role] for role in roles}
     log.info("tuning: kept in %s", remember_tiles(named))
     return named
 

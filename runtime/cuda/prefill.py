@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,13 @@ from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import compiling_side_by_side, triton_compiling
-from wisparse.kernels.gpu.attention import KVSlots, launch_chunk_attention, launch_store_kv
+from wisparse.kernels.gpu.attention import launch_chunk_attention, launch_store_kv
 from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
+from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
+from wisparse.kernels.gpu.experts import ExpertLinear, choose_experts
 from wisparse.kernels.gpu.head import Logits, launch_logits
-from wisparse.kernels.gpu.plan import gpu_of
+from wisparse.kernels.gpu.kv_cache import kv_slots
+from wisparse.kernels.gpu.plan import Gpu, gpu_of
 from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.rows import launch_activate
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, widen
@@ -28,10 +32,10 @@ from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import switch_length
+from ..torch.block import Block, drop_channels, embed
 from ..torch.block import attention as plain_attention
-from ..torch.block import drop_channels, embed
-from .step import PositionTables, attention_arguments, capture
-from .weights import CudaWeights
+from .step import PositionTables, attention_arguments, capture, router_of
+from .weights import AnyLinear, CudaWeights
 
 # Chunks bound the activations of a long prompt; cuBLAS is at its full rate from about so many positions on.
 _CHUNK = 2048
@@ -48,6 +52,10 @@ _ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 _CODE_ROWS = 128
 # Bytes of the GPU that have to be free before the graphs are made: they take some tens of MB, and cuBLAS its workspace.
 _FREE = 1 << 30
+
+
+# Of a linear, its input (T, K) and the first masked row, before or after the product.
+Observer = Callable[[FusedLinear, Tensor, int], None]
 
 
 def chunk_size(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -79,6 +87,35 @@ def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor |
                 outputs[-1] -= (masked[0] - masked[1]) @ dequantize(weight, i, numbers, low=True)
         y = torch.cat(outputs, dim=-1)
     return (y if linear.bias is None else y + linear.bias).split(widths, dim=-1)
+
+
+def run_experts(
+    config: ModelConfig,
+    block: Block[AnyLinear],
+    x: Tensor,
+    first_sparse: int,
+    gpu: Gpu,
+    observe: Observer | None = None,
+) -> Tensor:
+    """A block's MLP of experts, of normed rows x (T, H); those from ``first_sparse`` on are masked. ``observe``: called
+    with each expert's linears, their inputs and the first masked row."""
+    gate_up, down, router = block.gate_up, block.down, router_of(block)
+    assert isinstance(gate_up, ExpertLinear)
+    assert isinstance(down, ExpertLinear)
+    expert, weight = choose_experts(x, router)
+    groups, masked_from = sort_by_expert(expert, len(gate_up.scales)), first_sparse if first_sparse < len(x) else None
+    left = x.new_empty(expert.numel(), down.in_features)
+    expert_gemm(x, gate_up, groups, left, gpu, activation=config.activation, first_sparse=masked_from)
+    out = x.new_empty(len(x), router.total, down.out_features)
+    expert_gemm(left, down, groups, out, gpu, weight=weight, first_sparse=masked_from)
+    offsets = pairwise(groups.offset.tolist() if observe is not None else ())
+    for which, (first, end) in enumerate(offsets):
+        assert observe is not None
+        rows = groups.order[first:end] // router.total
+        dense = int((rows < first_sparse).sum())
+        observe(gate_up.one(which), x[rows], dense)
+        observe(down.one(which), left[first:end], dense)
+    return out.sum(1)
 
 
 def head_products(weights: CudaWeights, x: Tensor) -> Tensor:
@@ -217,8 +254,7 @@ class PromptReader:
         for index in range(len(blocks)) if indices is None else indices:
             block = blocks[index]
             qkv = self._products(block.qkv, n)
-            keys, values = self._cache.attention[index]
-            slots, (arguments, rotary) = KVSlots(keys, values, keys.shape[2]), self._attention[index]
+            slots, (arguments, rotary) = kv_slots(*self._cache.attention[index]), self._attention[index]
             shape, scale = arguments["shape"], arguments["scale"]
             launch_store_kv(qkv, given, slots, rotary, queries, shape, arguments["norms"])
             attended = torch.empty_like(queries)
@@ -229,7 +265,10 @@ class PromptReader:
                 half, hidden, None, norm=norm.factors if norm else None, normed=n, eps=eps,
                 next_norm=following.factors if following else None, multiplier=config.residual_multiplier,
             )  # fmt: skip
-            half = self._products(block.down, launch_activate(self._products(block.gate_up, n), config.activation))
+            if block.spec.experts is None:
+                half = self._products(block.down, launch_activate(self._products(block.gate_up, n), config.activation))
+            else:
+                half = run_experts(config, block, n, len(n), self._gpu)
             norm, following = block.mlp_output, blocks[index + 1].attention_input if index + 1 < len(blocks) else None
             launch_residual_add(
                 half, hidden, None, norm=norm.factors if norm else None, scalar=block.scalar, normed=n, eps=eps,
@@ -242,8 +281,9 @@ class PromptReader:
         )  # fmt: skip
         return self._logits.logit
 
-    def _products(self, linear: FusedLinear, x: Tensor) -> Tensor:
+    def _products(self, linear: AnyLinear, x: Tensor) -> Tensor:
         """x (T, K) to (T, N), dense."""
+        assert isinstance(linear, FusedLinear)
         weight = linear.weight
         if weight.quant == "none":
             y = x @ weight.data[:, : linear.out_features]

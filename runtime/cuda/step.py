@@ -2,7 +2,7 @@
 
     embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next token (argmax, or sampled)
 
-A recurrent block has a gated DeltaNet's step where others have attention. Where outputs are normalized or multiplied
+A router stands before gate and up where a block has experts; the two are then of those that each row has chosen. A recurrent block has a gated DeltaNet's step where others have attention. Where outputs are normalized or multiplied
 before they are added, or the sum is, o and down are each followed by a launch that adds. Everything the step reads and
 writes is allocated here, once; token ids, positions and each row's slot of the cache live on the device: a graph serves
 any slots, and a replay behind the step before it needs nothing from the host.
@@ -21,20 +21,28 @@ from torch import Tensor
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
-from wisparse.kernels.gpu.attention import AttentionShape, KVSlots, QKNorms, RotaryTables, Rows, launch_attention
-from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
+from wisparse.kernels.gpu.attention import (
+    AttentionShape,
+    QKNorms,
+    RotaryTables,
+    Rows,
+    launch_attention,
+    launch_store_rows,
+)
+from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
+from wisparse.kernels.gpu.experts import ExpertLinear, Router, launch_experts, launch_router, plan_experts
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
+from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import GemvTile, KernelPlan, Scratch, gpu_of, launch_linear, plan
 from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, launch_sample
-from wisparse.kernels.gpu.weights import FusedLinear
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import Rotary, query_scales
 from ..decoding.sampling import SamplingParams
 from ..torch.block import LINEARS, Block, Norm
-from .weights import CudaWeights
+from .weights import AnyLinear, CudaWeights
 
 MAX_ROWS = 16
 # KV splits of one row's context, up to how many positions: with 8 KV heads 16 make about one program for each of an
@@ -69,7 +77,7 @@ def position_tables(
     return found | {None: RotaryTables(found[0].cos[:, :0], found[0].sin[:, :0], factors)}
 
 
-def attention_arguments(config: ModelConfig, block: Block[FusedLinear], rotary: RotaryTables) -> dict[str, Any]:
+def attention_arguments(config: ModelConfig, block: Block[AnyLinear], rotary: RotaryTables) -> dict[str, Any]:
     spec, norm = block.spec, config.architecture.qk_norm
     norm_of = "whole" if norm and not norm.per_head else "rotated head" if norm and norm.after_rotary else "head"
     shape = AttentionShape(
@@ -80,6 +88,15 @@ def attention_arguments(config: ModelConfig, block: Block[FusedLinear], rotary: 
     q_norm, k_norm = (None if norm is None else norm.factors for norm in (block.q_norm, block.k_norm))
     norms = QKNorms(q_norm, k_norm, config.rms_norm_eps)
     return {"shape": shape, "scale": config.attention_scale, "norms": norms}
+
+
+def router_of(block: Block[AnyLinear]) -> Router:
+    experts, weight = block.spec.experts, block.router
+    assert experts is not None
+    assert weight is not None
+    assert isinstance(block.gate_up, ExpertLinear)
+    shared = block.gate_up.chosen - experts.chosen
+    return Router(weight, experts.count, experts.chosen, shared, experts.renormalised)
 
 
 def capture(launch: Callable[[], object], device: torch.device, pool: Any = None) -> Callable[[], object]:
@@ -112,13 +129,16 @@ class DecodeStep:
         rows: int,
         tiles: dict[str, GemvTile] | None = None,
         kv_splits: int = max(KV_SPLITS.values()),
+        verifies: bool = False,
     ) -> None:
-        """``tiles`` (qkv, o, gate_up, down) override those that ``plan`` chooses, for measurements."""
+        """``tiles`` (qkv, o, gate_up, down) override those that ``plan`` chooses, for measurements. ``verifies``: rows may
+        continue one another."""
         self.weights, self.config, self.rows, self._tables = weights, config, rows, tables
+        self._verifies = verifies
         device, dtype = weights.embedding.device, weights.embedding.dtype
         gpu = gpu_of(device)
         self.pdl = gpu.arch >= 90
-        self._cache = {i: KVSlots(k, v, k.shape[2]) for i, (k, v) in cache.attention.items()}
+        self._cache = {i: kv_slots(*stored) for i, stored in cache.attention.items()}
         self._states = {
             i: DeltaMemory(s.inputs, s.state, s.inputs.stride(0), s.state.stride(0)) for i, s in cache.recurrent.items()
         }
@@ -157,7 +177,12 @@ class DecodeStep:
         # Measured on an H200: more of a long context in flight, where there is room for it.
         long = gpu.arch == 90 and dtype != torch.float32 and kv_splits * rows > min(KV_SPLITS.values())
         self._attention_stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
-        self._activated = empty(rows, config.intermediate_size)
+        chosen = max(map(self._pairs, weights.blocks)) // rows
+        self._activated = empty(max(self._pairs(block) * block.down.in_features for block in weights.blocks))
+        self._routing = Routing(empty(rows, chosen, kind=torch.int32), empty(rows, chosen, kind=torch.float32))
+        routers = [block.router for block in weights.blocks if block.router is not None]
+        self._router_logits = empty(rows, max(map(len, routers), default=0), kind=torch.float32)
+        self._router_counter = torch.zeros(rows, dtype=torch.int32, device=device)
         self._logits = Logits.empty(rows, config.vocab_size, device)
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if dtype in SAMPLED_DTYPES else None
         self._settings: list[SamplingParams] = []
@@ -168,11 +193,15 @@ class DecodeStep:
         for block in self.weights.blocks:
             self._plan_block(block, tiles, kv_splits)
 
-    def _plan_block(self, block: Block[FusedLinear], tiles: dict[str, GemvTile], kv_splits: int) -> None:
+    def _plan_block(self, block: Block[AnyLinear], tiles: dict[str, GemvTile], kv_splits: int) -> None:
         chosen: dict[str, KernelPlan] = {}
 
         def choose(role: str, output: str, ssq_parts: int = 1, **attention: int) -> None:
             linear = getattr(block, role)
+            if isinstance(linear, ExpertLinear):
+                chosen[role] = plan_experts(linear, self.rows, output=output, ssq_parts=ssq_parts, pdl=self.pdl)
+                self._scratch.reserve(chosen[role])
+                return
             mine = tiles.get(role) if linear.widths == getattr(self.weights.blocks[0], role).widths else None
             chosen[role] = plan(
                 linear.shape, self.rows, output=output, ssq_parts=ssq_parts, tile=mine, pdl=self.pdl, **attention
@@ -221,10 +250,12 @@ class DecodeStep:
         launches: dict[str, Callable[[], None]] = {}
 
         def linear(role: str, given: Input, output: Output) -> None:
-            counting = self.counts.of(index, role, self._turn) if count else None
+            counting, one = self.counts.of(index, role, self._turn) if count else None, getattr(block, role)
+            launch = launch_linear
+            if isinstance(one, ExpertLinear):
+                launch = partial(launch_experts, routing=self._routing)
             launches[role] = partial(
-                launch_linear, getattr(block, role), given, output, self._scratch, plans[role], eps=eps,
-                counting=counting,
+                launch, one, given, output, self._scratch, plans[role], eps=eps, counting=counting
             )  # fmt: skip
 
         def into_residual(role: str, given: Input, norm: Norm | None, scalar: Tensor | None) -> None:
@@ -248,15 +279,31 @@ class DecodeStep:
             )  # fmt: skip
             attended = Input(self._recalled)
         else:
-            rotary = self._tables[block.spec.rotary]
+            rotary, cache = self._tables[block.spec.rotary], self._cache[index]
+            arguments = attention_arguments(config, block, rotary)
+            if self._verifies:
+                launches["store"] = partial(
+                    launch_store_rows, qkv, cache, rows, rotary, arguments["shape"], arguments["norms"], pdl=pdl
+                )
             launches["attention"] = partial(
-                launch_attention, qkv, self._cache[index], rows, rotary, self._attended[index],
-                **attention_arguments(config, block, rotary), stages=self._attention_stages[index], pdl=pdl,
+                launch_attention, qkv, cache, rows, rotary, self._attended[index], **arguments,
+                stages=self._attention_stages[index], stored=self._verifies, pdl=pdl,
             )  # fmt: skip
             attended = Input(None, attention=self._attended[index])
         into_residual("o", attended, block.attention_output, None)
-        linear("gate_up", self._normed(block.mlp_input, self._sums(index, "o")), Output(self._activated))
-        into_residual("down", Input(self._activated), block.mlp_output, block.scalar)
+        n, pairs, width = (
+            self._normed(block.mlp_input, self._sums(index, "o")),
+            self._pairs(block),
+            block.down.in_features,
+        )
+        if isinstance(block.gate_up, ExpertLinear):
+            launches["router"] = partial(
+                launch_router, n, router_of(block), self._router_logits, self._router_counter, self._routing, eps=eps,
+                pdl=pdl,
+            )  # fmt: skip
+        activated = self._activated[: pairs * width].view(pairs, width)
+        linear("gate_up", n, Output(activated))
+        into_residual("down", Input(activated), block.mlp_output, block.scalar)
         return launches
 
     def launch_logits(self) -> None:
@@ -265,6 +312,10 @@ class DecodeStep:
             self.hidden, ssq, weights.norm.factors, weights.head, weights.head_scales, self._logits,
             eps=self.config.rms_norm_eps, pdl=self.pdl,
         )  # fmt: skip
+
+    def _pairs(self, block: Block[AnyLinear]) -> int:
+        """Rows of gate's and up's output: of experts one for each that a row has chosen."""
+        return self.rows * (block.gate_up.chosen if isinstance(block.gate_up, ExpertLinear) else 1)
 
     def _normed(self, norm: Norm | None, ssq: Tensor) -> Input:
         return Input(self.hidden) if norm is None else Input(self.hidden, ssq, norm.factors)
@@ -323,7 +374,9 @@ class DecodeStep:
 
         # Beside the choice of the token: embedding, logits, and one for each way to attend, to multiply and to add.
         linears = {(p.kernel, p.problem, p.launch) for plans in self.plans for p in plans.values()}
-        kernels = 2 + len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
+        kernels = (
+            2 + (1 + self._verifies) * len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
+        )
         if compile_only:
             plans = self.plans or [{}] * len(self.config.blocks)
             different = {
@@ -346,14 +399,16 @@ class _KeptCells:
 
     def __init__(self, step: DecodeStep) -> None:
         self._ids = step._ids
-        self._shapes: dict[tuple[int, str], tuple[int, tuple[int, int]]] = {}
+        self._shapes: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = {}
         widths: list[Tensor] = []
         size = 0
         for index, block in enumerate(step.weights.blocks):
             for role, linear in zip(LINEARS, block.linears, strict=True):
                 if linear.dense:
                     continue
-                shape = (len(linear.widths), step.plans[index][role].launch.splits if step.plans else 1)
+                pairs = (step._pairs(block),) if isinstance(linear, ExpertLinear) else ()
+                splits = step.plans[index][role].launch.splits if step.plans else 1
+                shape = (*pairs, len(linear.widths), splits)
                 self._shapes[index, role] = size, shape
                 widths.append(torch.tensor(linear.widths)[:, None].expand(shape).flatten())
                 size += math.prod(shape)

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, interleaved, round_weight
+from wisparse.kernels.gpu.experts import ExpertLinear, empty_experts
 from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
 from ..torch.block import LINEARS, Block, Norm, block_tensors, read_spec
@@ -27,10 +29,14 @@ _MOST_THREADS = 12  # that read files
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
+EXPERTS = ("gate_up", "down")  # the linears that may be experts'
+AnyLinear = FusedLinear | ExpertLinear
+
+
 @dataclass(frozen=True)
 class CudaWeights:
     embedding: Tensor
-    blocks: list[Block[FusedLinear]]
+    blocks: list[Block[AnyLinear]]
     norm: Norm
     head: Tensor  # (V, H), int8 if it has scales
     head_scales: Tensor | None  # (V,) float32
@@ -40,6 +46,7 @@ class CudaWeights:
     def num_bytes(self) -> int:
         """Bytes of the weights on the device; tied embeddings count once."""
         outside = [self.embedding, self.norm.weight, self.head, self.head_scales]
+        outside += [block.router for block in self.blocks]
         outside += [tensor for block in self.blocks if block.delta is not None for tensor in vars(block.delta).values()]
         tensors = {id(tensor): tensor for tensor in outside if isinstance(tensor, Tensor)}
         return sum(tensor.nbytes for tensor in tensors.values()) + self.num_bytes_inside
@@ -47,6 +54,11 @@ class CudaWeights:
     @property
     def num_bytes_inside(self) -> int:
         return sum(linear.weight.num_bytes for block in self.blocks for linear in block.linears)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Of the projections, by a token: of experts those that it chooses."""
+        return sum(linear.num_bytes_read for block in self.blocks for linear in block.linears)
 
 
 @dataclass(frozen=True)
@@ -108,13 +120,21 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
         head = source.head(config, embedding, "int8" if graded else WEIGHT_TYPES[weights].head)
         blocks = []
         for index in range(config.num_blocks):
-            spec = read_spec(config, index, source.tensor)
-            loaded = (_load_linear(*one, source, weights) for one in _projections(config, index))
+            spec, experts = read_spec(config, index, source.tensor), config.blocks[index].experts
+            if experts is not None and experts.shared_size:  # the gate is the router's last row
+                spec["router"] = torch.cat((spec["router"], spec["shared_gate"]))
+            loaded: list[Any] = [
+                _load_linear(own, copies, source, weights)
+                if experts is None or role not in EXPERTS
+                else _load_experts(own, shared, source, weights)
+                for role, own, shared, copies in _linears(config, index)
+            ]
             linears: dict[str, Any] = dict(zip(LINEARS, loaded, strict=True))
-            blocks.append(Block(**spec, **linears))
+            blocks.append(Block(**spec | {"shared_gate": None}, **linears))
         norm = Norm(source.tensor(_NORM), config.rms_norm_eps, config.architecture.norm_offset)
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
-        quantized = [linear for block in blocks for linear in block.linears if linear.weight.quant != "none"]
+        linears_of = (linear for block in blocks for linear in block.linears if isinstance(linear, FusedLinear))
+        quantized = [linear for linear in linears_of if linear.weight.quant != "none"]
         widest = max((linear.in_features * max(linear.widths) for linear in quantized), default=0)
         if scales is not None:
             widest = max(widest, _HEAD_ROWS * codes.shape[1])
@@ -132,18 +152,82 @@ def _names(config: ModelConfig) -> Iterator[str]:
         yield _HEAD
     for index in range(config.num_blocks):
         yield from block_tensors(config, index).values()
-        for projection in config.projections(index):
-            yield f"{projection.name}.weight"
-            if projection.bias:
-                yield f"{projection.name}.bias"
+        for _, own, shared, _ in _linears(config, index):
+            for projection in (*own, *shared):
+                yield from (f"{part}.weight" for part in projection.parts)
+                if projection.bias:
+                    yield f"{projection.name}.bias"
     yield _NORM
 
 
-def _projections(config: ModelConfig, index: int) -> Iterator[tuple[list[Projection], int]]:
-    """A block's fused linears, and how many each projection stands for: a fused gate_up_proj is two that share a mask."""
+def _linears(config: ModelConfig, index: int) -> Iterator[tuple[str, list[Projection], list[Projection], int]]:
+    """A block's fused linears: role, projections, those of a shared expert beside the others', and how many each
+    projection stands for: a fused gate_up_proj is two that share a mask."""
     fused = len(config.architecture.gate_up) == 1
-    for role, projections in zip(LINEARS, config.shared_inputs(index), strict=True):
-        yield projections, 2 if fused and role == "gate_up" else 1
+    own = config.shared_inputs(index)
+    shared = dict(zip(EXPERTS, own[len(LINEARS) :], strict=False))
+    for role, projections in zip(LINEARS, own, strict=False):
+        yield role, projections, shared.get(role, []), 2 if fused and role == "gate_up" else 1
+
+
+def _load_experts(own: list[Projection], shared: list[Projection], source: _Source, weights: str) -> ExpertLinear:
+    """All experts' gates and ups, or downs, and behind them a shared expert's in pieces of their size."""
+    first, down, found = own[0], len(own) == 1, None
+    size = first.in_features if down else first.out_features  # of an expert's inside
+    pieces = 0
+    if shared:
+        pieces = -(-(shared[0].in_features if down else shared[0].out_features) // size)
+    for i, projection in enumerate(own):
+        for expert, part in enumerate(projection.parts):
+            weight = source.weight(f"{part}.weight", weights)
+            if found is None:  # all are stored alike
+                codes = None if isinstance(weight, Tensor) else weight
+                found = empty_experts(
+                    first.experts + pieces, first.chosen + pieces, codes.kind if codes else "none", first.in_features,
+                    tuple(one.out_features for one in own), codes.group if codes else None, source.dtype, source.device,
+                    zeros=codes is not None and codes.zeros is not None,
+                )  # fmt: skip
+            _store(found.one(expert).weight, i, weight)
+    assert found is not None
+    for i, projection in enumerate(shared):
+        weight = source.weight(f"{projection.name}.weight", weights)
+        kind, group = ("none", None) if isinstance(weight, Tensor) else (weight.kind, weight.group)
+        expected = (found.weight.quant, None if found.weight.group in (0, first.in_features) else found.weight.group)
+        if (kind, group) != expected or (down and group is not None and size % group):
+            raise BundleError(
+                f"{projection.name}: expected weights as the experts', {expected[0]} in groups of {expected[1]}, found "
+                f"{kind} in groups of {group}; convert again"
+            )
+        for piece in range(pieces):
+            _store(found.one(first.experts + piece).weight, i, _piece(weight, piece * size, size, down))
+    return replace(found, weight=without_default_zeros(found.weight))
+
+
+def _piece(weight: Tensor | QuantizedMatrix, first: int, size: int, down: bool) -> Tensor | QuantizedMatrix:
+    """Rows ``first`` .. of a weight (N, K), of down's its columns, ``size`` of them; zeros where it has no more: a shared
+    expert's gate and up are 0 there, so what down's numbers are does not matter."""
+
+    def cut(part: Tensor, each: int = 1) -> Tensor:
+        part = part[:, first // each : -(-(first + size) // each)] if down else part[first : first + size]
+        missing = size // each - part.shape[1] if down else size - len(part)
+        return functional.pad(part, (0, missing) if down else (0, 0, 0, missing)) if missing > 0 else part
+
+    if isinstance(weight, Tensor):
+        return cut(weight)
+    codes = cut(weight.codes.view(torch.uint8), 2 if down and weight.kind == "int4" else 1)
+    scales, zeros = weight.scales, weight.zeros
+    if not down or weight.group is not None:
+        each = (weight.group or 1) if down else 1
+        scales, zeros = cut(scales, each), None if zeros is None else cut(zeros, each)
+    shape = (weight.shape[0], size) if down else (size, weight.shape[1])
+    return replace(weight, codes=codes, scales=scales, zeros=zeros, shape=shape)
+
+
+def _store(target: DeviceWeight, index: int, weight: Tensor | QuantizedMatrix) -> None:
+    if isinstance(weight, Tensor):
+        store_columns(target, index, weight)
+    else:
+        store_columns(target, index, weight.codes, weight.scales, weight.zeros)
 
 
 def _load_linear(projections: list[Projection], copies: int, source: _Source, weights: str) -> FusedLinear:
@@ -161,11 +245,8 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
                 fused = empty_weight(weight.kind, weight.shape[1], widths, weight.group, dtype, device, **options)
         for copy in range(copies):
             rows = slice(copy * widths[i * copies], (copy + 1) * widths[i * copies])
-            if isinstance(weight, Tensor):
-                store_columns(fused, i * copies + copy, weight[rows])
-            else:
-                part = weight.rows(rows.start, rows.stop)
-                store_columns(fused, i * copies + copy, part.codes, part.scales, part.zeros)
+            part = weight[rows] if isinstance(weight, Tensor) else weight.rows(rows.start, rows.stop)
+            _store(fused, i * copies + copy, part)
         del weight
         none = torch.zeros(projection.out_features, dtype=dtype, device=device)
         biases.append(source.tensor(f"{projection.name}.bias") if projection.bias else none)
@@ -178,9 +259,9 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
 
 def dense_linears(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tuple[bool, ...]:
     """Linear by linear, whether masks drop nothing: what a step is compiled for. Masks alike share their steps."""
-    linears = (shared for index in range(config.num_blocks) for shared in config.shared_inputs(index))
+    linears = ((*own, *shared) for index in range(config.num_blocks) for _, own, shared, _ in _linears(config, index))
     read_whole = {name for name, mask in masks.items() if not any((mask.threshold, *mask.plane_thresholds))}
-    return tuple(all(projection.name in read_whole for projection in shared) for shared in linears)
+    return tuple(all(projection.name in read_whole for projection in projections) for projections in linears)
 
 
 def with_dense(weights: CudaWeights, dense: tuple[bool, ...]) -> CudaWeights:
@@ -197,20 +278,31 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
     """Write masks where the kernels read them, in place, for weights from :func:`with_dense`; captured steps go on."""
     linears = [linear for block in weights.blocks for linear in block.linears]
     scales: list[Tensor] = []
-    thresholds: list[float] = []
-    for index in range(config.num_blocks):
-        for projections, copies in _projections(config, index):
-            for projection in projections:
-                mask = masks[projection.name]
-                scales += [mask.channel_scale] * copies
-                thresholds += [*(mask.plane_thresholds or [mask.threshold])] * copies
+    thresholds: list[Tensor] = []
+    for index, block in enumerate(weights.blocks):
+        for linear, (_, own, shared, copies) in zip(block.linears, _linears(config, index), strict=True):
+            of_own = [masks[projection.name] for projection in own for _ in range(copies)]
+            limits = torch.tensor([[*(mask.plane_thresholds or [mask.threshold])] for mask in of_own])
+            if isinstance(linear, FusedLinear):
+                scales.append(torch.stack([mask.channel_scale for mask in of_own]))
+                thresholds.append(limits)
+                continue
+            experts, k = own[0].experts, linear.in_features
+            scales.append(torch.stack([mask.channel_scale for mask in of_own], 1))
+            thresholds.append(limits.T.expand(experts, -1))
+            if shared:  # its pieces: of down's input each has a part, zeros fill the last
+                of_shared, pieces = [masks[projection.name] for projection in shared], len(linear.scales) - experts
+                rows = torch.stack([mask.channel_scale for mask in of_shared])
+                parts = functional.pad(rows, (0, -rows.shape[1] % k)).view(len(rows), -1, k).transpose(0, 1)
+                scales.append(parts.expand(pieces, -1, -1))
+                thresholds.append(torch.tensor([mask.threshold for mask in of_shared]).expand(pieces, -1))
     # One transfer each: a transfer for every projection waits for the device as often.
     device = linears[0].scales.device
-    flat, bounds = torch.cat(scales).to(device), torch.tensor(thresholds, dtype=torch.float32).to(device)
+    flat, bounds = (torch.cat([part.flatten() for part in parts]).to(device) for parts in (scales, thresholds))
     for linear, part in zip(linears, flat.split([linear.scales.numel() for linear in linears]), strict=True):
         linear.scales.copy_(part.view_as(linear.scales))
-    for linear, part in zip(linears, bounds.split([len(linear.thresholds) for linear in linears]), strict=True):
-        linear.thresholds.copy_(part)
+    for linear, part in zip(linears, bounds.split([linear.thresholds.numel() for linear in linears]), strict=True):
+        linear.thresholds.copy_(part.view_as(linear.thresholds))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor
 from wisparse.kernels.gpu.attention import Rows, launch_attention
 from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaTensors, launch_delta_net
+from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_tile
 from wisparse.kernels.gpu.reduction import launch_residual_add
@@ -36,8 +37,9 @@ def takes_wide_steps(weights: CudaWeights) -> bool:
     """Whether ``WIDE_ROWS`` rows of these weights can be one step."""
     linears = [linear for block in weights.blocks for linear in block.linears]
     half, processors = weights.embedding.dtype != torch.float32, gpu_of(weights.embedding.device).multiprocessors
-    return all(
-        linear.weight.quant == "none" or (half and code_gemm_tile(linear, WIDE_ROWS, processors) is not None)
+    return not any(isinstance(linear, ExpertLinear) for linear in linears) and all(
+        linear.weight.quant == "none"
+        or (half and code_gemm_tile(cast("FusedLinear", linear), WIDE_ROWS, processors) is not None)
         for linear in linears
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,33 @@ from wisparse.formats.model_config import ModelConfig
 
 # torch's messages where the error has no type of its own.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+# What keys and values can be stored as beside the decoder's dtype, and the largest code.
+_CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
-def bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
+def bytes_per_position(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> int:
     """Bytes that one position of one slot takes over all blocks."""
-    return 2 * sum(block.kv_size for block in config.blocks if not block.recurrent) * dtype.itemsize
+    blocks = [block for block in config.blocks if not block.recurrent]
+    if kv_cache_dtype == "auto":
+        return 2 * sum(block.kv_size for block in blocks) * dtype.itemsize
+    return 2 * sum(block.kv_size + block.num_kv_heads * torch.float32.itemsize for block in blocks)
+
+
+class Stored(NamedTuple):
+    """Keys and values of an attention block, uninitialised beyond each slot's length."""
+
+    keys: Tensor  # (slots, num_kv_heads, length, head_dim): the decoder's dtype, or codes
+    values: Tensor
+    key_scales: Tensor | None = None  # of codes: (slots, num_kv_heads, length) float32
+    value_scales: Tensor | None = None
+
+
+def quantise(x: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor]:
+    """Codes of vectors x (..., head_dim) and a float32 scale (...) for each: x is about codes * scale."""
+    dtype, limit = _CODES[kv_cache_dtype]
+    largest = x.float().abs().amax(-1)
+    codes = x.float() * (limit / largest.clamp(min=1e-30))[..., None]
+    return (codes.round() if dtype == torch.int8 else codes).to(dtype), largest * (1.0 / limit)
 
 
 @contextmanager
@@ -52,19 +75,26 @@ class KVCache:
     """Some slots of ``length`` positions, which can become more."""
 
     def __init__(
-        self, config: ModelConfig, slots: int, length: int, device: torch.device, dtype: torch.dtype, buffers: int = 1
+        self,
+        config: ModelConfig,
+        slots: int,
+        length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_cache_dtype: str = "auto",
+        buffers: int = 1,
     ) -> None:
-        """``buffers``: 1, or 2: the state after p positions then lies in buffer p % 2, beside that of p - 1."""
-        self._buffers = buffers
-        # Block -> keys and values, each (slots, num_kv_heads, length, head_dim), uninitialised beyond lengths.
-        self.attention: dict[int, tuple[Tensor, Tensor]] = {}
+        """``kv_cache_dtype``: what keys and values are stored as, one of ``KV_CACHE_DTYPES``. ``buffers``: 1, or 2: the
+        state after p positions then lies in buffer p % 2, beside that of p - 1."""
+        self._buffers, self._dtype, self._kv_cache_dtype = buffers, dtype, kv_cache_dtype
+        self.attention: dict[int, Stored] = {}  # by block
         # Recurrent block -> its states, each tensor of a DeltaState with (buffers, slots) in front.
         self.recurrent: dict[int, DeltaState] = {}
         self.lengths = [0] * slots  # positions filled in each slot
         self.length = length  # positions that each has room for
         delta, copies = config.delta_net, (buffers, slots)
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-        size = bytes_per_position(config, dtype) * slots * length / 1e9
+        size = bytes_per_position(config, dtype, kv_cache_dtype) * slots * length / 1e9
         with memory_errors(device, f"for a cache of {size:.1f} GB, {slots} x {length} positions"):
             for index, block in enumerate(config.blocks):
                 if block.recurrent and delta is not None:
@@ -75,20 +105,23 @@ class KVCache:
                     )
                 else:
                     shape = (2, slots, block.num_kv_heads, length, block.head_dim)
-                    keys, values = torch.empty(shape, dtype=dtype, device=device)
-                    self.attention[index] = keys, values
+                    if kv_cache_dtype == "auto":
+                        self.attention[index] = Stored(*torch.empty(shape, dtype=dtype, device=device))
+                    else:
+                        codes = torch.empty(shape, dtype=_CODES[kv_cache_dtype][0], device=device)
+                        self.attention[index] = Stored(*codes, *torch.empty(shape[:-1], device=device))
 
     def grow(self, length: int) -> None:
         """Make room for ``length`` positions in each slot: block by block, as each is copied to where there is room."""
         filled = max(self.lengths)
-        for index, (keys, values) in self.attention.items():
-            slots, heads, _, width = keys.shape
-            wider = keys.new_empty(2, slots, heads, length, width)
-            for old, new in zip((keys, values), wider, strict=True):
-                new[:, :, :filled] = old[:, :, :filled]
-            self.attention[index] = wider[0], wider[1]
-            del keys, values, old
-            if wider.is_cuda:
+        for index in self.attention:
+            wider = []
+            for old in self.attention[index]:
+                if old is not None:
+                    wider.append(old.new_empty(*old.shape[:2], length, *old.shape[3:]))
+                    wider[-1][:, :, :filled] = old[:, :, :filled]
+            self.attention[index], old = Stored(*wider), None
+            if wider[0].is_cuda:
                 torch.cuda.empty_cache()  # what was freed is too small for the next block
         self.length = length
 
@@ -102,12 +135,18 @@ class KVCache:
         self.lengths[slot] = 0
 
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put keys and values (num_kv_heads, T, head_dim) at ``start``; returns the slot's own up to start + T."""
-        stop = start + keys.shape[1]
-        own_keys, own_values = (tensor[slot] for tensor in self.attention[block])
-        own_keys[:, start:stop] = keys
-        own_values[:, start:stop] = values
-        return own_keys[:, :stop], own_values[:, :stop]
+        """Put keys and values (num_kv_heads, T, head_dim) at ``start``; returns the slot's own up to start + T, as they
+        are stored."""
+        stop, stored = start + keys.shape[1], self.attention[block]
+        own = []
+        for new, numbers, scales in zip((keys, values), stored[:2], stored[2:], strict=True):
+            if scales is None:
+                numbers[slot, :, start:stop] = new
+                own.append(numbers[slot, :, :stop])
+            else:
+                numbers[slot, :, start:stop], scales[slot, :, start:stop] = quantise(new, self._kv_cache_dtype)
+                own.append((numbers[slot, :, :stop].float() * scales[slot, :, :stop, None]).to(self._dtype))
+        return own[0], own[1]
 
     def state(self, block: int, slot: int, position: int) -> DeltaState:
         """Where a recurrent block's state after that many positions of a slot lies."""
@@ -123,9 +162,10 @@ class KVCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Fill ``target`` with the first ``length`` positions of ``source``."""
-        for pair in self.attention.values():
-            for tensor in pair:
-                tensor[target, :, :length] = tensor[source, :, :length]
+        for stored in self.attention.values():
+            for tensor in stored:
+                if tensor is not None:
+                    tensor[target, :, :length] = tensor[source, :, :length]
         for block in self.recurrent:
             self.state(block, target, length).take(self.state(block, source, length))
         self.lengths[target] = length

@@ -48,6 +48,14 @@ class Decoder(ABC):
     # The first positions of a slot can serve another prompt up to a multiple of this. Where it is the prefill chunk,
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
     prefix_block_size: int
+    # Of a step that verifies drafts, in steps of one token: what it takes beyond one, and for each drafted token.
+    verify_costs: tuple[float, float] = (0.0, 1.0)
+    most_verified: ClassVar[int] = 16  # tokens of such a step, of all slots together
+    # A verified token is what `decode` gives where the two largest logits are at least so far apart.
+    verify_margin: float = 0.0
+    verifies_alike: ClassVar[bool] = True  # whether that holds for every token, bit for bit
+    speculates = False  # whether drafts will be verified: what that takes is prepared too
+    running_ahead = False  # whether the step for the newest tokens is under way already
     _embedding: Tensor  # (V, H)
     _blocks: Sequence[Block]
     _cache: KVCache
@@ -63,10 +71,12 @@ class Decoder(ABC):
         max_seq_len: int,
         max_batch: int = 1,
         weights: str = "native",
+        kv_cache_dtype: str = "auto",
     ) -> None:
-        """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``."""
+        """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``;
+        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``."""
         self.config = bundle.config
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
@@ -168,7 +178,7 @@ class Decoder(ABC):
         """Logits (T, V) float32 of every position of one sequence; no slot is changed."""
         total = len(token_ids)
         check_prompt(total, self.max_seq_len)
-        scratch = KVCache(self.config, 1, total, self.device, self.dtype)
+        scratch = KVCache(self.config, 1, total, self.device, self.dtype, self.kv_cache_dtype)
         result = torch.empty(total, self.config.vocab_size, device=self.device)
         start = 0
         for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
@@ -183,15 +193,40 @@ class Decoder(ABC):
         negative id marks an idle row: its slot stays as it is, its logits are undefined. The result is valid until the
         next call. ``longrope``: a sequence that grows beyond ``switch_length`` must be prefilled anew first."""
 
-    def step(self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None) -> Tensor:
+    def step(
+        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, last: bool = False
+    ) -> Tensor:
         """``decode``, then choose the next token of every row: (B,) int64; idle rows are undefined. ``settings``: one
-        for each row, seeds resolved. ``adjust`` changes the logits (B, V) in place. An implementation that samples on
-        its device must give the tokens of ``sampling.sample``, at the slot's length after the append."""
+        for each row, seeds resolved. ``adjust`` changes the logits (B, V) in place. ``last``: no such step follows. An
+        implementation that samples on its device must give the tokens of ``sampling.sample``, at the slot's length after
+        the append."""
         logits = self.decode(token_ids)
         if adjust is not None:
             logits = logits.clone()
             adjust(logits)
         return sample(logits, settings, self.lengths[: len(settings)])
+
+    def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+        """Append several tokens to each of the slots 0..B-1, none to an idle one, with the bundle's masks: of every token,
+        slot by slot, the one that follows it, as :meth:`step` chooses (R,) int64, and its logits (R, V) float32, as
+        :meth:`decode` gives them. Not where blocks are recurrent. Valid until the next call; :meth:`truncate` follows."""
+        rows = []
+        for slot, tokens in enumerate(token_ids):
+            for token in tokens:
+                ids = torch.full((len(token_ids),), -1)
+                ids[slot] = token
+                rows.append(self.decode(ids)[slot].clone())
+        logits, positions = torch.stack(rows), self._verified_positions(token_ids)
+        return sample(logits, verified_settings(token_ids, settings), positions), logits
+
+    def _verified_positions(self, token_ids: Sequence[Sequence[int]]) -> list[int]:
+        """After the append: where each token is that follows."""
+        ends = zip(self._cache.lengths, token_ids, strict=False)
+        return [position for end, tokens in ends for position in range(end - len(tokens) + 1, end + 1)]
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Take the last tokens of a slot back."""
+        self._cache.lengths[slot] = length
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -232,6 +267,13 @@ class Decoder(ABC):
         """Free the memory. Closing twice is fine."""
         for name in [name for name in self.__dict__ if name.startswith("_") or name == "weights"]:
             del self.__dict__[name]
+
+
+def verified_settings(
+    token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]
+) -> list[SamplingParams]:  # fmt: skip
+    """One for each token of `Decoder.verify`."""
+    return [setting for setting, tokens in zip(settings, token_ids, strict=True) for _ in tokens]
 
 
 def check_prompt(length: int, max_seq_len: int) -> None:
@@ -286,7 +328,7 @@ def peak_bytes(device: torch.device) -> int:
 
 def default_limits(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int | None, max_seq_len: int | None,
-    weight_bytes: int,
+    weight_bytes: int, kv_cache_dtype: str = "auto",
 ) -> tuple[int, int]:  # fmt: skip
     """``max_batch`` and ``max_seq_len``, where they are None. The batch: as many slots as the cache's memory holds, each
     of the context or ``_SERVED_POSITIONS``, up to ``_MOST_SLOTS``. The length: the model's context, or the positions, a
@@ -294,7 +336,7 @@ def default_limits(
     on_gpu = device.type == "cuda"
     share = _SERVER_CACHE_SHARE if max_batch is None and on_gpu else _CACHE_SHARE
     free = max(available_bytes(device) - weight_bytes, 0)
-    fitting = int(free * share) // bytes_per_position(config, dtype)
+    fitting = int(free * share) // bytes_per_position(config, dtype, kv_cache_dtype)
     longest = config.max_position_embeddings
     if max_batch is None:
         most = _MOST_SLOTS["cuda" if on_gpu else "cpu"]

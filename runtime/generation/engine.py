@@ -19,6 +19,7 @@ from ..decoding.decoder import Decoder
 from ..tokenizer import StopStrings, Tokenizer
 from .request import Chunk, Request
 from .scheduler import Scheduler
+from .speculation import SpeculativeConfig
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,11 @@ class EngineState(NamedTuple):
 class Engine:
     """Runs requests on one decoder, which nobody else may use but through :meth:`call`."""
 
-    def __init__(self, decoder: Decoder, text: Tokenizer | None, bundle: Bundle) -> None:
+    def __init__(
+        self, decoder: Decoder, text: Tokenizer | None, bundle: Bundle, speculative: SpeculativeConfig | None = None
+    ) -> None:
         self.decoder = decoder
-        self.scheduler = Scheduler(decoder, bundle)
+        self.scheduler = Scheduler(decoder, bundle, speculative)
         self.closed = False
         self._text, self._bundle = text, bundle
         # Re-entrant: a stream may be garbage-collected, and so cancelled, wherever its thread happens to be.

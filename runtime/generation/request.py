@@ -19,6 +19,7 @@ from ..decoding.sampling import SamplingParams
 from ..tokenizer import Detokenizer, StopStrings
 from .grammar import Constraint, Grammar
 from .logits import LogitsProcessor, TokenScore
+from .speculation import DraftCounts, Lookup
 
 F = TypeVar("F", bound=Callable[..., Any])
 Message = Mapping[str, Any]
@@ -95,6 +96,7 @@ class GenerationSettings(SamplingParams):
     chat_template: bool | None = None
     prefill: str | None = None
     measure_sparsity: bool = False
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,6 +110,7 @@ class GenerationSettings(SamplingParams):
         if self.prefill is not None:
             guard.choice("prefill", self.prefill, PREFILL_POLICIES)
         guard.switch("measure_sparsity", self.measure_sparsity)
+        guard.switch("speculative", self.speculative)
 
     @property
     def parsed_grammar(self) -> Grammar | None:
@@ -156,6 +159,7 @@ class GenerationArguments(TypedDict, total=False):
     chat_template: bool | None
     prefill: str | None
     measure_sparsity: bool
+    speculative: bool
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,7 @@ class Generation:
         prompt_scores: those of the prompt's tokens but the first; None unless a request asks for them.
         cached_tokens: prompt tokens that the KV cache held already.
         stop_string: the stop string that ended the answer; None if something else did.
+        drafts: of speculation: how many drafts were verified, how many tokens they had, how many were accepted.
     """
 
     text: str
@@ -192,6 +197,7 @@ class Generation:
     prompt_scores: tuple[TokenScore, ...] | None = None
     cached_tokens: int = 0
     stop_string: str | None = None
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def prompt_tok_per_s(self) -> float:
@@ -233,6 +239,7 @@ class Request:
     score_prompt: bool = False  # give the prompt tokens' log-probabilities too; needs ``sampling.logprobs``
     visible_special_tokens: frozenset[int] = frozenset()  # special tokens that are part of the answer's text
     measure_sparsity: bool = False  # give the realised sparsity with the answer; the engine has to be measuring
+    speculative: bool = True  # where the scheduler speculates
 
     running: bool = field(default=False, init=False)  # it has a slot of the decoder; set by the scheduler
     # None while under way; ``stop``, ``length``, ``cancelled`` or ``error``
@@ -250,6 +257,8 @@ class Request:
     first_token_time: float = field(default=0.0, init=False)
     last_token_time: float = field(default=0.0, init=False)
     processor: LogitsProcessor = field(init=False, repr=False)  # by the scheduler
+    lookup: Lookup | None = field(default=None, init=False, repr=False)
+    drafts: DraftCounts = field(default_factory=DraftCounts, init=False)
 
     deliver: Callable[[Chunk | WisparseError], None] = field(init=False, repr=False)  # these four by the engine
     final_only: bool = field(default=False, init=False)
@@ -303,4 +312,5 @@ class Request:
             prompt_scores=None if self.prompt_scores is None else tuple(self.prompt_scores),
             cached_tokens=self.cached_tokens,
             stop_string=self.stop_strings.found,
+            drafts=self.drafts,
         )

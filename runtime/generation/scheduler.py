@@ -6,8 +6,9 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import eq
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ..decoding.rotary import switch_length
 from ..decoding.sampling import SamplingParams, sample
 from .logits import LogitsProcessor, score_tokens
 from .request import Request
+from .speculation import DraftCounts, Lookup, SpeculativeConfig
 
 _IDLE = SamplingParams()
 # Tokens decoded within this time are delivered together: delivering one costs a tenth of a small model's step.
@@ -37,6 +39,7 @@ class Stats:
 
     tokens: int = 0
     seconds: float = 0.0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def tok_per_s(self) -> float:
@@ -110,8 +113,10 @@ class Scheduler:
     ``validate`` is thread-safe. Requests of any sparsity level share the slots: a step decodes the rows of one, the
     others are idle in it, and the levels take turns."""
 
-    def __init__(self, decoder: Decoder, bundle: Bundle | None = None) -> None:
-        self.decoder, self.bundle = decoder, bundle
+    def __init__(
+        self, decoder: Decoder, bundle: Bundle | None = None, speculative: SpeculativeConfig | None = None
+    ) -> None:
+        self.decoder, self.bundle, self.speculative = decoder, bundle, speculative
         # The level of requests that name none, and the level of the decoder's masks: None after a switch that failed.
         self.default_sparsity = self.sparsity = None if bundle is None else bundle.sparsity
         self.stats = Stats()  # of the decode steps so far
@@ -140,10 +145,10 @@ class Scheduler:
         """Raise ContextLengthError or UsageError unless the request can be queued."""
         check_prompt(len(request.prompt_token_ids), self.decoder.max_seq_len)
         vocab_size = self.decoder.config.vocab_size
-        for field, ids in (("prompt", request.prompt_token_ids), ("logit_bias", request.sampling.logit_bias or ())):
+        for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", request.sampling.logit_bias or ())):
             unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
             if unknown is not None:
-                raise UsageError(f"{field}: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
+                raise UsageError(f"{name}: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
         self._level(request.sparsity)
 
     def _level(self, sparsity: float | None) -> float | None:
@@ -328,22 +333,87 @@ class Scheduler:
         until = time.perf_counter() + _TOGETHER_SECONDS
         one_token = scored or interrupted is None or self.prefilling is not None or self._switch is not None
         while True:
-            if scored:
-                chosen = self._sample(self.decoder.decode(tokens), rows, self.decoder.lengths[: len(rows)])
+            drafts = self._drafts(rows)
+            verified = bool(drafts) and not self.decoder.running_ahead
+            if verified:
+                self._verify(rows, drafts)
             else:
-                device_tokens = self.decoder.step(tokens, settings, process)
-                chosen = device_tokens.tolist()
+                if scored:
+                    chosen = self._sample(self.decoder.decode(tokens), rows, self.decoder.lengths[: len(rows)])
+                else:  # with drafts at hand the step that is under way is the last plain one
+                    device_tokens = self.decoder.step(tokens, settings, process, bool(drafts))
+                    chosen = device_tokens.tolist()
+                now = time.perf_counter()
+                for request, token in zip(rows, chosen, strict=True):
+                    if request is not None:
+                        if request.lookup is not None:
+                            request.lookup.settle(0, 0)
+                        self._append(request, token, now)
+                        self.stats.tokens += 1
             now = time.perf_counter()
-            for request, token in zip(rows, chosen, strict=True):
-                if request is not None:
-                    self._append(request, token, now)
-                    self.stats.tokens += 1
             finished = any(request.finish_reason is not None for request in running)
             if one_token or finished or now >= until or (interrupted is not None and interrupted()):
                 self._culprits = []
                 return running
             # Tokens of idle rows are undefined.
-            tokens = device_tokens if len(running) == len(rows) else _last_tokens(rows)
+            tokens = device_tokens if len(running) == len(rows) and not verified else _last_tokens(rows)
+
+    def _drafts(self, rows: Sequence[Request | None]) -> dict[int, list[int]]:
+        """By slot, the drafts of those rows that have one, as many as a step verifies beside every row's own token."""
+        drafts: dict[int, list[int]] = {}
+        if self.speculative is None or self.prefilling is not None:
+            return drafts
+        room = self.decoder.most_verified - sum(request is not None for request in rows)
+        for slot, request in enumerate(rows):
+            if request is None or not request.speculative:
+                continue
+            if request.lookup is None:
+                tokens = [*request.prompt_token_ids, *request.output_token_ids]
+                request.lookup = Lookup(self.speculative, self.decoder.verify_costs, tokens)
+            most = request.most_positions - request.num_tokens
+            if self._switch is not None and request.num_tokens <= self._switch:
+                most = min(most, self._switch - request.num_tokens)
+            if draft := request.lookup.propose(min(most, room)):
+                drafts[slot] = draft
+                room -= len(draft)
+        return drafts
+
+    def _verify(self, rows: Sequence[Request | None], drafts: dict[int, list[int]]) -> None:
+        """A step that reads every row's newest token and its draft. What a row's sampling chooses behind a token is taken;
+        where it is what the draft has next, so is what follows that."""
+        starts = self.decoder.lengths
+        given = [[one.output_token_ids[-1], *drafts.get(slot, ())] if one else [] for slot, one in enumerate(rows)]
+        settings = [request.sampling if request else _IDLE for request in rows]
+        device_tokens, logits = self.decoder.verify(given, settings)
+        chosen, now, margin = device_tokens.tolist(), time.perf_counter(), self.decoder.verify_margin
+        close = _closest(logits, margin) if margin else [False] * len(chosen)
+        row = 0
+        for slot, request in enumerate(rows):
+            if request is None:
+                continue
+            draft, first = drafts.get(slot, []), row
+            row += len(draft) + 1
+            processed = request.processor.active or request.sampling.logprobs is not None
+            taken, undecided = 0, False
+            for index in range(first, row):
+                undecided = close[index] and bool(draft) and request.sampling.greedy
+                if undecided:
+                    break  # a plain step decides
+                token = chosen[index]
+                if processed:
+                    (token,) = self._sample(logits[index : index + 1], [request], [starts[slot] + 1 + taken])
+                self._append(request, token, now)
+                taken += 1
+                if request.finish_reason is not None or taken > len(draft) or token != draft[taken - 1]:
+                    break
+            self.decoder.truncate(slot, starts[slot] + taken)
+            self.stats.tokens += taken
+            if draft:
+                accepted = sum(map(eq, draft, request.output_token_ids[len(request.output_token_ids) - taken :]))
+                for counts in (request.drafts, self.stats.drafts):
+                    counts.add(len(draft), accepted)
+            if request.lookup is not None:
+                request.lookup.settle(len(draft), taken - 1, undecided=undecided)
 
     def _sample(self, logits: Tensor, rows: Sequence[Request | None], positions: Sequence[int]) -> list[int]:
         """The next token of each row of logits (B, V); scored by the unchanged logits where that is asked for."""
@@ -378,10 +448,20 @@ class Scheduler:
         request.last_token_time = now
         request.output_token_ids.append(token)
         request.processor.take(token)
+        if request.lookup is not None:
+            request.lookup.take(token)
         if token in request.stop_token_ids:
             self.finish(request, "stop")
         elif request.num_tokens - 1 == request.most_positions:
             self.finish(request, "length")
+
+
+def _closest(logits: Tensor, margin: float) -> list[bool]:
+    """Of each row of logits (R, V), whether the two largest are less than ``margin`` apart."""
+    best = logits.max(dim=-1)
+    second = logits.scatter(1, best.indices[:, None], -torch.inf).max(dim=-1).values
+    close: list[bool] = (best.values - second < margin).tolist()
+    return close
 
 
 def _last_tokens(rows: Sequence[Request | None]) -> Tensor:

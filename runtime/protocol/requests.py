@@ -140,7 +140,8 @@ class Strict(BaseModel):
                 value = {name: inner for name, inner in value.items() if inner is not None}
             # True equals 1 in Python.
             if value is not None and (value, value is True) not in [(one, one is True) for one in neutral]:
-                raise FieldError(field, "this server does not have it; leave it out")
+                hint = "; drafts are chosen by serve --speculative-config" if field == "draft_model" else ""
+                raise FieldError(field, f"this server does not have it; leave it out{hint}")
         return given
 
 
@@ -187,6 +188,7 @@ class GenerationRequest(Strict):
     grammar: str = Field("", description="llguidance's Lark, or llama.cpp's GBNF")
     sparsity: float | None = Field(None, description="one of the bundle's sparsity levels, or 0 for the dense model")
     bits: float | None = Field(None, description="one of a graded bundle's levels, or 8 for the dense model")
+    speculative: bool = Field(True, description="false: no drafts for this answer, which changes its speed alone")
 
     @field_validator("logit_bias")
     @classmethod

@@ -150,7 +150,7 @@ class Encoder:
         sparsity = body.sparsity
         if body.bits is not None:
             sparsity = self._model.bundle.at(body.sparsity, body.bits).sparsity
-        common = {"stop": body.stop, "sparsity": sparsity, **more}
+        common = {"stop": body.stop, "sparsity": sparsity, "speculative": body.speculative, **more}
         return [self._model.request(ids, sampling=replace(sampling, seed=seed), **common) for seed in seeds]
 
 
@@ -346,7 +346,10 @@ class Server:
 
     async def metrics_page(self) -> Response:
         unread = await asyncio.wrap_future(self._engine.ask(self._model.decoder.realised_sparsity))
-        return Response(self.metrics.page(unread), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            self.metrics.page(unread, self._engine.scheduler.stats.drafts),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
+        )
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [await self.one_model(self._settings.name)]}

@@ -31,6 +31,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
 from ..generation.engine import EngineState
+from ..generation.speculation import DraftCounts
 from ..protocol.messages import PATH, error_answer
 from ..protocol.requests import ApiError, as_api_error, from_validation
 
@@ -77,14 +78,26 @@ class Metrics:
         self.token_time = histogram(
             "wisparse_time_per_token_seconds", "Mean time of an answer's tokens after its first", buckets=_TOKEN_SECONDS
         )
+        # vLLM's names and meaning.
+        self._drafts = [
+            counter("wisparse:spec_decode_num_drafts", "Drafts verified"),
+            counter("wisparse:spec_decode_num_draft_tokens", "Tokens of drafts"),
+            counter("wisparse:spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted"),
+        ]
+        self._drafted = [0, 0, 0]  # what they were told
         self._unread = gauge(
             "wisparse_weights_unread_ratio", "Share of the projections' weights left unread at sparse positions"
         )
         gauge("wisparse_running", "Requests in the batch").set_function(lambda: state().running)
         gauge("wisparse_waiting", "Requests that wait for a place in the batch").set_function(lambda: state().waiting)
 
-    def page(self, unread: float | None) -> bytes:
-        """The text of ``/metrics``; ``unread``: the share of weights left unread, None if nothing was decoded."""
+    def page(self, unread: float | None, drafts: DraftCounts) -> bytes:
+        """The text of ``/metrics``; ``unread``: the share of weights left unread, None if nothing was decoded; ``drafts``:
+        all so far."""
+        totals = [drafts.drafts, drafts.drafted_tokens, drafts.accepted_tokens]
+        for one, total, before in zip(self._drafts, totals, self._drafted, strict=True):
+            one.inc(total - before)
+        self._drafted = totals
         self._unread.set(float("nan") if unread is None else unread)
         return generate_latest(self._registry)
 

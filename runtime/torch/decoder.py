@@ -42,7 +42,7 @@ class TorchDecoder(Decoder):
             linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), projections, strict=False))
             blocks.append(Block(**read_spec(config, index, read_tensor), **linears))
         self._norm = Norm(read_tensor("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
-        self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype)
+        self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype)
         self._projections = [projection for block in blocks for linear in block.linears for projection in linear]
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:

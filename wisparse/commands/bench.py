@@ -13,7 +13,16 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.machine import choose_device
 
 from ..console import FOLDER_OR_ID, print_table
-from ..options import device_options, folders_to_save, open_bundle, option_table, save_option, save_to, set_up_logging
+from ..options import (
+    device_options,
+    folders_to_save,
+    open_bundle,
+    option_table,
+    save_option,
+    save_to,
+    set_up_logging,
+    speculative_option,
+)
 
 if TYPE_CHECKING:
     from wisparse.formats.card import Finding
@@ -38,12 +47,14 @@ if TYPE_CHECKING:
     help="Time the dense model in transformers too, compiled, with a static cache and CUDA graphs.",
 )  # fmt: skip
 @click.option("--tune", is_flag=True, help="First measure tiles for this GPU and model, and keep the best.")
+@speculative_option("off")
 @save_option
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(
     bundle: str, prompt_length: int, max_new_tokens: int, batch: int, runs: int, kernels: bool, explain: bool,
-    all_weights: bool, baseline: str | None, tune: bool, save: bool, verbose: bool, as_json: bool, **loading: Any,
+    all_weights: bool, baseline: str | None, tune: bool, speculative_config: str | None, save: bool, verbose: bool,
+    as_json: bool, **loading: Any,
 ) -> None:  # fmt: skip
     """Time BUNDLE, a folder or a Hub id, against its dense self: same weights, same back end, masks off.
 
@@ -67,19 +78,19 @@ def command(
     if all_weights and opened.recipe.graded:
         raise UsageError("--all-weights: expected a bundle that is not graded; a graded one holds its weights one way")
     from wisparse.runtime.backends import load
-    from wisparse.runtime.benchmark import Workload, compare_weights
+    from wisparse.runtime.benchmark import Workload, compare_weights, time_drafts
 
     if baseline:
         from ..compiled import require_compiler, time_compiled
 
         require_compiler(choose_device(loading["device"]))
-    model = load(opened, max_batch=batch, **loading)
+    model = load(opened, max_batch=batch, speculative=speculative_config, **loading)
     if tune:
         from wisparse.runtime.cuda.kernel_times import tune as tune_tiles
 
         tune_tiles(model.decoder, batch=batch)
         model.close()
-        model = load(opened, max_batch=batch, **loading)
+        model = load(opened, max_batch=batch, speculative=speculative_config, **loading)
     if explain:
         from wisparse.runtime.cuda.kernel_times import explain as explain_step
 
@@ -90,6 +101,7 @@ def command(
         others = [name for name in model.decoder.weight_types if name != loading["weights"]]
         models |= {name: load(opened, max_batch=batch, **{**loading, "weights": name}) for name in others}
     found = compare_weights(models, workload, kernels=kernels)
+    drafts = time_drafts(model, workload) if model.engine.scheduler.speculative else None
     compiled = None
     if baseline:
         device, dtype = model.decoder.device, model.decoder.dtype
@@ -99,9 +111,17 @@ def command(
     if as_json:
         documents = {name: one.to_dict() for name, one in found.items()}
         document = documents if all_weights else documents[loading["weights"]]
-        click.echo(json.dumps({**document, "baseline": asdict(compiled)} if compiled else document))
+        more = {"baseline": compiled and asdict(compiled), "speculation": drafts}
+        click.echo(json.dumps({**document, **{name: one for name, one in more.items() if one}}))
     else:
         _print_tables(found, compiled, all_weights)
+        if drafts is not None:
+            ratio = drafts["tok_per_s"] / drafts["plain_tok_per_s"]
+            click.echo(
+                f"speculation, prompts read too: {drafts['plain_tok_per_s']:,.1f} tok/s without drafts, "
+                f"{drafts['tok_per_s']:,.1f} with them ({ratio:.2f}x); {drafts['acceptance_rate']:.0%} of their tokens "
+                f"accepted, {drafts['mean_length']:.1f} tokens each"
+            )
     for folder in folders:
         save_to(folder, [_finding(found[loading["weights"]])])
 

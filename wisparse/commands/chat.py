@@ -10,7 +10,7 @@ import click
 from wisparse.formats.errors import ContextLengthError, UsageError
 
 from ..console import FOLDER_OR_ID
-from ..options import footer, load_model, loading_options, sampling_options, set_up_logging, show
+from ..options import footer, load_model, loading_options, sampling_options, set_up_logging, show, speculative_option
 from .generate import read_text
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ _HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /ex
 @click.argument("bundle", type=FOLDER_OR_ID)
 @click.option("--prompt-file", help="File with the first message; what comes after it is typed.")
 @loading_options
+@speculative_option("auto")
 @sampling_options
 def command(bundle: str, prompt_file: str | None, verbose: bool, system_prompt: str | None, **settings: Any) -> None:
     """Talk with BUNDLE, a folder or a Hub id.

@@ -75,8 +75,8 @@ def command(
 
     On text: KL(dense || sparse) in nats per token, perplexity, top-1 agreement and realised sparsity, over the tokens
     that ran sparse and, of the KL, over all, at every sparsity that the bundle holds or at --sparsity. With
-    --weights int8 all of it against the weights as they are: rounding alone, masks alone, and both. On tasks: the
-    harness's metrics, at one sparsity; --save keeps them on the bundle's model card.
+    --weights int8 or --kv-cache-dtype int8 all of it against the weights and the cache as they are: rounding alone,
+    masks alone, and both. On tasks: the harness's metrics, at one sparsity; --save keeps them on the bundle's model card.
 
     \b
     wisparse eval out
@@ -193,7 +193,10 @@ def _on_text(
     rows: dict[float, dict[str, Any]] = {}
     with ExitStack() as loaded:
         model = loaded.enter_context(load(folder, **wanted))
-        plain = model if weights == "native" else loaded.enter_context(load(folder, **{**wanted, "weights": "native"}))
+        as_it_is = {"weights": "native", "kv_cache_dtype": "auto"}
+        changed = [] if weights == "native" else [weights]
+        changed += [] if options["kv_cache_dtype"] == "auto" else [f"{options['kv_cache_dtype']} cache"]
+        plain = loaded.enter_context(load(folder, **{**wanted, **as_it_is})) if changed else model
         passes = len(levels) if plain is model else 1 + 2 * len(levels)
         stage = loaded.enter_context(progress.stage("Evaluating", passes * tokens.num_samples))
         ours, dense = model.decoder, plain.decoder
@@ -205,9 +208,10 @@ def _on_text(
         for level in levels:
             model.sparsity = plain.sparsity = level
             row = {"backend": backend_of(model), "weights": weights, "warning": warning}
+            row["kv_cache_dtype"] = options["kv_cache_dtype"]
             row["quality"] = measure(ours.logits, counter=ours)
             if rounded is not None:
-                row["alone"] = {weights: rounded, "masks": measure(dense.logits, counter=dense)}
+                row["alone"] = {", ".join(changed): rounded, "masks": measure(dense.logits, counter=dense)}
             rows[level] = row
     return rows
 
@@ -246,7 +250,7 @@ def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
         parts = {f", {part} alone": alone for part, alone in row.get("alone", {}).items()}
         for policy, quality in row["quality"].items():
             cases = {name: alone[policy] for name, alone in parts.items()}
-            for name, one in {**cases, f", {row['weights']} and masks" if cases else "": quality}.items():
+            for name, one in {**cases, f", {' and '.join(row['alone'])}" if cases else "": quality}.items():
                 found, overall, realised = one.sparse, one.overall, one.realised_sparsity
                 cells = ["none", f"{overall.kl:.4f}", f"{overall.dense_perplexity:.3f}", "", "", ""]
                 if found.num_tokens:
@@ -261,7 +265,7 @@ def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
                 level = level_name(row["sparsity"], row["graded"], ".1f")
                 lines.append((row["bundle"], level, f"{policy}{name}", *cells))
     note = "All but 'KL, all tokens' is over the tokens that ran sparse; dense is the same bundle, masks off"
-    note += ", weights as they are" if any("alone" in row for row in rows) else ""
+    note += ", weights and cache as they are" if any("alone" in row for row in rows) else ""
     note += "; ± is a standard error, each sequence a draw."
     for row in rows:
         measured = [quality for quality in row["quality"].values() if quality.sparse.num_tokens]

@@ -19,7 +19,16 @@ from wisparse.formats.folder import lock_file, require_writable, write_file
 from wisparse.formats.guard import expand, parse_json, read_bounded
 
 from ..console import FOLDER_OR_ID
-from ..options import footer, load_model, loading_options, option_table, sampling_options, set_up_logging, show
+from ..options import (
+    footer,
+    load_model,
+    loading_options,
+    option_table,
+    sampling_options,
+    set_up_logging,
+    show,
+    speculative_option,
+)
 
 if TYPE_CHECKING:
     from wisparse.runtime.model import Generation, Model
@@ -136,6 +145,7 @@ class Batch:
 @click.option("--output", help="File for their answers, in order; a run that was killed goes on where it was.")
 @option_table(("--max-batch", click.IntRange(1, 64), 4, "Prompts of --input at a time."))
 @loading_options
+@speculative_option("off")
 @sampling_options
 @click.option(
     "--chat-template/--ignore-chat-template", default=None,

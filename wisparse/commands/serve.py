@@ -15,7 +15,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import shown
 
 from ..console import FOLDER_OR_ID
-from ..options import loading_options, open_bundle, option_table, set_up_logging
+from ..options import loading_options, open_bundle, option_table, set_up_logging, speculative_option
 from .generate import read_text
 
 _KEY = "WISPARSE_API_KEY"
@@ -53,11 +53,12 @@ class BatchSize(click.IntRange):
     help="Host name that clients may use, beside localhost, 127.0.0.1 and [::1]; * for any; may be given several times.  "
     "[default: none on a loopback address, else any]",
 )  # fmt: skip
+@speculative_option("auto")
 @click.option("--cors", multiple=True, help="Origin whose pages may ask, * for all; may be given several times.")
 @loading_options
 def command(
     bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, max_queue: int, api_key_file: str | None,
-    hosts: tuple[str, ...], cors: tuple[str, ...], verbose: bool, **loading: Any,
+    hosts: tuple[str, ...], cors: tuple[str, ...], speculative_config: str | None, verbose: bool, **loading: Any,
 ) -> None:  # fmt: skip
     """Serve BUNDLE, a folder or a Hub id, to OpenAI's clients.
 
@@ -88,7 +89,7 @@ def command(
 
     with open_socket(host, port) as listener:
         settings = ServeSettings(name, max_queue, key, allowed_hosts(listener, hosts), cors)
-        model = load(opened, max_batch=max_batch, **loading)
+        model = load(opened, max_batch=max_batch, speculative=speculative_config, **loading)
         address = f"[{host}]" if ":" in host else host
         serving = (
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "

@@ -1,0 +1,214 @@
+"""A mixture of experts for many rows: a prompt's rows are sorted by the experts that they chose, and each expert's are
+multiplied together on the tensor cores.
+
+    sort      (row, chosen expert) pairs by expert, in the rows' order               (``Groups``)
+    gate_up   activation(gate[e] x) * up[e] x                                        (pairs, I), sorted
+    down      weight * down[e] (what gate_up left), each pair where it came from     (rows, k, N); ``torch.sum`` adds
+
+A program has block_m sorted pairs of one expert and block_n columns, of gate and up the same ones. How many tiles an
+expert has is not known to the host: as many programs are launched as there are at most, and each finds its own place
+among the offsets. Bytes: the weights of every expert that was chosen, once for block_m pairs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .channels import is_dropped
+from .common import Weights
+from .experts import ExpertLinear
+from .plan import Gpu
+from .reduction import activate
+from .weights import BLOCK, code_block
+
+_SCANNED = tl.constexpr(1024)  # pairs that a program looks at together
+
+
+class Groups(NamedTuple):
+    """The pairs of T rows and their k chosen experts, sorted."""
+
+    order: Tensor  # (T k,) int32: pairs, those of one expert after those of another
+    offset: Tensor  # (E + 1,) int32: where each expert's begin
+
+
+class _Config(NamedTuple):
+    """Compiled in."""
+
+    k: int
+    n: int  # of one projection
+    stride: int
+    projections: int
+    chosen: int
+    experts: int
+    quant: str
+    group: int
+    masked: bool
+    activation: str  # of gate_up; "": down
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+
+
+@triton.jit(do_not_specialize=["COUNT"])
+def _sort_kernel(expert_ptr, groups, COUNT, LAST: tl.constexpr):
+    mine = tl.program_id(0)
+    before = tl.zeros((_SCANNED,), tl.int32)
+    for start in range(0, COUNT, _SCANNED):
+        at = start + tl.arange(0, _SCANNED)
+        before += (tl.load(expert_ptr + at, mask=at < COUNT, other=LAST) < mine).to(tl.int32)
+    place = tl.sum(before, axis=0)
+    tl.store(groups.offset + mine, place)
+    for start in range(0, COUNT, _SCANNED):
+        at = start + tl.arange(0, _SCANNED)
+        here = (tl.load(expert_ptr + at, mask=at < COUNT, other=LAST) == mine) & (at < COUNT)
+        rank = tl.cumsum(here.to(tl.int32), axis=0)
+        tl.store(groups.order + place + rank - 1, at, mask=here)
+        place += tl.max(rank, axis=0)
+
+
+def sort_by_expert(expert: Tensor, experts: int) -> Groups:
+    """Sort the pairs of rows and their chosen experts (T, k) int32, in one launch."""
+    offset = torch.empty(experts + 1, dtype=torch.int32, device=expert.device)
+    groups = Groups(torch.empty(expert.numel(), dtype=torch.int32, device=expert.device), offset)
+    _sort_kernel[(experts + 1,)](expert, groups, expert.numel(), experts, num_warps=4)
+    return groups
+
+
+@triton.jit(do_not_specialize=["first_sparse"])
+def _expert_gemm_kernel(
+    x_ptr, weights, weight_ptr, out_ptr, groups, first_sparse, config: tl.constexpr
+):  # as of expert_gemm; weight_ptr: of the pairs
+    K: tl.constexpr = config.k
+    N: tl.constexpr = config.n
+    E: tl.constexpr = config.experts
+    E_PAD: tl.constexpr = triton.next_power_of_2(config.experts)
+    BLOCK_M: tl.constexpr = config.block_m
+    BLOCK_N: tl.constexpr = config.block_n
+    BLOCK_K: tl.constexpr = config.block_k
+    ACTIVATION: tl.constexpr = config.activation
+    GATED: tl.constexpr = ACTIVATION != ""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    # This program's expert: tiles of the experts before it.
+    e = tl.arange(0, E_PAD)
+    begins = tl.load(groups.offset + e, mask=e < E, other=0)
+    ends = tl.load(groups.offset + e + 1, mask=e < E, other=0)
+    tiles = tl.cumsum((ends - begins + BLOCK_M - 1) // BLOCK_M, axis=0)
+    tile = tl.program_id(0)
+    expert = tl.sum(((tiles <= tile) & (e < E)).to(tl.int32), axis=0)
+    if expert < E:
+        end = tl.load(groups.offset + expert + 1)
+        begin = tl.load(groups.offset + expert)
+        before = tl.sum(tl.where(e == expert, tiles - (ends - begins + BLOCK_M - 1) // BLOCK_M, 0), axis=0)
+        m = begin + (tile - before) * BLOCK_M + tl.arange(0, BLOCK_M)
+        there = m < end
+        pair = tl.load(groups.order + m, mask=there, other=0)
+        x_at = x_ptr + (pair // config.chosen if GATED else m).to(tl.int64)[:, None] * K
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        lane = tl.arange(0, BLOCK_K)
+        wide = expert.to(tl.int64)
+        quant_scales = weights.quant_scales
+        quant_zeros = weights.quant_zeros
+        if config.quant != "none":
+            SCALES: tl.constexpr = (K // config.group) * config.stride * (8 if config.quant == "int4" else 4)
+            quant_scales += wide * SCALES
+            if quant_zeros is not None:
+                quant_zeros += wide * SCALES
+        own = Weights(weights.weight_t + wide * (K * config.stride), None, None, None, quant_scales, quant_zeros)
+        scales = weights.scales + wide * (config.projections * K)
+        limit = tl.zeros((BLOCK_M,), tl.float32)
+        limit_up = limit
+        if config.masked:
+            masked = (pair // config.chosen >= first_sparse).to(tl.float32)
+            thresholds = weights.thresholds + expert * config.projections
+            limit = tl.load(thresholds) * masked
+            if GATED:
+                limit_up = tl.load(thresholds + 1) * masked
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
+            k = start + lane
+            live = k < K
+            x = tl.load(x_at + k[None, :], mask=there[:, None] & live[None, :], other=0.0)
+            kept = x
+            if config.masked:
+                scale = tl.load(scales + k, mask=live, other=0.0)
+                kept = tl.where(is_dropped(x, scale[None, :], limit[:, None]), 0.0, x).to(dtype)
+            w = _weight_block(own, 0, n, start, k, config, dtype)
+            acc = tl.dot(kept, w, acc, input_precision="ieee")
+            if GATED:
+                if config.masked:
+                    scale = tl.load(scales + K + k, mask=live, other=0.0)
+                    x = tl.where(is_dropped(x, scale[None, :], limit_up[:, None]), 0.0, x).to(dtype)
+                w = _weight_block(own, 1, n, start, k, config, dtype)
+                up = tl.dot(x, w, up, input_precision="ieee")
+        wanted = there[:, None] & (n < N)[None, :]
+        if GATED:
+            y = activate(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype, ACTIVATION)
+            tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=wanted)
+        else:
+            acc = acc * tl.load(weight_ptr + pair, mask=there, other=0.0)[:, None]
+            tl.store(out_ptr + pair.to(tl.int64)[:, None] * N + n[None, :], acc.to(dtype), mask=wanted)
+
+
+@triton.jit
+def _weight_block(weights, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr, dtype: tl.constexpr):
+    """(BLOCK_K, BLOCK_N) numbers of a projection; of columns that do not exist any."""
+    # Constants of their own, as in sparse_gemv_kernel.
+    K: tl.constexpr = config.k
+    STRIDE: tl.constexpr = config.stride
+    GROUP: tl.constexpr = config.group
+    QUANT: tl.constexpr = config.quant
+    BLOCK_K: tl.constexpr = config.block_k
+    BLOCK_N: tl.constexpr = config.block_n
+    if QUANT == "none":
+        at = weights.weight_t + k[:, None] * config.stride + PROJECTION * config.n + n[None, :]
+        if config.k % config.block_k + config.n % config.block_n == 0:
+            w = tl.load(at)
+        else:
+            w = tl.load(at, mask=(k < config.k)[:, None] & (n < config.n)[None, :], other=0.0)
+    else:
+        EACH: tl.constexpr = 8 if QUANT == "int4" else 4
+        WORDS: tl.constexpr = BLOCK_N // EACH
+        FIRST: tl.constexpr = PROJECTION * ((config.n + BLOCK - 1) // BLOCK * BLOCK)
+        word = (FIRST + tl.program_id(1) * BLOCK_N) // EACH + tl.arange(0, WORDS)
+        w = code_block(weights, word, start, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype)
+    return w
+
+
+def expert_gemm(
+    x: Tensor, linear: ExpertLinear, groups: Groups, out: Tensor, gpu: Gpu, *, weight: Tensor | None = None,
+    activation: str = "", first_sparse: int | None = None,
+) -> Tensor:  # fmt: skip
+    """gate_up with its ``activation``: x (T, K), ``out`` (T k, I), sorted. down: x as gate_up left it, ``weight`` (T, k)
+    float32, ``out`` (T, k, N). Rows from ``first_sparse`` on are masked; None: no row is."""
+    pairs = len(groups.order)
+    rows = pairs if activation else len(out)
+    chosen = pairs // (len(x) if activation else rows)
+    experts, k, stride = linear.weight.data.shape
+    n, quant, group = linear.widths[0], linear.weight.quant, linear.weight.group
+    masked = first_sparse is not None and not linear.dense
+    # As many rows as an expert has on average, in few sizes.
+    block_m = max(16, min(64, triton.next_power_of_2(triton.cdiv(pairs, experts))))
+    roomy = gpu.arch in (80, 90, 100)
+    block_k = 64 if k % 64 == 0 else 32
+    block_n = max(16 if quant == "none" else 32, min(128, triton.next_power_of_2(n)))
+    stages = 3 if roomy and x.dtype != torch.float32 else 1
+    if x.dtype == torch.float32:
+        block_n = min(block_n, 64)
+    config = _Config(
+        k, n, stride, len(linear.widths), chosen, experts, quant, group, masked, activation, block_m, block_n,
+        block_k, stages,
+    )  # fmt: skip
+    data = linear.weight
+    weights = Weights(data.data, None, linear.scales, linear.thresholds, data.scales, data.zeros)
+    grid = (min(triton.cdiv(pairs, block_m) + experts, pairs), triton.cdiv(n, block_n))
+    _expert_gemm_kernel[grid](
+        x, weights, weight, out, groups, first_sparse or 0, config, num_warps=4 if block_m < 64 else 8
+    )
+    return out

@@ -1,0 +1,362 @@
+"""A mixture of experts in a decode step: three launches for 1 to 16 rows, and the host waits for none of them.
+
+    router    logits = router @ n, their softmax, the largest k and their weights           (``Routing``, on the device)
+    gate_up   activation(gate[e] n) * up[e] n    of each row's chosen experts e             (rows x k, I)
+    down      residual + sum over the chosen e of weight[e] * down[e] (what gate_up left)   (rows, N)
+
+n is the RMSNorm of the residual stream. Gate, up and down are products of one row by the kernels of ``plan``, launched
+for every pair of a row and a chosen expert side by side: a program reads which expert its pair has, and moves its
+pointers there. Down's reducers add up the partial sums of all the chosen, in their order, so results repeat.
+
+A shared expert stands behind the others as one or more of their size; its gate's row is the router's last, and its
+weight the sigmoid. Bytes: what the chosen experts keep, and the router's; rows that choose the same read it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    Counting,
+    Input,
+    Output,
+    Routing,
+    Weights,
+    Workspace,
+    gdc_wait,
+    load_squares,
+    reciprocal_rms,
+    rms_normalize,
+)
+from .packed_gemv import packed_gemv_kernel
+from .plan import GemvTile, Gpu, KernelPlan, Scratch, count_tiles, gpu_of, most_reducers, plan
+from .sparse_gemv import sparse_gemv_kernel
+from .weights import BITS, DeviceWeight, FusedLinear, LinearShape, empty_weight
+
+_ROUTER_ROWS = 4  # of the router's weights that a program has
+
+
+@dataclass(frozen=True)
+class ExpertLinear:
+    """The same linear of E experts. ``weight``: of one, but its tensors have a first dimension of E."""
+
+    weight: DeviceWeight
+    scales: Tensor  # (E, projections, K) float32, channel scales
+    thresholds: Tensor  # (E, projections) float32
+    dense: bool  # no channel is ever dropped
+    chosen: int  # experts that a row reads
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.weight.widths
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.data.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.widths)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """By a row."""
+        return self.weight.num_bytes * self.chosen // len(self.scales)
+
+    @cached_property
+    def shape(self) -> LinearShape:
+        return self.one(0).shape
+
+    def one(self, expert: int) -> FusedLinear:
+        """A single expert's, in the same memory."""
+        weight = self.weight
+        scales, zeros = (None if part is None else part[expert] for part in (weight.scales, weight.zeros))
+        weight = replace(weight, data=weight.data[expert], scales=scales, zeros=zeros)
+        return FusedLinear(weight, None, self.scales[expert], self.thresholds[expert], self.dense)
+
+
+class Router(NamedTuple):
+    """How a block's experts are chosen."""
+
+    weight: Tensor  # (E, K) of dtype; with a shared expert (E + 1, K), its gate's row last
+    experts: int  # E
+    chosen: int  # k
+    shared: int  # experts behind the others that every row chooses too, 0 or more
+    renormalised: bool  # the chosen ones' weights are divided by their sum
+
+    @property
+    def total(self) -> int:
+        """Experts of a row."""
+        return self.chosen + self.shared
+
+
+class _RouterConfig(NamedTuple):
+    """Compiled in."""
+
+    k: int
+    experts: int
+    chosen: int
+    shared: int
+    renormalised: bool
+    ssq_pad: int
+    block: int  # rows of the weights that a program has
+    programs: int
+
+
+@triton.jit(do_not_specialize=["ssq_parts"])
+def _router_kernel(
+    given, weight_ptr, logit_ptr, counter_ptr, routing, eps, ssq_parts, config: tl.constexpr, PDL: tl.constexpr
+):
+    K: tl.constexpr = config.k
+    K_PAD: tl.constexpr = triton.next_power_of_2(K)
+    BLOCK: tl.constexpr = config.block
+    ROWS: tl.constexpr = config.experts + (1 if config.shared > 0 else 0)
+    row = tl.program_id(1)
+    k = tl.arange(0, K_PAD)
+    expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = (expert < ROWS)[:, None] & (k < K)[None, :]
+    w = tl.load(weight_ptr + expert[:, None] * K + k[None, :], mask=live, other=0.0)
+    if given.norm is not None:
+        norm = tl.load(given.norm + k, mask=k < K, other=0.0)
+    gdc_wait(PDL)
+    x = tl.load(given.x + row * K + k, mask=k < K, other=0.0)
+    rounded: tl.constexpr = x.dtype
+    if given.norm is not None:
+        rstd = reciprocal_rms(load_squares(given.ssq, row, ssq_parts, config.ssq_pad), eps, K)
+        x = rms_normalize(x, norm, rstd, rounded)
+    logit = tl.sum(x.to(tl.float32)[None, :] * w.to(tl.float32), axis=1).to(rounded).to(tl.float32)
+    logit_ptr += row * ROWS
+    tl.store(logit_ptr + expert, logit, mask=expert < ROWS)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
+    if arrived == config.programs - 1:
+        tl.store(counter_ptr + row, 0)
+        _choose(logit_ptr, row, routing, config, rounded)
+
+
+@triton.jit
+def _choose(logit_ptr, row, routing, config: tl.constexpr, rounded: tl.constexpr):
+    """A row's experts and their weights, as rounded as the model's own."""
+    E: tl.constexpr = config.experts
+    E_PAD: tl.constexpr = triton.next_power_of_2(E)
+    OTHERS: tl.constexpr = 32
+    CHOSEN: tl.constexpr = config.chosen
+    SHARED: tl.constexpr = config.shared
+    TOTAL: tl.constexpr = CHOSEN + SHARED
+    e = tl.arange(0, E_PAD)
+    logit = tl.load(logit_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    # An expert's rank: how many are before it, by their logits and then by their number. NaN counts as the least.
+    order = tl.where(logit == logit, logit, float("-inf"))
+    rank = tl.zeros((E_PAD,), tl.int32)
+    for start in tl.static_range(0, E_PAD, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        value = tl.load(logit_ptr + other, mask=other < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+        value = tl.where(value == value, value, float("-inf"))
+        higher = (value[None, :] > order[:, None]) & (other < E)[None, :]
+        equal = (value[None, :] == order[:, None]) & (other[None, :] < e[:, None])
+        rank += tl.sum((higher | equal).to(tl.int32), axis=1)
+    wanted = (rank < CHOSEN) & (e < E)
+    weight = tl.where(e < E, tl.exp(logit - tl.max(order, axis=0)), 0.0)
+    weight = weight / tl.sum(weight, axis=0)
+    if config.renormalised:
+        weight = weight / tl.sum(tl.where(wanted, weight, 0.0), axis=0)
+    at = row.to(tl.int64) * TOTAL + rank
+    tl.store(routing.expert + at, e, mask=wanted)
+    tl.store(routing.weight + at, weight.to(rounded).to(tl.float32), mask=wanted)
+    if SHARED > 0:
+        gate = tl.load(logit_ptr + E, cache_modifier=".cg").to(tl.float32)
+        gate = (1.0 / (1.0 + tl.exp(-gate))).to(rounded).to(tl.float32)
+        for i in tl.static_range(SHARED):
+            tl.store(routing.expert + row.to(tl.int64) * TOTAL + CHOSEN + i, E + i)
+            tl.store(routing.weight + row.to(tl.int64) * TOTAL + CHOSEN + i, gate)
+
+
+@triton.jit
+def _choose_kernel(logit_ptr, routing, config: tl.constexpr):
+    ROWS: tl.constexpr = config.experts + (1 if config.shared > 0 else 0)
+    row = tl.program_id(0)
+    _choose(logit_ptr + row.to(tl.int64) * ROWS, row, routing, config, logit_ptr.dtype.element_ty)
+
+
+def launch_router(
+    given: Input,
+    router: Router,
+    logits: Tensor,
+    counter: Tensor,
+    routing: Routing,
+    *,
+    eps: float = 0.0,
+    pdl: bool = False,
+) -> None:
+    """Each row's experts, by falling logit and then rising number, and their weights. ``logits``: (B, rows of the
+    router's weights) float32, written; ``counter``: (B,) int32, 0 before and after."""
+    assert given.x is not None
+    ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
+    config = _config(router, max(32, triton.next_power_of_2(ssq_parts)))
+    _router_kernel[(config.programs, len(given.x))](
+        given, router.weight, logits, counter, routing, eps, ssq_parts, config, pdl, num_warps=4, launch_pdl=pdl
+    )
+
+
+def choose_experts(x: Tensor, router: Router) -> Routing:
+    """The same for the normed rows (T, K) of a prompt."""
+    expert = torch.empty(len(x), router.total, dtype=torch.int32, device=x.device)
+    routing = Routing(expert, torch.empty_like(expert, dtype=torch.float32))
+    _choose_kernel[(len(x),)](x @ router.weight.T, routing, _config(router, 0), num_warps=1)
+    return routing
+
+
+def _config(router: Router, ssq_pad: int) -> _RouterConfig:
+    rows, k = router.weight.shape
+    return _RouterConfig(
+        k, router.experts, router.chosen, router.shared, router.renormalised, ssq_pad, _ROUTER_ROWS,
+        triton.cdiv(rows, _ROUTER_ROWS),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
+def expert_gemv_kernel(
+    given, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
+    routing,  # Routing
+    problem: tl.constexpr, launch: tl.constexpr,
+    packed: tl.constexpr,  # PackedConfig; None: sparse_gemv_kernel's product
+    CHOSEN: tl.constexpr,  # experts of a row
+):  # fmt: skip
+    ADDS: tl.constexpr = problem.experts > 0
+    K: tl.constexpr = problem.k
+    N: tl.constexpr = problem.n
+    PROJECTIONS: tl.constexpr = 1 + (1 if problem.n1 > 0 else 0)
+    PAIRED: tl.constexpr = problem.output == "silu" or problem.output == "gelu_tanh"
+    PARTS: tl.constexpr = launch.tiles * (launch.reducers if launch.reducers > 0 else 1)
+    pair = tl.program_id(1)
+    row = pair // CHOSEN
+    in_row = pair if ADDS else row
+    out_row = row if ADDS else pair
+    gdc_wait(problem.pdl, False)
+    expert = tl.load(routing.expert + pair).to(tl.int64)
+
+    # --- everything from here on is this expert's and this row's own
+    x = given.x + in_row * K
+    if given.norm is not None:
+        given = Input(x, given.ssq + in_row * ssq_parts, given.norm, None, None)
+    else:
+        given = Input(x, None, None, None, None)
+    quant_scales = weights.quant_scales
+    quant_zeros = weights.quant_zeros
+    if problem.quant != "none":
+        SCALES: tl.constexpr = (K // problem.group) * problem.stride * (8 if problem.quant == "int4" else 4)
+        quant_scales += expert * SCALES
+        if quant_zeros is not None:
+            quant_zeros += expert * SCALES
+    weights = Weights(
+        weights.weight_t + expert * (K * problem.stride),
+        None,
+        weights.scales + expert * (PROJECTIONS * K),
+        weights.thresholds + expert * PROJECTIONS,
+        quant_scales,
+        quant_zeros,
+    )
+    out = output.out + out_row * (problem.n0 if PAIRED else N)
+    ssq = output.ssq
+    if ssq is not None:
+        ssq += out_row * PARTS
+    output = Output(out, ssq)
+    counter = workspace.counter
+    if counter is not None:
+        counter += out_row * launch.tiles
+    index = workspace.list_index
+    value = workspace.list_value
+    LISTS: tl.constexpr = launch.tiles * launch.splits * launch.length
+    if index is not None:
+        index += pair * LISTS
+    if value is not None:
+        value += pair * LISTS
+    chosen_weight = None
+    if ADDS:
+        chosen_weight = routing.weight + row * CHOSEN
+    partial = workspace.partial + pair * (launch.splits * N)
+    workspace = Workspace(partial, counter, index, value, pair - row * CHOSEN, chosen_weight)
+    if counting is not None:
+        cells = pair * (PROJECTIONS * launch.splits)
+        counting = Counting(counting.token + row, counting.before + cells, counting.after + cells)
+
+    if packed is not None:
+        packed_gemv_kernel(given, weights, output, workspace, counting, eps, ssq_parts, problem, launch, packed)
+    else:
+        sparse_gemv_kernel(given, weights, output, workspace, counting, eps, ssq_parts, problem, launch)
+
+
+def plan_experts(
+    linear: ExpertLinear, rows: int, *, output: str, ssq_parts: int = 1, tile: GemvTile | None = None,
+    pdl: bool | None = None,
+) -> KernelPlan:  # fmt: skip
+    """Plan gate_up (``output`` an activation) or down ("residual" or "plain") of the experts that each row has chosen."""
+    shape, chosen, gpu = linear.shape, linear.chosen, gpu_of(linear.scales.device)
+    adds = chosen if output in ("residual", "plain") else 0
+    tile = tile or expert_tile(gpu, shape, rows * chosen, adds)
+    return plan(
+        shape, 1, output=output, ssq_parts=ssq_parts, tile=tile, pdl=pdl, pairs=rows * chosen, experts=adds
+    )  # fmt: skip
+
+
+def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile:
+    """As the tiles that were measured of one linear with the bytes of all pairs: about four programs of four warps for
+    each multiprocessor, or seven of two. ``adds``: experts whose products are added up."""
+    k, n, processors = shape.in_features, sum(shape.widths), gpu.multiprocessors
+    grouped = 0 < shape.group < k
+    if shape.quant == "none":
+        block_n, chunk, each = 256 if n >= 512 else 64, 32, 4
+        tile = GemvTile(block_n, 1024 // block_n, 1, 4, chunk=chunk, unroll=8, trigger=2, lead=2 if shape.dense else 0)
+    else:
+        block_n, chunk, each = 256 * (2 if n <= 1024 else 4) // BITS[shape.quant], shape.group if grouped else 64, 7
+        tile = GemvTile(block_n, 16, 1, 2, chunk=chunk, unroll=2 if grouped and not shape.dense else 4, trigger=2)
+    chunks = triton.cdiv(k, chunk)
+    # Every split as many chunks as any other, or one less; of unquantized weights at least three.
+    least = min(chunks, 3) if shape.quant == "none" else 1
+    splits = max(1, min(each * processors // (pairs * count_tiles(shape.widths, block_n)), chunks // least))
+    splits = triton.cdiv(chunks, triton.cdiv(chunks, splits))
+    # As many spinning reducers in all as have a multiprocessor each.
+    share = gpu._replace(multiprocessors=processors // max(1, pairs // max(1, adds)))
+    tile = replace(tile, splits=splits)
+    return replace(tile, reducers=most_reducers(share, shape.widths, tile))
+
+
+def launch_experts(
+    linear: ExpertLinear, given: Input, output: Output, scratch: Scratch, plan: KernelPlan, *, routing: Routing,
+    eps: float = 0.0, counting: Counting | None = None,
+) -> None:  # fmt: skip
+    """As ``plan.launch_linear``, for a plan of ``plan_experts``. gate_up: ``given`` (B, K), ``output`` (B * k, I); down:
+    ``given`` (B * k, I), ``output`` (B, N). ``counting``: before and after (B * k, projections, splits)."""
+    weight = linear.weight
+    weights = Weights(weight.data, None, linear.scales, linear.thresholds, weight.scales, weight.zeros)
+    ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
+    expert_gemv_kernel[(plan.programs, plan.pairs)](
+        given, weights, output, scratch.workspace(plan), counting, eps, ssq_parts, routing, plan.problem, plan.launch,
+        plan.packed, routing.expert.shape[1], num_warps=plan.tile.warps, launch_pdl=plan.problem.pdl and plan.tile.early,
+    )  # fmt: skip
+
+
+def empty_experts(
+    experts: int, chosen: int, quant: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype,
+    device: torch.device | str, *, zeros: bool = False,
+) -> ExpertLinear:  # fmt: skip
+    """Room for the weights of ``experts``, which ``store_columns`` of ``one`` fills; no mask is in force."""
+    one = empty_weight(quant, k, widths, group, dtype, "meta", zeros=zeros)
+    # Zeros: what is not stored, of a shared expert that is no multiple of the others' size, adds nothing.
+    data, scales, points = (
+        None if part is None else torch.zeros(experts, *part.shape, dtype=part.dtype, device=device)
+        for part in (one.data, one.scales, one.zeros)
+    )
+    assert data is not None
+    return ExpertLinear(
+        replace(one, data=data, scales=scales, zeros=points),
+        torch.ones(experts, len(widths), k, device=device), torch.zeros(experts, len(widths), device=device), True,
+        chosen,
+    )  # fmt: skip

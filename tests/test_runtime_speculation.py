@@ -1,0 +1,227 @@
+"""Speculation changes no token: what a step verifies has the bits of plain steps, whatever the drafts are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bundle_maker import cpu_decoder, make_bundle
+from runtime_models import make_checkpoint
+from starlette.testclient import TestClient
+
+import wisparse
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import UsageError
+from wisparse.options import footer
+from wisparse.runtime.decoding.sampling import SamplingParams
+from wisparse.runtime.generation import scheduler as scheduling
+from wisparse.runtime.generation.request import Request
+from wisparse.runtime.generation.scheduler import Scheduler
+from wisparse.runtime.generation.speculation import Lookup, SpeculativeConfig
+from wisparse.runtime.serve.app import ServeSettings, make_app
+
+CONFIG = SpeculativeConfig()
+VARIANTS = ("llama-bias", "gemma3", "phi3-long")
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
+    folder = tmp_path_factory.mktemp("speculation")
+    return {
+        name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name, 0.3, 0.6))
+        for name in VARIANTS
+    }
+
+
+def tokens_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 101, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("variant", "backend", "dtype", "weights"),
+    [
+        ("gemma3", "torch", "float32", "native"),
+        ("llama-bias", "numba", "float32", "native"),
+        ("gemma3", "numba", "bfloat16", "native"),
+        ("llama-bias", "numba", "bfloat16", "int8"),
+        ("llama-bias", "numba", "float32", "int4"),
+    ],
+)
+def test_a_verified_row_has_the_bits_of_a_plain_step(
+    bundles: dict[str, Bundle], variant: str, backend: str, dtype: str, weights: str
+) -> None:
+    kind = getattr(torch, dtype)
+    plain, other = (
+        cpu_decoder(bundles[variant], backend, kind, weights=weights, max_seq_len=64, max_batch=3) for _ in range(2)
+    )
+    for decoder in (plain, other):
+        for slot in (0, 2):
+            decoder.prefill(slot, torch.tensor(tokens_of(9 + slot, slot)), 20)
+    given = [tokens_of(6, 7), [], tokens_of(3, 8)]
+    expected: list[list[torch.Tensor]] = [[], [], []]
+    for step in range(6):
+        rows = [one[step] if step < len(one) else -1 for one in given]
+        logits = plain.decode(torch.tensor(rows))
+        for slot, token in enumerate(rows):
+            if token >= 0:
+                expected[slot].append(logits[slot].clone())
+    settings = [SamplingParams(), SamplingParams(), SamplingParams(1.0, seed=5)]
+    chosen, logits = other.verify(given, settings)
+    assert torch.equal(logits, torch.stack(expected[0] + expected[2]))
+    assert chosen[:6].tolist() == logits[:6].argmax(1).tolist()
+    assert other.lengths == plain.lengths == [15, 0, 14]
+    for slot in (0, 2):
+        other.truncate(slot, 12)
+        plain.truncate(slot, 12)
+    again = torch.tensor([5, -1, 6])
+    assert torch.equal(other.decode(again)[[0, 2]], plain.decode(again)[[0, 2]])
+
+
+class Drafts:
+    """Drafts of a kind, of a sequence whose answer is known."""
+
+    def __init__(self, kind: str, answers: dict[tuple[int, ...], list[int]], tokens: Sequence[int]) -> None:
+        prompt = next(one for one in answers if tuple(tokens[: len(one)]) == one)
+        self.kind, self.answer, self.done = kind, answers[prompt], len(tokens) - len(prompt)
+        self.random = random.Random(0)
+
+    def propose(self, most: int) -> list[int]:
+        right = self.answer[self.done : self.done + min(most, 5)]
+        if self.kind == "hostile":
+            return [(token + 1) % 100 for token in right]
+        return [one if self.kind == "perfect" or self.random.random() < 0.7 else 7 for one in right]
+
+    def take(self, token: int) -> None:
+        self.done += 1
+
+    def settle(self, drafted: int, accepted: int, *, undecided: bool = False) -> None:
+        pass
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {},
+    {"sampling": SamplingParams(1.0, 20, 0.95, seed=3)},
+    {"sampling": SamplingParams(0.7, frequency_penalty=0.5, repetition_penalty=1.2, seed=4, logprobs=2)},
+    {"sampling": SamplingParams(logit_bias={50: 1.5}, logprobs=0)},
+    {"speculative": False},
+]
+
+
+@pytest.mark.parametrize(("variant", "backend"), [("phi3-long", "torch"), ("phi3-long", "numba"), ("gemma3", "numba")])
+def test_answers_are_those_without(
+    bundles: dict[str, Bundle], variant: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = cpu_decoder(bundles[variant], backend, max_seq_len=64, max_batch=3)
+
+    def answers(config: SpeculativeConfig | None) -> tuple[list[Request], Scheduler]:
+        scheduler = Scheduler(decoder, speculative=config)
+        requests = [Request(tokens_of(12 + i, i), 20, stop_token_ids=frozenset({55}), **REQUESTS[i]) for i in range(5)]
+        for request in requests:
+            scheduler.add(request)
+        while scheduler.busy:
+            scheduler.step(lambda: False)
+        return requests, scheduler
+
+    plain, _ = answers(None)
+    known = {tuple(one.prompt_token_ids): one.output_token_ids for one in plain}
+    for kind in ("perfect", "hostile", "random"):
+        monkeypatch.setattr(scheduling, "Lookup", lambda _, __, tokens, kind=kind: Drafts(kind, known, tokens))
+        found, scheduler = answers(CONFIG)
+        for one, expected in zip(found, plain, strict=True):
+            assert one.output_token_ids == expected.output_token_ids
+            assert one.finish_reason == expected.finish_reason
+            assert one.scores == expected.scores
+        counts = scheduler.stats.drafts
+        assert counts.acceptance_rate == {"perfect": 1.0, "hostile": 0.0}.get(kind, pytest.approx(0.5, abs=0.3))
+        assert counts.drafts > 4
+        assert found[4].drafts.drafts == 0
+
+
+def follow(lookup: Lookup, text: Sequence[int], most: int = 7) -> tuple[float, int]:
+    """Seconds, in plain steps, that a text takes, and how many steps verified a draft."""
+    seconds, verified, at = 0.0, 0, 0
+    while at < len(text):
+        draft = lookup.propose(min(most, len(text) - at - 1))
+        right = next((i for i, one in enumerate(draft) if one != text[at + i]), len(draft))
+        seconds += 1 + (0.2 + 0.3 * len(draft) if draft else 0)
+        verified += bool(draft)
+        for token in text[at : at + right + 1]:
+            lookup.take(token)
+        lookup.settle(len(draft), right)
+        at += right + 1
+    return seconds, verified
+
+
+def test_drafts_follow_what_repeats_and_spare_what_does_not() -> None:
+    text = tokens_of(600, 1)
+    copied = [*text[:200], 1, 2, *text[202:400], 5, *text[400:]]
+    seconds, verified = follow(Lookup(CONFIG, (0.2, 0.3), text), copied)
+    assert seconds < len(copied) / 2.2
+    assert verified < len(copied) / 6
+    period = [5, 6, 7] * 40
+    assert follow(Lookup(CONFIG, (0.2, 0.3), [1]), period)[0] < 70  # a draft goes on beyond what is there
+    # Words that repeat in fresh order: matches of three tokens abound and tell nothing.
+    words = [tokens_of(3, seed) for seed in range(30)]
+    mixed = [token for i in random.Random(0).choices(range(30), k=400) for token in words[i]]
+    for fresh in (tokens_of(1500, 3), mixed):
+        assert follow(Lookup(CONFIG, (0.2, 0.3), fresh[:50]), fresh[50:])[0] <= 1.02 * len(fresh)
+    assert follow(Lookup(CONFIG, (0.0, 1.0), text), copied)[1] == 0  # where each draft costs a step
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{", "expected a JSON object"),
+        ('{"method": "eagle3"}', "method: expected one of ngram"),
+        ('{"method": "ngram", "model": "x"}', "draft models and heads"),
+        ('{"method": "ngram", "depth": 3}', "'depth': unknown"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens: expected"),
+        ({"method": "ngram", "prompt_lookup_min": 9}, "at most prompt_lookup_max"),
+    ],
+)
+def test_configurations_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SpeculativeConfig.parse(given)
+
+
+def test_a_server_tells_what_was_drafted(chat_bundle: Path) -> None:
+    """With grammars, stop strings, samples and log-probabilities; a request may do without."""
+    prompt = "values = [1, 2, 3]\n" * 12
+    cases: list[dict[str, Any]] = [{"max_tokens": 60}, {"max_tokens": 60, "temperature": 0.3, "seed": 1, "logprobs": 1}]
+    cases += [{"max_tokens": 40, "stop": ["3]\nv", "\n\n"]}]
+    cases += [{"max_tokens": 60, "grammar": 'start: ("values = [1, 2, 3]\\n")+'}]
+    with (
+        wisparse.load(
+            chat_bundle, device="cpu", dtype="float32", backend="numba", max_batch=2, speculative={"method": "ngram"}
+        ) as model,
+        TestClient(make_app(model, ServeSettings("m"))) as client,
+    ):
+
+        def counts() -> list[float]:
+            lines = client.get("/metrics").text.splitlines()
+            names = [f"wisparse:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")]
+            return [float(line.split()[1]) for name in names for line in lines if line.startswith(name)]
+
+        for case in cases:
+            before = counts()
+            body = {"prompt": prompt, "temperature": 0, **case}
+            plain, drafted = (
+                client.post("/v1/completions", json={**body, "speculative": one}).json()["choices"]
+                for one in (False, True)
+            )
+            assert plain == drafted
+            drafts, tokens, accepted = (b - a for a, b in zip(before, counts(), strict=True))
+            assert 0 < drafts < accepted <= tokens
+        answer = model.generate(prompt, max_new_tokens=40)
+        assert answer.drafts.mean_length == 1 + answer.drafts.accepted_tokens / answer.drafts.drafts > 2
+        assert "accepted" in footer(answer, model)
+    with pytest.raises(UsageError, match="recurrent"):
+        wisparse.load(recurrent_bundle(chat_bundle.parent), speculative={"method": "ngram"})
+
+
+def recurrent_bundle(folder: Path) -> Path:
+    return make_bundle(make_checkpoint("qwen3.5", folder / "recurrent-source"), folder / "recurrent", 0.3)
