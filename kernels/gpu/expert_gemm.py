@@ -24,7 +24,7 @@ from .common import Weights
 from .experts import ExpertLinear
 from .plan import Gpu
 from .reduction import activate
-from .weights import BLOCK, code_block
+from .weights import BITS, BLOCK, code_block
 
 _SCANNED = tl.constexpr(1024)  # pairs that a program looks at together
 
@@ -201,6 +201,11 @@ def expert_gemm(
     stages = 3 if roomy and x.dtype != torch.float32 else 1
     if x.dtype == torch.float32:
         block_n = min(block_n, 64)
+    # What a turn of the loop loads lies in shared memory stages - 1 times; of codes also their scales and zero points.
+    each = x.itemsize if quant == "none" else BITS[quant] / 8 + 4 * (1 if linear.weight.zeros is None else 2)
+    staged = block_k * (block_n * len(linear.widths) * each + block_m * x.itemsize)
+    while stages > 1 and (stages - 1) * staged > (150_000 if gpu.arch == 80 else 220_000):
+        stages -= 1
     config = _Config(
         k, n, stride, len(linear.widths), chosen, experts, quant, group, masked, activation, block_m, block_n,
         block_k, stages,
