@@ -95,8 +95,8 @@ class _Activation(nn.Identity):
 
     def __init__(self, down: nn.Linear) -> None:
         super().__init__()
-        self.in_features = down.in_features
-        self.weight = torch.empty(2 * down.out_features, down.in_features, device="meta")
+        self.in_features, self.out_features = down.in_features, 2 * down.out_features
+        self.weight = torch.empty(self.out_features, self.in_features, device="meta")
 
 
 @contextmanager

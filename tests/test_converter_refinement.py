@@ -22,9 +22,8 @@ WIDTH = 0.3
 
 
 def channels_of(source: SourceModel) -> Channels:
-    widths = {name: module.in_features for name, module in source.projections.items()}
-    sizes = {name: module.weight.numel() for name, module in source.projections.items()}
-    return Channels({name: (width,) for name, width in widths.items()}, widths, sizes)
+    modules = source.projections
+    return Channels({n: m.in_features for n, m in modules.items()}, {n: m.weight.numel() for n, m in modules.items()})
 
 
 def start(source: SourceModel) -> torch.Tensor:
@@ -93,7 +92,7 @@ def test_a_score_on_the_threshold_counts_as_the_mask_has_it() -> None:
     expected = keep_mask(seen[name], parts[name].exp(), 1.0)
     by_logarithm = seen[name].abs().log() + parts[name] >= 0
     assert not torch.equal(expected, by_logarithm)
-    assert int(found[2 * sum(channels.widths)]) == int(expected.sum())
+    assert int(found[2 * sum(channels.widths.values())]) == int(expected.sum())
 
 
 def test_steps_lower_the_kl_and_keep_the_budget() -> None:
@@ -106,7 +105,7 @@ def test_steps_lower_the_kl_and_keep_the_budget() -> None:
             parts = torch.tensor([measure_batch(calib.reference, b, channels, logits) for b in range(2)]).double()
             *kept, kl, num_tokens = parts.sum(0)
             total = sum(channels.sizes.values())
-            shares = torch.tensor([channels.sizes[n] / total / width for n, width in channels.reads.items()])
+            shares = torch.tensor([channels.sizes[n] / total / width for n, width in channels.widths.items()])
             return 1 - float((torch.stack(kept) * shares).sum() / num_tokens), float(kl / num_tokens)
 
         target, before = measured(begun)
@@ -121,7 +120,7 @@ def test_steps_lower_the_kl_and_keep_the_budget() -> None:
 
 
 def test_a_step_goes_its_distance_whatever_the_gradients_size() -> None:
-    channels = Channels({"a": (400,), "b": (400,)}, {"a": 400, "b": 400}, {"a": 400, "b": 400})
+    channels = Channels({"a": 400, "b": 400}, {"a": 400, "b": 400})
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(800, generator=draw, dtype=torch.float64)
     moved = []

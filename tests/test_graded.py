@@ -116,7 +116,7 @@ def test_the_converters_model_reads_planes_and_its_scales_are_tied() -> None:
             ratio = plane_ratios(scale, 2)
             assert ratio[0] == 1 < ratio[1]
             assert 0 < result.projections[name].realised_sparsity < 1
-    channels = Channels({"a": (8,), "b": (4,)}, {"a": 8, "b": 4}, {"a": 80, "b": 40}, planes=2)
+    channels = Channels({"a": 8, "b": 4}, {"a": 80, "b": 40}, planes=2)
     change = channels.tie(torch.randn(12))
     difference = [high - low for high, low in (part.view(2, -1) for part in channels.split(change).values())]
     assert all(float(one.std()) < 1e-6 for one in difference)
