@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from runtime_models import make_checkpoint
 from tiny_bundle import tiny_recipe
 
 from wisparse.converter.source import full_config
@@ -75,3 +77,15 @@ def run(scheduler: Scheduler, request: Request | None = None) -> Any:
     while scheduler.busy:
         scheduler.step()
     return request
+
+
+def variant_bundles(folder: Path, names: Iterable[str]) -> dict[str, Bundle]:
+    """Models of ``runtime_models`` by name, with levels of 30 and 60%."""
+    return {
+        name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name, 0.3, 0.6))
+        for name in names
+    }
+
+
+def tokens_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 101, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import make_bundle, run, small_chunks
+from bundle_maker import run, small_chunks, tokens_of, variant_bundles
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runtime_models import make_checkpoint
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
@@ -26,15 +25,7 @@ CHUNK = 8  # as small_chunks has it
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    folder = tmp_path_factory.mktemp("prefix")
-    return {
-        name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name, 0.3, 0.6))
-        for name in VARIANTS
-    }
-
-
-def tokens_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, 101, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return variant_bundles(tmp_path_factory.mktemp("prefix"), VARIANTS)
 
 
 @pytest.mark.parametrize(

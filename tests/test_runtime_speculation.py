@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import cpu_decoder, make_bundle
+from bundle_maker import cpu_decoder, make_bundle, tokens_of, variant_bundles
 from runtime_models import make_checkpoint
 from starlette.testclient import TestClient
 
@@ -30,15 +30,7 @@ VARIANTS = ("llama-bias", "gemma3", "phi3-long")
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    folder = tmp_path_factory.mktemp("speculation")
-    return {
-        name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name, 0.3, 0.6))
-        for name in VARIANTS
-    }
-
-
-def tokens_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(3, 101, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return variant_bundles(tmp_path_factory.mktemp("speculation"), VARIANTS)
 
 
 @pytest.mark.parametrize(
