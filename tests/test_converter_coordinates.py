@@ -12,7 +12,7 @@ from tiny_bundle import tiny_config, write_tiny_model
 
 from wisparse.converter import pipeline
 from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.coordinates import compare_coordinates
+from wisparse.converter.gptq import compare_coordinates
 from wisparse.converter.source import full_config, load_source
 from wisparse.converter.state import Stages
 from wisparse.formats.bundle import Bundle
