@@ -1,7 +1,5 @@
 """int4 weights are fitted in the coordinates that cost less, and the report says what both cost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The preflight finds what is wrong before a weight is read, says it in one sentence, and writes nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

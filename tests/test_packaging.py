@@ -1,8 +1,6 @@
 """What a user gets: the wheel holds every module, both kinds of install work, and the README is true: its commands run
 as written, and its links lead somewhere."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

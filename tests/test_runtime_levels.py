@@ -1,8 +1,6 @@
 """The sparsity levels of one bundle: switching on a running model is loading at that sparsity level, on every back end; and answering a
 request that names one."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -69,9 +67,9 @@ def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str, wei
 @pytest.mark.parametrize("backend", ["torch", "numba"])
 def test_a_running_model_switches(backend: str, example: Path) -> None:
     """Token for token what loading at the sparsity level gives."""
-    prompts = ["def f(x):\n", "import os\n", ">>> 12 + 30\n", "# The "]
+    prompts = ["def f(x):\n", "# The "]
     where = {"backend": backend, "device": "cpu", "dtype": "float32", "max_seq_len": 64}
-    seen = set()
+    expected: dict[float, list[Any]] = {}
     model = wisparse.load(example, **where)
     assert model.sparsity == LEVELS[-1]
     for sparsity in (*LEVELS, 0, 0.3):

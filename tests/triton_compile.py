@@ -5,8 +5,6 @@
 Registers, spills and shared memory are read from the binaries. Run by test_kernels_triton.py, without TRITON_INTERPRET.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
