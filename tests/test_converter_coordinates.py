@@ -17,20 +17,8 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 
 Run = Callable[..., tuple[int, str, str]]
-OPTIONS = [
-    "--weights",
-    "int4",
-    "--sparsity",
-    "0.3",
-    "--search",
-    "uniform",
-    "--num-samples",
-    "2",
-    "--seq-len",
-    "32",
-    "--device",
-    "cpu",
-]
+OPTIONS = ["--weights", "int4", "--sparsity", "0.3", "--search", "uniform"]
+OPTIONS += ["--num-samples", "2", "--seq-len", "32", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
