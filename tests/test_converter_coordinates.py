@@ -59,6 +59,7 @@ def test_the_lower_kl_decides(better: str, model: Path, tmp_path: Path, run: Run
 
 def test_only_int4_is_measured_and_only_where_nobody_chose(model: Path, tmp_path: Path, run: Run, monkeypatch):
     monkeypatch.setattr(pipeline, "compare_coordinates", None)
+    monkeypatch.setattr("wisparse.runtime.forecast._ROUNDS", 1)
     for number, changes in enumerate((["--weights", "int8"], ["--rotation", "pca"], ["--rotation", "none"])):
         assert run("convert", model, "-o", tmp_path / str(number), *OPTIONS, *changes, "-q")[0] == 0
     _, plan, _ = run("convert", model, "-o", tmp_path / "dry", *OPTIONS, "--dry-run", "--json")
