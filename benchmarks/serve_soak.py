@@ -29,6 +29,7 @@ from typing import Any
 
 import click
 import psutil
+from serve_requests import address_of
 
 import wisparse
 from wisparse.runtime.decoding.sampling import SamplingParams
@@ -88,14 +89,10 @@ def main(bundle: str, requests: int, clients: int, max_batch: int, seed: int) ->
     command = [sys.executable, "-m", "wisparse", "serve", bundle, "--port", "0", "--max-batch", str(max_batch)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        assert server.stderr is not None  # it was asked for
-        line = next((line for line in server.stderr if line.startswith("serving ")), None)
-        if line is None:
-            raise click.ClickException("the server did not start; start it by hand to see why")
-        port = int(line.rpartition(":")[2].partition("/")[0])
+        port = int(address_of(server).split(":")[2].partition("/")[0])
         # What it writes later is read too: a full pipe would hold it up.
         tracebacks: list[str] = []
-        log = (line for line in server.stderr if line.startswith("Traceback"))
+        log = (line for line in server.stderr or () if line.startswith("Traceback"))
         threading.Thread(target=tracebacks.extend, args=[log], daemon=True).start()
         found = soak(port, cases, requests, clients, seed, lambda: psutil.Process(server.pid).memory_info().rss)
     finally:
