@@ -250,7 +250,9 @@ class Checkpoint:
                 shapes = " or ".join(str(shape) for shape in part.shapes)
                 raise error(f"{name}: expected shape {shapes}, found {entry.shape}; config.json and weights do not fit")
             info = TensorInfo(name, file, stored[place], entry.shape, entry.code)
-            tensors[name] = info if one is None else replace(info, offset=(one.each * one.expert + one.index) * info.nbytes)
+            tensors[name] = (
+                info if one is None else replace(info, offset=(one.each * one.expert + one.index) * info.nbytes)
+            )
         left_out = len(weight_map) - len(stored)
         opened = cls(folder, config_dict, config, tensors, quantised, left_out, error, files)
         if four_bits:
