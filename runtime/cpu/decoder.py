@@ -24,6 +24,7 @@ from wisparse.kernels.cpu.layout import (
     NAMES,
     BlockField,
     DeltaField,
+    MlpActivation,
     ProjectionField,
     StepField,
     StoredAs,
@@ -152,14 +153,14 @@ class CpuDecoder(TorchDecoder):
 
     @staticmethod
     def _attention(
-        config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None
+        config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None, *sinks: Tensor
     ) -> Tensor:
         """A prefix block of queries at a time: as many scores, and the same bits whatever the chunk."""
         parts = []
         for first in range(0, q.shape[1], _PREFIX_BLOCK):
             some, at = q[:, first : first + _PREFIX_BLOCK], start + first
             stop = at + some.shape[1]
-            parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, window))
+            parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, window, *sinks))
         return torch.cat(parts, 1)
 
     def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Self:
@@ -215,7 +216,7 @@ class Step:
         multiplier = torch.tensor(config.embedding_multiplier, dtype=embedding.dtype).item()
         caps = config.attention_softcap or 0.0, config.logits_softcap or 0.0
         floats = [config.rms_norm_eps, config.attention_scale, caps[0], multiplier]  # in the order of FloatField
-        floats += [config.residual_multiplier, config.logits_multiplier, caps[1]]
+        floats += [config.residual_multiplier, config.logits_multiplier, caps[1], *config.clamp]
         self._parameters = self._fill(
             StepField,
             {
@@ -233,7 +234,7 @@ class Step:
                 StepField.NUM_GATE_UP: len(config.architecture.gate_up),
                 StepField.QK_WHOLE: qk_norm is not None and not qk_norm.per_head,
                 StepField.QK_AFTER: qk_norm is not None and qk_norm.per_head and qk_norm.after_rotary,
-                StepField.GELU: config.activation == "gelu_tanh",
+                StepField.ACTIVATION: MlpActivation[config.activation.upper()],
                 StepField.GATED: config.architecture.attention_gate,
                 StepField.EMBEDDING: embedding,
                 StepField.HEAD: output.data,
@@ -315,6 +316,7 @@ class Step:
                 BlockField.FIRST: first,
                 BlockField.NUM_INPUTS: len(block.qkv),
                 BlockField.INPUT_WIDTH: sum(projection.out_features for projection in block.qkv),
+                BlockField.SINKS: None if block.sinks is None else block.sinks.float(),
                 BlockField.SCALAR: None if block.scalar is None else block.scalar.float(),
             }
             if spec.experts is not None:
@@ -324,6 +326,7 @@ class Step:
                     BlockField.EXPERT_SIZE: spec.experts.intermediate_size,
                     BlockField.RENORMALISED: spec.experts.renormalised,
                     BlockField.ROUTER: None if block.router is None else block.router.float(),
+                    BlockField.ROUTER_BIAS: None if block.router_bias is None else block.router_bias.float(),
                     BlockField.SHARED_SIZE: spec.experts.shared_size,
                     BlockField.SHARED_GATE: None if block.shared_gate is None else block.shared_gate.float(),
                 }
