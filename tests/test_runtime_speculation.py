@@ -21,7 +21,7 @@ from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation import scheduler as scheduling
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
-from wisparse.runtime.generation.speculation import Lookup, SpeculativeConfig
+from wisparse.runtime.generation.speculation import Drafter, Lookup, SpeculativeConfig
 from wisparse.runtime.serve.app import ServeSettings, make_app
 
 CONFIG = SpeculativeConfig()
@@ -73,10 +73,11 @@ def test_a_verified_row_has_the_bits_of_a_plain_step(
     assert torch.equal(other.decode(again)[[0, 2]], plain.decode(again)[[0, 2]])
 
 
-class Drafts:
+class Drafts(Drafter):
     """Drafts of a kind, of a sequence whose answer is known."""
 
     def __init__(self, kind: str, answers: dict[tuple[int, ...], list[int]], tokens: Sequence[int]) -> None:
+        super().__init__(5, (0.0, 0.0))
         prompt = next(one for one in answers if tuple(tokens[: len(one)]) == one)
         self.kind, self.answer, self.done = kind, answers[prompt], len(tokens) - len(prompt)
         self.random = random.Random(0)
@@ -89,9 +90,6 @@ class Drafts:
 
     def take(self, token: int) -> None:
         self.done += 1
-
-    def settle(self, drafted: int, accepted: int, *, undecided: bool = False) -> None:
-        pass
 
 
 REQUESTS: list[dict[str, Any]] = [
@@ -121,7 +119,7 @@ def test_answers_are_those_without(
     plain, _ = answers(None)
     known = {tuple(one.prompt_token_ids): one.output_token_ids for one in plain}
     for kind in ("perfect", "hostile", "random"):
-        monkeypatch.setattr(scheduling, "Lookup", lambda _, __, tokens, kind=kind: Drafts(kind, known, tokens))
+        monkeypatch.setattr(scheduling, "make_drafter", lambda *given, kind=kind: Drafts(kind, known, given[-1]))
         found, scheduler = answers(CONFIG)
         for one, expected in zip(found, plain, strict=True):
             assert one.output_token_ids == expected.output_token_ids

@@ -51,6 +51,7 @@ class Decoder(ABC):
     prefix_block_size: int
     # Of a step that verifies drafts, in steps of one token: what it takes beyond one, and for each drafted token.
     verify_costs: tuple[float, float] = (0.0, 1.0)
+    draft_cost: float = 1.0  # of each token that :meth:`draft` gives, in plain steps
     most_verified: ClassVar[int] = 16  # tokens of such a step, of all slots together
     # A verified token is what `decode` gives where the two largest logits are at least so far apart.
     verify_margin: float = 0.0
@@ -228,6 +229,13 @@ class Decoder(ABC):
                 rows.append(self.decode(ids)[slot].clone())
         logits, positions = torch.stack(rows), self._verified_positions(token_ids)
         return sample(logits, verified_settings(token_ids, settings), positions), logits
+
+    def draft(
+        self, tokens: Sequence[int], counts: Mapping[int, int], settings: Sequence[SamplingParams]
+    ) -> dict[int, list[int]]:
+        """By slot, up to ``counts`` tokens that are likely to follow the newest one, ``tokens`` (of the slots 0..B-1),
+        as ``settings`` choose. The slots stay as they are; :meth:`verify` of the same slots follows."""
+        raise NotImplementedError
 
     def _verified_positions(self, token_ids: Sequence[Sequence[int]]) -> list[int]:
         """After the append: where each token is that follows."""
