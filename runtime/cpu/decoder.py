@@ -32,7 +32,7 @@ from wisparse.kernels.cpu.layout import (
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import check_capacity, verified_settings
-from ..decoding.heads import DraftHead
+from ..decoding.heads import HeadFiles
 from ..decoding.rotary import query_scales, switch_length
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
@@ -117,9 +117,12 @@ class CpuDecoder(TorchDecoder):
             self._tell(rows)
         return self._step.logits[: len(tokens)]
 
-    def attach(self, head: DraftHead) -> None:
-        super().attach(head)
-        self._step.tap(head.taps)
+    def attach(self, files: HeadFiles) -> None:
+        super().attach(files)
+        self._step.tap(files.taps)
+
+    def _head_dtype(self) -> torch.dtype:
+        return product_dtype(self.dtype)
 
     def _tell(self, rows: Sequence[tuple[int, int, int]]) -> None:
         """Give a head that drafts what a step of rows of (slot, token, position) has left for it."""

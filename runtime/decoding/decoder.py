@@ -22,7 +22,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
 from ..torch.block import Block, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
-from .heads import DraftHead
+from .heads import DraftHead, HeadFiles
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
@@ -234,17 +234,27 @@ class Decoder(ABC):
         self, tokens: Sequence[int], counts: Mapping[int, int], settings: Sequence[SamplingParams]
     ) -> dict[int, list[int]]:
         """By slot, up to ``counts`` tokens that are likely to follow the newest one, ``tokens`` (of the slots 0..B-1),
-        as ``settings`` choose. The slots stay as they are; :meth:`verify` of the same slots follows."""
-        raise NotImplementedError
+        as ``settings`` choose, or a head without them. The slots stay as they are; :meth:`verify` of the same slots
+        follows."""
+        if self.head is None:
+            raise NotImplementedError
+        return self.head.draft(self.lengths, tokens, counts)
 
     def _verified_positions(self, token_ids: Sequence[Sequence[int]]) -> list[int]:
         """After the append: where each token is that follows."""
         ends = zip(self._cache.lengths, token_ids, strict=False)
         return [position for end, tokens in ends for position in range(end - len(tokens) + 1, end + 1)]
 
-    def attach(self, head: DraftHead) -> None:
-        """Let a head draft; before any slot is filled."""
-        self.head = head
+    def attach(self, files: HeadFiles) -> None:
+        """Load a head that drafts; before any slot is filled."""
+        self.head = DraftHead(
+            files, self._embedding, self.max_batch, self.max_seq_len, self.device, self._head_dtype()
+        )
+        blocks = max(sum(self.bytes_read()), 1)
+        self.draft_cost = self.head.bytes_read() / blocks
+
+    def _head_dtype(self) -> torch.dtype:
+        return self.dtype
 
     def truncate(self, slot: int, length: int) -> None:
         """Take the last tokens of a slot back."""

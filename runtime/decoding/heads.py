@@ -177,6 +177,10 @@ class DraftHead:
         self._tokens = torch.zeros(slots, length, dtype=torch.int64)
         self._done = [0] * slots  # pairs that have been read
 
+    def bytes_read(self) -> int:
+        """For a token, after the first one."""
+        return sum(one.nbytes for one in (*self._block.linears, self._output))
+
     def take(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int], taps: Tensor) -> None:
         """The model has read these tokens: taps (R, 3 H) are the hidden states."""
         at = torch.tensor(slots), torch.tensor(positions)
@@ -198,7 +202,8 @@ class DraftHead:
         """Of some slots so many tokens to follow the newest, ``tokens``, behind ``lengths`` positions."""
         found: dict[int, list[int]] = {}
         for slot, count in counts.items():
-            start, stop = self._done[slot], lengths[slot]
+            stop = lengths[slot]
+            start = min(self._done[slot], stop - 1)
             ids = torch.cat((self._tokens[slot, start + 1 : stop], torch.tensor([tokens[slot]]))).to(self._ids.device)
             hidden = self._hidden[slot, start:stop]
             for first in range(start, stop, _CHUNK):
