@@ -248,10 +248,10 @@ class Decoder(ABC):
     def attach(self, files: HeadFiles) -> None:
         """Load a head that drafts; before any slot is filled."""
         self.head = DraftHead(
-            files, self._embedding, self.max_batch, self.max_seq_len, self.device, self._head_dtype()
-        )
-        blocks = max(sum(self.bytes_read()), 1)
-        self.draft_cost = self.head.bytes_read() / blocks
+            files, self._embedding, self.max_batch, (self._cache.length, self.max_seq_len), self.device,
+            self._head_dtype(),
+        )  # fmt: skip
+        self.draft_cost = self.head.bytes_read() / max(sum(self.bytes_read()), 1)
 
     def _head_dtype(self) -> torch.dtype:
         return self.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ from wisparse.formats.guard import read_json
 from wisparse.formats.hub import fetch_source
 from wisparse.formats.model_config import ModelConfig, dimension
 
-from ..torch.block import Block, Norm, Positions, attention, run_block
+from ..torch.block import Block, Norm, finish_block
 from .cache import KVCache
-from .rotary import Rotary
+from .rotary import Rotary, rotate
 
-_CHUNK = 512  # positions of a prompt that the head reads together
+_CHUNK = 128  # positions of a prompt that the head reads together
+_CONTEXT = 512  # the fewest positions that a captured draft attends to
 _MAPS = ("d2t", "t2d")
 # What some heads are stated to do, and is not known here.
 _UNKNOWN = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias", "bias")
@@ -131,9 +132,10 @@ class DraftHead:
     and values there, and its guess of the token after. Pairs whose states are the model's own are read once."""
 
     def __init__(
-        self, files: HeadFiles, embedding: Tensor, slots: int, length: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """``embedding``: the bundle's (V, H)."""
+        self, files: HeadFiles, embedding: Tensor, slots: int, lengths: tuple[int, int], device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """``embedding``: the bundle's (V, H). ``lengths``: positions of a slot that there is room for, and at most."""
         self.taps, config = files.taps, files.config
         self._config, self._normed_residual = config, files.normed_residual
         turn = None if files.rotation is None else files.rotation.to(device)
@@ -163,19 +165,39 @@ class DraftHead:
             gate_up=torch.cat([read(f"midlayer.mlp.{role}_proj") for role in ("gate", "up")]).to(dtype),
             down=read("midlayer.mlp.down_proj").to(dtype),
             spec=config.blocks[0],
-            attention_input=None if self._normed_residual else self._hidden_norm,
             mlp_input=norm("midlayer.post_attention_layernorm"),
         )
         ids = torch.arange(files.draft_vocab) + (files.read("d2t") if files.has("d2t") else 0)
         if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
             raise UnsupportedModelError(f"{files.name}: d2t: expected ids below {config.vocab_size}, found others")
         self._ids = ids.to(device)  # the model's, of the draft's
-        self._tables = Rotary(config.rotaries[0], device, dtype).tables(0, length, length)
-        self._cache = KVCache(config, slots, length, device, dtype)
-        # Of every slot's positions what the head reads of the model: fused hidden states, and tokens, on the host.
-        self._hidden = torch.zeros(slots, length, width, device=device, dtype=dtype)
-        self._tokens = torch.zeros(slots, length, dtype=torch.int64)
-        self._done = [0] * slots  # pairs that have been read
+        length, most = lengths
+        self._tables = Rotary(config.rotaries[0], device, dtype).tables(0, most, most)
+        self._cache = KVCache(config, slots + 1, length, device, dtype)  # ``lengths``: pairs that have been read
+        # Of every slot's positions what the head reads of the model: fused hidden states, and tokens, on the host. The
+        # slot behind the last one is of rows and pairs that are there to fill a batch.
+        self._hidden = torch.empty(slots + 1, length, width, device=device, dtype=dtype)
+        self._tokens = torch.zeros(slots, most, dtype=torch.int64)
+        self._clear(0)
+        # What repeats launches, and by rows, pairs, context and tokens of a draft what it gave, with where it reads and
+        # leaves its tokens.
+        self.capture: Callable[[Callable[[], object], torch.device], Callable[[], object]] | None = None
+        self._rounds: dict[tuple[int, ...], tuple[Tensor, Tensor, Callable[[], object]]] = {}
+
+    def _clear(self, filled: int) -> None:
+        """What is masked is multiplied by 0, and must be a number."""
+        for tensor in (*self._cache.attention[0][:2], self._hidden[:, None]):
+            tensor[:, :, filled:].zero_()
+
+    def grow(self, length: int) -> None:
+        """Make room for ``length`` positions in each slot."""
+        filled = self._hidden.shape[1]
+        self._cache.grow(length)
+        wider = self._hidden.new_empty(len(self._hidden), length, self._hidden.shape[2])
+        wider[:, :filled] = self._hidden
+        self._hidden = wider
+        self._clear(max(self._cache.lengths))
+        self._rounds.clear()
 
     def bytes_read(self) -> int:
         """For a token, after the first one."""
@@ -183,51 +205,111 @@ class DraftHead:
 
     def take(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int], taps: Tensor) -> None:
         """The model has read these tokens: taps (R, 3 H) are the hidden states."""
-        at = torch.tensor(slots), torch.tensor(positions)
-        self._tokens[at] = torch.tensor(tokens)
-        self._hidden[at[0].to(taps.device), at[1].to(taps.device)] = functional.linear(taps.to(self._fc.dtype), self._fc)
+        self.note(slots, positions, tokens)
+        self.keep(*(torch.tensor(one).to(taps.device) for one in (slots, positions)), taps)
+
+    def note(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
+        self._tokens[torch.tensor(slots), torch.tensor(positions)] = torch.tensor(tokens)
+
+    def keep(self, slots: Tensor, positions: Tensor, taps: Tensor, valid: Tensor | None = None) -> None:
+        """Of rows that are ``valid``, all on the device."""
+        if valid is not None:
+            slots = torch.where(valid, slots, len(self._hidden) - 1)
+            positions = torch.where(valid, positions, 0)
+        self._hidden[slots.long(), positions.long()] = functional.linear(taps.to(self._fc.dtype), self._fc)
 
     def begin(self, slot: int, start: int) -> None:
         """Before a slot's positions from ``start`` on are read anew."""
-        self._done[slot] = min(self._done[slot], max(start - 1, 0))  # the last pair had another token
+        self._cache.lengths[slot] = min(self._cache.lengths[slot], max(start - 1, 0))  # the last pair had another token
 
     def copy(self, source: int, target: int, length: int) -> None:
+        done = self._cache.lengths[source]
         self._cache.copy(source, target, length)
         for tensor in (self._hidden, self._tokens):
             tensor[target, :length] = tensor[source, :length]
-        self._done[target] = min(self._done[source], max(length - 1, 0))
+        self._cache.lengths[target] = done
+        self.begin(target, length)
 
     @torch.inference_mode()
     def draft(self, lengths: Sequence[int], tokens: Sequence[int], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Of some slots so many tokens to follow the newest, ``tokens``, behind ``lengths`` positions."""
-        found: dict[int, list[int]] = {}
-        for slot, count in counts.items():
+        count, spare = max(counts.values()), len(self._hidden) - 1
+        pairs, rows = count + 1, []
+        for slot in counts:
             stop = lengths[slot]
-            start = min(self._done[slot], stop - 1)
-            ids = torch.cat((self._tokens[slot, start + 1 : stop], torch.tensor([tokens[slot]]))).to(self._ids.device)
-            hidden = self._hidden[slot, start:stop]
-            for first in range(start, stop, _CHUNK):
-                last = min(first + _CHUNK, stop)
-                out = self._read(slot, first, ids[first - start : last - start], hidden[first - start : last - start])
-            self._done[slot], chain = stop, []
-            for position in range(stop, stop + count):
-                hidden = out[-1:]
-                chain.append(self._ids[functional.linear(self._norm(hidden), self._output).argmax(-1)])
-                if position + 1 < stop + count:
-                    out = self._read(slot, position, chain[-1], hidden)
-            found[slot] = torch.cat(chain).tolist()
-        return found
+            start = min(self._cache.lengths[slot], stop - 1)
+            while stop - start > pairs:  # of a prompt, or of plain steps
+                end = min(start + _CHUNK, stop - pairs)
+                row = [slot, start, end - start, *self._tokens[slot, start + 1 : end + 1].tolist()]
+                self._pairs(torch.tensor([row], device=self._ids.device), end)
+                start = end
+            rows.append([slot, start, stop - start, *self._tokens[slot, start + 1 : stop].tolist(), tokens[slot]])
+            self._cache.lengths[slot] = stop
+        context, size = max(lengths[slot] for slot in counts) + count, len(rows)
+        if self.capture is not None:  # few sizes serve all
+            size, context = 1 << (size - 1).bit_length(), max(_CONTEXT, 1 << (context - 1).bit_length())
+        rows += [[spare, 0, 1]] * (size - len(rows))
+        given = torch.tensor([row + [0] * (3 + pairs - len(row)) for row in rows])
+        context = min(context, self._hidden.shape[1])
+        if self.capture is None:
+            chosen = self._chain(given.to(self._ids.device), context, count)
+        else:
+            key = size, pairs, context, count
+            if key not in self._rounds:
+                place, out = given.to(self._ids.device), self._ids.new_empty(size, count)
+                replay = self.capture(lambda: out.copy_(self._chain(place, context, count)), self._ids.device)
+                self._rounds[key] = place, out, replay
+            place, chosen, replay = self._rounds[key]
+            place.copy_(given, non_blocking=True)
+            replay()
+        return {slot: row[: counts[slot]] for slot, row in zip(counts, chosen.tolist(), strict=False)}
 
-    def _read(self, slot: int, start: int, ids: Tensor, hidden: Tensor) -> Tensor:
-        """Pairs of tokens (T,) and hidden states (T, H): the block's output."""
+    def _chain(self, given: Tensor, context: int, count: int) -> Tensor:
+        """As many tokens for each row (R, 3 + P) of `_pairs`, of which each has one: (R, count)."""
+        slots, stop = given[:, 0], given[:, 1] + given[:, 2]
+        out = self._pairs(given, context)
+        hidden = out[torch.arange(len(out), device=out.device), given[:, 2] - 1]
+        chain: list[Tensor] = []
+        while True:
+            chain.append(self._ids[functional.linear(self._norm(hidden), self._output).argmax(-1)])
+            if len(chain) == count:
+                return torch.stack(chain, dim=1)
+            last = slots[:, None], (stop + len(chain) - 1)[:, None]
+            hidden = self._read(slots, *last, chain[-1][:, None], hidden[:, None], context)[:, 0]
+
+    def _pairs(self, given: Tensor, context: int) -> Tensor:
+        """Rows (R, 3 + P) of slot, first pair, number of pairs and their tokens: the block's output (R, P, H)."""
+        slots, ids = given[:, 0], given[:, 3:]
+        offsets = torch.arange(ids.shape[1], device=given.device)
+        valid, positions = offsets < given[:, 2:3], given[:, 1:2] + offsets
+        where, positions = torch.where(valid, slots[:, None], len(self._hidden) - 1), torch.where(valid, positions, 0)
+        return self._read(slots, where, positions, ids, self._hidden[where, positions], context)
+
+    def _read(
+        self, slots: Tensor, where: Tensor, positions: Tensor, ids: Tensor, hidden: Tensor, context: int
+    ) -> Tensor:
+        """Pairs of tokens (R, P) and hidden states (R, P, H) of slots (R,), at ``positions`` (R, P) of the slots ``where``
+        (R, P): the block's output, by the first ``context`` positions."""
+        config, (rows, count) = self._config, ids.shape
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         embedded = self._embedding_norm(functional.embedding(ids, self._embedding).to(hidden.dtype))
-        if self._normed_residual:
-            hidden = self._hidden_norm(hidden)
-        tables = [tuple(table[start : start + len(ids)] for table in self._tables)]
+        n = self._hidden_norm(hidden)
+        x = (n if self._normed_residual else hidden).flatten(0, 1)
+        qkv = functional.linear(torch.cat((embedded, n), dim=-1), self._block.qkv)
+        parts = qkv.split((heads * width, kv_heads * width, kv_heads * width), dim=-1)
+        q, k, v = (part.view(rows, count, -1, width).transpose(1, 2) for part in parts)
+        cos, sin = (table[positions][:, None] for table in self._tables)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        keys, values = self._cache.attention[0][:2]
+        keys[where, :, positions], values[where, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
+        seen = torch.arange(context, device=ids.device) <= positions[:, None, None, :, None]
+        scores = q.reshape(rows, kv_heads, -1, width) @ keys[slots, :, :context].transpose(2, 3)
+        scores = (scores * config.attention_scale).view(rows, kv_heads, -1, count, context).float()
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(q.dtype)
+        attended = weights.flatten(2, 3) @ values[slots, :, :context]
+        attended = attended.view(rows, heads, count, width).transpose(1, 2).reshape(rows * count, -1)
 
         def apply(role: str, x: Tensor) -> Sequence[Tensor]:
-            x = torch.cat((embedded, x), dim=-1) if role == "qkv" else x
             return [functional.linear(x, getattr(self._block, role))]
 
-        at = Positions(self._cache, slot, start, tables, None)
-        return run_block(self._config, 0, self._block, hidden, at, apply, attention)
+        return finish_block(config, self._block, x, attended, apply).view(rows, count, -1)
