@@ -144,7 +144,9 @@ class Checkpoint:
     vision_tensors: int  # how many tensors of a wrapper are not the text model's; 0 for a plain model
     error: type[WisparseError]  # class of the error raised for a file that turns out damaged
     _files: Mapping[str, TensorFile]
-    rotation: Tensor | None = None  # Q (hidden_size, hidden_size) float32: hidden states are x @ Q where the source's are x
+    rotation: Tensor | None = (
+        None  # Q (hidden_size, hidden_size) float32: hidden states are x @ Q where the source's are x
+    )
     # name -> what makes a tensor that is not in the files, on the CPU and contiguous, when it is read
     _made: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
 

@@ -29,9 +29,9 @@ from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import SpeculativeConfig
 
-H, I, HEADS, KV, WIDTH, VOCAB, DRAFTED = 64, 96, 4, 2, 16, 101, 60
+H, INNER, HEADS, KV, WIDTH, VOCAB, DRAFTED = 64, 96, 4, 2, 16, 101, 60
 CONFIG = {
-    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": H, "intermediate_size": I,
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": H, "intermediate_size": INNER,
     "num_attention_heads": HEADS, "num_key_value_heads": KV, "num_hidden_layers": 1, "vocab_size": VOCAB,
     "draft_vocab_size": DRAFTED, "rope_theta": 10000.0, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 }  # fmt: skip
@@ -42,13 +42,13 @@ def make_head(folder: Path, embedding: bool = False, **changes: Any) -> Path:
     shapes = {"fc": (H, 3 * H), "lm_head": (DRAFTED, H)} | ({"embed_tokens": (VOCAB, H)} if embedding else {})
     sizes = {"q": (H, 2 * H), "k": (KV * WIDTH, 2 * H), "v": (KV * WIDTH, 2 * H), "o": (H, H)}
     shapes |= {f"midlayer.self_attn.{name}_proj": size for name, size in sizes.items()}
-    shapes |= {f"midlayer.mlp.{name}_proj": (I, H) for name in ("gate", "up")} | {"midlayer.mlp.down_proj": (H, I)}
+    shapes |= {f"midlayer.mlp.{name}_proj": (INNER, H) for name in ("gate", "up")} | {"midlayer.mlp.down_proj": (H, INNER)}
     tensors = {f"{k}.weight": torch.randn(v, generator=generator) * v[-1] ** -0.5 for k, v in shapes.items()}
     norms = ["norm", *(f"midlayer.{one}" for one in ("hidden_norm", "input_layernorm", "post_attention_layernorm"))]
     tensors |= {f"{name}.weight": torch.rand(H, generator=generator) + 0.5 for name in norms}
     kept = torch.randperm(VOCAB, generator=generator)[:DRAFTED].sort().values
     tensors["d2t"], tensors["t2d"] = kept - torch.arange(DRAFTED), torch.zeros(VOCAB, dtype=torch.bool)
-    tensors |= {name: value for name, value in changes.pop("add", {}).items()}
+    tensors |= changes.pop("add", {})
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
@@ -78,7 +78,9 @@ def expected_draft(source: Path, head: Path, ids: list[int], count: int) -> list
     w = load_file(head / "model.safetensors")
     with torch.no_grad():
         states = model(input_ids=torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-        last = model.model.layers[2](states[2], position_embeddings=model.model.rotary_emb(states[2], torch.arange(len(ids) - 1)[None]))  # noqa: E501
+        last = model.model.layers[2](
+            states[2], position_embeddings=model.model.rotary_emb(states[2], torch.arange(len(ids) - 1)[None])
+        )
     states = [states[1][0], states[2][0], last[0] if last.dim() == 3 else last]
     hidden, found = functional.linear(torch.cat(states, -1), w["fc.weight"]), list(ids)
     table = w.get("embed_tokens.weight", model.get_input_embeddings().weight.detach())
