@@ -1,7 +1,5 @@
 """``wisparse advise``: a complete table from config.json alone, and the extrapolation behind it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

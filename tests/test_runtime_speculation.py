@@ -1,7 +1,5 @@
 """Speculation changes no token: what a step verifies has the bits of plain steps, whatever the drafts are."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

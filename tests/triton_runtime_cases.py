@@ -1,8 +1,6 @@
 """``CudaDecoder`` itself against the plain PyTorch decoder: look-ahead, slots, limits, sampling. Run as
 triton_cases.py is; under the interpreter the launches of a graph run one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace

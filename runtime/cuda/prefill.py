@@ -25,8 +25,7 @@ from wisparse.kernels.gpu.experts import ExpertLinear, choose_experts
 from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import Gpu, gpu_of
-from wisparse.kernels.gpu.reduction import launch_residual_add
-from wisparse.kernels.gpu.rows import launch_activate
+from wisparse.kernels.gpu.reduction import launch_activate, launch_residual_add
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, widen
 from wisparse.kernels.reference import keep_mask
 
