@@ -272,11 +272,11 @@ def read_masks(
             raise BundleError(f"{name}: expected {what} {shape} in F32, found {found}; convert again")
     rotation = None
     if ROTATION in tensors and manifest.recipe.rotation is not None:
-        (entry, raw), wanted = tensors.pop(ROTATION), Entry("F16", (hidden_size, hidden_size))
-        if entry != wanted:
-            found = f"{entry.shape} in {entry.code}"
-            raise BundleError(f"{SIDECAR}: {ROTATION}: expected {wanted.shape} in F16, found {found}; convert again")
-        rotation = np.frombuffer(raw, "<f2").reshape(wanted.shape)
+        (given, raw), square = tensors.pop(ROTATION), (hidden_size, hidden_size)
+        if given != Entry("F16", square):
+            found = f"{given.shape} in {given.code}"
+            raise BundleError(f"{SIDECAR}: {ROTATION}: expected {square} in F16, found {found}; convert again")
+        rotation = np.frombuffer(raw, "<f2").reshape(square)
     for tensor in tensors:
         if tensor not in expected:
             raise BundleError(f"{SIDECAR}: unexpected tensor {tensor!r:.200}; convert again")

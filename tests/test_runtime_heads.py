@@ -42,7 +42,9 @@ def make_head(folder: Path, embedding: bool = False, **changes: Any) -> Path:
     shapes = {"fc": (H, 3 * H), "lm_head": (DRAFTED, H)} | ({"embed_tokens": (VOCAB, H)} if embedding else {})
     sizes = {"q": (H, 2 * H), "k": (KV * WIDTH, 2 * H), "v": (KV * WIDTH, 2 * H), "o": (H, H)}
     shapes |= {f"midlayer.self_attn.{name}_proj": size for name, size in sizes.items()}
-    shapes |= {f"midlayer.mlp.{name}_proj": (INNER, H) for name in ("gate", "up")} | {"midlayer.mlp.down_proj": (H, INNER)}
+    shapes |= {f"midlayer.mlp.{name}_proj": (INNER, H) for name in ("gate", "up")} | {
+        "midlayer.mlp.down_proj": (H, INNER)
+    }
     tensors = {f"{k}.weight": torch.randn(v, generator=generator) * v[-1] ** -0.5 for k, v in shapes.items()}
     norms = ["norm", *(f"midlayer.{one}" for one in ("hidden_norm", "input_layernorm", "post_attention_layernorm"))]
     tensors |= {f"{name}.weight": torch.rand(H, generator=generator) + 0.5 for name in norms}

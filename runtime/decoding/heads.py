@@ -211,7 +211,7 @@ class DraftHead:
     def take(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int], taps: Tensor) -> None:
         """The model has read these tokens: taps (R, 3 H) are the hidden states."""
         self.note(slots, positions, tokens)
-        self.keep(*(torch.tensor(one).to(taps.device) for one in (slots, positions)), taps)
+        self.keep(torch.tensor(slots).to(taps.device), torch.tensor(positions).to(taps.device), taps)
 
     def note(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
         self._tokens[torch.tensor(slots), torch.tensor(positions)] = torch.tensor(tokens)
