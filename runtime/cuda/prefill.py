@@ -30,6 +30,7 @@ from wisparse.kernels.gpu.weights import FusedLinear, dequantize, widen
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
+from ..decoding.heads import DraftHead
 from ..decoding.rotary import switch_length
 from ..torch.block import Block, drop_channels, embed
 from ..torch.block import attention as plain_attention
@@ -176,6 +177,7 @@ class PromptReader:
         device = weights.embedding.device
         self._logits = Logits.empty(1, config.vocab_size, device)
         self._graphs: list[_Graph] = []
+        self.head: DraftHead | None = None  # is given the hidden states that it reads
         rotaries = [tables[block.spec.rotary] for block in weights.blocks]
         self._attention = [
             (attention_arguments(config, block, rotary), rotary)
@@ -250,8 +252,10 @@ class PromptReader:
         # Measured on an H100 with heads of 128: 412 TFLOPS, 356 with two stages, 321 by torch's flash kernel.
         stages = 3 if self._gpu.arch in (90, 100) and config.blocks[0].head_dim <= 128 else 2
         queries = hidden.new_empty(len(hidden), config.num_heads, config.blocks[0].head_dim)
+        tapped, inputs = () if self.head is None else self.head.taps, [hidden] * (len(blocks) + 1)
         for index in range(len(blocks)) if indices is None else indices:
             block = blocks[index]
+            inputs[index] = hidden.clone() if index in tapped else hidden
             qkv = self._products(block.qkv, n)
             slots, (arguments, rotary) = kv_slots(*self._cache.attention[index]), self._attention[index]
             shape, scale = arguments["shape"], arguments["scale"]
@@ -273,6 +277,10 @@ class PromptReader:
                 half, hidden, None, norm=norm.factors if norm else None, scalar=block.scalar, normed=n, eps=eps,
                 next_norm=following.factors if following else None, multiplier=config.residual_multiplier,
             )  # fmt: skip
+        if self.head is not None:
+            offsets = torch.arange(len(hidden), device=hidden.device)
+            taps = torch.cat([inputs[tap] for tap in tapped], dim=-1)
+            self.head.keep(given[0].expand_as(offsets), given[1] + offsets, taps, offsets < given[2])
         last = hidden.index_select(0, (given[2:3] - 1).clamp(min=0))
         launch_logits(
             last, last.float().square().sum(-1, keepdim=True), weights.norm.factors, weights.head, weights.head_scales,
