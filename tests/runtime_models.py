@@ -1,7 +1,5 @@
 """Tiny random checkpoints in which every feature of every listed architecture appears once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From a checkpoint to answers, for every family: converted, verified, decoded dense and sparse like transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 import multiprocessing
 import os

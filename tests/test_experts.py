@@ -1,7 +1,5 @@
 """Mixtures of experts: files, refusals, statistics and quantised weights. Families are in test_every_family.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is given for a model and is none gets a sentence that says what it is; JSON that is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompts in chunks, and what is kept of earlier ones: nobody's tokens depend on either."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@
 Registers, spills and shared memory are read from the binaries. Run by test_kernels_triton.py, without TRITON_INTERPRET.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -48,8 +46,7 @@ from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel, sum_source
 from wisparse.kernels.gpu.plan import GemvTile, Gpu
-from wisparse.kernels.gpu.reduction import launch_residual_add
-from wisparse.kernels.gpu.rows import launch_activate, launch_combine
+from wisparse.kernels.gpu.reduction import launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
 from wisparse.kernels.gpu.weights import FusedLinear, empty_weight, widen
 

@@ -1,8 +1,6 @@
 """``CudaDecoder`` itself against the plain PyTorch decoder: look-ahead, slots, limits, sampling. Run as
 triton_cases.py is; under the interpreter the launches of a graph run one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -176,6 +174,8 @@ def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3-moe"])
 def test_short_prompts_are_read_together(family, monkeypatch):
     """One behind a prefix; with graphs and without; the cache goes on to be decoded from."""
+    monkeypatch.setattr(cuda_prefill, "_ROWS", (16,))
+    monkeypatch.setattr(cuda_prefill, "_ROWS_TOGETHER", (16, 48))
     settings = {"family": family, "max_batch": 3, "max_seq_len": 40, "dense": ("_proj",)}
     fast, launched, slow = (make(cls, dtype=torch.float16, **settings) for cls in (CudaDecoder, CudaDecoder, TorchDecoder))
     exact = make(TorchDecoder, dtype=torch.float64, **settings)

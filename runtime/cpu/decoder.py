@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -52,8 +52,8 @@ class CpuDecoder(TorchDecoder):
     # Each chunk converts the weights once. Products of so many rows have the bits of those of a prefix block.
     prefill_chunk, pieces_under_load = 4 * _PREFIX_BLOCK, 4
 
-    def _load(self, bundle: Bundle, weights: str) -> None:
-        super()._load(bundle, weights)
+    def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
+        super()._load(bundle, weights, cache)
         if any(block.experts for block in self.config.blocks):  # whose products have as many rows as tokens chose them
             self.prefill_chunk, self.pieces_under_load = _PREFIX_BLOCK, 1
         # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
@@ -161,6 +161,11 @@ class CpuDecoder(TorchDecoder):
             stop = at + some.shape[1]
             parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, window))
         return torch.cat(parts, 1)
+
+    def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Self:
+        other = super()._with_masks(masks)
+        other._step = Step(other)
+        return other
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         super().set_masks(masks)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from copy import copy
+from typing import ClassVar, Self
 
 import torch
 import triton
@@ -86,15 +87,16 @@ class CudaDecoder(Decoder):
     verify_margin = 0.25
     verifies_alike = False  # rows beside a row change its roundings
     most_verified = MAX_ROWS
+    _drafting: CudaDecoder | None
     _attention = staticmethod(attention)
 
-    def _load(self, bundle: Bundle, weights: str) -> None:
+    def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
         config, device, dtype, max_batch = self.config, self.device, self.dtype, self.max_batch
         self.weights = load_weights(bundle, device, dtype, weights)
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
         first = min(self.max_seq_len, _FIRST_POSITIONS)
-        self._cache = KVCache(config, max_batch, first, device, dtype, self.kv_cache_dtype, buffers=2)
+        self._cache = cache or KVCache(config, max_batch, first, device, dtype, self.kv_cache_dtype, buffers=2)
         self.prefill_chunk = chunk_size(config, dtype)
         self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
@@ -254,7 +256,10 @@ class CudaDecoder(Decoder):
             return
         self._forget_ahead()
         # Captured steps keep the addresses of the smaller cache, and the counts of what their rows have kept.
-        for _, steps in self._by_dense.values():
+        captured = [steps for _, steps in self._by_dense.values()]
+        if self._drafting is not None:
+            captured += [steps for _, steps in self._drafting._by_dense.values()]
+        for steps in captured:
             if self._observe is not None:
                 self._kept_dense += sum(step.counts.weights(but_last=False) for step in steps.values())
             steps.clear()
@@ -274,6 +279,8 @@ class CudaDecoder(Decoder):
         for step in self._all_verifying(first, min(last, self._cache.length)):
             for count in {self._observe is not None, self._observe is not None and self._every == 1}:
                 step.prepare(sampled=sampled, count=count)
+        if self._drafting is not None:
+            self._drafting.prepare(slots, first, last, sampled=sampled)
 
     def _all_verifying(self, first: int, last: int) -> list[DecodeStep]:
         """The steps that drafts take while contexts grow from first to last."""
@@ -314,6 +321,8 @@ class CudaDecoder(Decoder):
         steps += self._all_verifying(1, self.max_seq_len)
         counts = {self._observe is not None, self._observe is not None and self._every == 1}
         choices = (False, True) if self.dtype in SAMPLED_DTYPES else (False,)
+        if self._drafting is not None:
+            self._drafting.prepare_batches()
         ways = [(step, sampled, count) for step in dict.fromkeys(steps) for sampled in choices for count in counts]
         if self.device.type == "cuda":
             with compiling_side_by_side():
@@ -321,6 +330,15 @@ class CudaDecoder(Decoder):
                     step.prepare(sampled=sampled, count=count, compile_only=True)
         for step, sampled, count in ways:
             step.prepare(sampled=sampled, count=count)
+
+    @torch.inference_mode()
+    def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Self:
+        other, dense = copy(self), dense_linears(self.config, masks)
+        other.weights, other._steps = with_dense(self.weights, dense, apart=True), {}
+        put_masks(other.weights, self.config, masks)
+        other._blocks, other._by_dense = other.weights.blocks, {dense: (other.weights, other._steps)}
+        other.speculates, other._ahead, other._observe = False, None, None
+        return other
 
     @torch.inference_mode()
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:

@@ -32,8 +32,7 @@ from wisparse.kernels.gpu.experts import ExpertLinear, choose_experts
 from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import Gpu, gpu_of
-from wisparse.kernels.gpu.reduction import launch_residual_add
-from wisparse.kernels.gpu.rows import launch_activate, launch_combine
+from wisparse.kernels.gpu.reduction import launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, widen
 from wisparse.kernels.reference import keep_mask
 
@@ -189,6 +188,8 @@ class PromptReader:
         device = weights.embedding.device
         self._logits = Logits.empty(1, config.vocab_size, device)
         self._prompts = min(PROMPTS_TOGETHER, len(cache.lengths))  # that are read together
+        fitting = -(-len(cache.lengths) * len(tables[0].cos) // 16) * 16
+        self._together_rows = sorted({min(rows, fitting) for rows in _ROWS_TOGETHER}) if self._prompts > 1 else []
         self._logits_together = Logits.empty(self._prompts, config.vocab_size, device)
         self._graphs: list[_Graph] = []
         self._together: list[_Graph] = []
@@ -207,7 +208,7 @@ class PromptReader:
     @property
     def most_together(self) -> int:
         """Positions that ``read_together`` reads in one call."""
-        return max(_ROWS_TOGETHER) if self._prompts > 1 else 0
+        return max(self._together_rows, default=0)
 
     @staticmethod
     def refusal(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -228,9 +229,8 @@ class PromptReader:
         if device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
         sizes = sorted({min(rows, chunk) for rows in _ROWS}, reverse=True)
-        together = sorted(_ROWS_TOGETHER, reverse=True) if self._prompts > 1 else []
         ways = [(3 + rows, rows, False) for rows in sizes]
-        ways += [(2 * rows + self._prompts, rows, True) for rows in together]
+        ways += [(2 * rows + self._prompts, rows, True) for rows in reversed(self._together_rows)]
         with triton_compiling(2 * len(set(self._config.blocks)) + len(sizes)):
             if device.type == "cuda":
                 different = {block: index for index, block in enumerate(self._config.blocks)}
@@ -273,7 +273,7 @@ class PromptReader:
         to ``most_together`` positions: (len(prompts), V) as of :meth:`read`."""
         parts = [(slot, start, ids[start:]) for slot, ids, start in prompts]
         count, device = sum(len(ids) for *_, ids in parts), self._logits.logit.device
-        rows = next(rows for rows in _ROWS_TOGETHER if count <= rows)
+        rows = next(rows for rows in self._together_rows if count <= rows)
         given = torch.zeros(2 * rows + self._prompts, dtype=torch.int64)
         given[:rows] = -1
         given[:count] = torch.cat([ids for *_, ids in parts])

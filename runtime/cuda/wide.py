@@ -21,8 +21,7 @@ from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaTensors, launch_delt
 from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_tile
-from wisparse.kernels.gpu.reduction import launch_residual_add
-from wisparse.kernels.gpu.rows import launch_activate, launch_combine
+from wisparse.kernels.gpu.reduction import launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 

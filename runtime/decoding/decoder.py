@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import resource
+import statistics
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +28,9 @@ from .cache import KVCache, bytes_per_position
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
+log = logging.getLogger(__name__)
+
+_TIMED_STEPS = 12
 _CACHE_SHARE = 0.25  # of the memory that the weights leave free
 # Where a server chooses its batch, on a GPU: activations and graphs take 1 to 2 GB of the rest.
 _SERVER_CACHE_SHARE = 0.7
@@ -53,6 +59,7 @@ class Decoder(ABC):
     prefix_block_size: int
     # Of a step that verifies drafts, in steps of one token: what it takes beyond one, and for each drafted token.
     verify_costs: tuple[float, float] = (0.0, 1.0)
+    draft_cost: float = 1.0  # of each token that :meth:`draft` gives, in plain steps
     most_verified: ClassVar[int] = 16  # tokens of such a step, of all slots together
     # A verified token is what `decode` gives where the two largest logits are at least so far apart.
     verify_margin: float = 0.0
@@ -62,6 +69,7 @@ class Decoder(ABC):
     _embedding: Tensor  # (V, H)
     _blocks: Sequence[Block]
     _cache: KVCache
+    _drafting: Decoder | None = None  # whose steps are drafts: the same slots at another level, or of rounded weights
     _sparse_positions = 0  # that ``_forward`` has read since ``measure_sparsity``
     _attention = staticmethod(attention)
 
@@ -75,21 +83,22 @@ class Decoder(ABC):
         max_batch: int = 1,
         weights: str = "native",
         kv_cache_dtype: str = "auto",
+        cache: KVCache | None = None,
     ) -> None:
         """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``;
-        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``."""
+        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to read and append to."""
         self.config = bundle.config
         self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
-            self._load(bundle, weights)
+            self._load(bundle, weights, cache)
         if self.config.delta_net is not None:  # its state cannot be taken back to an earlier position: none serves
             self.prefix_block_size = max_seq_len + 1
 
     @abstractmethod
-    def _load(self, bundle: Bundle, weights: str) -> None:
-        """Read the weights and allocate the cache."""
+    def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
+        """Read the weights, and allocate the cache unless one is given."""
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
@@ -226,6 +235,52 @@ class Decoder(ABC):
                 rows.append(self.decode(ids)[slot].clone())
         logits, positions = torch.stack(rows), self._verified_positions(token_ids)
         return sample(logits, verified_settings(token_ids, settings), positions), logits
+
+    def draft(
+        self, tokens: Sequence[int], counts: Mapping[int, int], settings: Sequence[SamplingParams]
+    ) -> dict[int, list[int]]:
+        """By slot, up to ``counts`` tokens that are likely to follow the newest one, ``tokens`` (of the slots 0..B-1),
+        as ``settings`` choose. The slots stay as they are; :meth:`verify` of the same slots follows."""
+        assert self._drafting is not None
+        starts, newest, found = self.lengths, list(tokens), {slot: list[int]() for slot in counts}
+        self.reserve(max(starts[slot] + count for slot, count in counts.items()))
+        for step in range(max(counts.values())):
+            wanted = [step < counts.get(slot, 0) and newest[slot] >= 0 for slot in range(len(tokens))]
+            given = torch.tensor([token if drafts else -1 for token, drafts in zip(newest, wanted, strict=True)])
+            newest = self._drafting.step(given, settings, last=step + 1 == max(counts.values())).tolist()
+            for slot, drafts in enumerate(wanted):
+                if drafts and newest[slot] >= 0:  # negative: no number came out
+                    found[slot].append(newest[slot])
+        for slot in counts:
+            self.truncate(slot, starts[slot])
+        return {slot: draft for slot, draft in found.items() if draft}
+
+    def draft_by_steps(self, bundle: Bundle, weights: str) -> None:
+        """Let :meth:`draft` take steps with the masks of ``bundle`` and weights rounded as ``weights`` says; ``native``:
+        the decoder's own. Measures what they cost; the slots must be empty."""
+        if weights == "native":
+            self._drafting = self._with_masks(bundle.masks)
+        else:
+            self._drafting = type(self)(
+                bundle, device=self.device, dtype=self.dtype, max_seq_len=self.max_seq_len, max_batch=self.max_batch,
+                weights=weights, kv_cache_dtype=self.kv_cache_dtype, cache=self._cache,
+            )  # fmt: skip
+        medians = []
+        for decoder in (self._drafting, self):
+            seconds, token = [], torch.zeros(1, dtype=torch.int64)
+            steps = min(_TIMED_STEPS, self.max_seq_len)
+            for step in range(steps):
+                began = time.perf_counter()
+                token = decoder.step(token, [SamplingParams()], last=step + 1 == steps).clamp(min=0)
+                seconds.append(time.perf_counter() - began)
+            self.truncate(0, 0)
+            medians.append(statistics.median(seconds))
+        self.draft_cost = medians[0] / medians[1]
+        log.info("a drafted token takes %.2f of a step", self.draft_cost)
+
+    @abstractmethod
+    def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Decoder:
+        """A decoder of the same weights and slots by other masks; it counts nothing."""
 
     def _verified_positions(self, token_ids: Sequence[Sequence[int]]) -> list[int]:
         """After the append: where each token is that follows."""

@@ -22,7 +22,7 @@ from ..decoding.rotary import switch_length
 from ..decoding.sampling import SamplingParams, sample
 from .logits import LogitsProcessor, score_tokens
 from .request import Request
-from .speculation import DraftCounts, Lookup, SpeculativeConfig
+from .speculation import DraftCounts, SpeculativeConfig, make_drafter
 
 _IDLE = SamplingParams()
 # Tokens decoded within this time are delivered together: delivering one costs a tenth of a small model's step.
@@ -382,8 +382,8 @@ class Scheduler:
                 now = time.perf_counter()
                 for request, token in zip(rows, chosen, strict=True):
                     if request is not None:
-                        if request.lookup is not None:
-                            request.lookup.settle(0, 0)
+                        if request.drafter is not None:
+                            request.drafter.settle(0, 0)
                         self._append(request, token, now)
                         self.stats.tokens += 1
             now = time.perf_counter()
@@ -395,7 +395,8 @@ class Scheduler:
             tokens = device_tokens if len(running) == len(rows) and not verified else _last_tokens(rows)
 
     def _drafts(self, rows: Sequence[Request | None]) -> dict[int, list[int]]:
-        """By slot, the drafts of those rows that have one, as many as a step verifies beside every row's own token."""
+        """By slot, the drafts of those rows that have one, as many as a step verifies beside every row's own token; those
+        of a drafter that asks are yet to be made."""
         drafts: dict[int, list[int]] = {}
         if self.speculative is None or self.prefilling is not None:
             return drafts
@@ -403,13 +404,14 @@ class Scheduler:
         for slot, request in enumerate(rows):
             if request is None or not request.speculative:
                 continue
-            if request.lookup is None:
+            if request.drafter is None:
                 tokens = [*request.prompt_token_ids, *request.output_token_ids]
-                request.lookup = Lookup(self.speculative, self.decoder.verify_costs, tokens)
+                costs = self.decoder.verify_costs, self.decoder.draft_cost
+                request.drafter = make_drafter(self.speculative, *costs, tokens)
             most = request.most_positions - request.num_tokens
             if self._switch is not None and request.num_tokens <= self._switch:
                 most = min(most, self._switch - request.num_tokens)
-            if draft := request.lookup.propose(min(most, room)):
+            if draft := request.drafter.propose(min(most, room)):
                 drafts[slot] = draft
                 room -= len(draft)
         return drafts
@@ -417,9 +419,11 @@ class Scheduler:
     def _verify(self, rows: Sequence[Request | None], drafts: dict[int, list[int]]) -> None:
         """A step that reads every row's newest token and its draft. What a row's sampling chooses behind a token is taken;
         where it is what the draft has next, so is what follows that."""
-        starts = self.decoder.lengths
+        starts, settings = self.decoder.lengths, [request.sampling if request else _IDLE for request in rows]
+        asked = {i: len(draft) for i, draft in drafts.items() if (one := rows[i]) and one.drafter and one.drafter.asks}
+        if asked:
+            drafts = drafts | self.decoder.draft(_last_tokens(rows).tolist(), asked, settings)
         given = [[one.output_token_ids[-1], *drafts.get(slot, ())] if one else [] for slot, one in enumerate(rows)]
-        settings = [request.sampling if request else _IDLE for request in rows]
         device_tokens, logits = self.decoder.verify(given, settings)
         chosen, now, margin = device_tokens.tolist(), time.perf_counter(), self.decoder.verify_margin
         close = _closest(logits, margin) if margin else [False] * len(chosen)
@@ -448,8 +452,8 @@ class Scheduler:
                 accepted = sum(map(eq, draft, request.output_token_ids[len(request.output_token_ids) - taken :]))
                 for counts in (request.drafts, self.stats.drafts):
                     counts.add(len(draft), accepted)
-            if request.lookup is not None:
-                request.lookup.settle(len(draft), taken - 1, undecided=undecided)
+            if request.drafter is not None:
+                request.drafter.settle(len(draft), taken - 1, undecided=undecided)
 
     def _sample(self, logits: Tensor, rows: Sequence[Request | None], positions: Sequence[int]) -> list[int]:
         """The next token of each row of logits (B, V); scored by the unchanged logits where that is asked for."""
@@ -484,8 +488,8 @@ class Scheduler:
         request.last_token_time = now
         request.output_token_ids.append(token)
         request.processor.take(token)
-        if request.lookup is not None:
-            request.lookup.take(token)
+        if request.drafter is not None:
+            request.drafter.take(token)
         if token in request.stop_token_ids:
             self.finish(request, "stop")
         elif request.num_tokens - 1 == request.most_positions:
