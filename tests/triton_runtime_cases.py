@@ -177,7 +177,9 @@ def test_short_prompts_are_read_together(family, monkeypatch):
     monkeypatch.setattr(cuda_prefill, "_ROWS", (16,))
     monkeypatch.setattr(cuda_prefill, "_ROWS_TOGETHER", (16, 48))
     settings = {"family": family, "max_batch": 3, "max_seq_len": 40, "dense": ("_proj",)}
-    fast, launched, slow = (make(cls, dtype=torch.float16, **settings) for cls in (CudaDecoder, CudaDecoder, TorchDecoder))
+    fast, launched, slow = (
+        make(cls, dtype=torch.float16, **settings) for cls in (CudaDecoder, CudaDecoder, TorchDecoder)
+    )
     exact = make(TorchDecoder, dtype=torch.float64, **settings)
     fast.prepare_prompts()
     prompts = [(2, torch.arange(15) * 7 % 70, 6), (0, PROMPT, 0), (1, torch.arange(19) * 11 % 70, 0)]

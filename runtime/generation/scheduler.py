@@ -296,7 +296,9 @@ class Scheduler:
         while request is not None:
             together.append((request, self._sequence))
             room -= len(self._sequence)
-            follows = self.waiting and None in self.slots and len(together) < PROMPTS_TOGETHER and joins(self.waiting[0])
+            follows = (
+                self.waiting and None in self.slots and len(together) < PROMPTS_TOGETHER and joins(self.waiting[0])
+            )
             request = None
             if follows:
                 self._admit()
