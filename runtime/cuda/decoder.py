@@ -102,6 +102,7 @@ class CudaDecoder(Decoder):
         self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
         self._prompts = PromptReader(self.weights, config, self._cache, self._tables) if refusal is None else None
+        self.most_together = 0 if self._prompts is None else self._prompts.most_together
         self._steps: dict[_StepKey, DecodeStep] = {}
         # The weights and steps by which linears masks leave dense; now these are in force.
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
@@ -157,6 +158,18 @@ class CudaDecoder(Decoder):
         return super()._prefill(slot, ids, sparse_from, start, stop, on_logits)
 
     @torch.inference_mode()
+    def prefill_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
+        assert self._prompts is not None
+        self._forget_ahead()
+        self.reserve(max(len(ids) for _, ids, _ in prompts))
+        for slot, _, start in prompts:
+            self._cache.begin(slot, start)
+        logits = self._prompts.read_together(prompts)
+        for slot, ids, _ in prompts:
+            self._cache.lengths[slot] = len(ids)
+        return finish_logits(self.config, logits)
+
+    @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         self._forget_ahead()
         super().copy(source, target, length)
@@ -166,7 +179,8 @@ class CudaDecoder(Decoder):
         assert self.head is not None
         self.head.capture = capture
         if self._prompts is not None:
-            self._prompts.head = self.head
+            self._prompts.attach(self.head)
+            self.most_together = 0
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:

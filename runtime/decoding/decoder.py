@@ -40,6 +40,8 @@ _LOGITS_ROWS = 512  # that are worked out at a time
 _SERVED_POSITIONS = 16384  # that each of a server's slots has room for, before there are more slots
 _MOST_SLOTS = {"cuda": 32, "cpu": 8}
 
+PROMPTS_TOGETHER = 32  # at most, of `prefill_together`
+
 OnLogits = Callable[[Tensor], None] | None
 
 
@@ -51,6 +53,7 @@ class Decoder(ABC):
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # which of WEIGHT_TYPES it can hold weights as
     prefill_chunk: int  # positions of a prompt that are read together; chunks begin at multiples of it
+    most_together = 0  # positions of short dense prompts that `prefill_together` reads; 0: it cannot
     pieces_under_load = 1  # that a chunk is read in while other sequences wait for their next token
     # The first positions of a slot can serve another prompt up to a multiple of this. Where it is the prefill chunk,
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
@@ -183,6 +186,11 @@ class Decoder(ABC):
         logits = self._prefill(slot, token_ids, sparse_from, start, stop, on_logits)
         self._cache.lengths[slot] = stop
         return logits[0]
+
+    def prefill_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
+        """:meth:`prefill` of several dense prompts, in one pass: of each its slot, its tokens, and where to start; in
+        all at most ``most_together`` positions of ``PROMPTS_TOGETHER``. The last ones' logits (len(prompts), V)."""
+        return torch.stack([self.prefill(slot, ids, len(ids), start=start).clone() for slot, ids, start in prompts])
 
     def _prefill(self, slot: int, ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits) -> Tensor:
         """:meth:`prefill`, with its arguments checked: logits (1, V)."""
