@@ -63,7 +63,7 @@ class CpuDecoder(TorchDecoder):
         fast = product_dtype(self.dtype) == torch.bfloat16
         if not codes:  # of codes a row more takes as long as the first
             self.verify_costs = 0.3, 0.5
-        tiled = dtype == torch.bfloat16 and has_tiles()
+        tiled = self.dtype == torch.bfloat16 and has_tiles()
         self._step_rows = 2 if tiled else 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
         self._step = Step(self)
 
