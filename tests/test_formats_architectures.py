@@ -105,7 +105,7 @@ def test_what_blocks_have_is_read() -> None:
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder"),
         ({**GEMMA4, "hidden_size_per_layer_input": 256}, "input 256 is not supported: every block has an embedding"),
         ({**GEMMA4, "num_kv_shared_layers": 2}, "num_kv_shared_layers 2 is not supported: some blocks have no keys"),
-        ({**GEMMA4, "enable_moe_block": True}, "enable_moe_block is a mixture-of-experts model"),
+        ({**GEMMA4, "enable_moe_block": True}, "num_experts: expected a positive integer"),
         ({**GEMMA4, "use_bidirectional_attention": "all"}, "is an encoder"),
         ({**GEMMA4, "per_layer_config": []}, "per_layer_config: expected an object, found"),
         ({**GEMMA4, "per_layer_config": {"9": {}}}, "per_layer_config: expected blocks, found '9'"),
