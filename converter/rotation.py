@@ -154,7 +154,8 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="")
     stated = {**checkpoint.config_dict, "tie_word_embeddings": False}
     made = {name: partial(one, name) for name in tensors}
-    return checkpoint.derive(made, tensors=tensors, config_dict=stated, config=ModelConfig.from_dict(stated))
+    changed = {"config_dict": stated, "config": ModelConfig.from_dict(stated), "rotation": rotation.residual}
+    return checkpoint.derive(made, tensors=tensors, **changed)
 
 
 def _readers(config: ModelConfig) -> dict[str, str]:

@@ -145,6 +145,9 @@ class Checkpoint:
     vision_tensors: int  # how many tensors of a wrapper are not the text model's; 0 for a plain model
     error: type[WisparseError]  # class of the error raised for a file that turns out damaged
     _files: Mapping[str, TensorFile]
+    rotation: Tensor | None = (
+        None  # Q (hidden_size, hidden_size) float32: hidden states are x @ Q where the source's are x
+    )
     # name -> what makes a tensor that is not in the files, on the CPU and contiguous, when it is read
     _made: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
 
@@ -170,7 +173,7 @@ class Checkpoint:
             packings = read_quantisation(config_dict, config)
         except UnsupportedModelError as reason:
             raise error(str(reason)) from None
-        weight_map, files = _open_files(folder, is_bundle, error)
+        weight_map, files = open_files(folder, is_bundle, error)
         # Plain name of every tensor of the text model -> the name it is stored under.
         stored: dict[str, str] = {}
         for name in weight_map:
@@ -489,7 +492,7 @@ def is_finite(values: Tensor) -> bool:
     return bool(signed.max() < infinity and unsigned.max() < infinity + 2 ** (8 * signed.itemsize - 1))
 
 
-def _open_files(folder: Path, bundle: bool, error: type[WisparseError]) -> tuple[dict[str, str], dict[str, TensorFile]]:
+def open_files(folder: Path, bundle: bool, error: type[WisparseError]) -> tuple[dict[str, str], dict[str, TensorFile]]:
     """Tensor name -> file name, from the index or the only file's header; and the opened files, which agree with it."""
     # Both at once: transformers takes the single file, and a bundle must not mean two things.
     if os.path.lexists(folder / _SINGLE) and not bundle:

@@ -217,8 +217,12 @@ class StepField(IntEnum):
     EXPERT_LENGTH = 51
     CACHED_AS = 52  # StoredAs of keys and values
     OUTPUTS = 53  # (rows,) int64: the row of LOGITS that each row's go to
-    BESIDE = 54  # (rows, hidden) float32: the output of a dense MLP beside experts
-    TOKEN_AT = 55  # in the scratch: what one token's experts read
+    # Hidden states that are kept: the floats before each block's input in a row of TAPS, -1 for none, the last block's
+    # output, and the floats of a row: (blocks + 2,) int64.
+    TAPPED = 54
+    TAPS = 55  # (rows, floats of a row) float32
+    BESIDE = 56  # (rows, hidden) float32: the output of a dense MLP beside experts
+    TOKEN_AT = 57  # in the scratch: what one token's experts read
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:
