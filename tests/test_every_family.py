@@ -44,10 +44,15 @@ SMALL = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]
 INTERPRETED = not torch.cuda.is_available()
 TRITON_COUNT = 3 if INTERPRETED else COUNT
 INTERPRETED_BY_DEFAULT = ("gemma2", "qwen3.5")
+NOT_ON_GPUS = {
+    "gpt-oss": "its kernels have neither the attention sinks nor the activation of gpt_oss",
+    "gemma4-moe": "its kernels have no experts beside a dense MLP",
+}
 TRITON_CASES = [
     *(
         pytest.param(variant, "uniform", marks=() if variant in INTERPRETED_BY_DEFAULT else pytest.mark.exhaustive)
         for variant in (*PLAIN, *ROUTED)
+        if variant not in NOT_ON_GPUS
     ),
     *(pytest.param(name, "wrapper", marks=pytest.mark.exhaustive) for name in WRAPPERS),
 ]
@@ -165,6 +170,15 @@ def test_triton_gives_the_tokens_of_transformers(name: str, kind: str, bundles: 
     tokens, logits = by_triton(name, kind)
     assert len(tokens) == TRITON_COUNT
     assert_answers(bundles.answer(name, kind), "triton", tokens, torch.tensor(logits))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", NOT_ON_GPUS)
+def test_a_family_that_gpus_lack_is_refused_there(name: str, bundles: Bundles) -> None:
+    from wisparse.runtime.cuda.decoder import CudaDecoder
+
+    config = Checkpoint.open(bundles.source(name, "uniform"), complete=full_config).config
+    assert CudaDecoder.refusal(config, "native") == NOT_ON_GPUS[name]
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-architecture.md"
