@@ -15,7 +15,7 @@ import torch
 import triton_worker
 from bundle_maker import make_bundle
 from family_cases import COUNT, PLAIN, ROUTED, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
-from runtime_models import WRAPPERS
+from runtime_models import NOT_ON_GPUS, WRAPPERS
 from safetensors import safe_open
 
 import wisparse
@@ -44,10 +44,6 @@ SMALL = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]
 INTERPRETED = not torch.cuda.is_available()
 TRITON_COUNT = 3 if INTERPRETED else COUNT
 INTERPRETED_BY_DEFAULT = ("gemma2", "qwen3.5")
-NOT_ON_GPUS = {
-    "gpt-oss": "its kernels have neither the attention sinks nor the activation of gpt_oss",
-    "gemma4-moe": "its kernels have no experts beside a dense MLP",
-}
 TRITON_CASES = [
     *(
         pytest.param(variant, "uniform", marks=() if variant in INTERPRETED_BY_DEFAULT else pytest.mark.exhaustive)
