@@ -373,7 +373,7 @@ class ModelConfig:
             **{name: _switch(config, bias) if isinstance(bias, str) else bias for name, bias in biases.items()},
             dtype=str(config.get("dtype") or "float32"),
             activation=arch.activations[activation],
-            clamp=tuple(_number(config, key) for key in ("swiglu_alpha", "swiglu_limit")) if clamped else (0.0, 0.0),
+            clamp=(_number(config, "swiglu_alpha"), _number(config, "swiglu_limit")) if clamped else (0.0, 0.0),
             blocks=blocks,
             rotaries=tuple(_rope(config, one, width, arch.interleaved) for one, width in ropes),
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
