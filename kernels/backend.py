@@ -57,14 +57,15 @@ def triton_compiling(count: int) -> Iterator[None]:
 @contextmanager
 def compiling_side_by_side() -> Iterator[None]:
     """Triton kernels that are launched within are compiled, in as many threads as there are cores, and not run: for a
-    CUDA device's, whose launches need nothing that one of them gives."""
+    CUDA device's, whose launches need nothing that one of them gives. A kernel with ``is_probe`` is run: plans depend
+    on its result."""
     import triton
     from triton.runtime import JITFunction
 
     run = JITFunction.run
 
     def compile_only(self: Any, *given: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *given, warmup=True, **options)
+        return run(self, *given, warmup=not getattr(self, "is_probe", False), **options)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
         JITFunction.run = compile_only
