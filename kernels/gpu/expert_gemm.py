@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .channels import is_dropped
 from .common import Weights
-from .experts import ExpertLinear
+from .experts import ExpertLinear, scales_before
 from .plan import Gpu
 from .reduction import activate
 from .weights import BITS, BLOCK, code_block
@@ -115,10 +115,9 @@ def _expert_gemm_kernel(
         quant_scales = weights.quant_scales
         quant_zeros = weights.quant_zeros
         if config.quant != "none":
-            SCALES: tl.constexpr = (K // config.group) * config.stride * (8 if config.quant == "int4" else 4)
-            quant_scales += wide * SCALES
+            quant_scales += scales_before(wide, config)
             if quant_zeros is not None:
-                quant_zeros += wide * SCALES
+                quant_zeros += scales_before(wide, config)
         own = Weights(weights.weight_t + wide * (K * config.stride), None, None, None, quant_scales, quant_zeros)
         scales = weights.scales + wide * (config.projections * K)
         limit = tl.zeros((BLOCK_M,), tl.float32)

@@ -221,6 +221,13 @@ def _config(router: Router, ssq_pad: int) -> _RouterConfig:
     )  # fmt: skip
 
 
+@triton.jit
+def scales_before(expert, of: tl.constexpr):
+    """How many quantization scales, or zero points, stand before an expert's; ``of``: k, stride, quant and group."""
+    EACH: tl.constexpr = 8 if of.quant == "int4" else 4
+    return expert * ((of.k // of.group) * of.stride * EACH)
+
+
 @triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
 def expert_gemv_kernel(
     given, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
@@ -251,10 +258,9 @@ def expert_gemv_kernel(
     quant_scales = weights.quant_scales
     quant_zeros = weights.quant_zeros
     if problem.quant != "none":
-        SCALES: tl.constexpr = (K // problem.group) * problem.stride * (8 if problem.quant == "int4" else 4)
-        quant_scales += expert * SCALES
+        quant_scales += scales_before(expert, problem)
         if quant_zeros is not None:
-            quant_zeros += expert * SCALES
+            quant_zeros += scales_before(expert, problem)
     weights = Weights(
         weights.weight_t + expert * (K * problem.stride),
         None,
