@@ -173,9 +173,8 @@ def _weight_block(weights, PROJECTION: tl.constexpr, n, start, k, config: tl.con
             w = tl.load(at, mask=(k < config.k)[:, None] & (n < config.n)[None, :], other=0.0)
     else:
         EACH: tl.constexpr = 8 if QUANT == "int4" else 4
-        WORDS: tl.constexpr = BLOCK_N // EACH
         FIRST: tl.constexpr = PROJECTION * ((config.n + BLOCK - 1) // BLOCK * BLOCK)
-        word = (FIRST + tl.program_id(1) * BLOCK_N) // EACH + tl.arange(0, WORDS)
+        word = (FIRST + tl.program_id(1) * BLOCK_N) // EACH
         w = code_block(weights, word, start, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype)
     return w
 
