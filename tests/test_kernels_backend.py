@@ -69,10 +69,17 @@ def test_only_a_compiled_gpu_kernel_is_told(monkeypatch: pytest.MonkeyPatch, cap
 def test_side_by_side_kernels_are_compiled_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import JITFunction
 
+    from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel
+
     seen: list[tuple[object, ...]] = []
     monkeypatch.setattr(JITFunction, "run", lambda self, *given, **options: seen.append((self, *given, options)))
     before = JITFunction.run
     with compiling_side_by_side():
         JITFunction.run("kernel", 7, grid=(1,), warmup=False, num_warps=4)
-    assert seen == [("kernel", 7, {"grid": (1,), "warmup": True, "num_warps": 4})]
+        # What it finds decides whether quantised weights are multiplied on the tensor cores.
+        JITFunction.run(_subnormal_kernel, grid=(1,), warmup=False)
+    assert seen == [
+        ("kernel", 7, {"grid": (1,), "warmup": True, "num_warps": 4}),
+        (_subnormal_kernel, {"grid": (1,), "warmup": False}),
+    ]
     assert JITFunction.run is before
