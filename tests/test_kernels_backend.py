@@ -1,7 +1,5 @@
 """The choice of a back end."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Speculation changes no token: what a step verifies has the bits of plain steps, whatever the drafts are."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -225,8 +223,8 @@ def test_a_model_drafts_for_itself(
     ("given", "message"),
     [
         ("{", "expected a JSON object"),
-        ('{"method": "eagle3"}', "method: expected one of ngram"),
-        ('{"method": "ngram", "model": "x"}', "draft models and heads"),
+        ('{"method": "medusa"}', "method: expected one of ngram"),
+        ('{"method": "ngram", "model": "x"}', "only the method eagle3"),
         ('{"method": "ngram", "depth": 3}', "'depth': unknown"),
         ({"method": "self"}, "a level to draft at"),
         ({"method": "self", "bits": "four"}, "bits: expected a level"),

@@ -2,8 +2,6 @@
 Run as triton_cases.py is; under the interpreter the launches of a graph run one by one."""
 
 # ruff: noqa: C408 (tables of keyword arguments read better)
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

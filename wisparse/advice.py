@@ -27,7 +27,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.runtime.benchmark import machine, read_bandwidth_gbps, wait
 from wisparse.runtime.forecast import Forecast, forecast
 
-from .console import print_table
+from .options import print_table
 
 # KL(dense || converted) in nats a token of the models of 6.5 and of 37 million parameters, by weight type and sparsity:
 # benchmarks/front.py; int4 at 0 and 30% benchmarks/coordinates.py, above from before its present fit.
