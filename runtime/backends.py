@@ -24,7 +24,7 @@ from wisparse.kernels.backend import BACKENDS, choose_backend
 from .decoding.cache import memory_errors
 from .decoding.decoder import Decoder, default_limits, weight_bytes
 from .decoding.heads import HeadFiles
-from .generation.speculation import SpeculativeConfig
+from .generation.speculation import SpeculativeConfig, make_drafter
 from .model import Model
 from .tokenizer import Tokenizer
 from .torch.decoder import TorchDecoder
@@ -209,4 +209,8 @@ def load(
     )
     if decoder.speculates:
         log.info("speculation: %s", config)
+    most = config.num_speculative_tokens
+    if config.method == "self" and not make_drafter(config, decoder.verify_costs, decoder.draft_cost, ()).propose(most):
+        text = "speculative: no drafts are made: one takes %.2f of a step here, and to verify it more than it saves"
+        log.warning(text, decoder.draft_cost)
     return Model(opened, decoder, text, prefill, config if decoder.speculates else None)
