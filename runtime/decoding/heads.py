@@ -23,6 +23,7 @@ from .cache import KVCache
 from .rotary import Rotary, rotate
 
 _CHUNK = 128  # positions of a prompt that the head reads together
+_PAIRS = 8  # that a draft of few tokens reads with its first one
 _CONTEXT = 512  # the fewest positions that a captured draft attends to
 _MAPS = ("d2t", "t2d")
 # What some heads are stated to do, and is not known here.
@@ -234,7 +235,7 @@ class DraftHead:
     def draft(self, lengths: Sequence[int], tokens: Sequence[int], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Of some slots so many tokens to follow the newest, ``tokens``, behind ``lengths`` positions."""
         count, spare = max(counts.values()), len(self._hidden) - 1
-        pairs, rows = count + 1, []
+        pairs, rows = max(count + 1, _PAIRS), []
         for slot in counts:
             stop = lengths[slot]
             start = min(self._cache.lengths[slot], stop - 1)
@@ -248,13 +249,14 @@ class DraftHead:
         context, size = max(lengths[slot] for slot in counts) + count, len(rows)
         if self.capture is not None:  # few sizes serve all
             size, context = 1 << (size - 1).bit_length(), max(_CONTEXT, 1 << (context - 1).bit_length())
-        rows += [[spare, 0, 1]] * (size - len(rows))
-        given = torch.tensor([row + [0] * (3 + pairs - len(row)) for row in rows])
+        rows += [[spare, 0, 1, 0]] * (size - len(rows))
+        width = 3 + pairs if self.capture is not None else max(map(len, rows))
+        given = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         context = min(context, self._hidden.shape[1])
         if self.capture is None:
             chosen = self._chain(given.to(self._ids.device), context, count)
         else:
-            key = size, pairs, context, count
+            key = size, width, context, count
             if key not in self._rounds:
                 place, out = given.to(self._ids.device), self._ids.new_empty(size, count)
                 replay = self.capture(lambda: out.copy_(self._chain(place, context, count)), self._ids.device)
