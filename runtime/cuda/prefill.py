@@ -38,6 +38,7 @@ from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import PROMPTS_TOGETHER
+from ..decoding.heads import DraftHead
 from ..decoding.rotary import switch_length
 from ..torch.block import Block, drop_channels, embed
 from ..torch.block import attention as plain_attention
@@ -193,6 +194,7 @@ class PromptReader:
         self._logits_together = Logits.empty(self._prompts, config.vocab_size, device)
         self._graphs: list[_Graph] = []
         self._together: list[_Graph] = []
+        self._head: DraftHead | None = None
         rotaries = [tables[block.spec.rotary] for block in weights.blocks]
         self._attention = [
             (attention_arguments(config, block, rotary), rotary)
@@ -222,6 +224,10 @@ class PromptReader:
         if config.architecture.value_norm:
             return "its values are normalised"
         return None
+
+    def attach(self, head: DraftHead) -> None:
+        """Give a head the hidden states that it reads. Prompts are read one by one then."""
+        self._head, self._together_rows = head, []
 
     def capture(self, chunk: int) -> None:
         """Capture the graphs of up to ``chunk`` rows, largest first: they share memory, as one runs at a time."""
@@ -307,11 +313,13 @@ class PromptReader:
         # Measured on an H100 with heads of 128: 412 TFLOPS, 356 with two stages, 321 by torch's flash kernel.
         stages = 3 if self._gpu.arch in (90, 100) and config.blocks[0].head_dim <= 128 else 2
         queries = hidden.new_empty(len(hidden), config.num_heads, config.blocks[0].head_dim)
+        tapped, inputs = () if self._head is None else self._head.taps, [hidden] * (len(blocks) + 1)
         if several:
             sums = hidden.new_empty(2, len(hidden), config.num_heads, 1, dtype=torch.float32)
             splits = KVSplits(queries.new_empty(*sums.shape[1:], queries.shape[2], dtype=torch.float32), *sums)
         for index in range(len(blocks)) if indices is None else indices:
             block = blocks[index]
+            inputs[index] = hidden.clone() if index in tapped else hidden
             qkv = self._products(block.qkv, n)
             slots, (arguments, rotary) = kv_slots(*self._cache.attention[index]), self._attention[index]
             shape, scale = arguments["shape"], arguments["scale"]
@@ -338,6 +346,10 @@ class PromptReader:
                 half, hidden, None, norm=norm.factors if norm else None, scalar=block.scalar, normed=n, eps=eps,
                 next_norm=following.factors if following else None, multiplier=config.residual_multiplier,
             )  # fmt: skip
+        if self._head is not None:
+            offsets = torch.arange(len(hidden), device=hidden.device)
+            taps = torch.cat([inputs[tap] for tap in tapped], dim=-1)
+            self._head.keep(given[0].expand_as(offsets), given[1] + offsets, taps, offsets < given[2])
         ends = hidden.index_select(0, last)
         launch_logits(
             ends, ends.float().square().sum(-1, keepdim=True), weights.norm.factors, weights.head, weights.head_scales,

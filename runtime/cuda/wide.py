@@ -60,6 +60,7 @@ class WideStep(DecodeStep):
         first = blocks[0].attention_input
         n = self.hidden.clone() if first is None else first(self.hidden)
         for index in indices:
+            self._tap(index)
             block, ssq = blocks[index], self._sums(index - 1, "down")
             qkv = self._product(index, "qkv", n, count)
             if block.delta is not None:
