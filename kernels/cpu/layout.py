@@ -139,6 +139,21 @@ class DequantizeField(IntEnum):
     TARGET = 3  # (K, LAST - FIRST)
 
 
+class ProductField(IntEnum):
+    """Parameters of the product of many rows by one projection; strides in bytes."""
+
+    PROJECTION = 0
+    X = 1  # (ROWS, X_STRIDE) bfloat16
+    X_STRIDE = 2
+    ROWS = 3  # a multiple of `product.TILE`
+    KEPT = 4  # of these, rows of Y
+    Y = 5  # (KEPT, N) bfloat16
+    COLUMNS = 6  # of a block, multiples of `product.TILE`
+    DEPTH = 7  # channels of a block
+    SCRATCH = 8  # (threads, SCRATCH_BYTES)
+    SCRATCH_BYTES = 9
+
+
 class TeamField(IntEnum):
     """A barrier's int64 words, each on its own cache line, zero before the first use."""
 
