@@ -82,6 +82,7 @@ class _Forked(Executor):
                 children.append(os.fork())
             if children[-1] == 0:
                 gc.disable()  # nothing of this process is to be freed by another
+                logging.disable()  # what is compiled is said once
                 with suppress(BaseException):
                     while number := os.read(read, 4):
                         with suppress(Exception):  # it is raised by the second attempt
