@@ -23,6 +23,7 @@ from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.cache import memory_errors
 from .decoding.decoder import Decoder, default_limits, weight_bytes
+from .decoding.heads import HeadFiles
 from .generation.speculation import SpeculativeConfig
 from .model import Model
 from .tokenizer import Tokenizer
@@ -192,6 +193,7 @@ def load(
             "speculative: expected none for this model: the state of its recurrent blocks cannot be taken back to the last "
             "accepted token"
         )
+    head = HeadFiles.open(config.model, opened) if config.model is not None else None
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(
@@ -199,6 +201,8 @@ def load(
         max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
         drafting=drafting_level(opened, config, weights) if config.method == "self" else None,
     )  # fmt: skip
+    if head is not None:
+        decoder.attach(head)
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
     decoder.speculates = speculative is not None and (
         speculative != "auto" or (decoder.verifies_alike and not recurrent)

@@ -82,6 +82,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         **HYBRIDS["qwen3.5"][1], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56,
     }),
+    "gpt-oss": ("gpt_oss", {
+        **_WINDOWS, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,
+        "swiglu_alpha": 1.3, "swiglu_limit": 0.8, "rope_parameters": {**YARN, "truncate": False},
+    }),
 }
 
 _LATER_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}

@@ -84,7 +84,7 @@ def test_all_experts_are_held_and_the_chosen_are_read(run: Run, model: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "code", "sentence"),
     [
-        ({"model_type": "gpt_oss"}, 3, "unsupported architecture: "),
+        ({"model_type": "dbrx"}, 3, "unsupported architecture: "),
         ({"hidden_size": -1}, 3, "config.json: "),
         (None, 4, "no such folder"),
     ],

@@ -201,8 +201,8 @@ def test_a_model_drafts_for_itself(
     ("given", "message"),
     [
         ("{", "expected a JSON object"),
-        ('{"method": "eagle3"}', "method: expected one of ngram"),
-        ('{"method": "ngram", "model": "x"}', "draft models and heads"),
+        ('{"method": "medusa"}', "method: expected one of ngram"),
+        ('{"method": "ngram", "model": "x"}', "only the method eagle3"),
         ('{"method": "ngram", "depth": 3}', "'depth': unknown"),
         ({"method": "self"}, "a level to draft at"),
         ({"method": "self", "bits": "four"}, "bits: expected a level"),

@@ -404,7 +404,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "add scaled": partial(add, norm=hidden[0], scalar=empty(1)),
         "add, then norm": partial(add, next_norm=hidden[0], normed=hidden),
         "activate": partial(launch_activate, empty(64, 28672), "silu"),
-        "combine": partial(launch_combine, KVSplits(*(empty(32, 32, 2, d, dtype=FP32) for d in (128, 1, 1))), BF16),
+        "activate, then mask": partial(launch_activate, empty(64, 28672), "silu", (empty(1, 14336, dtype=FP32), by_row)),
+        "combine": partial(launch_combine, KVSplits(*(empty(32, 32, 2, d, dtype=FP32) for d in (128, 1, 1))), BF16, (by_row, by_row)),
         **{f"widen {kind}": partial(
                widen, empty_weight(kind, 4096, (4096, 1024), group, BF16, META, zeros=kind == "int4"), 1, empty(4096, 1024)
            ) for kind, group in (("int4", 128), ("int8", None), ("fp8", None))},

@@ -26,6 +26,7 @@ from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, memory_errors
 from ..decoding.decoder import Decoder, OnLogits, check_capacity, verified_settings
+from ..decoding.heads import HeadFiles
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
 from .prefill import (
@@ -40,7 +41,7 @@ from .prefill import (
     run_experts,
     too_little_memory,
 )
-from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
+from .step import MAX_ROWS, DecodeStep, capture, contexts_between, kv_splits_for, position_tables
 from .weights import AnyLinear, CudaWeights, dense_linears, load_weights, put_masks, with_dense
 from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 
@@ -101,6 +102,7 @@ class CudaDecoder(Decoder):
         self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
         self._prompts = PromptReader(self.weights, config, self._cache, self._tables) if refusal is None else None
+        self.most_together = 0 if self._prompts is None else self._prompts.most_together
         self._steps: dict[_StepKey, DecodeStep] = {}
         # The weights and steps by which linears masks leave dense; now these are in force.
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
@@ -124,6 +126,8 @@ class CudaDecoder(Decoder):
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
+        if config.architecture.sinks:
+            return f"its kernels have neither the attention sinks nor the activation of {config.model_type}"
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
             return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"
@@ -148,13 +152,35 @@ class CudaDecoder(Decoder):
         if self._prompts is not None and stop <= sparse_from and on_logits is None:
             read = self._prompts.read(slot, ids, start, stop, self.prefill_chunk)
             if read is not None:
+                if self.head is not None:
+                    self.head.note([slot] * (stop - start), range(start, stop), ids[start:stop].tolist())
                 return finish_logits(self.config, read)
         return super()._prefill(slot, ids, sparse_from, start, stop, on_logits)
 
     @torch.inference_mode()
+    def prefill_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
+        assert self._prompts is not None
+        self._forget_ahead()
+        self.reserve(max(len(ids) for _, ids, _ in prompts))
+        for slot, _, start in prompts:
+            self._cache.begin(slot, start)
+        logits = self._prompts.read_together(prompts)
+        for slot, ids, _ in prompts:
+            self._cache.lengths[slot] = len(ids)
+        return finish_logits(self.config, logits)
+
+    @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         self._forget_ahead()
-        self._cache.copy(source, target, length)
+        super().copy(source, target, length)
+
+    def attach(self, files: HeadFiles) -> None:
+        super().attach(files)
+        assert self.head is not None
+        self.head.capture = capture
+        if self._prompts is not None:
+            self._prompts.attach(self.head)
+            self.most_together = 0
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
@@ -178,6 +204,8 @@ class CudaDecoder(Decoder):
         on_device = self.dtype in SAMPLED_DTYPES or all(setting.greedy for setting in settings)
         step.place(tokens, positions, slots)
         step.replay(chosen_by if on_device else (), count=counts)
+        if self.head is not None:
+            self.head.note(slots, positions, tokens)
         for slot, one in enumerate(token_ids):
             lengths[slot] += len(one)
         self._decoded += counts * len(rows)
@@ -193,8 +221,9 @@ class CudaDecoder(Decoder):
         key = -1, rows, kv_splits
         if key not in self._steps:
             self._steps[key] = DecodeStep(
-                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits, verifies=True
-            )
+                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits, verifies=True,
+                head=self.head,
+            )  # fmt: skip
         return self._steps[key]
 
     @torch.inference_mode()
@@ -254,6 +283,8 @@ class CudaDecoder(Decoder):
             torch.cuda.synchronize(self.device)
         with memory_errors(self.device, f"for a cache of {self.max_batch} x {positions} positions"):
             self._cache.grow(min(max(positions, 2 * held), self.max_seq_len))
+            if self.head is not None:
+                self.head.grow(self._cache.length)
 
     @torch.inference_mode()
     def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
@@ -366,7 +397,7 @@ class CudaDecoder(Decoder):
         if key not in self._steps:
             kind = DecodeStep if rows <= self._fused_rows else WideStep
             self._steps[key] = kind(
-                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits
+                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits, head=self.head
             )
         return self._steps[key]
 
@@ -417,6 +448,8 @@ class CudaDecoder(Decoder):
     def _append(self, tokens: Sequence[int], *, counted: bool) -> None:
         for slot, token in enumerate(tokens):
             if token >= 0:
+                if self.head is not None:
+                    self.head.note([slot], [self._cache.lengths[slot]], [token])
                 self._cache.lengths[slot] += 1
                 self._decoded += counted
                 self._kept_dense += counted * self._dense_weights

@@ -25,6 +25,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
 from ..torch.block import Block, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
+from .heads import DraftHead, HeadFiles
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
@@ -39,6 +40,8 @@ _LOGITS_ROWS = 512  # that are worked out at a time
 _SERVED_POSITIONS = 16384  # that each of a server's slots has room for, before there are more slots
 _MOST_SLOTS = {"cuda": 32, "cpu": 8}
 
+PROMPTS_TOGETHER = 32  # at most, of `prefill_together`
+
 OnLogits = Callable[[Tensor], None] | None
 
 
@@ -50,6 +53,7 @@ class Decoder(ABC):
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # which of WEIGHT_TYPES it can hold weights as
     prefill_chunk: int  # positions of a prompt that are read together; chunks begin at multiples of it
+    most_together = 0  # positions of short dense prompts that `prefill_together` reads; 0: it cannot
     pieces_under_load = 1  # that a chunk is read in while other sequences wait for their next token
     # The first positions of a slot can serve another prompt up to a multiple of this. Where it is the prefill chunk,
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
@@ -63,6 +67,7 @@ class Decoder(ABC):
     verifies_alike: ClassVar[bool] = True  # whether that holds for every token, bit for bit
     speculates = False  # whether drafts will be verified: what that takes is prepared too
     running_ahead = False  # whether the step for the newest tokens is under way already
+    head: DraftHead | None = None  # that drafts
     _embedding: Tensor  # (V, H)
     _blocks: Sequence[Block]
     _cache: KVCache
@@ -135,8 +140,14 @@ class Decoder(ABC):
         tables = [rotary.tables(start, stop, total) for rotary in self._rotaries]
         at = Positions(cache, slot, start, tables, query_scales(config, start, stop, self.device))
         x = embed(config, self._embedding, ids)
+        head = self.head if cache is self._cache else None
+        inputs = []
         for index, block in enumerate(self._blocks):
+            inputs.append(x if head is not None and index in head.taps else None)
             x = run_block(config, index, block, x, at, partial(self._apply, block, first_sparse), self._attention)
+        if head is not None:
+            taps = [found for one in head.taps if (found := [*inputs, x][one]) is not None]
+            head.take([slot] * len(ids), range(start, stop), ids.tolist(), torch.cat(taps, dim=-1))
         return x
 
     @abstractmethod
@@ -170,9 +181,16 @@ class Decoder(ABC):
             raise UsageError(f"start, stop: expected 0 <= start < stop <= {total}, found {start} and {stop}")
         self.reserve(stop)
         self._cache.begin(slot, start)
+        if self.head is not None:
+            self.head.begin(slot, start)
         logits = self._prefill(slot, token_ids, sparse_from, start, stop, on_logits)
         self._cache.lengths[slot] = stop
         return logits[0]
+
+    def prefill_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
+        """:meth:`prefill` of several dense prompts, in one pass: of each its slot, its tokens, and where to start; in
+        all at most ``most_together`` positions of ``PROMPTS_TOGETHER``. The last ones' logits (len(prompts), V)."""
+        return torch.stack([self.prefill(slot, ids, len(ids), start=start).clone() for slot, ids, start in prompts])
 
     def _prefill(self, slot: int, ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits) -> Tensor:
         """:meth:`prefill`, with its arguments checked: logits (1, V)."""
@@ -232,7 +250,10 @@ class Decoder(ABC):
         self, tokens: Sequence[int], counts: Mapping[int, int], settings: Sequence[SamplingParams]
     ) -> dict[int, list[int]]:
         """By slot, up to ``counts`` tokens that are likely to follow the newest one, ``tokens`` (of the slots 0..B-1),
-        as ``settings`` choose. The slots stay as they are; :meth:`verify` of the same slots follows."""
+        as ``settings`` choose, or a head without them. The slots stay as they are; :meth:`verify` of the same slots
+        follows."""
+        if self.head is not None:
+            return self.head.draft(self.lengths, tokens, counts)
         assert self._drafting is not None
         starts, newest, found = self.lengths, list(tokens), {slot: list[int]() for slot in counts}
         self.reserve(max(starts[slot] + count for slot, count in counts.items()))
@@ -279,6 +300,17 @@ class Decoder(ABC):
         ends = zip(self._cache.lengths, token_ids, strict=False)
         return [position for end, tokens in ends for position in range(end - len(tokens) + 1, end + 1)]
 
+    def attach(self, files: HeadFiles) -> None:
+        """Load a head that drafts; before any slot is filled."""
+        self.head = DraftHead(
+            files, self._embedding, self.max_batch, (self._cache.length, self.max_seq_len), self.device,
+            self._head_dtype(),
+        )  # fmt: skip
+        self.draft_cost = self.head.bytes_read() / max(sum(self.bytes_read()), 1)
+
+    def _head_dtype(self) -> torch.dtype:
+        return self.dtype
+
     def truncate(self, slot: int, length: int) -> None:
         """Take the last tokens of a slot back."""
         self._cache.lengths[slot] = length
@@ -287,6 +319,8 @@ class Decoder(ABC):
     def copy(self, source: int, target: int, length: int) -> None:
         """Fill a slot with the first ``length`` positions of another one."""
         self._cache.copy(source, target, length)
+        if self.head is not None:
+            self.head.copy(source, target, length)
 
     def reserve(self, positions: int) -> None:
         """Make room for so many positions in every slot ahead; without it room is made as sequences grow."""

@@ -17,7 +17,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.weight_types import sparse_from
 
-from ..decoding.decoder import Decoder, check_prompt, next_chunk
+from ..decoding.decoder import PROMPTS_TOGETHER, Decoder, check_prompt, next_chunk
 from ..decoding.rotary import switch_length
 from ..decoding.sampling import SamplingParams, sample
 from .logits import LogitsProcessor, score_tokens
@@ -228,7 +228,7 @@ class Scheduler:
             if self.prefilling.needs_prompt_scores:
                 size = min(size, _SCORE_CHUNK)
             if alone or self._prefilled < size:
-                advanced = self._prefill_chunk(self.prefilling, size)
+                advanced = self._prefill_together(size) or self._prefill_chunk(self.prefilling, size)
                 self._step_ended = time.perf_counter()
                 return advanced
         self._prefilled = 0
@@ -279,6 +279,44 @@ class Scheduler:
         request.num_computed_tokens = length
         self._sequence = torch.tensor(tokens, dtype=torch.int64)
         self.prefilling, self._culprits = request, []
+
+    def _prefill_together(self, size: int) -> list[Request]:
+        """Read the prompt that is being prefilled beside others that wait, up to ``size`` positions, if all are short; one
+        alone is not read."""
+        request, room, together = self.prefilling, min(size, self.decoder.most_together), []
+        longest = min(self.decoder.most_together // 2, self._switch or self.decoder.most_together)
+
+        def joins(other: Request) -> bool:
+            count = len(other.prompt_token_ids)
+            dense = sparse_from(other.prefill, count) == count and not other.output_token_ids
+            return dense and count <= min(longest, room) and not other.needs_prompt_scores
+
+        if request is None or not (joins(request) and self.waiting and joins(self.waiting[0]) and None in self.slots):
+            return []
+        while request is not None:
+            together.append((request, self._sequence))
+            room -= len(self._sequence)
+            follows = (
+                self.waiting and None in self.slots and len(together) < PROMPTS_TOGETHER and joins(self.waiting[0])
+            )
+            request = None
+            if follows:
+                self._admit()
+                request = self.prefilling
+        requests = self._culprits = [request for request, _ in together]
+        prompts = [(self.slots.index(one), sequence, one.num_computed_tokens) for one, sequence in together]
+        logits = self.decoder.prefill_together(prompts)
+        totals = [len(sequence) for _, sequence in together]
+        for one, (slot, _, start), total in zip(requests, prompts, totals, strict=True):
+            self.prefixes.note(slot, list(one.prompt_token_ids), total, total, one.sparsity)
+            self._prefilled += total - start
+            one.num_computed_tokens = total
+        chosen = self._sample(logits, requests, totals)
+        self.prefilling = None
+        for one, token in zip(requests, chosen, strict=True):
+            self._append(one, token, time.perf_counter())
+        self._culprits = []
+        return requests
 
     def _prefill_chunk(self, request: Request, size: int) -> list[Request]:
         """Compute positions up to the next multiple of ``size``; after the last of them sample a token."""

@@ -14,9 +14,10 @@ from wisparse.formats.errors import UsageError
 METHODS: dict[str, tuple[tuple[str, ...], int]] = {
     "ngram": (("prompt_lookup_min", "prompt_lookup_max"), 7),
     "self": (("sparsity", "bits"), 4),
+    "eagle3": (("model",), 4),
 }
 _OTHERS = {
-    "model": "draft models and heads are not there; expected the method ngram or self",
+    "model": "only the method eagle3 has a model, its head",
     "draft_tensor_parallel_size": "one device runs the model",
 }
 _MOST_DRAFTED = 15
@@ -35,7 +36,7 @@ _LEAST_GAIN = 1.05
 class SpeculativeConfig:
     """Keys as vLLM has them where it has the method. ``ngram``: what followed the newest ``prompt_lookup_max`` (or
     ``_min``) tokens where they stood before. ``self``: steps of the same weights at another level of the bundle, or
-    rounded to int4."""
+    rounded to int4. ``eagle3``: a head, ``model`` is its folder or Hub id."""
 
     method: str = "ngram"
     num_speculative_tokens: int = METHODS["ngram"][1]  # that a draft has at most
@@ -43,6 +44,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 8
     sparsity: float | None = None
     bits: float | None = None
+    model: str | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str, field: str = "speculative") -> SpeculativeConfig:
@@ -66,7 +68,9 @@ class SpeculativeConfig:
         most = {"num_speculative_tokens": _MOST_DRAFTED, "prompt_lookup_min": 64, "prompt_lookup_max": 64}
         values: dict[str, Any] = {"num_speculative_tokens": drafted}
         for name in known[1:]:
-            if name in config:
+            if name == "model":
+                values[name] = guard.place(f"{field}: model", config.get(name))
+            elif name in config:
                 value = config[name]
                 values[name] = (
                     guard.integer(f"{field}: {name}", value, 1, most[name])
