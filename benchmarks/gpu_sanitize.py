@@ -54,7 +54,8 @@ SELECTION = {
 
 def sanitizer(tool: str) -> list[str]:
     """The command in front of what is to be watched; the compiler's processes are not."""
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "500", "--target-processes", "application-only"]
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "500", "--launch-timeout", "60"]
+    command += ["--target-processes", "application-only"]
     for kernel in KERNELS:
         command += ["--kernel-name", f"kns={kernel}_kernel"]
     return command

@@ -28,12 +28,12 @@ MASKS = {"native": (16, (0.5, 0.4, 0.3)), "int8": (8, ()), "int4": (4, (0.3,))}
 
 
 def rows(
-    trial: Trial, amount: int, by: str, coordinates: list[str]
+    trial: Trial, amount: int, by: str, coordinates: list[str], kinds: list[str]
 ) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
     for turned in coordinates:
         tokens, rotation = trial.text("library", amount), trial.text("library", amount // 2, 1)
         source = trial.source("library", amount // 2 if turned == "rotated" else 0)
-        for weights in (*MASKS, "graded"):
+        for weights in kinds:
             width, sparsities = MASKS.get(weights, (8, tuple(map(unread, sorted(BITS)))))
             about = {"coordinates": turned, "weights": weights}
             with trial.quantized(source, weights if weights != "graded" else "native", tokens.joined(rotation)):
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--search", default="refine", choices=("fisher", "refine"))
     parser.add_argument("--coordinates", nargs="+", default=["rotated", "source"], choices=("rotated", "source"))
+    parser.add_argument("--weights", nargs="+", default=[*MASKS, "graded"], choices=(*MASKS, "graded"))
     parser.add_argument("--eval-tokens", type=int, default=24576)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help="write the JSON document there too")
@@ -65,7 +66,7 @@ def main() -> None:
     }
     for folder in options.models:
         trial = Trial(folder, options.device, 512, options.eval_tokens, 0)
-        found = rows(trial, options.tokens, options.search, options.coordinates)
+        found = rows(trial, options.tokens, options.search, options.coordinates, options.weights)
         document["rows"] += timed_rows({"model": folder.name}, found)
     print_document(document, options.output)
 

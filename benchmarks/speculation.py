@@ -27,7 +27,7 @@ from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.generation import scheduler as scheduling
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
-from wisparse.runtime.generation.speculation import Lookup, SpeculativeConfig
+from wisparse.runtime.generation.speculation import Drafter, Lookup, SpeculativeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = SpeculativeConfig()
@@ -50,10 +50,11 @@ def tasks(vocab_size: int, count: int) -> dict[str, tuple[list[int], list[int]]]
     return {name: tuple([3 + id_ % (vocab_size - 3) for id_ in one] for one in pair) for name, pair in found.items()}
 
 
-class Replayed:
+class Replayed(Drafter):
     """The drafts that another text would have, of an answer that is known."""
 
     def __init__(self, costs: tuple[float, float], prompt: Sequence[int], text: Sequence[int], answer: Sequence[int]):
+        super().__init__(0, costs)
         self.lookup, self.text, self.answer, self.at = Lookup(CONFIG, costs, [*prompt, text[0]]), text, answer, 1
 
     def propose(self, most: int) -> list[int]:
@@ -79,7 +80,7 @@ def answer(
     """Seconds of the decode steps."""
     scheduler = Scheduler(decoder, speculative=None if replayed is None else CONFIG)
     if replayed is not None:
-        scheduling.Lookup = lambda *_: replayed  # type: ignore[assignment,misc]
+        scheduling.make_drafter = lambda *_: replayed  # type: ignore[assignment]
     request = scheduler.add(Request(prompt, count))
     while scheduler.busy:
         scheduler.step(lambda: False)

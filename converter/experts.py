@@ -24,26 +24,36 @@ class Routing:
 
 
 class ExpertProjection(nn.Module):
-    """One projection of all experts of a block: rows (R, K) in the order of `Routing` to (R, N). The weight (E, N, K) is
-    a view of transformers' parameter."""
+    """One projection of all experts of a block: rows (R, K) in the order of `Routing` to (R, N). The weight (E, N, K) and
+    the bias (E, N) are views of transformers' parameters."""
 
     def __init__(self, experts: nn.Module, role: str, chosen: int) -> None:
         super().__init__()
         self._experts, self._role = (experts,), role  # a tuple: no sub-module
-        self.bias, self.routing, self.num_experts, self.chosen = None, None, len(self.weight), chosen
+        self.routing, self.num_experts, self.chosen = None, len(self.weight), chosen
         self.out_features, self.in_features = self.weight.shape[1:]
 
     routing: Routing | None
 
     def part(self, stored: Callable[[str], Tensor]) -> Tensor:
         """The weight, from a function that gives transformers' parameters by name."""
-        if self._role == "down_proj":
-            return stored("down_proj")
-        return stored("gate_up_proj").chunk(2, dim=1)[self._role == "up_proj"]
+        down = self._role == "down_proj"
+        weight, second = stored("down_proj" if down else "gate_up_proj"), int(self._role == "up_proj")
+        if hasattr(self.experts, "down_proj_bias"):  # gpt-oss's are transposed, and gates lie beside ups
+            return (weight if down else weight[..., second::2]).transpose(1, 2)
+        return weight if down else weight.chunk(2, dim=1)[second]
 
     @property
     def weight(self) -> Tensor:
         return self.part(partial(getattr, self.experts))
+
+    @property
+    def bias(self) -> Tensor | None:
+        if not hasattr(self.experts, "down_proj_bias"):
+            return None
+        if self._role == "down_proj":
+            return self.experts.down_proj_bias
+        return self.experts.gate_up_proj_bias[:, int(self._role == "up_proj") :: 2]
 
     @property
     def experts(self) -> Any:
@@ -51,8 +61,9 @@ class ExpertProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.routing is not None
-        parts = zip(x.split(self.routing.counts), self.weight, strict=True)
-        return torch.cat([functional.linear(rows, weight) for rows, weight in parts if len(rows)])
+        biases = [None] * self.num_experts if self.bias is None else self.bias
+        parts = zip(x.split(self.routing.counts), self.weight, biases, strict=True)
+        return torch.cat([functional.linear(rows, weight, bias) for rows, weight, bias in parts if len(rows)])
 
 
 def find_experts(model: Any, config: ModelConfig) -> dict[str, ExpertProjection]:
@@ -98,7 +109,12 @@ def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
         module.routing = Routing(order // each, flat[order], counts)
     # Permutations and sums alone, whose gradients a GPU adds up in one order.
     x = hidden[:, None].expand(-1, each, -1).flatten(0, 1)[order]
-    y = down_proj(experts.act_fn(gate_proj(x)) * up_proj(x)) * weights.flatten()[order, None]
+    gate, up = gate_proj(x), up_proj(x)
+    if gate_proj.bias is None:
+        half = experts.act_fn(gate) * up
+    else:  # gpt-oss's, which takes the two interleaved
+        half = experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
+    y = down_proj(half) * weights.flatten()[order, None]
     return y[order.argsort()].view(len(hidden), each, -1).sum(1).to(hidden.dtype)
 
 

@@ -1,23 +1,34 @@
-"""A model's projections in fewer bits, before anything else is measured on it: block by block, and in place."""
+"""A model's projections in fewer bits, before anything else is measured on it: block by block, and in place; and in which
+coordinates int4 weights and masks cost least together.
+
+GPTQ needs correlated inputs, which a rotation to principal directions takes away, and masks need the rotation. Which
+wins depends on the model and the sparsity (benchmarks/coordinates.py), so it is measured.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import Kind, QuantizedMatrix, pack_int4, quantise
 
 from .calibration import CalibrationTokens
+from .evaluation import evaluate_text
 from .experts import ExpertProjection
 from .flow import BlockFlow
+from .measurement import MaskedLogits
+from .rotation import load_weights, rotate
+from .search.search import SearchSettings, SparsityLevels
 from .source import SourceModel
 from .state import NO_STATE, Stages
 
@@ -34,6 +45,8 @@ _CORRECTION, _RIDGE = 0.5, 0.05
 # Rows whose scales are solved for together.
 _ROWS = 1024
 _ENOUGH_TOKENS = 256  # of an expert to fit its weights to
+# To choose coordinates by: sequences and tokens of each, to fit and to mask with, and others to measure on.
+SAMPLES, LONGEST = 4, 256
 
 _log = logging.getLogger("wisparse")
 
@@ -262,3 +275,41 @@ def _kept_inputs(
         for name, module in modules.items():
             stack.callback(module.register_forward_pre_hook(partial(keep, name)).remove)
         yield
+
+
+@torch.no_grad()
+def compare_coordinates(
+    source: SourceModel,
+    checkpoint: Checkpoint,
+    tokens: CalibrationTokens,
+    directions: Callable[[], CalibrationTokens],
+    held_back: Callable[[], CalibrationTokens],
+    sparsity: float,
+    stages: Stages,
+) -> dict[str, float]:
+    """KL(dense || int4 with masks of ``sparsity``), nats a token, of ``none`` and ``pca`` on a few sequences held back.
+    ``source`` is changed in between, and holds the checkpoint's weights again afterwards."""
+    few = replace(tokens, input_ids=tokens.input_ids[:SAMPLES, :LONGEST], keep=tokens.keep[:SAMPLES, :LONGEST])
+
+    def compare() -> dict[str, float]:
+        sequences = stages.processes.broadcast(list(held_back().input_ids) if stages.processes.leads else [])
+        dense = [source.model(input_ids=ids[None].to(source.device)).logits[0].cpu() for ids in sequences]
+        trial = replace(stages, folder=None)  # nothing of it is kept
+
+        def kl() -> float:
+            waiting = iter(dense)
+            quantise_weights(source, few, "int4", checkpoint.dtype, trial)
+            with SparsityLevels(source, few, SearchSettings(search="fisher"), trial) as levels:
+                result = levels.at(sparsity)
+            with MaskedLogits(source, result) as logits:
+                found = evaluate_text(
+                    logits, sequences, ["all"], reference=lambda ids, _: next(waiting).to(source.device)
+                )
+            load_weights(source.model, checkpoint)
+            return found["all"].sparse.kl
+
+        found = {"none": kl()}
+        rotate(source, checkpoint, tokens, directions, stages)
+        return stages.processes.broadcast({**found, "pca": kl()})
+
+    return stages.run("coordinates", compare)

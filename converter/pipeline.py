@@ -37,8 +37,7 @@ from wisparse.formats.weight_types import PLANE_BITS
 from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration, write_calibration
-from .coordinates import LONGEST, SAMPLES, compare_coordinates
-from .gptq import quantise_weights
+from .gptq import LONGEST, SAMPLES, compare_coordinates, quantise_weights
 from .measurement import Budget, Choice, choose, fresh_text, measure
 from .planes import plane_ratios, read_in_planes
 from .preflight import Plan, preflight

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.manifest import RotationRecord
-from wisparse.formats.model_config import LM_HEAD, ModelConfig
+from wisparse.formats.model_config import LM_HEAD, ModelConfig, experts_in_one
 
 from .calibration import CalibrationTokens
 from .experts import Rows
@@ -103,7 +103,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     """The rotated checkpoint: tensors are computed on ``device`` when they are read; the embeddings are not tied."""
     config = checkpoint.config
     by_name = {part: projection for projection in config.projections() for part in projection.parts}
-    readers = _readers(config)
+    readers, together = _readers(config), {one.name: (part, one) for part, one in experts_in_one(config).items()}
     q = rotation.residual.to(device)
     head = _EMBEDDING if config.tie_word_embeddings else LM_HEAD
 
@@ -120,9 +120,17 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         if name == _FINAL_NORM or name in readers.values():
             return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
         projection, _, kind = name.rpartition(".")
+        if name in together and name.endswith("down_proj"):  # of all experts, transposed
+            return torch.stack([(one.to(device).float() @ q).cpu() for one in checkpoint.tensor(name)])
+        if name in together and name.endswith("gate_up_proj"):
+            norm = _norm(checkpoint, readers[together[name][0].removesuffix(".weight")], device)[:, None]
+            return torch.stack([(q.T @ (norm * one.to(device).float())).cpu() for one in checkpoint.tensor(name)])
         value = checkpoint.tensor(name, device).float()
-        if projection not in by_name:  # a router, or the norms of queries and keys
-            return (value * _norm(checkpoint, readers[projection], device)) @ q if projection in readers else value
+        if name in together:  # biases
+            return value @ q if "down_proj" in name else value
+        if projection not in by_name:  # a router, its bias, sinks, or the norms of queries and keys
+            reads = projection in readers and kind == "weight"
+            return (value * _norm(checkpoint, readers[projection], device)) @ q if reads else value
         role = by_name[projection].role
         heads = rotation.heads[by_name[projection].block].to(device)
         if role in ("o_proj", "down_proj"):
@@ -146,7 +154,8 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="")
     stated = {**checkpoint.config_dict, "tie_word_embeddings": False}
     made = {name: partial(one, name) for name in tensors}
-    return checkpoint.derive(made, tensors=tensors, config_dict=stated, config=ModelConfig.from_dict(stated))
+    changed = {"config_dict": stated, "config": ModelConfig.from_dict(stated), "rotation": rotation.residual}
+    return checkpoint.derive(made, tensors=tensors, **changed)
 
 
 def _readers(config: ModelConfig) -> dict[str, str]:

@@ -93,9 +93,13 @@ def weights_of(model: Any, config: ModelConfig) -> dict[str, Tensor]:
         if projection.experts:
             weights = modules[projection.name].weight
             found |= {f"{part}.weight": weight for part, weight in zip(projection.parts, weights, strict=True)}
+            if projection.bias:
+                biases = modules[projection.name].bias
+                found |= {f"{part}.bias": bias for part, bias in zip(projection.parts, biases, strict=True)}
     for index, block in enumerate(config.blocks):
-        if block.experts is not None:  # transformers has every family's router in one place
-            found[f"model.layers.{index}.{block.experts.router}"] = found[f"model.layers.{index}.mlp.gate.weight"]
+        router = "" if block.experts is None else f"model.layers.{index}.{block.experts.router}"
+        if router and router not in found:  # files of old families have another name than transformers
+            found[router] = found[f"model.layers.{index}.mlp.gate.weight"]
     return found
 
 
@@ -145,14 +149,15 @@ def load_source(
     elif device.type == "cuda" and lacks_accelerate() is None:
         # Shard by shard onto the GPU: host memory never holds the model.
         placement = {"device_map": {"": device}}
-    attention = "sdpa" if config.attention_softcap is None else "eager"  # torch's fused one cannot cap scores
+    # torch's fused one can neither cap scores nor add a sink.
+    attention = "eager" if config.attention_softcap is not None or config.architecture.sinks else "sdpa"
     missing: list[str] = []
     try:
         with _quiet_transformers():
             # Of a wrapper the text model's, which the folder's config.json is not.
             plain = {key: value for key, value in checkpoint.config_dict.items() if key != "quantization_config"}
             hf_config = CONFIG_MAPPING[config.model_type].from_dict(plain)
-            if checkpoint.quantised:
+            if checkpoint.quantised or checkpoint.is_made:
                 if max_memory is not None:
                     large = f"{shown(folder)}: the dequantised weights do not fit into the memory of {device}"
                     advice = "choose a larger device, or convert the unquantised model"
@@ -161,7 +166,7 @@ def load_source(
                 # Tensor by tensor: the plain numbers are never there twice.
                 parameters = weights_of(model.to(device), config)
                 with torch.no_grad():
-                    for name in expected_tensors(config):
+                    for name in expected_tensors(config) if checkpoint.quantised else checkpoint.tensors:
                         parameters[name].copy_(checkpoint.tensor(name))
             else:
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -280,6 +285,9 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
             if own and key not in _TOKEN_IDS and not key.startswith("_"):
                 full[key] = value
     full["model_type"] = plain_type
+    method = full.get("quantization_config")
+    if plain_type == "gpt_oss" and isinstance(method, dict) and method.get("quant_method") == "mxfp4":
+        del full["quantization_config"]  # they are widened when they are read
     if wrapped:
         full["architectures"] = [ARCHITECTURES[plain_type].class_name]
         tied = _tied(config, given, names)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from .guard import refusals
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped"]
 # A config key, and the power its number is raised to: Gemma's scores are multiplied by query_pre_attn_scalar**-0.5.
 Power = tuple[str, float]
 
@@ -58,6 +58,11 @@ class ExpertsLayout:
     dense_blocks: bool = False
     module: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    biases: bool = False  # of the router and of every expert
+    # Files, a bundle's too, hold all experts of a block in one tensor, as transformers does: ``rows``: (E, 2 I, H), gates
+    # before ups, and (E, H, I); ``interleaved``: (E, H, 2 I), a gate beside its up, and (E, I, H). Else apart, or ``rows``.
+    together: Literal["rows", "interleaved"] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Architecture:
     block_scalar: str | None = None  # name of a tensor (1,) of each block that the block's output is multiplied by
     # ``q_proj`` gives each head its query and then a gate of the same width, whose sigmoid multiplies the head's output.
     attention_gate: bool = False
+    sinks: bool = False  # the softmax of each head's scores has one more, learned, which no position gets
     # Each block's entry in ``layer_types`` says what it is: ``full_attention``, ``sliding_attention``, or, where
     # ``recurrent``, ``linear_attention``: a gated DeltaNet. Without, all blocks have the config's window, if there is one.
     layer_types: bool = False
@@ -160,6 +166,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         qk_norm=QKNorm(per_head=False),
         experts=ExpertsLayout("norm_topk_prob", intermediate_size="intermediate_size"),
         without=("clip_qkv",),
+    ),
+    "gpt_oss": Architecture(
+        "GptOssForCausalLM",
+        **_BIASES,
+        **_WINDOWS,
+        activations={"silu": "clamped"},
+        sinks=True,
+        experts=ExpertsLayout(
+            True, intermediate_size="intermediate_size", router="router", biases=True, together="interleaved"
+        ),
     ),
     "phi3": Architecture("Phi3ForCausalLM", qkv=_QKV[1], gate_up=_GATE_UP[1]),
     # The first files of Gemma say "gelu" and mean the one by tanh.

@@ -55,6 +55,7 @@ _DOCUMENT = re.compile(r"(README|LICEN[SC]E|USE_POLICY|NOTICE)[^/]*|conversion_r
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|pkl|pickle|ckpt)", re.IGNORECASE)
 # Two sparsities this close are the same one, written or computed differently.
 _SAME_SPARSITY = 1e-6
+ROTATION = "rotation"  # of the sidecar's tensors
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
@@ -92,6 +93,9 @@ class Bundle:
     sparsity: float  # of the level in force, one of ``levels``, or 0 for the dense model
     checkpoint: Checkpoint
     manifest: Manifest
+    # (hidden_size, hidden_size) float16: hidden states are x @ rotation where the source's are x. None: they are the same,
+    # or, where the recipe has a rotation, an older conversion did not keep it.
+    rotation: np.ndarray[Any, Any] | None = None
 
     @cached_property
     def masks(self) -> Mapping[str, ProjectionMask]:
@@ -201,8 +205,11 @@ class Bundle:
             ):
                 wanted = "int8 codes in groups without zero points, pack-quantized, as plane_bits says"
                 raise BundleError(f"{name}: expected {wanted}, found {packing or 'plain numbers'}; convert again")
-        levels = read_masks(_read_checked(folder, SIDECAR, manifest), shapes, manifest)
-        return cls(folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest)
+        hidden_size = checkpoint.config.hidden_size
+        levels, rotation = read_masks(_read_checked(folder, SIDECAR, manifest), shapes, manifest, hidden_size)
+        return cls(
+            folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest, rotation
+        )
 
     def read_bytes(self, name: str) -> bytes | None:
         """A small file of the bundle, with the sha256 of the bytes returned checked; None if it has no such file."""
@@ -237,11 +244,11 @@ def scale_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def read_masks(
-    data: bytes, shapes: Mapping[str, tuple[int, ...]], manifest: Manifest
-) -> dict[float, dict[str, ProjectionMask]]:
-    """The masks of every sparsity level, from the bytes of a sidecar. Raises BundleError unless it belongs to
-    ``manifest``, holds the tensors of projections of these names and ``shapes`` alone, and every value is in its range
-    and the manifest's."""
+    data: bytes, shapes: Mapping[str, tuple[int, ...]], manifest: Manifest, hidden_size: int
+) -> tuple[dict[float, dict[str, ProjectionMask]], np.ndarray[Any, Any] | None]:
+    """The masks of every sparsity level and the rotation, if there is one, from the bytes of a sidecar. Raises BundleError
+    unless it belongs to ``manifest``, holds the tensors of projections of these names and ``shapes`` alone, and every
+    value is in its range and the manifest's."""
     tensors, metadata = parse_tensors(data, SIDECAR)
     if metadata.get("format") != "wisparse":
         raise BundleError(f"{SIDECAR}: format: expected 'wisparse', found {metadata.get('format')!r:.80}")
@@ -263,6 +270,13 @@ def read_masks(
         if entry != Entry("F32", shape):
             found = f"nothing in {SIDECAR}" if entry is None else f"{entry.shape} in {entry.code}"
             raise BundleError(f"{name}: expected {what} {shape} in F32, found {found}; convert again")
+    rotation = None
+    if ROTATION in tensors and manifest.recipe.rotation is not None:
+        (given, raw), square = tensors.pop(ROTATION), (hidden_size, hidden_size)
+        if given != Entry("F16", square):
+            found = f"{given.shape} in {given.code}"
+            raise BundleError(f"{SIDECAR}: {ROTATION}: expected {square} in F16, found {found}; convert again")
+        rotation = np.frombuffer(raw, "<f2").reshape(square)
     for tensor in tensors:
         if tensor not in expected:
             raise BundleError(f"{SIDECAR}: unexpected tensor {tensor!r:.200}; convert again")
@@ -304,10 +318,15 @@ def read_masks(
             levels[level.sparsity][recipe.name] = ProjectionMask(
                 scale.reshape(shapes[recipe.name]).copy(), threshold, float(recipe.sparsity), by_plane
             )
-    return levels
+    return levels, rotation
 
 
-def sidecar_bytes(names: Iterable[str], recipe: Recipe, levels: Sequence[Mapping[str, ProjectionMask]]) -> bytes:
+def sidecar_bytes(
+    names: Iterable[str],
+    recipe: Recipe,
+    levels: Sequence[Mapping[str, ProjectionMask]],
+    rotation: Tensor | None = None,
+) -> bytes:
     """The file, of projections of these names; ``levels`` in the recipe's order, checked."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for name in names:
@@ -320,8 +339,11 @@ def sidecar_bytes(names: Iterable[str], recipe: Recipe, levels: Sequence[Mapping
         if recipe.plane_bits:
             arrays[f"{name}.plane_threshold"] = np.array([mask.plane_thresholds for mask in masks])
     stored = {name: (torch.float32, array.shape) for name, array in arrays.items()}
-    header = build_header(stored, sidecar_metadata(recipe))
-    return header + b"".join(array.astype("<f4").tobytes() for array in arrays.values())
+    parts = [array.astype("<f4").tobytes() for array in arrays.values()]
+    if rotation is not None:
+        stored[ROTATION] = torch.float16, tuple(rotation.shape)
+        parts.append(rotation.cpu().numpy().astype("<f2").tobytes())
+    return build_header(stored, sidecar_metadata(recipe)) + b"".join(parts)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from .architectures import WRAPPERS, text_name
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .lazy import Tensor, torch
 from .manifest import MANIFEST, SIDECAR
-from .model_config import LM_HEAD, ModelConfig, expected_tensors
-from .quantization import Packed, Packing, Part, Plain, read_quantisation
+from .model_config import LM_HEAD, InOne, ModelConfig, expected_tensors, experts_in_one
+from .quantization import MXFP4, Packed, Packing, Part, Plain, mxfp4_parts, read_quantisation, widen_mxfp4
 from .weight_types import QuantizedMatrix
 
 INDEX = "model.safetensors.index.json"
@@ -49,7 +50,7 @@ _COPY_BYTES = 1 << 20
 # safetensors' names of types, and torch's with their bytes: of weights that are numbers, and of all that are read.
 DTYPES: Mapping[str, tuple[str, int]] = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 _STORED_DTYPES: Mapping[str, tuple[str, int]] = dict(
-    DTYPES, I8=("int8", 1), I32=("int32", 4), I64=("int64", 8), F8_E4M3=("float8_e4m3fn", 1)
+    DTYPES, I8=("int8", 1), I32=("int32", 4), I64=("int64", 8), U8=("uint8", 1), F8_E4M3=("float8_e4m3fn", 1)
 )
 _CODES = {name: code for code, (name, _) in _STORED_DTYPES.items()}
 
@@ -144,6 +145,9 @@ class Checkpoint:
     vision_tensors: int  # how many tensors of a wrapper are not the text model's; 0 for a plain model
     error: type[WisparseError]  # class of the error raised for a file that turns out damaged
     _files: Mapping[str, TensorFile]
+    rotation: Tensor | None = (
+        None  # Q (hidden_size, hidden_size) float32: hidden states are x @ Q where the source's are x
+    )
     # name -> what makes a tensor that is not in the files, on the CPU and contiguous, when it is read
     _made: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
 
@@ -169,7 +173,7 @@ class Checkpoint:
             packings = read_quantisation(config_dict, config)
         except UnsupportedModelError as reason:
             raise error(str(reason)) from None
-        weight_map, files = _open_files(folder, is_bundle, error)
+        weight_map, files = open_files(folder, is_bundle, error)
         # Plain name of every tensor of the text model -> the name it is stored under.
         stored: dict[str, str] = {}
         for name in weight_map:
@@ -185,10 +189,20 @@ class Checkpoint:
         quantised = {name: StoredWeight(packing, *expected[name]) for name, packing in packings.items()}
         if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
             expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
-        fused = {} if is_bundle else _fused_experts(config, stored)
+        together = config.architecture.experts is not None and config.architecture.experts.together is not None
+        places = experts_in_one(config)
+        fused = {} if together or is_bundle else {name: one for name, one in places.items() if one.name in stored}
+        if together:  # those that are not quantised
+            apart = ((name, None if name in quantised else places.get(name), shape) for name, shape in expected.items())
+            expected = {one.name if one else name: one.shape if one else shape for name, one, shape in apart}
+        # Of gpt-oss: in four bits, which are widened when they are read.
+        four_bits = {name for name in expected if not is_bundle and name + MXFP4[0] in stored} if together else set()
         # Name of every tensor that has to be there, or may be and is -> what it has to look like, in order.
         parts: dict[str, Part] = {}
         for name, shape in expected.items():
+            if name in four_bits:
+                parts |= {name + end: part for end, part in mxfp4_parts(shape).items()}
+                continue
             if name not in quantised:
                 parts[name] = Part((shape,), tuple(DTYPES))
                 continue
@@ -199,7 +213,7 @@ class Checkpoint:
                 raise error(f"{name}: {reason}") from None
             parts |= {prefix + end: part for end, part in of_weight.items() if part.required or prefix + end in stored}
         missing = [name for name in parts if name not in stored and name not in fused]
-        whole = {name for name, _, _ in fused.values()}
+        whole = {one.name for one in fused.values()}
         ignored = whole.__contains__ if is_bundle else lambda name: name in whole or _DERIVED.fullmatch(name)
         extra = [name for name in stored if name not in parts and not ignored(name)]
         if missing or extra:
@@ -217,7 +231,8 @@ class Checkpoint:
             raise error(f"the weights do not fit config.json ({kind}): {'; '.join(differs)}{but}")
         tensors = {}
         for name, part in parts.items():
-            place, index, shape = fused.get(name, (name, 0, ()))
+            one = fused.get(name)
+            place, shape = (name, ()) if one is None else (one.name, one.shape)
             file = weight_map[stored[place]]
             entry = files[file].entries.get(stored[place])
             if entry is None:
@@ -238,15 +253,48 @@ class Checkpoint:
                 shapes = " or ".join(str(shape) for shape in part.shapes)
                 raise error(f"{name}: expected shape {shapes}, found {entry.shape}; config.json and weights do not fit")
             info = TensorInfo(name, file, stored[place], entry.shape, entry.code)
-            tensors[name] = replace(info, offset=index * info.nbytes)
+            tensors[name] = (
+                info if one is None else replace(info, offset=(one.each * one.expert + one.index) * info.nbytes)
+            )
         left_out = len(weight_map) - len(stored)
         opened = cls(folder, config_dict, config, tensors, quantised, left_out, error, files)
+        if four_bits:
+            return opened._widened(four_bits, expected)
         for name, weight in quantised.items():
             try:
                 weight.packing.check(opened._parts_of(name, _READ_FIRST), weight.rows, weight.columns)
             except ValueError as reason:
                 raise error(f"{name}: {reason}") from None
         return opened
+
+    def _widened(self, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+        """With tensors of experts in place of the four-bit ones that they are made of, in bfloat16."""
+
+        def make(name: str) -> Tensor:
+            try:
+                return widen_mxfp4(*(self._stored(name + end) for end in MXFP4))
+            except ValueError as reason:
+                raise self.error(f"{name}: {reason}") from None
+
+        tensors: dict[str, TensorInfo] = {}
+        for stored, info in self.tensors.items():
+            name = stored.removesuffix(MXFP4[0])
+            if name in names:
+                tensors[name] = TensorInfo(name, info.file, name, shapes[name], "BF16")
+            elif stored.removesuffix(MXFP4[1]) not in names:
+                tensors[stored] = info
+        return self.derive({name: partial(make, name) for name in names}, tensors=tensors)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether tensors are made anew, which no other program finds in the files."""
+        return bool(self._made)
+
+    @cached_property
+    def _places(self) -> dict[str, InOne]:
+        """Where tensors of one expert are in those of all, of a family whose files hold them together."""
+        layout = self.config.architecture.experts
+        return {} if layout is None or layout.together is None else experts_in_one(self.config)
 
     def derive(self, made: Mapping[str, Callable[[], Tensor]], **changes: Any) -> Checkpoint:
         """This checkpoint with other attributes (``tensors``, …) and with these tensors made when they are read."""
@@ -263,10 +311,15 @@ class Checkpoint:
         tensors: dict[str, TensorInfo] = {}
         made: dict[str, Callable[[], Tensor]] = {}
         quantised: dict[str, StoredWeight] = {}
-        for name, info in self.tensors.items():
+        apart: dict[str, list[str]] = {}
+        for name, place in self._places.items():
+            apart.setdefault(place.name, []).append(name)
+        for name in chain.from_iterable(apart.get(whole, [whole]) for whole in self.tensors):
             matrix = matrices.get(name.removesuffix(".weight"))
             if matrix is None:
-                tensors[name] = info
+                place = self._places.get(name)
+                whole = name if place is None else place.name
+                tensors[whole] = self.tensors[whole]
                 continue
             quantised[name] = StoredWeight(packing, *matrix.shape)
             for part, tensor in packing.encode(matrix, scale_dtype).items():
@@ -279,7 +332,7 @@ class Checkpoint:
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         ignore = [LM_HEAD.removesuffix(".weight")]
         if self.config.architecture.experts is not None:  # routers, and the gates of shared experts
-            ignore.append(r"re:.*\.(gate|shared_expert_gate)$")
+            ignore.append(r"re:.*\.(gate|router|shared_expert_gate)$")
         if self.config.delta_net is not None:
             # Linear layers as well, but small ones that are no projections.
             ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
@@ -308,7 +361,9 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self.quantised.get(name)
-        return self.tensors[name].shape if stored is None else (stored.rows, stored.columns)
+        if stored is not None:
+            return stored.rows, stored.columns
+        return self.tensors[name].shape if name in self.tensors else self._places[name].part
 
     def chunks(self, name: str, chunk_bytes: int = 32 << 20) -> Iterator[Tensor]:
         """A stored tensor's elements in order, flat and read-only, at most ``chunk_bytes`` at a time."""
@@ -347,6 +402,9 @@ class Checkpoint:
     def row_pieces(self, name: str, rows: int) -> Iterator[Tensor]:
         """A weight (N, K) from its first row to its last, at most ``rows`` at a time; quantised ones in float32."""
         if name not in self.quantised:
+            if name not in self.tensors:
+                yield from self._stored(name).split(rows)
+                return
             info = self.tensors[name]
             for flat in self.chunks(name, rows * info.shape[1] * info.dtype.itemsize):
                 yield flat.view(-1, info.shape[1])
@@ -381,16 +439,25 @@ class Checkpoint:
             if not is_finite(tensor):
                 raise self.error(f"{name}: made anew, it holds values beyond {tensor.dtype}'s range")
             return tensor
-        info = self.tensors.get(name)
+        place = None if name in self.tensors else self._places.get(name)
+        if place is not None and place.name in self._made:
+            return place.of(self._stored(place.name)[place.expert]).contiguous()
+        info = self.tensors.get(name if place is None else place.name)
         if info is None:
             raise self.error(f"{name}: not among the tensors of {self.folder.name}")
+        size, offset = info.nbytes, 0
+        if place is not None:  # all of one expert, of which it is a part
+            size //= info.shape[0]
+            offset = place.expert * size
         try:
             # numpy's large arrays ask for huge pages: several times cheaper to touch first than torch's.
-            memory = torch.from_numpy(np.empty(info.nbytes, np.uint8))
+            memory = torch.from_numpy(np.empty(size, np.uint8))
         except MemoryError:
-            raise ResourceError(f"{name}: not enough memory for {info.nbytes:,} bytes") from None
-        self.read_part(name, 0, memory)
-        return memory.view(info.dtype).reshape(info.shape)
+            raise ResourceError(f"{name}: not enough memory for {size:,} bytes") from None
+        self.read_part(info.name, offset, memory)
+        if place is None:
+            return memory.view(info.dtype).reshape(info.shape)
+        return place.of(memory.view(info.dtype).reshape(info.shape[1:])).contiguous()
 
     def _require_finite(self, info: TensorInfo, data: Tensor) -> None:
         if not all(is_finite(part.view(info.dtype)) for part in data.split(_COPY_BYTES)):
@@ -425,22 +492,7 @@ def is_finite(values: Tensor) -> bool:
     return bool(signed.max() < infinity and unsigned.max() < infinity + 2 ** (8 * signed.itemsize - 1))
 
 
-def _fused_experts(config: ModelConfig, stored: Mapping[str, str]) -> dict[str, tuple[str, int, tuple[int, ...]]]:
-    """Weight of one expert -> the tensor of all experts that it is in, where there is one: its name, which of the
-    weights in it, and its shape: (E, 2 I, H) of gate and up, (E, H, I) of down."""
-    found: dict[str, tuple[str, int, tuple[int, ...]]] = {}
-    for one in config.projections():
-        folder = one.name.rpartition(".")[0]
-        name = f"{folder}.down_proj" if one.role == "down_proj" else f"{folder}.gate_up_proj"
-        if one.experts and name in stored:
-            each = 1 if one.role == "down_proj" else 2
-            shape = (one.experts, each * one.out_features, one.in_features)
-            for expert, part in enumerate(one.parts):
-                found[f"{part}.weight"] = (name, each * expert + (one.role == "up_proj"), shape)
-    return found
-
-
-def _open_files(folder: Path, bundle: bool, error: type[WisparseError]) -> tuple[dict[str, str], dict[str, TensorFile]]:
+def open_files(folder: Path, bundle: bool, error: type[WisparseError]) -> tuple[dict[str, str], dict[str, TensorFile]]:
     """Tensor name -> file name, from the index or the only file's header; and the opened files, which agree with it."""
     # Both at once: transformers takes the single file, and a bundle must not mean two things.
     if os.path.lexists(folder / _SINGLE) and not bundle:

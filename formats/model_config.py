@@ -109,6 +109,7 @@ class Experts:
     renormalised: bool  # the weights of the chosen ones are divided by their sum
     shared_size: int  # of an expert for every token, multiplied by the sigmoid of a gate (1, H); 0: there is none
     router: str  # names of tensors below the block's: the router's, and the gate's of the shared expert
+    router_bias: str | None = None
     shared_gate: str = "mlp.shared_expert_gate.weight"
 
 
@@ -192,6 +193,8 @@ class ModelConfig:
     mlp_bias: bool
     dtype: str
     activation: Activation
+    # (a, c) of ``clamped``: (up + 1) * gate * sigmoid(a * gate) of gate up to c, and up between -c and c
+    clamp: tuple[float, float]
     blocks: tuple[Block, ...]
     rotaries: tuple[RopeConfig, ...]  # the rotary embeddings that blocks use, one or two
     attention_scale: float  # what scores are multiplied by
@@ -259,7 +262,7 @@ class ModelConfig:
                 folder = f"model.layers.{index}.{arch.experts.module}.experts"
                 parts = tuple(f"{folder}.{expert}.{stored}" for expert in range(experts.count))
                 name = f"{mlp}experts.{role}"
-                yield Projection(name, index, role, *shape, False, experts.count, experts.chosen, parts)
+                yield Projection(name, index, role, *shape, arch.experts.biases, experts.count, experts.chosen, parts)
             for role in roles if experts.shared_size else ():
                 shape = (experts.shared_size, hidden) if role == "down_proj" else (hidden, experts.shared_size)
                 yield Projection(f"{mlp}shared_expert.{role}", index, f"shared_{role}", *shape, False)
@@ -328,6 +331,9 @@ class ModelConfig:
         activation: Any = config.get(arch.activation)
         known = isinstance(activation, str) and activation in arch.activations
         require(known, arch.activation, " or ".join(map(repr, arch.activations)), activation)
+        # transformers before 5.24 has the two numbers in its code.
+        clamped = arch.activations[activation] == "clamped"
+        config = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, **config} if clamped else config
         rope: Any = config.get("rope_parameters")
         require(isinstance(rope, Mapping), "rope_parameters", "an object", rope)
         ropes = [(rope, head_dim)]
@@ -353,6 +359,7 @@ class ModelConfig:
             **{name: _switch(config, bias) if isinstance(bias, str) else bias for name, bias in biases.items()},
             dtype=str(config.get("dtype") or "float32"),
             activation=arch.activations[activation],
+            clamp=tuple(_number(config, key) for key in ("swiglu_alpha", "swiglu_limit")) if clamped else (0.0, 0.0),
             blocks=blocks,
             rotaries=tuple(_rope(config, one, width, arch.interleaved) for one, width in ropes),
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
@@ -434,7 +441,8 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
         dimension(config, layout.intermediate_size),
         bool(config[how]) if isinstance(how, str) else how,
         0 if layout.shared_size is None else dimension(config, layout.shared_size),
-        f"{layout.module}.gate.weight",
+        f"{layout.module}.{layout.router}.weight",
+        f"{layout.module}.{layout.router}.bias" if layout.biases else None,
     )
     every, dense = 1, list[int]()
     if layout.dense_blocks:
@@ -506,8 +514,49 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
     return RopeConfig(theta, rope_type, rotary_dim, parameters, interleaved)
 
 
+@dataclass(frozen=True)
+class InOne:
+    """Where a tensor of one expert is in the one of all experts of its block."""
+
+    name: str  # of that
+    shape: tuple[int, ...]
+    expert: int
+    index: int  # of gates and ups: 0 or 1
+    each: int  # tensors of an expert there, 1 or 2
+    interleaved: bool
+    part: tuple[int, ...]  # shape of the one expert's
+
+    def of(self, whole: Any) -> Any:
+        """The part of ``whole[expert]``, as a view."""
+        if not self.interleaved:
+            return whole.chunk(self.each)[self.index]
+        part = whole[..., self.index :: self.each]
+        return part.t() if len(self.part) == 2 else part
+
+
+def experts_in_one(config: ModelConfig) -> dict[str, InOne]:
+    """Name of every tensor of an expert -> its place where a file holds all experts of a block together."""
+    found: dict[str, InOne] = {}
+    layout = config.architecture.experts
+    interleaved = layout is not None and layout.together == "interleaved"
+    for one in config.projections():
+        if not one.experts:
+            continue
+        down = one.role == "down_proj"
+        name, each = one.name if down else f"{one.name.rpartition('.')[0]}.gate_up_proj", 1 if down else 2
+        sizes = each * one.out_features, one.in_features
+        shape, index = (one.experts, *(sizes[::-1] if interleaved else sizes)), int(one.role == "up_proj")
+        for expert, part in enumerate(one.parts):
+            place = expert, index, each, interleaved
+            found[f"{part}.weight"] = InOne(name, shape, *place, (one.out_features, one.in_features))
+            if one.bias:
+                found[f"{part}.bias"] = InOne(f"{name}_bias", (one.experts, sizes[0]), *place, (one.out_features,))
+    return found
+
+
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor, in the order of execution; weights are (out, in), tied embeddings have no head."""
+    """Name -> shape of every tensor, in the order of execution; weights are (out, in), tied embeddings have no head,
+    and experts are apart, see `experts_in_one`."""
     hidden, vocab = (config.hidden_size,), (config.vocab_size, config.hidden_size)
     expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocab}
     arch = config.architecture
@@ -523,17 +572,21 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if projection.role == "o_proj" and arch.qk_norm is not None:
                 for name, size in zip(arch.qk_norm.names, (config.q_size(index), block.kv_size), strict=True):
                     expected[f"{prefix}self_attn.{name}.weight"] = (block.head_dim if arch.qk_norm.per_head else size,)
+            if projection.role == "o_proj" and arch.sinks:
+                expected[f"{prefix}self_attn.sinks"] = (config.num_heads,)
             if projection.role == "out_proj" and config.delta_net is not None:
                 others = config.delta_net.tensors(config.hidden_size)
                 expected |= {f"{prefix}linear_attn.{name}": shape for name, shape in others.items()}
             if experts is not None and projection.role == arch.gate_up[0]:
                 expected[prefix + experts.router] = (experts.count, config.hidden_size)
+                if experts.router_bias is not None:
+                    expected[prefix + experts.router_bias] = (experts.count,)
             if experts is not None and projection.role == "shared_gate_proj":
                 expected[prefix + experts.shared_gate] = (1, config.hidden_size)
             shape = (projection.out_features, projection.in_features)
             expected |= dict.fromkeys([f"{part}.weight" for part in projection.parts], shape)
             if projection.bias:
-                expected[projection.name + ".bias"] = (projection.out_features,)
+                expected |= dict.fromkeys([f"{part}.bias" for part in projection.parts], (projection.out_features,))
             if norm := after.get(projection.role):
                 expected[f"{prefix}{norm}.weight"] = hidden
         if arch.block_scalar is not None:

@@ -198,6 +198,35 @@ def _signed(codes: Tensor) -> Tensor:
     return (codes ^ 128).view(torch.int8)
 
 
+# gpt-oss's experts: what the names of their four-bit tensors end with, and what a code stands for. Blocks of 32 neighbours
+# share a power of two; the even one of two codes in a byte is in its low half.
+MXFP4 = ("_blocks", "_scales")
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4_parts(shape: tuple[int, ...]) -> dict[str, Part]:
+    """Of a weight (E, K, N) as transformers has it; the codes are transposed."""
+    experts, k, n = shape
+    return {
+        MXFP4[0]: Part(((experts, n, k // 32, 16),), ("U8",)),
+        MXFP4[1]: Part(((experts, n, k // 32),), ("U8",)),
+    }
+
+
+def widen_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The weight (E, K, N) in bfloat16, which holds it exactly but at the ends of its range."""
+    if bool((scales == 255).any()):
+        raise ValueError("expected MXFP4 scales that are powers of two, found NaN; the model is damaged")
+    experts, n, groups, _ = blocks.shape
+    values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.bfloat16)
+    made = torch.empty(experts, 32 * groups, n, dtype=torch.bfloat16)
+    for expert in range(experts):
+        codes = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), dim=-1).flatten(-2)
+        power = scales[expert].to(torch.int32)[..., None] - 127
+        made[expert] = torch.ldexp(values[codes.to(torch.int64)], power).flatten(1).t()
+    return made
+
+
 def _scales(stored: Tensor, kind: Kind) -> Tensor:
     """Scales in float32; codes of 4 and 8 bits, less their zero points, are at most 15 and 448."""
     scales = stored.to(torch.float32)

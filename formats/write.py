@@ -68,7 +68,8 @@ def write_bundle(
         total = sum(_nbytes(source.tensors[name], dtype) for name in weight_map)
         sidecar = sum(4 * math.prod(shape) + 512 for shape in scales.values())
         # Within about a percent: a megabyte is for what is made later.
-        needed = total + len(levels) * sidecar + sum(map(len, files.values())) + (1 << 20)
+        sidecar = len(levels) * sidecar + (0 if source.rotation is None else 2 * source.rotation.numel())
+        needed = total + sidecar + sum(map(len, files.values())) + (1 << 20)
         free = shutil.disk_usage(out.parent).free
         if free < needed:
             raise ResourceError(f"{out.parent}: expected {needed:,} bytes of free disk, found {free:,}; make room")
@@ -89,7 +90,7 @@ def write_bundle(
         config["wisparse"] |= {"sparsities": list(recipe.sparsities), "sidecar": SIDECAR}
         files = {
             INDEX: dump_json({"metadata": {"total_size": total}, "weight_map": weight_map}),
-            SIDECAR: sidecar_bytes(scales, recipe, [*levels.values()]),
+            SIDECAR: sidecar_bytes(scales, recipe, [*levels.values()], source.rotation),
             **files,
             "config.json": dump_json(config),
         }

@@ -7,12 +7,15 @@ triton   NVIDIA GPUs: reads the kept channels only
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,25 +57,79 @@ def triton_compiling(count: int) -> Iterator[None]:
         compilation.listener = before
 
 
+class _Forked(Executor):
+    """Tasks that leave their result on disk, done in as many processes as there are cores, and then found here. Threads
+    would wait for one another: a third of a compilation is Python."""
+
+    def __init__(self) -> None:
+        self._tasks: list[tuple[Callable[[], Any], Future[Any]]] = []
+
+    def submit(self, task: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        self._tasks.append((task, Future()))
+        return self._tasks[-1][1]
+
+    def run(self) -> None:
+        read, write = os.pipe()
+        for index in range(len(self._tasks)):  # a pipe holds 16,000 of them
+            os.write(write, index.to_bytes(4, "little"))
+        os.close(write)
+        children = []
+        for _ in range(min(os.cpu_count() or 1, len(self._tasks)) - 1):
+            with warnings.catch_warnings():
+                # Threads are not copied, nor is what they hold; a child compiles, and touches neither them nor the GPU.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                children.append(os.fork())
+            if children[-1] == 0:
+                gc.disable()  # nothing of this process is to be freed by another
+                with suppress(BaseException):
+                    while number := os.read(read, 4):
+                        with suppress(Exception):  # it is raised by the second attempt
+                            self._tasks[int.from_bytes(number, "little")][0]()
+                os._exit(0)
+        mine = []
+        try:
+            while number := os.read(read, 4):
+                mine.append(int.from_bytes(number, "little"))
+                self._finish(*self._tasks[mine[-1]])
+            for child in children:
+                os.waitpid(child, 0)
+            for index in set(range(len(self._tasks))).difference(mine):
+                self._finish(*self._tasks[index])
+        finally:  # interrupted: nobody waits for the rest
+            os.close(read)
+            for _, future in self._tasks:
+                future.cancel()
+
+    @staticmethod
+    def _finish(task: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(task())
+        except Exception as error:
+            future.set_exception(error)
+
+
 @contextmanager
 def compiling_side_by_side() -> Iterator[None]:
-    """Triton kernels that are launched within are compiled, in as many threads as there are cores, and not run: for a
+    """Triton kernels that are launched within are compiled, in as many processes as there are cores, and not run: for a
     CUDA device's, whose launches need nothing that one of them gives. A kernel with ``is_probe`` is run: plans depend
     on its result."""
     import triton
     from triton.runtime import JITFunction
 
-    run = JITFunction.run
+    run, kernels = JITFunction.run, _Forked()
 
     def compile_only(self: Any, *given: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *given, warmup=not getattr(self, "is_probe", False), **options)
+        if getattr(self, "is_probe", False):  # in a context without AsyncCompileMode: compiled now
+            return Context().run(run, self, *given, warmup=warmup, **options)
+        return run(self, *given, warmup=True, **options)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+    with triton.AsyncCompileMode(kernels):
         JITFunction.run = compile_only
         try:
             yield
         finally:
             JITFunction.run = run
+            kernels.run()
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> tuple[str, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +17,13 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.machine import choose_device
+from wisparse.formats.manifest import unread
 from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.cache import memory_errors
 from .decoding.decoder import Decoder, default_limits, weight_bytes
+from .decoding.heads import HeadFiles
 from .generation.speculation import SpeculativeConfig
 from .model import Model
 from .tokenizer import Tokenizer
@@ -40,8 +44,10 @@ def make_decoder(
     weights: str = "native",
     max_batch: int | None = 1,
     kv_cache_dtype: str = "auto",
+    drafting: tuple[Bundle, str] | None = None,
 ) -> Decoder:
-    """Build the decoder that ``backend`` names; ``auto``: the fastest that can run it. Arguments as for :func:`load`."""
+    """Build the decoder that ``backend`` names; ``auto``: the fastest that can run it. Arguments as for :func:`load`;
+    ``drafting``: for `Decoder.draft_by_steps`."""
     longest = bundle.config.max_position_embeddings
     if bundle.recipe.graded and weights != "native":
         raise UsageError(f"weights: expected native for a graded bundle, which has its own, found {weights!r}")
@@ -64,8 +70,12 @@ def make_decoder(
             raise UsageError(f"no back end can run this model on {device}: {reason}; torch cannot: {refused}")
     if refused is not None:
         raise UsageError(f"back end {chosen.name} cannot run this model: {refused}")
+    rounded = drafting[1] if drafting is not None and drafting[1] != "native" else None
+    if rounded is not None and (refused := chosen.refusal(bundle.config, rounded)):
+        raise UsageError(f"speculative: bits: back end {chosen.name} cannot: {refused}")
     if max_seq_len is None or max_batch is None:
         needed = weight_bytes(bundle, dtype, weights, chosen.keeps)
+        needed += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
         with memory_errors(device, "to begin with"):
             limits = default_limits(bundle.config, dtype, device, max_batch, max_seq_len, needed, kv_cache_dtype)
         if max_seq_len is None and limits[1] < longest:
@@ -83,10 +93,33 @@ def make_decoder(
         kinds = ", ".join(sorted(dequantized))
         log.info("back end %s dequantizes the bundle's %s weights at load%s", chosen.name, kinds, then)
     with memory_errors(device, "to load the model"):
-        return chosen(
+        decoder = chosen(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch,
             kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip
+        if drafting is not None:
+            decoder.draft_by_steps(*drafting)
+        return decoder
+
+
+def drafting_level(bundle: Bundle, config: SpeculativeConfig, weights: str) -> tuple[Bundle, str]:
+    """Of the method ``self``: the level whose steps are drafts, and what they round the weights to, ``native`` for not."""
+    stored = {one.packing.kind for one in bundle.checkpoint.quantised.values()}
+    if bundle.recipe.graded and config.sparsity is None and config.bits == 4:  # the high planes alone
+        masks = {
+            name: replace(mask, threshold=0.0, sparsity=0.5, plane_thresholds=(0.0, math.inf))
+            for name, mask in next(iter(bundle.levels.values())).items()
+        }
+        return replace(bundle, levels={unread(4): masks}, sparsity=unread(4)), "native"
+    if bundle.recipe.graded or config.bits is None:
+        try:
+            return bundle.at(config.sparsity, config.bits), "native"
+        except UsageError as error:
+            raise UsageError(f"speculative: {error}") from None
+    if config.bits != 4 or weights == "int4" or (weights == "native" and "int4" in stored):
+        wider = "weights of more bits, as int4 ones have" if config.bits == 4 else "4"
+        raise UsageError(f"speculative: bits: expected {wider}, found {config.bits:g}")
+    return bundle.at(config.sparsity or 0.0), "int4"
 
 
 def load(
@@ -127,9 +160,11 @@ def load(
         kv_cache_dtype: what keys and values are stored as: ``auto`` (``dtype``), or in a byte a number with a scale for
             each position and head: ``int8``, or ``fp8`` (e4m3), which costs more quality at the same size.
         revision: branch, tag or commit on the Hub.
-        speculative: verify several tokens at a time where the text repeats itself, a mapping or its JSON with vLLM's
-            keys: ``method`` (``ngram``), ``num_speculative_tokens`` (7), ``prompt_lookup_min`` (3), ``prompt_lookup_max``
-            (8). ``auto``: these, where it changes no token and the model can; None: never.
+        speculative: verify several tokens at a time, a mapping or its JSON. ``method`` ``ngram``, where the text repeats
+            itself, with vLLM's keys ``num_speculative_tokens`` (7), ``prompt_lookup_min`` (3), ``prompt_lookup_max`` (8).
+            ``method`` ``self``: tokens that the model drafts at another level of the bundle, ``sparsity`` or ``bits``
+            (4 of a bundle that is not graded: weights rounded to int4, in memory beside the others), and
+            ``num_speculative_tokens`` (4). ``auto``: ``ngram``, where it changes no token and the model can; None: never.
 
     Raises:
         AccessError: no such folder or repository, no permission, no network.
@@ -158,12 +193,16 @@ def load(
             "speculative: expected none for this model: the state of its recurrent blocks cannot be taken back to the last "
             "accepted token"
         )
+    head = HeadFiles.open(config.model, opened) if config.model is not None else None
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
         max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
+        drafting=drafting_level(opened, config, weights) if config.method == "self" else None,
     )  # fmt: skip
+    if head is not None:
+        decoder.attach(head)
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
     decoder.speculates = speculative is not None and (
         speculative != "auto" or (decoder.verifies_alike and not recurrent)

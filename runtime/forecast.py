@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.bundle import ProjectionMask, scale_shapes
 from wisparse.formats.errors import WisparseError
 from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import ModelConfig, expected_tensors
@@ -165,7 +165,7 @@ def _by_bytes(
 
     def bytes_read(kind: str, level: float) -> float:
         held, vocabulary = WEIGHT_TYPES[kind], (config.vocab_size, config.hidden_size)
-        shapes = [(projection.out_features, projection.in_features) for projection in config.projections()]
+        shapes = [(one.out_features * one.chosen, one.in_features) for one in config.projections()]
         inside = sum(held.nbytes(shape, dtype) for shape in shapes)
         return inside * (1 - level) + WEIGHT_TYPES[held.head].nbytes(vocabulary, dtype)
 
@@ -207,11 +207,11 @@ def _random_bundle(config: ModelConfig, dtype: torch.dtype, levels: Sequence[flo
     generator = torch.Generator().manual_seed(1)
     masks: dict[float, dict[str, ProjectionMask]] = {level: {} for level in (0.0, *levels)}
     for level, of_level in masks.items():
-        for projection in config.projections():
-            channels = torch.randperm(projection.in_features, generator=generator)
-            scale = torch.ones(projection.in_features)
-            scale[channels[: round(level * projection.in_features)]] = 1e-20
-            of_level[projection.name] = ProjectionMask(scale, 1e-12 if level else 0.0, level)
+        for name, shape in scale_shapes(config).items():
+            channels = torch.randperm(shape[-1], generator=generator)
+            scale = torch.ones(shape)
+            scale[..., channels[: round(level * shape[-1])]] = 1e-20
+            of_level[name] = ProjectionMask(scale, 1e-12 if level else 0.0, level)
     checkpoint = _RandomCheckpoint(config, dtype)
     recipe = SimpleNamespace(graded=False)
     return SimpleNamespace(config=config, checkpoint=checkpoint, masks=masks[0.0], levels=masks, recipe=recipe)

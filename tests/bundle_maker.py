@@ -1,7 +1,5 @@
 """Bundles with thresholds that really drop half of the channels, and a scheduler run to its end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path

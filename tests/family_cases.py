@@ -1,7 +1,5 @@
 """A tiny bundle of every family, and prompts after which rounding decides nothing: there right programs agree."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -18,8 +18,6 @@ that grows by more than `MEGABYTES` (or address space beyond a few gigabytes), a
 intact bundle's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

@@ -4,8 +4,6 @@ Each takes a random generator and the folder of a bundle, changes the folder, an
 folder lies ``outside``, an intact copy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

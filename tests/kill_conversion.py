@@ -6,8 +6,6 @@ replace, rename, unlink, mkdir, rmdir) a child passes a label, at which it can b
 attempt the child's exit status and the labels it passed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

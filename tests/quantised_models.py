@@ -1,7 +1,5 @@
 """Tiny quantised checkpoints: by the package compressed-tensors, GPTQ's and AWQ's written from their descriptions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

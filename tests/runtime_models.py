@@ -1,7 +1,5 @@
 """Tiny random checkpoints in which every feature of every listed architecture appears once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +81,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("qwen3_5_moe_text", {
         **HYBRIDS["qwen3.5"][1], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56,
+    }),
+    "gpt-oss": ("gpt_oss", {
+        **_WINDOWS, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,
+        "swiglu_alpha": 1.3, "swiglu_limit": 0.8, "rope_parameters": {**YARN, "truncate": False},
     }),
 }
 

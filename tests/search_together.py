@@ -4,8 +4,6 @@ search_together.py OUT              every process writes what it found to OUT-<i
 search_together.py --fail N         process N raises, the others wait for it
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

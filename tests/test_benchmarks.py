@@ -1,7 +1,5 @@
 """The scripts in benchmarks/: baselines against twins written out here, tables, and what they say without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

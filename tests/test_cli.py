@@ -1,7 +1,5 @@
 """The frame of the command line: verbs, hints, exit codes, and no traceback on an expected failure."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import functools
@@ -99,6 +97,7 @@ def test_a_variable_of_torchrun_alone_silences_nothing(
     for variable in leftover.split():
         monkeypatch.setenv(*variable.split("="))
     monkeypatch.setattr(cli.time, "sleep", lambda seconds: pytest.fail("waits for a first process that nobody started"))
+    monkeypatch.setattr("wisparse.runtime.forecast._ROUNDS", 1)
     code, _, err = run("convert")
     assert (code, "Missing argument 'MODEL'" in err) == (2, True)
     text = tmp_path / "text.txt"
@@ -324,6 +323,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def places(made: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """Names of what was made; no network, and of the harness's tasks none, whose index takes ten seconds."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("wisparse.runtime.forecast._ROUNDS", 1)
     # A server that has come so far would answer for ever.
     monkeypatch.setattr("wisparse.runtime.serve.app.serve", lambda model, settings, listener, ready: model.close())
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,5 @@
 """``wisparse advise``: a complete table from config.json alone, and the extrapolation behind it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -67,10 +65,26 @@ def test_a_quantised_model_keeps_its_weights(run: Run, model: Path) -> None:
     assert "--weights" not in json.loads(out)["command"]
 
 
+def test_all_experts_are_held_and_the_chosen_are_read(run: Run, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {
+        "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    code, out, err = run("advise", model, "--device", "cpu", "--json")
+    assert code == 0, err
+    native, int8 = (
+        next(row for row in json.loads(out)["rows"] if row["weights"] == kind) for kind in ("native", "int8")
+    )
+    experts = 8 * 3 * 64 * 64 * config["num_hidden_layers"]
+    itemsize = 2 if config.get("dtype") in ("bfloat16", "float16") else 4
+    for size in ("memory_bytes", "bundle_bytes"):
+        assert native[size] - int8[size] > 0.9 * experts * (itemsize - 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "sentence"),
     [
-        ({"model_type": "gpt_oss"}, 3, "unsupported architecture: "),
+        ({"model_type": "dbrx"}, 3, "unsupported architecture: "),
         ({"hidden_size": -1}, 3, "config.json: "),
         (None, 4, "no such folder"),
     ],

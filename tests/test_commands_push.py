@@ -1,7 +1,5 @@
 """``wisparse push`` and reading a bundle back by its Hub id, as a user does it: one process each, a real bundle."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

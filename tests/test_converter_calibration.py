@@ -1,7 +1,5 @@
 """Calibration tokens: the same source and seed give the same rows; what cannot be used is refused in one sentence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

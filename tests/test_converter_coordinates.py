@@ -1,7 +1,5 @@
 """int4 weights are fitted in the coordinates that cost less, and the report says what both cost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,27 +10,15 @@ from tiny_bundle import tiny_config, write_tiny_model
 
 from wisparse.converter import pipeline
 from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.coordinates import compare_coordinates
+from wisparse.converter.gptq import compare_coordinates
 from wisparse.converter.source import full_config, load_source
 from wisparse.converter.state import Stages
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 
 Run = Callable[..., tuple[int, str, str]]
-OPTIONS = [
-    "--weights",
-    "int4",
-    "--sparsity",
-    "0.3",
-    "--search",
-    "uniform",
-    "--num-samples",
-    "2",
-    "--seq-len",
-    "32",
-    "--device",
-    "cpu",
-]
+OPTIONS = ["--weights", "int4", "--sparsity", "0.3", "--search", "uniform"]
+OPTIONS += ["--num-samples", "2", "--seq-len", "32", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +59,7 @@ def test_the_lower_kl_decides(better: str, model: Path, tmp_path: Path, run: Run
 
 def test_only_int4_is_measured_and_only_where_nobody_chose(model: Path, tmp_path: Path, run: Run, monkeypatch):
     monkeypatch.setattr(pipeline, "compare_coordinates", None)
+    monkeypatch.setattr("wisparse.runtime.forecast._ROUNDS", 1)
     for number, changes in enumerate((["--weights", "int8"], ["--rotation", "pca"], ["--rotation", "none"])):
         assert run("convert", model, "-o", tmp_path / str(number), *OPTIONS, *changes, "-q")[0] == 0
     _, plan, _ = run("convert", model, "-o", tmp_path / "dry", *OPTIONS, "--dry-run", "--json")

@@ -1,7 +1,5 @@
 """Evaluation against figures worked out by hand, transformers and the runtime; what a conversion measures at its end."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Masks on a model's projections, and inside transformers: our runtime's tokens, and nothing broken in what it does."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

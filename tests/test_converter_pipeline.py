@@ -1,7 +1,5 @@
 """The whole conversion on tiny models: what is written, what is refused, what is left behind."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

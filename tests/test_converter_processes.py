@@ -1,7 +1,5 @@
 """Several processes at one conversion: the same result as one, and one message when one of them fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Gradient steps on the joint KL, against autograd over the whole model, and what they are worth on the tiny one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The report says what the recipe says, in the same bytes every time; the figures are drawn from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

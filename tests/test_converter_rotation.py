@@ -1,7 +1,5 @@
 """A rotated model says what its source says, in other numbers; what cannot be turned is left alone, or refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

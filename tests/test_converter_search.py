@@ -1,7 +1,5 @@
 """Searches from end to end on a tiny model, and their final thresholds; quality on the example model."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 from types import SimpleNamespace

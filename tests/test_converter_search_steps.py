@@ -1,7 +1,5 @@
 """The searches as functions of a loss, without a model: budgets, allocation, alpha, greedy, evolution, bisection."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Sensitivities and KL: against autograd on the whole model, against measured KL, and block by block of every family."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from family_cases import make_source

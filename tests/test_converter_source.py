@@ -1,7 +1,5 @@
 """The source's configuration, tokenizer and weights: loaded as transformers has them, or refused in one sentence."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """State survives kills and notices damage; a conversion killed at any moment and run again ends with the same bytes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Column norms, scales, quantiles and the capture of a block's inputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

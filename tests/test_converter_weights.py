@@ -1,7 +1,5 @@
 """Quantising while converting: GPTQ loses less than rounding, a killed run goes on, others load what is written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import chain

@@ -1,7 +1,5 @@
 """From a checkpoint to answers, for every family: converted, verified, decoded dense and sparse like transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 import multiprocessing
 import os
@@ -33,7 +31,7 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 # One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values,
 # experts, and a shared one.
 FEATURES = ("llama", "seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")
-FEATURES += ("qwen3-moe", "qwen3.5-moe")
+FEATURES += ("qwen3-moe", "qwen3.5-moe", "gpt-oss")
 # ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default, with the rotation.
 CASES = [
     pytest.param(name, search, marks=() if search == "uniform" and name in FEATURES else pytest.mark.exhaustive)

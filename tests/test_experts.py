@@ -1,7 +1,5 @@
 """Mixtures of experts: files, refusals, statistics and quantised weights. Families are in test_every_family.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from tiny_bundle import VOCAB, byte_tokenizer
 import wisparse
 from wisparse.converter.pipeline import convert
 from wisparse.converter.sensitivity import drawn_to_pool
-from wisparse.converter.source import full_config
+from wisparse.converter.source import full_config, load_source
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UnsupportedModelError
@@ -114,24 +112,69 @@ def test_few_tokens_of_an_expert_are_drawn_to_all_experts_together() -> None:
     assert torch.allclose(of_all[1], pool.mean().expand(2))
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+def grouped(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source whose projections' inputs are cut into even groups."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    monkeypatch.setitem(EXPERTS, "grouped", (EXPERTS[family][0], {**EXPERTS[family][1], **sizes}))
+    source = make_checkpoint("grouped", folder, vocab_size=VOCAB)
+    byte_tokenizer().save(str(source / "tokenizer.json"))
+    return source
+
+
+@torch.inference_mode()
+def test_four_bit_experts_are_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    source, names = grouped("gpt-oss", tmp_path / "source", monkeypatch), ("gate_up_proj", "down_proj")
+    whole = {f"model.layers.{block}.mlp.experts.{name}": name for block in range(3) for name in names}
+    expected = {}
+
+    def pack(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        for name in whole:
+            experts, k, n = tensors.pop(name).shape
+            blocks = torch.randint(256, (experts, n, k // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 125, (experts, n, k // 32), dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            expected[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+
+    packed = changed(source, tmp_path / "packed", pack)
+    byte_tokenizer().save(str(packed / "tokenizer.json"))
+    how: dict[str, Any] = {"num_samples": 2, "seq_len": 24, "search": "uniform", "rotation": "none", "device": "cpu"}
+    bundle = Bundle.open(convert(packed, tmp_path / "bundle", sparsity=0.5, **how))
+    assert "quantization_config" not in bundle.config_dict
+    for name, made in expected.items():
+        assert torch.equal(bundle.checkpoint.tensor(name), made), name
+    decoder = wisparse.load(bundle.folder, device="cpu", dtype="float32", backend="torch").decoder
+    theirs = hugging_face(bundle.folder)(PROMPT[None]).logits[0]
+    assert (decoder.logits(PROMPT, len(PROMPT)) - theirs).abs().max() < 1e-4
+
+    def damage(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{next(iter(whole))}_scales"][0, 0, 0] = 255
+
+    damaged = Checkpoint.open(changed(packed, tmp_path / "damaged", damage), complete=full_config)
+    with pytest.raises(UnsupportedModelError, match="gate_up_proj: expected MXFP4 scales that are powers of two"):
+        damaged.tensor(next(iter(whole)))
+
+
+@pytest.mark.parametrize(("family", "weights"), [("qwen3-moe", "int8"), ("qwen3-moe", "int4"), ("gpt-oss", "int4")])
 @torch.inference_mode()
 def test_quantised_experts_give_the_tokens_of_transformers(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    family: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
-    monkeypatch.setitem(EXPERTS, "grouped", ("qwen3_moe", {**EXPERTS["qwen3-moe"][1], **sizes}))
-    source = make_checkpoint("grouped", tmp_path / "source", vocab_size=VOCAB)
-    byte_tokenizer().save(str(source / "tokenizer.json"))
+    source = grouped(family, tmp_path / "source", monkeypatch)
     how: dict[str, Any] = {"num_samples": 8, "seq_len": 96, "search": "uniform", "rotation": "none", "device": "cpu"}
     bundle = convert(source, tmp_path / "bundle", sparsity=0.5, weights=weights, **how)
-    assert len(Bundle.open(bundle).checkpoint.quantised) == 3 * 4 + 3 + 2 * 6 * 3
-    if weights == "int4":  # of 24 inputs, some from few tokens
+    routed = {"qwen3-moe": 2 * 6 * 3, "gpt-oss": 3 * 6 * 3}[family]
+    assert len(Bundle.open(bundle).checkpoint.quantised) == 3 * 4 + routed + (3 if family == "qwen3-moe" else 0)
+    if (family, weights) == ("qwen3-moe", "int4"):  # of 24 inputs, some from few tokens
         (said,) = (record.getMessage() for record in caplog.records if "rounded, not fitted" in record.getMessage())
         rounded, total = [int(word) for word in said.split() if word.isdigit()][:2]
         assert total == 24
         assert 0 < rounded < 24
-    expected = hugging_face(bundle)(PROMPT[None]).logits[0]
+    # transformers does not read gpt-oss's experts one by one.
+    theirs = load_source(bundle, device="cpu", bundle=True).model if family == "gpt-oss" else hugging_face(bundle)
+    expected = theirs(PROMPT[None]).logits[0]
     answers = []
     for backend in ("torch", "numba"):
         decoder = wisparse.load(bundle, device="cpu", dtype="float32", backend=backend).decoder

@@ -1,7 +1,5 @@
 """The table of architectures: dimensions read from a config, and configs that must be refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Opening and verifying bundles: one rule of FORMAT.md broken at a time, with digests that fit and that do not."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

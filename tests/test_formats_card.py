@@ -1,7 +1,5 @@
 """The model card, held to the Hub's rules without the Hub, and what is measured of a bundle afterwards."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Reading checkpoints: every architecture and layout, every way a source model can be wrong, safetensors files that lie."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Replacing a folder: whole or not at all, whatever happens in between, and only one of our own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What is given for a model and is none gets a sentence that says what it is; JSON that is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -71,7 +69,7 @@ def test_a_file_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        *(({"model_type": name}, "mixture-of-experts") for name in ("gpt_oss", "glm4_moe", "deepseek_v4", "mellum")),
+        *(({"model_type": name}, "mixture-of-experts") for name in ("dbrx", "glm4_moe", "deepseek_v4", "mellum")),
         ({"model_type": "brand_new", "num_experts": 64}, "'brand_new' is a mixture-of-experts model"),
         ({"model_type": "bert"}, "an encoder, which writes no text"),
         ({"model_type": "t5"}, "an encoder-decoder model"),

@@ -1,7 +1,5 @@
 """Damaged and forged bundles, each refused in one sentence or loaded with its meaning intact."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -43,6 +41,7 @@ def test_hostile_bundles(cases: int, seed: int) -> None:
     assert all(sum(counts.values()) > 0 for counts in summary["by_kind"].values())
 
 
+@pytest.mark.exhaustive
 def test_the_harness_sees_readers_that_check_nothing() -> None:
     summary, _ = _run("-c", CREDULOUS.format(tests=str(TESTS)))
     assert any("other tokens or meaning than the intact bundle" in failure["error"] for failure in summary["failures"])

@@ -1,7 +1,5 @@
 """Push and pull through the real huggingface_hub client, over real HTTP, against a stand-in that fails on demand."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

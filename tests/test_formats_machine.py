@@ -1,7 +1,5 @@
 """Usable and idle cores, and free memory, within the limits of control groups."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

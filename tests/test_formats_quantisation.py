@@ -1,8 +1,6 @@
 """Quantised checkpoints as people publish them: read to the very numbers they stand for, or refused in one sentence; and
 weights rounded to codes, at most half a step away."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Writing bundles: the bytes, the files, and what is left after a failure at any point."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Graded weights: int8 codes in a high and a low plane, read as far as a channel's value is worth."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

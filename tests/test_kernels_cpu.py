@@ -1,7 +1,5 @@
 """The compiled CPU kernels agree with their definition, whatever the shape, type, number of rows and of threads."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

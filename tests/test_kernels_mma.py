@@ -1,7 +1,5 @@
 """The numbers that the tensor cores' products make of codes, worked out from the instructions themselves."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

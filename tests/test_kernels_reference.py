@@ -1,7 +1,5 @@
 """The mask's definition: what is kept, what is dropped, and what happens at the edges."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Which kernel and tile a linear gets, without a GPU: whatever the shape and the chip, its spinning reducers have room."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

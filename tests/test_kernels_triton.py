@@ -1,8 +1,6 @@
 """The Triton kernels: against their twins (interpreted where there is no GPU), and compiled for Hopper; for two more
 generations in the exhaustive run."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

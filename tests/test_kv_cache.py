@@ -1,7 +1,5 @@
 """Keys and values stored in 8 bits: the codes, the back ends' agreement, what it costs and what it saves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

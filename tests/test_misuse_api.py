@@ -1,7 +1,5 @@
 """Misuse from Python: every public argument with what it cannot be gets one sentence that names it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

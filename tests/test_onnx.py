@@ -1,7 +1,5 @@
 """ONNX exports: our runtime's tokens in ONNX Runtime and its peers, the names others expect, and a check that can fail."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

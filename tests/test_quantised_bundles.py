@@ -1,7 +1,5 @@
 """Bundles whose dense weights are quantised: their bytes are the source's, and every program computes the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """`wisparse bench`: the figures hang together, and options that do not fit the machine are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``wisparse generate`` and ``wisparse chat``, as a user runs them."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

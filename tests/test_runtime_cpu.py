@@ -1,7 +1,5 @@
 """The CPU decoder gives what the reference decoder gives, alone and in a batch, on any number of threads."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Bundles on an NVIDIA GPU through the public interface, against the plain PyTorch decoder on the same GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The runtime computes what transformers computes: dense logits, and sparse ones under the same masks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

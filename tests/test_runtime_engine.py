@@ -1,7 +1,5 @@
 """The engine: many requests on one decoder, from many threads, each as if it were alone."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import queue

@@ -1,7 +1,5 @@
 """Generating text: batches, limits, stops, streams, interrupts, long use."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Grammars that would end the process, or hold up every other request: refused, beside requests that are answered."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The harness through our runtime: what it asks for is what the decoder computes, under every prefill policy."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

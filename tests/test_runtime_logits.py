@@ -1,7 +1,5 @@
 """Penalties, bias and log-probabilities against transformers' own and the model's; grammars, whatever they ask for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

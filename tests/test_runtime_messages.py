@@ -1,7 +1,5 @@
 """Anthropic's ``/v1/messages``, asked by Anthropic's own client."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

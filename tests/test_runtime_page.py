@@ -1,7 +1,5 @@
 """The page at ``/``, in a real browser: headless Chromium, spoken to in its DevTools protocol over two pipes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Prompts in chunks, and what is kept of earlier ones: nobody's tokens depend on either."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -206,11 +204,12 @@ ACTIONS = st.lists(
 @given(
     actions=ACTIONS, variant=st.sampled_from(["llama", "phi3-long", "gemma3"]), max_batch=st.integers(1, 3),
     policy=st.sampled_from(["dense", "half", "all"]), turn=st.sampled_from([0.0, 0.25]),
+    together=st.sampled_from([0, 45]),
 )  # fmt: skip
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     bundles: dict[str, Bundle], decoders: dict[tuple[str, int], Decoder], monkeypatch: pytest.MonkeyPatch,
-    actions: list[tuple[Any, ...]], variant: str, policy: str, max_batch: int, turn: float,
+    actions: list[tuple[Any, ...]], variant: str, policy: str, max_batch: int, turn: float, together: int,
 ) -> None:  # fmt: skip
     """Whatever sparsity levels the others name, and the first tokens come in the order of the requests."""
     monkeypatch.setattr("wisparse.runtime.generation.scheduler.TURN_SECONDS", turn)
@@ -218,6 +217,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     if (variant, max_batch) not in decoders:
         decoders[variant, max_batch] = small_chunks(bundle, max_batch=max_batch)
     decoder = decoders[variant, max_batch]
+    decoder.most_together = together
 
     def fresh() -> Scheduler:
         decoder.set_masks(bundle.masks)

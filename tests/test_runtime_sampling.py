@@ -1,7 +1,5 @@
 """Sampling: filters against transformers' own, random numbers that depend on seed and position alone."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

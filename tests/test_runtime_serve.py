@@ -1,7 +1,5 @@
 """The server, driven over a loopback port: by OpenAI's own client, and by raw sockets where a client would not."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import itertools

@@ -1,7 +1,5 @@
 """Speculation changes no token: what a step verifies has the bits of plain steps, whatever the drafts are."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation import scheduler as scheduling
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
-from wisparse.runtime.generation.speculation import Lookup, SpeculativeConfig
+from wisparse.runtime.generation.speculation import Chain, Drafter, Lookup, SpeculativeConfig
 from wisparse.runtime.serve.app import ServeSettings, make_app
 
 CONFIG = SpeculativeConfig()
@@ -73,10 +71,11 @@ def test_a_verified_row_has_the_bits_of_a_plain_step(
     assert torch.equal(other.decode(again)[[0, 2]], plain.decode(again)[[0, 2]])
 
 
-class Drafts:
+class Drafts(Drafter):
     """Drafts of a kind, of a sequence whose answer is known."""
 
     def __init__(self, kind: str, answers: dict[tuple[int, ...], list[int]], tokens: Sequence[int]) -> None:
+        super().__init__(5, (0.0, 0.0))
         prompt = next(one for one in answers if tuple(tokens[: len(one)]) == one)
         self.kind, self.answer, self.done = kind, answers[prompt], len(tokens) - len(prompt)
         self.random = random.Random(0)
@@ -89,9 +88,6 @@ class Drafts:
 
     def take(self, token: int) -> None:
         self.done += 1
-
-    def settle(self, drafted: int, accepted: int, *, undecided: bool = False) -> None:
-        pass
 
 
 REQUESTS: list[dict[str, Any]] = [
@@ -121,7 +117,7 @@ def test_answers_are_those_without(
     plain, _ = answers(None)
     known = {tuple(one.prompt_token_ids): one.output_token_ids for one in plain}
     for kind in ("perfect", "hostile", "random"):
-        monkeypatch.setattr(scheduling, "Lookup", lambda _, __, tokens, kind=kind: Drafts(kind, known, tokens))
+        monkeypatch.setattr(scheduling, "make_drafter", lambda *given, kind=kind: Drafts(kind, known, given[-1]))
         found, scheduler = answers(CONFIG)
         for one, expected in zip(found, plain, strict=True):
             assert one.output_token_ids == expected.output_token_ids
@@ -165,12 +161,52 @@ def test_drafts_follow_what_repeats_and_spare_what_does_not() -> None:
 
 
 @pytest.mark.parametrize(
+    ("variant", "backend", "config", "rate"),
+    [
+        ("llama-bias", "torch", {"sparsity": 0.6}, 0.0),
+        ("llama-bias", "numba", {"sparsity": 0.6}, 0.0),
+        ("gemma3", "numba", {"bits": 4}, 0.3),
+        ("gemma3", "numba", {"bits": 4, "sparsity": 0.6}, 0.0),
+    ],
+)
+def test_a_model_drafts_for_itself(
+    bundles: dict[str, Bundle], variant: str, backend: str, config: dict[str, Any], rate: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its dense answers are those without; at the draft's own level every draft is right, however it is sampled."""
+    monkeypatch.setattr(Chain, "_length", lambda self, rate, most: min(most, 4))
+    for level in (0.0, 0.6):
+        found = []
+        for speculative in (None, {"method": "self", **config}):
+            with wisparse.load(
+                bundles[variant], backend=backend, device="cpu", dtype="float32", sparsity=level, speculative=speculative,
+                max_seq_len=64, max_batch=3,
+            ) as model:  # fmt: skip
+                requests = [
+                    Request(tokens_of(12 + i, i), 20, sampling=SamplingParams(0.8 * (i == 1), seed=i)) for i in range(3)
+                ]
+                scheduler = model.engine.scheduler
+                for request in requests:
+                    scheduler.add(request)
+                while scheduler.busy:
+                    scheduler.step(lambda: False)
+                found.append([request.output_token_ids for request in requests])
+        assert found[0] == found[1]
+        counts = scheduler.stats.drafts
+        assert counts.drafts > 8
+        assert counts.acceptance_rate >= (1.0 if config == {"sparsity": level} else rate)
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ("{", "expected a JSON object"),
-        ('{"method": "eagle3"}', "method: expected one of ngram"),
-        ('{"method": "ngram", "model": "x"}', "draft models and heads"),
+        ('{"method": "medusa"}', "method: expected one of ngram"),
+        ('{"method": "ngram", "model": "x"}', "only the method eagle3"),
         ('{"method": "ngram", "depth": 3}', "'depth': unknown"),
+        ({"method": "self"}, "a level to draft at"),
+        ({"method": "self", "bits": "four"}, "bits: expected a level"),
+        ({"method": "self", "prompt_lookup_min": 3}, "unknown to the method self"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens: expected"),
         ({"method": "ngram", "prompt_lookup_min": 9}, "at most prompt_lookup_max"),
     ],

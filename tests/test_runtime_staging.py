@@ -1,7 +1,5 @@
 """Reading a bundle's tensors part by part onto a GPU, and the layout that its kernels read: the same tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokenizer, streaming, stop strings, and chat templates as transformers renders them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

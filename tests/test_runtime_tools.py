@@ -1,7 +1,5 @@
 """Functions that a model may call: what is asked, what it writes, and what clients are told."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,8 +1,6 @@
 """The plug-in for vLLM: what it decides by itself here, and inside the engine in an environment of its own, named by
 WISPARSE_VLLM_PYTHON; ``.ci/exhaustive`` makes it, with vLLM's engine for CPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

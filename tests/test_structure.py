@@ -81,19 +81,8 @@ def test_light_imports_stay_light() -> None:
 
 
 def test_what_computes_nothing_imports_no_torch(bundle: Path, tmp_path: Path) -> None:
-    verbs = [
-        "advise",
-        "convert",
-        "inspect",
-        "verify",
-        "generate",
-        "chat",
-        "serve",
-        "bench",
-        "eval",
-        "export-onnx",
-        "push",
-    ]
+    from wisparse.cli import _VERBS as verbs
+
     calls: list[tuple[int, list[str]]] = [(0, ["--help"]), *((0, [verb, "--help"]) for verb in verbs)]
     calls += [(2, [verb]) for verb in verbs] + [(2, [verb, str(bundle), "--wrong"]) for verb in verbs]
     calls += [(0, ["inspect", str(bundle)]), (0, ["inspect", str(bundle), "--json"])]
@@ -140,7 +129,6 @@ def test_names_that_are_public() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = wisparse.nonsense
     # Every error is public.
-    import wisparse
     from wisparse.formats import errors
 
     names = {name for name, value in vars(errors).items() if isinstance(value, type)}

@@ -1,7 +1,5 @@
 """Models and bundles of a few kilobytes, made on the fly: every supported architecture, any layout of files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

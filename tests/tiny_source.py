@@ -1,7 +1,5 @@
 """A tiny random Llama as a search sees it; its weights vary by channel, so that masks and scales matter."""
 
-from __future__ import annotations
-
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 

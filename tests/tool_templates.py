@@ -3,8 +3,6 @@
 Each has its family's constructs, where a server can go wrong: what it looks up, refuses, and writes for a call.
 """
 
-from __future__ import annotations
-
 _LLAMA = r"""
 {{- bos_token }}
 {%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}

@@ -4,8 +4,6 @@
     TRITON_INTERPRET=1 python -m pytest tests/triton_cases.py
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """Products of weights in codes against their slow twin. Run as triton_cases.py is."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -5,8 +5,6 @@
 Registers, spills and shared memory are read from the binaries. Run by test_kernels_triton.py, without TRITON_INTERPRET.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -48,8 +46,7 @@ from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel, sum_source
 from wisparse.kernels.gpu.plan import GemvTile, Gpu
-from wisparse.kernels.gpu.reduction import launch_residual_add
-from wisparse.kernels.gpu.rows import launch_activate, launch_combine
+from wisparse.kernels.gpu.reduction import launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
 from wisparse.kernels.gpu.weights import FusedLinear, empty_weight, widen
 
@@ -407,7 +404,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "add scaled": partial(add, norm=hidden[0], scalar=empty(1)),
         "add, then norm": partial(add, next_norm=hidden[0], normed=hidden),
         "activate": partial(launch_activate, empty(64, 28672), "silu"),
-        "combine": partial(launch_combine, KVSplits(*(empty(32, 32, 2, d, dtype=FP32) for d in (128, 1, 1))), BF16),
+        "activate, then mask": partial(launch_activate, empty(64, 28672), "silu", (empty(1, 14336, dtype=FP32), by_row)),
+        "combine": partial(launch_combine, KVSplits(*(empty(32, 32, 2, d, dtype=FP32) for d in (128, 1, 1))), BF16, (by_row, by_row)),
         **{f"widen {kind}": partial(
                widen, empty_weight(kind, 4096, (4096, 1024), group, BF16, META, zeros=kind == "int4"), 1, empty(4096, 1024)
            ) for kind, group in (("int4", 128), ("int8", None), ("fp8", None))},

@@ -2,8 +2,6 @@
 Run as triton_cases.py is; under the interpreter the launches of a graph run one by one."""
 
 # ruff: noqa: C408 (tables of keyword arguments read better)
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +158,29 @@ def test_rows_that_continue_one_another(name: str) -> None:
     follow_on = torch.tensor([2, -1, 3])
     found, expected = fast.step(follow_on, [SamplingParams()] * 3), slow.step(follow_on, [SamplingParams()] * 3)
     assert found[[0, 2]].tolist() == expected[[0, 2]].tolist()
+
+
+@pytest.mark.parametrize("weights", [pytest.param("native", marks=pytest.mark.quick), "int4"])
+def test_a_model_drafts_for_itself(weights: str) -> None:
+    """Drafts are steps of the other level, or of rounded weights; the slots stay as they are."""
+    drafts, dense = make_bundle("llama", 0.5), make_bundle("llama", 0.0)
+    kinds: dict = {"device": DEVICE, "dtype": torch.float32, "max_seq_len": 24, "max_batch": 2}
+    decoder, plain = (CudaDecoder(dense, **kinds) for _ in range(2))
+    decoder.draft_by_steps(drafts, weights)
+    steps = CudaDecoder(drafts, weights=weights, cache=plain._cache, **kinds)
+    settings = [SamplingParams(), SamplingParams(0.8, seed=1)]
+    for one in (decoder, plain):
+        for slot in (0, 1):
+            one.prefill(slot, PROMPT + slot, 9)
+    found = decoder.draft([3, 5], {0: 3, 1: 3}, settings)
+    assert decoder.lengths == [9, 9]
+    expected = [torch.tensor([3, 5])]
+    for _ in range(3):
+        expected.append(steps.step(expected[-1], settings))
+    given = torch.stack(expected, 1).tolist()
+    assert found == {0: given[0][1:], 1: given[1][1:]}
+    plain._cache.lengths[:] = 9, 9
+    assert torch.equal(decoder.verify(given, settings)[1], plain.verify(given, settings)[1])
 
 
 def within_half_precision(fast, slow, exact, run, *, times=3):

@@ -1,7 +1,5 @@
 """The launches of a mixture of experts against slow twins. Run as triton_cases.py is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

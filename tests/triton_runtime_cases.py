@@ -1,8 +1,6 @@
 """``CudaDecoder`` itself against the plain PyTorch decoder: look-ahead, slots, limits, sampling. Run as
 triton_cases.py is; under the interpreter the launches of a graph run one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -171,6 +169,30 @@ def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
     for start, stop in ((0, 9), (9, 30)):
         within_half_precision(fast, slow, exact, lambda d: d.prefill(1, prompt, 30, start=start, stop=stop))  # noqa: B023
     within_half_precision(fast, slow, exact, lambda decoder: decoder.decode(torch.tensor([-1, 5]))[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_short_prompts_are_read_together(family, monkeypatch):
+    """One behind a prefix; with graphs and without; the cache goes on to be decoded from."""
+    monkeypatch.setattr(cuda_prefill, "_ROWS", (16,))
+    monkeypatch.setattr(cuda_prefill, "_ROWS_TOGETHER", (32,))
+    settings = {"family": family, "max_batch": 3, "max_seq_len": 40, "dense": ("_proj",)}
+    fast, launched, slow = (
+        make(cls, dtype=torch.float16, **settings) for cls in (CudaDecoder, CudaDecoder, TorchDecoder)
+    )
+    exact = make(TorchDecoder, dtype=torch.float64, **settings)
+    fast.prepare_prompts()
+    prompts = [(2, torch.arange(15) * 7 % 70, 6), (0, PROMPT, 0), (1, torch.arange(12) * 11 % 70, 0)]
+    for decoder in (fast, launched, slow, exact):
+        decoder.prefill(2, prompts[0][1], 15, stop=6)
+    monkeypatch.setattr(fast, "_read", None)
+    for reader in (fast, launched):
+        assert reader.most_together == 32
+        within_half_precision(reader, slow, exact, lambda decoder: decoder.prefill_together(prompts))
+        assert reader.lengths == [5, 12, 15]
+        within_half_precision(reader, slow, exact, lambda decoder: decoder.decode(torch.tensor([5, 6, 7])))
+        for decoder in (slow, exact):
+            decoder.truncate(2, 6)
 
 
 def test_prompts_are_the_same_with_graphs_and_without(monkeypatch):

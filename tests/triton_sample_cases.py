@@ -1,7 +1,5 @@
 """Sampling on the device against its twin, runtime/decoding/sampling.py. Run as triton_cases.py is."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,8 +1,6 @@
 """Greedy tokens by the Triton back end, in a process of its own: whether kernels are interpreted is settled when they
 are first imported, so nothing here is imported before."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -5,8 +5,6 @@ python tests/vllm_peer.py refusals CASES
 python tests/vllm_peer.py dense PROMPTS BUNDLE
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

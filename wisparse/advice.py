@@ -19,7 +19,7 @@ from wisparse.converter.report import grade_of
 from wisparse.converter.settings import USUAL, USUAL_DEFAULT, ConvertSettings, auto_seq_len
 from wisparse.converter.source import choose_dtype, full_config
 from wisparse.formats.checkpoint import read_config
-from wisparse.formats.errors import UnsupportedModelError, printable
+from wisparse.formats.errors import printable
 from wisparse.formats.machine import available_bytes, choose_device
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.quantization import read_quantisation
@@ -27,7 +27,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.runtime.benchmark import machine, read_bandwidth_gbps, wait
 from wisparse.runtime.forecast import Forecast, forecast
 
-from .console import print_table
+from .options import print_table
 
 # KL(dense || converted) in nats a token of the models of 6.5 and of 37 million parameters, by weight type and sparsity:
 # benchmarks/front.py; int4 at 0 and 30% benchmarks/coordinates.py, above from before its present fit.
@@ -78,9 +78,6 @@ def advise(
     """``folder`` has the config.json of ``model``, as users name it, at ``revision``."""
     stated = full_config(read_config(folder))
     config = ModelConfig.from_dict(stated)
-    if config.architecture.experts is not None:
-        unknown = f"{config.model_type}: speed and quality of models with experts are not foreseen yet"
-        raise UnsupportedModelError(f"{unknown}; convert it, and time the bundle with wisparse bench")
     packings = read_quantisation(stated, config)  # quantised weights stay as they are
     stored = next(iter(packings.values())).kind if packings else None
     context = min(context, config.max_position_embeddings)
@@ -93,7 +90,7 @@ def advise(
         kept = stored if stored in {one.weights for one in found} else "native"
         found = [one for one in found if one.weights == kept]
     native = getattr(torch, config.dtype, torch.float32)
-    shapes = [(projection.out_features, projection.in_features) for projection in config.projections()]
+    shapes = [(one.out_features * max(1, one.experts), one.in_features) for one in config.projections()]
     parameters = sum(map(math.prod, expected_tensors(config).values()))
     if config.tie_word_embeddings:  # the rotation makes two tensors of them
         parameters += config.vocab_size * config.hidden_size

@@ -35,7 +35,7 @@ _VERBS = {
     "push": "Upload a bundle to the Hugging Face Hub.",
 }
 # Verbs that share a module, by the function's name; others are the `command` of the module of their name.
-_MODULES = {"inspect": "bundles", "verify": "bundles", "push": "bundles"}
+_MODULES = {"inspect": "bundles", "verify": "bundles", "push": "bundles", "chat": "generate"}
 
 # Rounds of OpenMP's waiting loop, about 20 to 50 ns each; its own choice is 300,000. A little longer than the time from
 # one decode step to the next, so that these find their threads awake; two threads on one core spin it out every time.

@@ -119,9 +119,9 @@ def _store(x, dim, numbers, scales, at, kind, tag):
 
 
 @dot
-def _attend(q, heads, block, row, start, end, dim, scale, cap, scores, max_len, out, tag):
-    """out = softmax(cap(scale * q k^T)) v for the heads that share one key-value head, at positions start..end. q, out:
-    (heads, dim); row: of the cache of ``block``, a `BlockField`, where the slot's and head's positions begin; scores:
+def _attend(q, heads, first, block, row, start, end, dim, scale, cap, scores, max_len, out, tag):
+    """out = softmax(cap(scale * q k^T)) v for heads from ``first`` on that share one key-value head, at positions
+    start..end. q, out: (heads, dim); row: of the cache of ``block``, a `BlockField`, where the slot's and head's positions begin; scores:
     (heads, max_len), scratch; tag: of what the cache stores."""
     size = size_of(tag)
     keys, values = block[BlockField.KEYS] + row * dim * size, block[BlockField.VALUES] + row * dim * size
@@ -144,10 +144,13 @@ def _attend(q, heads, block, row, start, end, dim, scale, cap, scores, max_len, 
                 s_[i] = soft_cap(s_[i], cap)
     for h in range(heads):
         s_, out_ = floats(scores + 4 * h * max_len), floats(out + 4 * h * dim)
-        top = s_[start]
+        top, total = s_[start], ZERO
         for i in range(start, end):
             top = max(top, s_[i])
-        total = ZERO
+        if block[BlockField.SINKS] != 0:
+            sink = floats(block[BlockField.SINKS])[first + h]
+            top = max(top, sink)
+            total = exp32(sink - top)
         for i in range(start, end):
             e = exp32(s_[i] - top)
             s_[i] = e
@@ -230,15 +233,54 @@ def attention(p, block, part, parts, out, scratch, tag):
             scores, target = p[StepField.SCORES] + 4 * h * max_len, out + 4 * (b * q_size + h * dim)
             if kind == _CODED_AS_INT8:
                 _attend(
-                    scratch, stop - h, block_, row, start, position + 1, dim, scale, cap, scores, max_len, target, _INT8
+                    scratch,
+                    stop - h,
+                    h,
+                    block_,
+                    row,
+                    start,
+                    position + 1,
+                    dim,
+                    scale,
+                    cap,
+                    scores,
+                    max_len,
+                    target,
+                    _INT8,
                 )
             elif kind == _CODED_AS_E4M3:
                 _attend(
-                    scratch, stop - h, block_, row, start, position + 1, dim, scale, cap, scores, max_len, target, _E4M3
+                    scratch,
+                    stop - h,
+                    h,
+                    block_,
+                    row,
+                    start,
+                    position + 1,
+                    dim,
+                    scale,
+                    cap,
+                    scores,
+                    max_len,
+                    target,
+                    _E4M3,
                 )
             else:
                 _attend(
-                    scratch, stop - h, block_, row, start, position + 1, dim, scale, cap, scores, max_len, target, tag
+                    scratch,
+                    stop - h,
+                    h,
+                    block_,
+                    row,
+                    start,
+                    position + 1,
+                    dim,
+                    scale,
+                    cap,
+                    scores,
+                    max_len,
+                    target,
+                    tag,
                 )
             if stride != dim:
                 for i in range(h, stop):

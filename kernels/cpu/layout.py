@@ -26,6 +26,12 @@ class StoredAs(IntEnum):
     E4M3 = 3  # as INT8, of the cache only
 
 
+class MlpActivation(IntEnum):
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED = 2
+
+
 class ScaleType(IntEnum):
     """The type of int4 weights' scales."""
 
@@ -88,6 +94,8 @@ class BlockField(IntEnum):
     SHARED_GATE = 27  # (hidden,) float32
     KEY_SCALES = 28  # (max_batch, kv_heads, max_len) float32 of codes
     VALUE_SCALES = 29
+    SINKS = 30  # (heads,) float32: one more score of each head's softmax; 0: none
+    ROUTER_BIAS = 31  # (EXPERTS,) float32
 
 
 class DeltaField(IntEnum):
@@ -118,6 +126,8 @@ class FloatField(IntEnum):
     RESIDUAL_MULTIPLIER = 4
     LOGITS_MULTIPLIER = 5
     LOGITS_CAP = 6
+    CLAMP_SLOPE = 7  # of the clamped activation
+    CLAMP_LIMIT = 8
 
 
 class DequantizeField(IntEnum):
@@ -157,7 +167,7 @@ class StepField(IntEnum):
     NUM_GATE_UP = 11  # 2, or 1 if fused
     QK_WHOLE = 12  # q and k are normalised as whole vectors, not head by head
     QK_AFTER = 13  # heads are normalised after the rotary embedding, not before
-    GELU = 14  # the MLP's activation is GELU, not SiLU
+    ACTIVATION = 14  # MlpActivation
     GATED = 15  # each head's query is followed by a gate of the same width for the attention's output
     EMBEDDING = 16  # (V, hidden), the base type
     HEAD = 17  # (V, hidden), the base type or int8
@@ -200,6 +210,10 @@ class StepField(IntEnum):
     EXPERT_LENGTH = 51
     CACHED_AS = 52  # StoredAs of keys and values
     OUTPUTS = 53  # (rows,) int64: the row of LOGITS that each row's go to
+    # Hidden states that are kept: the floats before each block's input in a row of TAPS, -1 for none, the last block's
+    # output, and the floats of a row: (blocks + 2,) int64.
+    TAPPED = 54
+    TAPS = 55  # (rows, floats of a row) float32
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:

@@ -9,22 +9,28 @@ from numba.extending import overload
 from .attention import BLOCK_BYTES
 from .barrier import barrier
 from .intrinsics import ONE, ZERO, exact, exp32, floats, span, words
-from .layout import PARTIAL_MORE, BlockField, ProjectionField, StepField
+from .layout import PARTIAL_MORE, BlockField, FloatField, MlpActivation, ProjectionField, StepField
 from .linear import gather, output_rows, project, select
 
 ROW_BYTES = 8 * len(ProjectionField)
 DENSE, EXPERTS = np.int8(0), np.int16(0)  # told apart by their types
 _NONE = np.int64(0)
+_SILU, _CLAMPED = MlpActivation.SILU.value, MlpActivation.CLAMPED.value
 # GELU's tanh approximation: 0.5 x (1 + tanh(t / 2)) = x / (1 + e**-t) with t = sqrt(8 / pi) (x + 0.044715 x**3).
 _GELU_SLOPE, _GELU_CUBIC = np.float32(1.5957691216057308), np.float32(0.044715)
 
 
 @exact
-def activate_times(gate, up, stride, rows, width, gelu):
-    """gate = activation(gate) * up."""
+def activate_times(gate, up, stride, rows, width, activation, constants):
+    """gate = activation(gate) * up; ``clamped``'s up is one larger. constants: FloatField."""
+    slope, limit = constants[FloatField.CLAMP_SLOPE], constants[FloatField.CLAMP_LIMIT]
     for b in range(rows):
         g, u = floats(gate + 4 * b * stride), floats(up + 4 * b * stride)
-        if gelu == 0:
+        if activation == _CLAMPED:
+            for j in range(width):
+                x = min(g[j], limit)
+                g[j] = x / (ONE + exp32(-slope * x)) * (ONE + max(-limit, min(u[j], limit)))
+        elif activation == _SILU:
             for j in range(width):
                 g[j] = g[j] / (ONE + exp32(-g[j])) * u[j]
         else:
@@ -61,7 +67,7 @@ def gate_and_up(p, gate, up, x, rows, lo, hi, part, base_tag):
             row, index, value, count, length, rows, offset + lo, offset + hi, acc if i == 0 else acc_up, acc_stride,
             partial, acc_stride + PARTIAL_MORE, base_tag,
         )  # fmt: skip
-    activate_times(acc, acc_up, acc_stride, rows, hi - lo, p[StepField.GELU])
+    activate_times(acc, acc_up, acc_stride, rows, hi - lo, p[StepField.ACTIVATION], floats(p[StepField.FLOATS]))
 
 
 @exact
@@ -151,6 +157,10 @@ def expert_mlp(p, block, x, part, parts, base_tag):
             block_[BlockField.ROUTER], hidden, first_score, last_score, token, hidden, 1, _NONE, scores,
             p[StepField.SLOTS], _NONE, ZERO,
         )  # fmt: skip
+        if block_[BlockField.ROUTER_BIAS] != 0:
+            scores_, bias = floats(scores), floats(block_[BlockField.ROUTER_BIAS])
+            for e in range(first_score, last_score):
+                scores_[e] += bias[e]
         barrier(team, parts)
 
         choose_experts(scores, total, chosen, block_[BlockField.RENORMALISED], choice)

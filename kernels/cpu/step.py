@@ -49,6 +49,19 @@ def _add(residual, half, length, multiplier):
 
 
 @exact
+def _tap(p, index, residual, rows, hidden):
+    """Keep every row's input of a block for who has asked for it."""
+    if p[StepField.TAPPED] != 0:
+        tapped = words(p[StepField.TAPPED])
+        if tapped[index] >= 0:
+            x, kept = floats(residual), floats(p[StepField.TAPS])
+            for b in range(rows):
+                at = b * tapped[p[StepField.NUM_BLOCKS] + 1] + tapped[index]
+                for j in range(hidden):
+                    kept[at + j] = x[b * hidden + j]
+
+
+@exact
 def _logits(p, x, part, parts, base_tag):
     """This thread's span of every row's logits, multiplied and capped; x: (rows, hidden)."""
     rows, hidden, vocab = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.VOCAB]
@@ -106,6 +119,8 @@ def step(p, base_tag, kind):
         block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
         first, num_qkv, width = block_[BlockField.FIRST], block_[BlockField.NUM_INPUTS], block_[BlockField.INPUT_WIDTH]
         qkv_lo, qkv_hi = span(width, part, parts), span(width, part + 1, parts)
+        if part == 0:
+            _tap(p, block, residual, rows, hidden)
 
         # q, k, v: this thread's columns of all of them together.
         x = _normed(residual, block_[BlockField.ATTENTION_INPUT], rows, hidden, eps, normed)
@@ -164,6 +179,8 @@ def step(p, base_tag, kind):
             for j in range(rows * hidden):
                 r[j] *= scalar
 
+    if part == 0:
+        _tap(p, p[StepField.NUM_BLOCKS], residual, rows, hidden)
     x = _normed(residual, p[StepField.FINAL_NORM], rows, hidden, eps, normed)
     _logits(p, x, part, parts, base_tag)
     barrier(team, parts)

@@ -17,11 +17,12 @@ at once: ``plan`` allows one for each multiprocessor. Where the process may not 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import gdc_wait, rms_normalize
+from .common import KVSplits, gdc_wait, rms_normalize
 
 # All bits set: as a float32 a NaN, though none that arithmetic results in, nor one that is ever stored.
 EMPTY = -1
@@ -251,3 +252,74 @@ def launch_residual_add(
         half, hidden, norm, scalar, ssq, next_norm, normed, eps, multiplier, width, triton.next_power_of_2(width), pdl,
         num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
+
+
+# Between the products of many rows: fewer rows have both inside their products (``channels.load_input``, ``reduce_tile``).
+# Roundings are alike.
+
+Mask = tuple[Tensor, Tensor]  # of a linear that is one projection: scales (1, K), thresholds (1,)
+
+
+@triton.jit
+def _masked(y, k, live, scale_ptr, threshold_ptr):
+    """y, zero where a linear's mask drops channel k; as it is without one."""
+    if scale_ptr is not None:
+        score = tl.abs(y.to(tl.float32)) * tl.load(scale_ptr + k, mask=live, other=0.0)
+        y = tl.where(score < tl.load(threshold_ptr), 0.0, y)
+    return y
+
+
+@triton.jit
+def _activate_kernel(
+    gate_up_ptr, scale_ptr, threshold_ptr, out_ptr, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = gate_up_ptr + row * (2 * WIDTH) + n
+    gate = tl.load(at, mask=n < WIDTH, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)
+    y = _masked(activate(gate, up, dtype, ACTIVATION), n, n < WIDTH, scale_ptr, threshold_ptr)
+    tl.store(out_ptr + row * WIDTH + n, y, mask=n < WIDTH)
+
+
+def launch_activate(gate_up: Tensor, activation: str, mask: Mask | None = None) -> Tensor:
+    """activation(gate) * up, (T, I) of (T, 2 I), then masked; ``silu`` or ``gelu_tanh``."""
+    rows, width = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(2048, triton.next_power_of_2(width))
+    _activate_kernel[(rows, triton.cdiv(width, block))](
+        gate_up, *(mask or (None, None)), out, activation, width, block, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _combine_kernel(
+    splits, scale_ptr, threshold_ptr, out_ptr, HEADS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * SPLITS
+    d = tl.arange(0, D_PAD)
+    m = tl.load(splits.maximum + at)
+    for s in tl.static_range(1, SPLITS):
+        m = tl.maximum(m, tl.load(splits.maximum + at + s))
+    x = tl.zeros((D_PAD,), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for s in tl.static_range(SPLITS):
+        factor = tl.exp2(tl.load(splits.maximum + at + s) - m)
+        total += tl.load(splits.total + at + s) * factor
+        x += tl.load(splits.x + (at + s) * D + d, mask=d < D, other=0.0) * factor
+    y = (x / total).to(out_ptr.dtype.element_ty)
+    y = _masked(y, tl.program_id(0) % HEADS * D + d, d < D, scale_ptr, threshold_ptr)
+    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * D + d, y, mask=d < D)
+
+
+def launch_combine(splits: KVSplits, dtype: torch.dtype, mask: Mask | None = None) -> Tensor:
+    """The attention's output (B, heads * D), then masked."""
+    batch, heads, count, d = splits.x.shape
+    out = torch.empty(batch, heads * d, dtype=dtype, device=splits.x.device)
+    _combine_kernel[(batch * heads,)](
+        splits, *(mask or (None, None)), out, heads, count, d, triton.next_power_of_2(d), num_warps=1
+    )
+    return out

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from wisparse.kernels.cpu.layout import (
     NAMES,
     BlockField,
     DeltaField,
+    MlpActivation,
     ProjectionField,
     StepField,
     StoredAs,
@@ -32,6 +33,7 @@ from wisparse.kernels.cpu.layout import (
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import check_capacity, verified_settings
+from ..decoding.heads import HeadFiles
 from ..decoding.rotary import query_scales, switch_length
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
@@ -52,8 +54,8 @@ class CpuDecoder(TorchDecoder):
     # Each chunk converts the weights once. Products of so many rows have the bits of those of a prefix block.
     prefill_chunk, pieces_under_load = 4 * _PREFIX_BLOCK, 4
 
-    def _load(self, bundle: Bundle, weights: str) -> None:
-        super()._load(bundle, weights)
+    def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
+        super()._load(bundle, weights, cache)
         if any(block.experts for block in self.config.blocks):  # whose products have as many rows as tokens chose them
             self.prefill_chunk, self.pieces_under_load = _PREFIX_BLOCK, 1
         # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
@@ -113,7 +115,21 @@ class CpuDecoder(TorchDecoder):
             for slot, _, length in rows:
                 lengths[slot] = length + 1
             self._sparse_positions += len(rows)
+            self._tell(rows)
         return self._step.logits[: len(tokens)]
+
+    def attach(self, files: HeadFiles) -> None:
+        super().attach(files)
+        self._step.tap(files.taps)
+
+    def _head_dtype(self) -> torch.dtype:
+        return product_dtype(self.dtype)
+
+    def _tell(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        """Give a head that drafts what a step of rows of (slot, token, position) has left for it."""
+        if self.head is not None:
+            slots, tokens, positions = zip(*rows, strict=True)
+            self.head.take(slots, positions, tokens, self._step.taps(len(rows)))
 
     def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
         lengths, rows = self._cache.lengths, []
@@ -126,6 +142,7 @@ class CpuDecoder(TorchDecoder):
                 )
         self._step.run(rows, range(len(rows)))
         self._sparse_positions += len(rows)
+        self._tell(rows)
         logits = self._step.logits[: len(rows)]
         return sample(logits, verified_settings(token_ids, settings), self._verified_positions(token_ids)), logits
 
@@ -147,20 +164,29 @@ class CpuDecoder(TorchDecoder):
         tokens = ids.tolist()
         self._sparse_positions += len(tokens) - first_sparse
         parts = ((tokens[:first_sparse], start, False), (tokens[first_sparse:], start + first_sparse, True))
-        read = [self._step.read(slot, part, at, masked=masked).to(self.dtype) for part, at, masked in parts if part]
+        read = []
+        for part, at, masked in parts:
+            if part:
+                read.append(self._step.read(slot, part, at, masked=masked).to(self.dtype))
+                self._tell([(slot, token, at + i) for i, token in enumerate(part)])
         return torch.cat(read)
 
     @staticmethod
     def _attention(
-        config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None
+        config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None, *sinks: Tensor
     ) -> Tensor:
         """A prefix block of queries at a time: as many scores, and the same bits whatever the chunk."""
         parts = []
         for first in range(0, q.shape[1], _PREFIX_BLOCK):
             some, at = q[:, first : first + _PREFIX_BLOCK], start + first
             stop = at + some.shape[1]
-            parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, window))
+            parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, window, *sinks))
         return torch.cat(parts, 1)
+
+    def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Self:
+        other = super()._with_masks(masks)
+        other._step = Step(other)
+        return other
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         super().set_masks(masks)
@@ -210,7 +236,7 @@ class Step:
         multiplier = torch.tensor(config.embedding_multiplier, dtype=embedding.dtype).item()
         caps = config.attention_softcap or 0.0, config.logits_softcap or 0.0
         floats = [config.rms_norm_eps, config.attention_scale, caps[0], multiplier]  # in the order of FloatField
-        floats += [config.residual_multiplier, config.logits_multiplier, caps[1]]
+        floats += [config.residual_multiplier, config.logits_multiplier, caps[1], *config.clamp]
         self._parameters = self._fill(
             StepField,
             {
@@ -228,7 +254,7 @@ class Step:
                 StepField.NUM_GATE_UP: len(config.architecture.gate_up),
                 StepField.QK_WHOLE: qk_norm is not None and not qk_norm.per_head,
                 StepField.QK_AFTER: qk_norm is not None and qk_norm.per_head and qk_norm.after_rotary,
-                StepField.GELU: config.activation == "gelu_tanh",
+                StepField.ACTIVATION: MlpActivation[config.activation.upper()],
                 StepField.GATED: config.architecture.attention_gate,
                 StepField.EMBEDDING: embedding,
                 StepField.HEAD: output.data,
@@ -245,7 +271,22 @@ class Step:
                 StepField.CACHED_AS: _CACHED_AS[decoder.kv_cache_dtype],
             },
         )
+        self._taps: tuple[int, ...] = ()
         self.take_masks()
+
+    def tap(self, taps: tuple[int, ...]) -> None:
+        """Keep the inputs of these blocks, each once; the number of blocks stands for the last one's output."""
+        self._taps, self._threads, hidden = taps, 0, self._config.hidden_size
+        places = torch.full((self._config.num_blocks + 2,), -1)
+        places[sorted(set(taps))] = torch.arange(len(set(taps))) * hidden
+        places[-1] = len(set(taps)) * hidden
+        self._kept_alive.append(places)
+        self._parameters[StepField.TAPPED] = places.data_ptr()
+
+    def taps(self, rows: int) -> Tensor:
+        """What the last step of so many rows has left: (rows, taps * H) float32, valid until the next."""
+        order, kept = sorted(set(self._taps)), self._buffers[StepField.TAPS][:rows]
+        return kept[:, [order.index(one) for one in self._taps]].flatten(1)
 
     def run(self, rows: Sequence[tuple[int, int, int]], outputs: Sequence[int] = ()) -> None:
         """Append a token to some slots: rows of (slot, token, position); those of one slot in order of position.
@@ -310,6 +351,7 @@ class Step:
                 BlockField.FIRST: first,
                 BlockField.NUM_INPUTS: len(block.qkv),
                 BlockField.INPUT_WIDTH: sum(projection.out_features for projection in block.qkv),
+                BlockField.SINKS: None if block.sinks is None else block.sinks.float(),
                 BlockField.SCALAR: None if block.scalar is None else block.scalar.float(),
             }
             if spec.experts is not None:
@@ -319,6 +361,7 @@ class Step:
                     BlockField.EXPERT_SIZE: spec.experts.intermediate_size,
                     BlockField.RENORMALISED: spec.experts.renormalised,
                     BlockField.ROUTER: None if block.router is None else block.router.float(),
+                    BlockField.ROUTER_BIAS: None if block.router_bias is None else block.router_bias.float(),
                     BlockField.SHARED_SIZE: spec.experts.shared_size,
                     BlockField.SHARED_GATE: None if block.shared_gate is None else block.shared_gate.float(),
                 }
@@ -372,6 +415,7 @@ class Step:
             StepField.COUNTS: counts,
             StepField.SPARE_COUNTS: torch.empty(threads, dtype=torch.int64),
             StepField.SCRATCH: torch.empty(threads * layout[StepField.SCRATCH_BYTES], dtype=torch.uint8),
+            StepField.TAPS: torch.empty(rows, len(set(self._taps)), config.hidden_size),
         }
         for experts in {block.experts for block in config.blocks if block.experts is not None}:  # alike in all blocks
             slots, inner = experts.chosen + 1, max(experts.intermediate_size, experts.shared_size)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from copy import copy
+from typing import ClassVar, Self
 
 import torch
 import triton
@@ -25,6 +26,7 @@ from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, memory_errors
 from ..decoding.decoder import Decoder, OnLogits, check_capacity, verified_settings
+from ..decoding.heads import HeadFiles
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
 from .prefill import (
@@ -39,7 +41,7 @@ from .prefill import (
     run_experts,
     too_little_memory,
 )
-from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for, position_tables
+from .step import MAX_ROWS, DecodeStep, capture, contexts_between, kv_splits_for, position_tables
 from .weights import AnyLinear, CudaWeights, dense_linears, load_weights, put_masks, with_dense
 from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 
@@ -86,19 +88,21 @@ class CudaDecoder(Decoder):
     verify_margin = 0.25
     verifies_alike = False  # rows beside a row change its roundings
     most_verified = MAX_ROWS
+    _drafting: CudaDecoder | None
     _attention = staticmethod(attention)
 
-    def _load(self, bundle: Bundle, weights: str) -> None:
+    def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
         config, device, dtype, max_batch = self.config, self.device, self.dtype, self.max_batch
         self.weights = load_weights(bundle, device, dtype, weights)
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
         first = min(self.max_seq_len, _FIRST_POSITIONS)
-        self._cache = KVCache(config, max_batch, first, device, dtype, self.kv_cache_dtype, buffers=2)
+        self._cache = cache or KVCache(config, max_batch, first, device, dtype, self.kv_cache_dtype, buffers=2)
         self.prefill_chunk = chunk_size(config, dtype)
         self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
         self._prompts = PromptReader(self.weights, config, self._cache, self._tables) if refusal is None else None
+        self.most_together = 0 if self._prompts is None else self._prompts.most_together
         self._steps: dict[_StepKey, DecodeStep] = {}
         # The weights and steps by which linears masks leave dense; now these are in force.
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
@@ -122,6 +126,8 @@ class CudaDecoder(Decoder):
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
+        if config.architecture.sinks:
+            return f"its kernels have neither the attention sinks nor the activation of {config.model_type}"
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
             return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"
@@ -146,13 +152,35 @@ class CudaDecoder(Decoder):
         if self._prompts is not None and stop <= sparse_from and on_logits is None:
             read = self._prompts.read(slot, ids, start, stop, self.prefill_chunk)
             if read is not None:
+                if self.head is not None:
+                    self.head.note([slot] * (stop - start), range(start, stop), ids[start:stop].tolist())
                 return finish_logits(self.config, read)
         return super()._prefill(slot, ids, sparse_from, start, stop, on_logits)
 
     @torch.inference_mode()
+    def prefill_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
+        assert self._prompts is not None
+        self._forget_ahead()
+        self.reserve(max(len(ids) for _, ids, _ in prompts))
+        for slot, _, start in prompts:
+            self._cache.begin(slot, start)
+        logits = self._prompts.read_together(prompts)
+        for slot, ids, _ in prompts:
+            self._cache.lengths[slot] = len(ids)
+        return finish_logits(self.config, logits)
+
+    @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         self._forget_ahead()
-        self._cache.copy(source, target, length)
+        super().copy(source, target, length)
+
+    def attach(self, files: HeadFiles) -> None:
+        super().attach(files)
+        assert self.head is not None
+        self.head.capture = capture
+        if self._prompts is not None:
+            self._prompts.attach(self.head)
+            self.most_together = 0
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
@@ -176,6 +204,8 @@ class CudaDecoder(Decoder):
         on_device = self.dtype in SAMPLED_DTYPES or all(setting.greedy for setting in settings)
         step.place(tokens, positions, slots)
         step.replay(chosen_by if on_device else (), count=counts)
+        if self.head is not None:
+            self.head.note(slots, positions, tokens)
         for slot, one in enumerate(token_ids):
             lengths[slot] += len(one)
         self._decoded += counts * len(rows)
@@ -191,8 +221,9 @@ class CudaDecoder(Decoder):
         key = -1, rows, kv_splits
         if key not in self._steps:
             self._steps[key] = DecodeStep(
-                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits, verifies=True
-            )
+                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits, verifies=True,
+                head=self.head,
+            )  # fmt: skip
         return self._steps[key]
 
     @torch.inference_mode()
@@ -241,7 +272,10 @@ class CudaDecoder(Decoder):
             return
         self._forget_ahead()
         # Captured steps keep the addresses of the smaller cache, and the counts of what their rows have kept.
-        for _, steps in self._by_dense.values():
+        captured = [steps for _, steps in self._by_dense.values()]
+        if self._drafting is not None:
+            captured += [steps for _, steps in self._drafting._by_dense.values()]
+        for steps in captured:
             if self._observe is not None:
                 self._kept_dense += sum(step.counts.weights(but_last=False) for step in steps.values())
             steps.clear()
@@ -249,6 +283,8 @@ class CudaDecoder(Decoder):
             torch.cuda.synchronize(self.device)
         with memory_errors(self.device, f"for a cache of {self.max_batch} x {positions} positions"):
             self._cache.grow(min(max(positions, 2 * held), self.max_seq_len))
+            if self.head is not None:
+                self.head.grow(self._cache.length)
 
     @torch.inference_mode()
     def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
@@ -261,6 +297,8 @@ class CudaDecoder(Decoder):
         for step in self._all_verifying(first, min(last, self._cache.length)):
             for count in {self._observe is not None, self._observe is not None and self._every == 1}:
                 step.prepare(sampled=sampled, count=count)
+        if self._drafting is not None:
+            self._drafting.prepare(slots, first, last, sampled=sampled)
 
     def _all_verifying(self, first: int, last: int) -> list[DecodeStep]:
         """The steps that drafts take while contexts grow from first to last."""
@@ -301,6 +339,8 @@ class CudaDecoder(Decoder):
         steps += self._all_verifying(1, self.max_seq_len)
         counts = {self._observe is not None, self._observe is not None and self._every == 1}
         choices = (False, True) if self.dtype in SAMPLED_DTYPES else (False,)
+        if self._drafting is not None:
+            self._drafting.prepare_batches()
         ways = [(step, sampled, count) for step in dict.fromkeys(steps) for sampled in choices for count in counts]
         if self.device.type == "cuda":
             with compiling_side_by_side():
@@ -308,6 +348,15 @@ class CudaDecoder(Decoder):
                     step.prepare(sampled=sampled, count=count, compile_only=True)
         for step, sampled, count in ways:
             step.prepare(sampled=sampled, count=count)
+
+    @torch.inference_mode()
+    def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Self:
+        other, dense = copy(self), dense_linears(self.config, masks)
+        other.weights, other._steps = with_dense(self.weights, dense, apart=True), {}
+        put_masks(other.weights, self.config, masks)
+        other._blocks, other._by_dense = other.weights.blocks, {dense: (other.weights, other._steps)}
+        other.speculates, other._ahead, other._observe = False, None, None
+        return other
 
     @torch.inference_mode()
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
@@ -348,7 +397,7 @@ class CudaDecoder(Decoder):
         if key not in self._steps:
             kind = DecodeStep if rows <= self._fused_rows else WideStep
             self._steps[key] = kind(
-                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits
+                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits, head=self.head
             )
         return self._steps[key]
 
@@ -399,6 +448,8 @@ class CudaDecoder(Decoder):
     def _append(self, tokens: Sequence[int], *, counted: bool) -> None:
         for slot, token in enumerate(tokens):
             if token >= 0:
+                if self.head is not None:
+                    self.head.note([slot], [self._cache.lengths[slot]], [token])
                 self._cache.lengths[slot] += 1
                 self._decoded += counted
                 self._kept_dense += counted * self._dense_weights

@@ -7,7 +7,7 @@ A graph serves any slot at any position: those are read from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,19 +18,27 @@ from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import compiling_side_by_side, triton_compiling
-from wisparse.kernels.gpu.attention import launch_chunk_attention, launch_store_kv
+from wisparse.kernels.gpu.attention import (
+    Rows,
+    launch_attention,
+    launch_chunk_attention,
+    launch_store_kv,
+    launch_store_rows,
+)
 from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
+from wisparse.kernels.gpu.common import KVSplits
 from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
 from wisparse.kernels.gpu.experts import ExpertLinear, choose_experts
 from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import Gpu, gpu_of
-from wisparse.kernels.gpu.reduction import launch_residual_add
-from wisparse.kernels.gpu.rows import launch_activate
+from wisparse.kernels.gpu.reduction import launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, widen
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
+from ..decoding.decoder import PROMPTS_TOGETHER
+from ..decoding.heads import DraftHead
 from ..decoding.rotary import switch_length
 from ..torch.block import Block, drop_channels, embed
 from ..torch.block import attention as plain_attention
@@ -47,6 +55,8 @@ PIECE = 512
 _FEW = 64
 # Rows of the graphs: a chunk is read by the smallest that it fits into.
 _ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+# Rows of the graphs that read several short prompts together.
+_ROWS_TOGETHER = (32, 128, 512)
 # Up to so many rows are multiplied by codes; widened weights are as fast from 256 on (an H100, 8B shape), 1.9 times as
 # slow with 128.
 _CODE_ROWS = 128
@@ -161,10 +171,12 @@ def too_little_memory(device: torch.device) -> str | None:
 
 
 class _Graph(NamedTuple):
-    """A captured read of up to ``rows`` positions."""
+    """A captured read of up to ``rows`` positions, of one prompt or of several."""
 
     rows: int
-    given: Tensor  # (3 + rows,) int64: slot, first position, number of positions, and their tokens
+    # int64; one: slot, first position, number of positions, and their tokens; several: every row's token, negative for
+    # an idle row, its position and its slot (two vectors of int32), and the last row of each prompt
+    given: Tensor
     replay: Callable[[], object]
 
 
@@ -176,7 +188,13 @@ class PromptReader:
         self._switch = switch_length(config)
         device = weights.embedding.device
         self._logits = Logits.empty(1, config.vocab_size, device)
+        self._prompts = min(PROMPTS_TOGETHER, len(cache.lengths))  # that are read together
+        fitting = -(-len(cache.lengths) * len(tables[0].cos) // 16) * 16
+        self._together_rows = sorted({min(rows, fitting) for rows in _ROWS_TOGETHER}) if self._prompts > 1 else []
+        self._logits_together = Logits.empty(self._prompts, config.vocab_size, device)
         self._graphs: list[_Graph] = []
+        self._together: list[_Graph] = []
+        self._head: DraftHead | None = None
         rotaries = [tables[block.spec.rotary] for block in weights.blocks]
         self._attention = [
             (attention_arguments(config, block, rotary), rotary)
@@ -188,6 +206,11 @@ class PromptReader:
     @property
     def captured(self) -> bool:
         return bool(self._graphs)
+
+    @property
+    def most_together(self) -> int:
+        """Positions that ``read_together`` reads in one call."""
+        return max(self._together_rows, default=0)
 
     @staticmethod
     def refusal(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -202,21 +225,32 @@ class PromptReader:
             return "its values are normalised"
         return None
 
+    def attach(self, head: DraftHead) -> None:
+        """Give a head the hidden states that it reads. Prompts are read one by one then."""
+        self._head, self._together_rows = head, []
+
     def capture(self, chunk: int) -> None:
         """Capture the graphs of up to ``chunk`` rows, largest first: they share memory, as one runs at a time."""
         device, pool = self._weights.embedding.device, None
         if device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
         sizes = sorted({min(rows, chunk) for rows in _ROWS}, reverse=True)
+        ways = [(3 + rows, rows, False) for rows in sizes]
+        ways += [(2 * rows + self._prompts, rows, True) for rows in reversed(self._together_rows)]
         with triton_compiling(2 * len(set(self._config.blocks)) + len(sizes)):
             if device.type == "cuda":
                 different = {block: index for index, block in enumerate(self._config.blocks)}
                 with compiling_side_by_side():
-                    for rows in sizes:
-                        self._launch(torch.zeros(3 + rows, dtype=torch.int64, device=device), different.values())
-            for rows in sizes:
-                given = torch.zeros(3 + rows, dtype=torch.int64, device=device)  # no positions: it writes no cache
-                self._graphs.insert(0, _Graph(rows, given, capture(partial(self._launch, given), device, pool)))
+                    for size, _, several in ways:
+                        given = torch.zeros(size, dtype=torch.int64, device=device)
+                        self._launch(given, different.values(), several=several)
+            for size, rows, several in ways:
+                # No positions, or idle rows: it writes no cache.
+                given = torch.full((size,), -1 if several else 0, device=device)
+                given[rows * several :].zero_()
+                launch = partial(self._launch, given, several=several)
+                graphs = self._together if several else self._graphs
+                graphs.insert(0, _Graph(rows, given, capture(launch, device, pool)))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what the launches before each capture took
 
@@ -240,25 +274,63 @@ class PromptReader:
             start = end
         return self._logits.logit
 
-    def _launch(self, given: Tensor, indices: Iterable[int] | None = None) -> Tensor:
-        """Read the positions that ``given`` says, as a ``_Graph``'s; leaves the last one's logits. ``indices``: of the
-        blocks, if not all are launched."""
+    def read_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
+        """Read several dense prompts to their ends, of each its slot, its tokens and the first position to read, in all up
+        to ``most_together`` positions: (len(prompts), V) as of :meth:`read`."""
+        parts = [(slot, start, ids[start:]) for slot, ids, start in prompts]
+        count, device = sum(len(ids) for *_, ids in parts), self._logits.logit.device
+        rows = next(rows for rows in self._together_rows if count <= rows)
+        given = torch.zeros(2 * rows + self._prompts, dtype=torch.int64)
+        given[:rows] = -1
+        given[:count] = torch.cat([ids for *_, ids in parts])
+        positions, slots = given[rows : 2 * rows].view(torch.int32).view(2, rows)
+        end = 0
+        for index, (slot, start, ids) in enumerate(parts):
+            first, end = end, end + len(ids)
+            positions[first:end] = torch.arange(start, start + len(ids))
+            slots[first:end], given[2 * rows + index] = slot, end - 1
+        graph = next((graph for graph in self._together if graph.rows == rows), None)
+        if graph is None:
+            self._launch(given.to(device, non_blocking=True), several=True)
+        else:
+            graph.given.copy_(given, non_blocking=True)
+            graph.replay()
+        return self._logits_together.logit[: len(prompts)]
+
+    def _launch(self, given: Tensor, indices: Iterable[int] | None = None, *, several: bool = False) -> Tensor:
+        """Read the positions that ``given`` says, as a ``_Graph``'s, of ``several`` prompts or of one; leaves the last
+        one's logits. ``indices``: of the blocks, if not all are launched."""
         config, weights = self._config, self._weights
         blocks, eps = weights.blocks, config.rms_norm_eps
-        hidden = embed(config, weights.embedding, given[3:])
+        tokens, last, logits = given[3:], (given[2:3] - 1).clamp(min=0), self._logits
+        if several:
+            size = (len(given) - self._prompts) // 2
+            tokens, last, logits = given[:size], given[2 * size :], self._logits_together
+            rows = Rows(tokens, *given[size : 2 * size].view(torch.int32).view(2, size))
+        hidden = embed(config, weights.embedding, tokens.clamp(min=0))
         first = blocks[0].attention_input
         n = hidden.clone() if first is None else first(hidden)
         # Measured on an H100 with heads of 128: 412 TFLOPS, 356 with two stages, 321 by torch's flash kernel.
         stages = 3 if self._gpu.arch in (90, 100) and config.blocks[0].head_dim <= 128 else 2
         queries = hidden.new_empty(len(hidden), config.num_heads, config.blocks[0].head_dim)
+        tapped, inputs = () if self._head is None else self._head.taps, [hidden] * (len(blocks) + 1)
+        if several:
+            sums = hidden.new_empty(2, len(hidden), config.num_heads, 1, dtype=torch.float32)
+            splits = KVSplits(queries.new_empty(*sums.shape[1:], queries.shape[2], dtype=torch.float32), *sums)
         for index in range(len(blocks)) if indices is None else indices:
             block = blocks[index]
+            inputs[index] = hidden.clone() if index in tapped else hidden
             qkv = self._products(block.qkv, n)
             slots, (arguments, rotary) = kv_slots(*self._cache.attention[index]), self._attention[index]
             shape, scale = arguments["shape"], arguments["scale"]
-            launch_store_kv(qkv, given, slots, rotary, queries, shape, arguments["norms"])
-            attended = torch.empty_like(queries)
-            launch_chunk_attention(queries, qkv, given, slots, attended, shape, scale, stages=stages)
+            if several:
+                launch_store_rows(qkv, slots, rows, rotary, shape, arguments["norms"])
+                launch_attention(qkv, slots, rows, rotary, splits, **arguments, stored=True)
+                attended = launch_combine(splits, hidden.dtype)
+            else:
+                launch_store_kv(qkv, given, slots, rotary, queries, shape, arguments["norms"])
+                attended = torch.empty_like(queries)
+                launch_chunk_attention(queries, qkv, given, slots, attended, shape, scale, stages=stages)
             half = self._products(block.o, attended.reshape(len(hidden), -1))
             norm, following = block.attention_output, block.mlp_input
             launch_residual_add(
@@ -274,12 +346,16 @@ class PromptReader:
                 half, hidden, None, norm=norm.factors if norm else None, scalar=block.scalar, normed=n, eps=eps,
                 next_norm=following.factors if following else None, multiplier=config.residual_multiplier,
             )  # fmt: skip
-        last = hidden.index_select(0, (given[2:3] - 1).clamp(min=0))
+        if self._head is not None:
+            offsets = torch.arange(len(hidden), device=hidden.device)
+            taps = torch.cat([inputs[tap] for tap in tapped], dim=-1)
+            self._head.keep(given[0].expand_as(offsets), given[1] + offsets, taps, offsets < given[2])
+        ends = hidden.index_select(0, last)
         launch_logits(
-            last, last.float().square().sum(-1, keepdim=True), weights.norm.factors, weights.head, weights.head_scales,
-            self._logits, eps=eps,
+            ends, ends.float().square().sum(-1, keepdim=True), weights.norm.factors, weights.head, weights.head_scales,
+            logits, eps=eps,
         )  # fmt: skip
-        return self._logits.logit
+        return logits.logit
 
     def _products(self, linear: AnyLinear, x: Tensor) -> Tensor:
         """x (T, K) to (T, N), dense."""

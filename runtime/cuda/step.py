@@ -39,6 +39,7 @@ from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, launch_sample
 
 from ..decoding.cache import KVCache
+from ..decoding.heads import DraftHead
 from ..decoding.rotary import Rotary, query_scales
 from ..decoding.sampling import SamplingParams
 from ..torch.block import LINEARS, Block, Norm
@@ -130,11 +131,12 @@ class DecodeStep:
         tiles: dict[str, GemvTile] | None = None,
         kv_splits: int = max(KV_SPLITS.values()),
         verifies: bool = False,
+        head: DraftHead | None = None,
     ) -> None:
         """``tiles`` (qkv, o, gate_up, down) override those that ``plan`` chooses, for measurements. ``verifies``: rows may
-        continue one another."""
+        continue one another. ``head``: is given the hidden states that it reads."""
         self.weights, self.config, self.rows, self._tables = weights, config, rows, tables
-        self._verifies = verifies
+        self._verifies, self._head = verifies, head
         device, dtype = weights.embedding.device, weights.embedding.dtype
         gpu = gpu_of(device)
         self.pdl = gpu.arch >= 90
@@ -165,6 +167,7 @@ class DecodeStep:
         self._ids = torch.full((2, apart), -1, dtype=torch.int64, device=device)[:, :rows]
         self._turn = 0
         self.hidden, self._half = empty(rows, config.hidden_size), empty(rows, config.hidden_size)
+        self._taps = empty(rows, len(head.taps) if head else 0, config.hidden_size)
         # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
         parts = max((plans[role].ssq_parts for plans in self.plans for role in LINEARS), default=1)
         self._ssq = empty(2, rows * parts, kind=torch.float32)
@@ -224,6 +227,9 @@ class DecodeStep:
             multiplier=self._embedding_multiplier,
         )  # fmt: skip
         self._launch_blocks(count, range(len(self.weights.blocks)) if indices is None else indices)
+        if self._head is not None:
+            self._tap(len(self.weights.blocks))
+            self._head.keep(self.slots, self.positions, self._taps.flatten(1), self.tokens >= 0)
         self.launch_logits()
         config, choice = self.config, Choice(self.tokens, self._ids[1 - self._turn], self.positions)
         if sampled and self._sampling is not None:
@@ -237,8 +243,15 @@ class DecodeStep:
 
     def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
         for index in indices:
+            self._tap(index)
             for launch in self.block_launches(index, count=count).values():
                 launch()
+
+    def _tap(self, index: int) -> None:
+        """Keep a block's input for the head, if it reads that."""
+        for at, tap in enumerate(self._head.taps if self._head is not None else ()):
+            if tap == index:
+                self._taps[:, at] = self.hidden
 
     def block_launches(self, index: int, *, count: bool = False) -> dict[str, Callable[[], None]]:
         """One block's launches by name, in order; also for per-kernel timings."""

@@ -264,11 +264,13 @@ def dense_linears(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> t
     return tuple(all(projection.name in read_whole for projection in projections) for projections in linears)
 
 
-def with_dense(weights: CudaWeights, dense: tuple[bool, ...]) -> CudaWeights:
-    """The same weights for such masks: scales and thresholds are shared, no mask is in force."""
+def with_dense(weights: CudaWeights, dense: tuple[bool, ...], *, apart: bool = False) -> CudaWeights:
+    """The same weights for such masks, of which none is in force: scales and thresholds are shared, or lie ``apart``."""
     rest, blocks = iter(dense), []
     for block in weights.blocks:
-        linears = (replace(linear, dense=next(rest)) for linear in block.linears)
+        linears = [replace(linear, dense=next(rest)) for linear in block.linears]
+        if apart:
+            linears = [replace(one, scales=one.scales.clone(), thresholds=one.thresholds.clone()) for one in linears]
         changes: dict[str, Any] = dict(zip(LINEARS, linears, strict=True))
         blocks.append(replace(block, **changes))
     return replace(weights, blocks=blocks)

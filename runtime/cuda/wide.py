@@ -1,7 +1,7 @@
 """A decode step for 17 to 32 rows: cuBLAS multiplies, or ``code_gemm`` codes, and kernels of many rows stand between.
 
-    embed -> [mask, qkv -> attention -> combine, mask, o -> add, norm, mask, gate and up -> activate, mask, down -> add,
-    norm] x blocks -> logits -> next token
+    embed -> [mask, qkv -> attention -> combine and mask, o -> add, norm, mask, gate and up -> activate and mask, down ->
+    add, norm] x blocks -> logits -> next token
 
 Sixteen rows and fewer have their masks, norms and activations inside the products (``step``): each program works out the
 inputs that it reads, which for more rows takes longer than to read the weights.
@@ -9,6 +9,7 @@ inputs that it reads, which for more rows takes longer than to read the weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import cast
 
@@ -21,16 +22,16 @@ from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaTensors, launch_delt
 from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_tile
-from wisparse.kernels.gpu.reduction import launch_residual_add
-from wisparse.kernels.gpu.rows import launch_activate, launch_combine
+from wisparse.kernels.gpu.reduction import Mask, launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
 from ..torch.block import Norm
 from .step import DecodeStep, attention_arguments
-from .weights import CudaWeights
+from .weights import AnyLinear, CudaWeights
 
 WIDE_ROWS = 32
+_MOST_PIECES = 16  # of a batched product
 
 
 def takes_wide_steps(weights: CudaWeights) -> bool:
@@ -59,6 +60,7 @@ class WideStep(DecodeStep):
         first = blocks[0].attention_input
         n = self.hidden.clone() if first is None else first(self.hidden)
         for index in indices:
+            self._tap(index)
             block, ssq = blocks[index], self._sums(index - 1, "down")
             qkv = self._product(index, "qkv", n, count)
             if block.delta is not None:
@@ -75,10 +77,11 @@ class WideStep(DecodeStep):
                     qkv, self._cache[index], rows, rotary, self._attended[index],
                     **attention_arguments(config, block, rotary), stages=self._attention_stages[index],
                 )  # fmt: skip
-                attended = launch_combine(self._attended[index], n.dtype)
+                attended = launch_combine(self._attended[index], n.dtype, _mask_of(block.o))
             last = index + 1 == len(blocks)
             self._add(index, "o", attended, count, block.attention_output, block.mlp_input, n)
-            activated = launch_activate(self._product(index, "gate_up", n, count), config.activation)
+            gate_up = self._product(index, "gate_up", n, count)
+            activated = launch_activate(gate_up, config.activation, _mask_of(block.down))
             following = None if last else blocks[index + 1].attention_input
             self._add(index, "down", activated, count, block.mlp_output, following, n)
 
@@ -94,29 +97,41 @@ class WideStep(DecodeStep):
         )  # fmt: skip
 
     def _product(self, index: int, role: str, x: Tensor, count: bool) -> Tensor:
-        """A linear's masked product of x (rows, K)."""
+        """A linear's masked product of x (rows, K); what o and down read comes masked."""
         linear = cast("FusedLinear", getattr(self.weights.blocks[index], role))
         weight_t, k = linear.weight.data, linear.in_features
         tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors)
-        if linear.dense and tile is not None:
-            return code_gemm(x, linear, self._counter, tile)
-        if linear.dense:
-            y = x @ weight_t[:, : linear.out_features]
-            return y if linear.bias is None else y + linear.bias
         counting = self.counts.of(index, role, self._turn) if count else None
         if counting is not None:
             active = (counting.token >= 0)[:, None]
             for cell, scales, threshold in zip(counting.after, linear.scales, linear.thresholds, strict=True):
                 cell += (keep_mask(x, scales, threshold) & active).sum()
+        masked = role == "down" or (role == "o" and self.weights.blocks[index].delta is None)
+        if linear.dense or masked:
+            if tile is not None:
+                return code_gemm(x, linear, self._counter, tile)
+            y = x @ weight_t[:, : linear.out_features]
+            return y if linear.bias is None else y + linear.bias
         if tile is not None:
-            masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
-            return code_gemm(masked, linear, self._counter, tile)
+            given = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
+            return code_gemm(given, linear, self._counter, tile)
         measured = mask_gemm_tile(self._gpu, k, linear.out_features, len(x))
         if measured is not None and x.dtype != torch.float32:
             return mask_gemm(x, linear, self._all_masked, measured)
-        y = x.new_empty(len(x), linear.out_features)
-        masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
-        for i, (width, one) in enumerate(zip(linear.widths, masked, strict=True)):
-            at = linear.weight.first(i)
-            torch.mm(one, weight_t[:, at : at + width], out=y[:, at : at + width])
+        y, numbers = x.new_empty(len(x), linear.out_features), weight_t[:, : linear.out_features]
+        piece = math.gcd(*linear.widths)
+        copies = [width // piece for width in linear.widths]
+        if 2 < sum(copies) <= _MOST_PIECES:  # of unequal projections, in one launch: 19 us in place of 31 for 8B's qkv
+            given = mask_rows(x, linear.scales, linear.thresholds, self._all_masked, copies=copies)
+            pieces, out = (matrix.unflatten(1, (-1, piece)).transpose(0, 1) for matrix in (numbers, y))
+            torch.bmm(given, pieces, out=out)
+        else:
+            given = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
+            for one, part, out in zip(given, numbers.split(linear.widths, 1), y.split(linear.widths, 1), strict=True):
+                torch.mm(one, part, out=out)
         return y if linear.bias is None else y + linear.bias
+
+
+def _mask_of(linear: AnyLinear) -> Mask | None:
+    """The mask of o or of down; None if it drops nothing."""
+    return None if linear.dense else (linear.scales, linear.thresholds)

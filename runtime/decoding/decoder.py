@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import resource
+import statistics
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,9 +25,13 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
 from ..torch.block import Block, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
+from .heads import DraftHead, HeadFiles
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
+log = logging.getLogger(__name__)
+
+_TIMED_STEPS = 12
 _CACHE_SHARE = 0.25  # of the memory that the weights leave free
 # Where a server chooses its batch, on a GPU: activations and graphs take 1 to 2 GB of the rest.
 _SERVER_CACHE_SHARE = 0.7
@@ -32,6 +39,8 @@ _FEWEST_POSITIONS = 256
 _LOGITS_ROWS = 512  # that are worked out at a time
 _SERVED_POSITIONS = 16384  # that each of a server's slots has room for, before there are more slots
 _MOST_SLOTS = {"cuda": 32, "cpu": 8}
+
+PROMPTS_TOGETHER = 32  # at most, of `prefill_together`
 
 OnLogits = Callable[[Tensor], None] | None
 
@@ -44,21 +53,25 @@ class Decoder(ABC):
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # which of WEIGHT_TYPES it can hold weights as
     prefill_chunk: int  # positions of a prompt that are read together; chunks begin at multiples of it
+    most_together = 0  # positions of short dense prompts that `prefill_together` reads; 0: it cannot
     pieces_under_load = 1  # that a chunk is read in while other sequences wait for their next token
     # The first positions of a slot can serve another prompt up to a multiple of this. Where it is the prefill chunk,
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
     prefix_block_size: int
     # Of a step that verifies drafts, in steps of one token: what it takes beyond one, and for each drafted token.
     verify_costs: tuple[float, float] = (0.0, 1.0)
+    draft_cost: float = 1.0  # of each token that :meth:`draft` gives, in plain steps
     most_verified: ClassVar[int] = 16  # tokens of such a step, of all slots together
     # A verified token is what `decode` gives where the two largest logits are at least so far apart.
     verify_margin: float = 0.0
     verifies_alike: ClassVar[bool] = True  # whether that holds for every token, bit for bit
     speculates = False  # whether drafts will be verified: what that takes is prepared too
     running_ahead = False  # whether the step for the newest tokens is under way already
+    head: DraftHead | None = None  # that drafts
     _embedding: Tensor  # (V, H)
     _blocks: Sequence[Block]
     _cache: KVCache
+    _drafting: Decoder | None = None  # whose steps are drafts: the same slots at another level, or of rounded weights
     _sparse_positions = 0  # that ``_forward`` has read since ``measure_sparsity``
     _attention = staticmethod(attention)
 
@@ -72,21 +85,22 @@ class Decoder(ABC):
         max_batch: int = 1,
         weights: str = "native",
         kv_cache_dtype: str = "auto",
+        cache: KVCache | None = None,
     ) -> None:
         """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``;
-        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``."""
+        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to read and append to."""
         self.config = bundle.config
         self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
-            self._load(bundle, weights)
+            self._load(bundle, weights, cache)
         if self.config.delta_net is not None:  # its state cannot be taken back to an earlier position: none serves
             self.prefix_block_size = max_seq_len + 1
 
     @abstractmethod
-    def _load(self, bundle: Bundle, weights: str) -> None:
-        """Read the weights and allocate the cache."""
+    def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
+        """Read the weights, and allocate the cache unless one is given."""
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
@@ -126,8 +140,14 @@ class Decoder(ABC):
         tables = [rotary.tables(start, stop, total) for rotary in self._rotaries]
         at = Positions(cache, slot, start, tables, query_scales(config, start, stop, self.device))
         x = embed(config, self._embedding, ids)
+        head = self.head if cache is self._cache else None
+        inputs = []
         for index, block in enumerate(self._blocks):
+            inputs.append(x if head is not None and index in head.taps else None)
             x = run_block(config, index, block, x, at, partial(self._apply, block, first_sparse), self._attention)
+        if head is not None:
+            taps = [found for one in head.taps if (found := [*inputs, x][one]) is not None]
+            head.take([slot] * len(ids), range(start, stop), ids.tolist(), torch.cat(taps, dim=-1))
         return x
 
     @abstractmethod
@@ -161,9 +181,16 @@ class Decoder(ABC):
             raise UsageError(f"start, stop: expected 0 <= start < stop <= {total}, found {start} and {stop}")
         self.reserve(stop)
         self._cache.begin(slot, start)
+        if self.head is not None:
+            self.head.begin(slot, start)
         logits = self._prefill(slot, token_ids, sparse_from, start, stop, on_logits)
         self._cache.lengths[slot] = stop
         return logits[0]
+
+    def prefill_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
+        """:meth:`prefill` of several dense prompts, in one pass: of each its slot, its tokens, and where to start; in
+        all at most ``most_together`` positions of ``PROMPTS_TOGETHER``. The last ones' logits (len(prompts), V)."""
+        return torch.stack([self.prefill(slot, ids, len(ids), start=start).clone() for slot, ids, start in prompts])
 
     def _prefill(self, slot: int, ids: Tensor, sparse_from: int, start: int, stop: int, on_logits: OnLogits) -> Tensor:
         """:meth:`prefill`, with its arguments checked: logits (1, V)."""
@@ -219,10 +246,70 @@ class Decoder(ABC):
         logits, positions = torch.stack(rows), self._verified_positions(token_ids)
         return sample(logits, verified_settings(token_ids, settings), positions), logits
 
+    def draft(
+        self, tokens: Sequence[int], counts: Mapping[int, int], settings: Sequence[SamplingParams]
+    ) -> dict[int, list[int]]:
+        """By slot, up to ``counts`` tokens that are likely to follow the newest one, ``tokens`` (of the slots 0..B-1),
+        as ``settings`` choose, or a head without them. The slots stay as they are; :meth:`verify` of the same slots
+        follows."""
+        if self.head is not None:
+            return self.head.draft(self.lengths, tokens, counts)
+        assert self._drafting is not None
+        starts, newest, found = self.lengths, list(tokens), {slot: list[int]() for slot in counts}
+        self.reserve(max(starts[slot] + count for slot, count in counts.items()))
+        for step in range(max(counts.values())):
+            wanted = [step < counts.get(slot, 0) and newest[slot] >= 0 for slot in range(len(tokens))]
+            given = torch.tensor([token if drafts else -1 for token, drafts in zip(newest, wanted, strict=True)])
+            newest = self._drafting.step(given, settings, last=step + 1 == max(counts.values())).tolist()
+            for slot, drafts in enumerate(wanted):
+                if drafts and newest[slot] >= 0:  # negative: no number came out
+                    found[slot].append(newest[slot])
+        for slot in counts:
+            self.truncate(slot, starts[slot])
+        return {slot: draft for slot, draft in found.items() if draft}
+
+    def draft_by_steps(self, bundle: Bundle, weights: str) -> None:
+        """Let :meth:`draft` take steps with the masks of ``bundle`` and weights rounded as ``weights`` says; ``native``:
+        the decoder's own. Measures what they cost; the slots must be empty."""
+        if weights == "native":
+            self._drafting = self._with_masks(bundle.masks)
+        else:
+            self._drafting = type(self)(
+                bundle, device=self.device, dtype=self.dtype, max_seq_len=self.max_seq_len, max_batch=self.max_batch,
+                weights=weights, kv_cache_dtype=self.kv_cache_dtype, cache=self._cache,
+            )  # fmt: skip
+        medians = []
+        for decoder in (self._drafting, self):
+            seconds, token = [], torch.zeros(1, dtype=torch.int64)
+            steps = min(_TIMED_STEPS, self.max_seq_len)
+            for step in range(steps):
+                began = time.perf_counter()
+                token = decoder.step(token, [SamplingParams()], last=step + 1 == steps).clamp(min=0)
+                seconds.append(time.perf_counter() - began)
+            self.truncate(0, 0)
+            medians.append(statistics.median(seconds))
+        self.draft_cost = medians[0] / medians[1]
+        log.info("a drafted token takes %.2f of a step", self.draft_cost)
+
+    @abstractmethod
+    def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Decoder:
+        """A decoder of the same weights and slots by other masks; it counts nothing."""
+
     def _verified_positions(self, token_ids: Sequence[Sequence[int]]) -> list[int]:
         """After the append: where each token is that follows."""
         ends = zip(self._cache.lengths, token_ids, strict=False)
         return [position for end, tokens in ends for position in range(end - len(tokens) + 1, end + 1)]
+
+    def attach(self, files: HeadFiles) -> None:
+        """Load a head that drafts; before any slot is filled."""
+        self.head = DraftHead(
+            files, self._embedding, self.max_batch, (self._cache.length, self.max_seq_len), self.device,
+            self._head_dtype(),
+        )  # fmt: skip
+        self.draft_cost = self.head.bytes_read() / max(sum(self.bytes_read()), 1)
+
+    def _head_dtype(self) -> torch.dtype:
+        return self.dtype
 
     def truncate(self, slot: int, length: int) -> None:
         """Take the last tokens of a slot back."""
@@ -232,6 +319,8 @@ class Decoder(ABC):
     def copy(self, source: int, target: int, length: int) -> None:
         """Fill a slot with the first ``length`` positions of another one."""
         self._cache.copy(source, target, length)
+        if self.head is not None:
+            self.head.copy(source, target, length)
 
     def reserve(self, positions: int) -> None:
         """Make room for so many positions in every slot ahead; without it room is made as sequences grow."""

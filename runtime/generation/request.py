@@ -19,7 +19,7 @@ from ..decoding.sampling import SamplingParams
 from ..tokenizer import Detokenizer, StopStrings
 from .grammar import Constraint, Grammar
 from .logits import LogitsProcessor, TokenScore
-from .speculation import DraftCounts, Lookup
+from .speculation import DraftCounts, Drafter
 
 F = TypeVar("F", bound=Callable[..., Any])
 Message = Mapping[str, Any]
@@ -257,7 +257,7 @@ class Request:
     first_token_time: float = field(default=0.0, init=False)
     last_token_time: float = field(default=0.0, init=False)
     processor: LogitsProcessor = field(init=False, repr=False)  # by the scheduler
-    lookup: Lookup | None = field(default=None, init=False, repr=False)
+    drafter: Drafter | None = field(default=None, init=False, repr=False)
     drafts: DraftCounts = field(default_factory=DraftCounts, init=False)
 
     deliver: Callable[[Chunk | WisparseError], None] = field(init=False, repr=False)  # these four by the engine

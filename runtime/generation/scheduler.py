@@ -17,12 +17,12 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.weight_types import sparse_from
 
-from ..decoding.decoder import Decoder, check_prompt, next_chunk
+from ..decoding.decoder import PROMPTS_TOGETHER, Decoder, check_prompt, next_chunk
 from ..decoding.rotary import switch_length
 from ..decoding.sampling import SamplingParams, sample
 from .logits import LogitsProcessor, score_tokens
 from .request import Request
-from .speculation import DraftCounts, Lookup, SpeculativeConfig
+from .speculation import DraftCounts, SpeculativeConfig, make_drafter
 
 _IDLE = SamplingParams()
 # Tokens decoded within this time are delivered together: delivering one costs a tenth of a small model's step.
@@ -228,7 +228,7 @@ class Scheduler:
             if self.prefilling.needs_prompt_scores:
                 size = min(size, _SCORE_CHUNK)
             if alone or self._prefilled < size:
-                advanced = self._prefill_chunk(self.prefilling, size)
+                advanced = self._prefill_together(size) or self._prefill_chunk(self.prefilling, size)
                 self._step_ended = time.perf_counter()
                 return advanced
         self._prefilled = 0
@@ -279,6 +279,44 @@ class Scheduler:
         request.num_computed_tokens = length
         self._sequence = torch.tensor(tokens, dtype=torch.int64)
         self.prefilling, self._culprits = request, []
+
+    def _prefill_together(self, size: int) -> list[Request]:
+        """Read the prompt that is being prefilled beside others that wait, up to ``size`` positions, if all are short; one
+        alone is not read."""
+        request, room, together = self.prefilling, min(size, self.decoder.most_together), []
+        longest = min(self.decoder.most_together // 2, self._switch or self.decoder.most_together)
+
+        def joins(other: Request) -> bool:
+            count = len(other.prompt_token_ids)
+            dense = sparse_from(other.prefill, count) == count and not other.output_token_ids
+            return dense and count <= min(longest, room) and not other.needs_prompt_scores
+
+        if request is None or not (joins(request) and self.waiting and joins(self.waiting[0]) and None in self.slots):
+            return []
+        while request is not None:
+            together.append((request, self._sequence))
+            room -= len(self._sequence)
+            follows = (
+                self.waiting and None in self.slots and len(together) < PROMPTS_TOGETHER and joins(self.waiting[0])
+            )
+            request = None
+            if follows:
+                self._admit()
+                request = self.prefilling
+        requests = self._culprits = [request for request, _ in together]
+        prompts = [(self.slots.index(one), sequence, one.num_computed_tokens) for one, sequence in together]
+        logits = self.decoder.prefill_together(prompts)
+        totals = [len(sequence) for _, sequence in together]
+        for one, (slot, _, start), total in zip(requests, prompts, totals, strict=True):
+            self.prefixes.note(slot, list(one.prompt_token_ids), total, total, one.sparsity)
+            self._prefilled += total - start
+            one.num_computed_tokens = total
+        chosen = self._sample(logits, requests, totals)
+        self.prefilling = None
+        for one, token in zip(requests, chosen, strict=True):
+            self._append(one, token, time.perf_counter())
+        self._culprits = []
+        return requests
 
     def _prefill_chunk(self, request: Request, size: int) -> list[Request]:
         """Compute positions up to the next multiple of ``size``; after the last of them sample a token."""
@@ -346,8 +384,8 @@ class Scheduler:
                 now = time.perf_counter()
                 for request, token in zip(rows, chosen, strict=True):
                     if request is not None:
-                        if request.lookup is not None:
-                            request.lookup.settle(0, 0)
+                        if request.drafter is not None:
+                            request.drafter.settle(0, 0)
                         self._append(request, token, now)
                         self.stats.tokens += 1
             now = time.perf_counter()
@@ -359,7 +397,8 @@ class Scheduler:
             tokens = device_tokens if len(running) == len(rows) and not verified else _last_tokens(rows)
 
     def _drafts(self, rows: Sequence[Request | None]) -> dict[int, list[int]]:
-        """By slot, the drafts of those rows that have one, as many as a step verifies beside every row's own token."""
+        """By slot, the drafts of those rows that have one, as many as a step verifies beside every row's own token; those
+        of a drafter that asks are yet to be made."""
         drafts: dict[int, list[int]] = {}
         if self.speculative is None or self.prefilling is not None:
             return drafts
@@ -367,13 +406,14 @@ class Scheduler:
         for slot, request in enumerate(rows):
             if request is None or not request.speculative:
                 continue
-            if request.lookup is None:
+            if request.drafter is None:
                 tokens = [*request.prompt_token_ids, *request.output_token_ids]
-                request.lookup = Lookup(self.speculative, self.decoder.verify_costs, tokens)
+                costs = self.decoder.verify_costs, self.decoder.draft_cost
+                request.drafter = make_drafter(self.speculative, *costs, tokens)
             most = request.most_positions - request.num_tokens
             if self._switch is not None and request.num_tokens <= self._switch:
                 most = min(most, self._switch - request.num_tokens)
-            if draft := request.lookup.propose(min(most, room)):
+            if draft := request.drafter.propose(min(most, room)):
                 drafts[slot] = draft
                 room -= len(draft)
         return drafts
@@ -381,9 +421,11 @@ class Scheduler:
     def _verify(self, rows: Sequence[Request | None], drafts: dict[int, list[int]]) -> None:
         """A step that reads every row's newest token and its draft. What a row's sampling chooses behind a token is taken;
         where it is what the draft has next, so is what follows that."""
-        starts = self.decoder.lengths
+        starts, settings = self.decoder.lengths, [request.sampling if request else _IDLE for request in rows]
+        asked = {i: len(draft) for i, draft in drafts.items() if (one := rows[i]) and one.drafter and one.drafter.asks}
+        if asked:
+            drafts = drafts | self.decoder.draft(_last_tokens(rows).tolist(), asked, settings)
         given = [[one.output_token_ids[-1], *drafts.get(slot, ())] if one else [] for slot, one in enumerate(rows)]
-        settings = [request.sampling if request else _IDLE for request in rows]
         device_tokens, logits = self.decoder.verify(given, settings)
         chosen, now, margin = device_tokens.tolist(), time.perf_counter(), self.decoder.verify_margin
         close = _closest(logits, margin) if margin else [False] * len(chosen)
@@ -412,8 +454,8 @@ class Scheduler:
                 accepted = sum(map(eq, draft, request.output_token_ids[len(request.output_token_ids) - taken :]))
                 for counts in (request.drafts, self.stats.drafts):
                     counts.add(len(draft), accepted)
-            if request.lookup is not None:
-                request.lookup.settle(len(draft), taken - 1, undecided=undecided)
+            if request.drafter is not None:
+                request.drafter.settle(len(draft), taken - 1, undecided=undecided)
 
     def _sample(self, logits: Tensor, rows: Sequence[Request | None], positions: Sequence[int]) -> list[int]:
         """The next token of each row of logits (B, V); scored by the unchanged logits where that is asked for."""
@@ -448,8 +490,8 @@ class Scheduler:
         request.last_token_time = now
         request.output_token_ids.append(token)
         request.processor.take(token)
-        if request.lookup is not None:
-            request.lookup.take(token)
+        if request.drafter is not None:
+            request.drafter.take(token)
         if token in request.stop_token_ids:
             self.finish(request, "stop")
         elif request.num_tokens - 1 == request.most_positions:

@@ -22,8 +22,11 @@ DONE = b"data: [DONE]\n\n"
 _MIN_LOGPROB = -9999.0  # for minus infinity, as OpenAI has it
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would make one at every call
+
+
 def to_json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _JSON.encode(value).encode()
 
 
 class ThinkParser:

@@ -35,6 +35,7 @@ from .transport import EventStream, Metrics, http_server, set_up, unless_disconn
 
 # Events of a stream are sent this often at most, unless an answer ends: a screen shows no more.
 FLUSH_SECONDS = 1 / 60
+_EVENT_SECONDS = 0.001  # for each stream at least: an event takes the event loop a fifth of it
 _COLLECT_SECONDS = 1.0
 _MEASURED_STEPS = 16  # one step of so many has its dropped channels counted, for /metrics
 _MAX_FILES = 1 << 16
@@ -195,9 +196,9 @@ class AnswerQueue:
         until ``gather_seconds`` (None: FLUSH_SECONDS) after the last call's return, unless an answer ends."""
         until = self._taken + (FLUSH_SECONDS if gather_seconds is None else gather_seconds)
         if until > self._loop.time():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
-                    await self._woken.wait()
+            timer = self._loop.call_at(until, self._woken.set)  # a quarter of what asyncio.timeout takes
+            await self._woken.wait()
+            timer.cancel()
         self._waiting = True
         while not self._items:
             self._woken.clear()
@@ -240,6 +241,7 @@ class Server:
         self._engine = model.engine
         self._encoder = Encoder(model, settings.name)
         self._created = int(time.time())
+        self._streams = 0  # answers that are being streamed
         self._texts = ThreadPoolExecutor(1, "wisparse-text")
         self._grammars = ThreadPoolExecutor(_GRAMMAR_THREADS, "wisparse-grammar")
         self.metrics = Metrics(lambda: self._engine.state)
@@ -331,15 +333,19 @@ class Server:
     async def _events(
         self, answers: AnswerQueue, items: list[tuple[int, Chunk]], formatter: Formatter, copies: int
     ) -> AsyncIterator[bytes]:
+        self._streams += 1
         try:
             run = asyncio.get_running_loop().run_in_executor
             yield formatter.start() + await run(self._texts, formatter.events, items)
             while not answers.done:
-                yield formatter.events(await answers.next())
+                gather_seconds = max(FLUSH_SECONDS, self._streams * _EVENT_SECONDS)
+                yield formatter.events(await answers.next(gather_seconds))
             self.metrics.cached_tokens.inc(cached_tokens(answers.answers, copies))
             yield formatter.end(answers.answers)
         except Exception as error:  # the status is out already
             yield formatter.failure(as_api_error(error))
+        finally:
+            self._streams -= 1
 
     async def health(self) -> dict[str, str]:
         return {"status": "ok"}

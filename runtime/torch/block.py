@@ -56,7 +56,8 @@ class MaskedLinear:
         name, self.in_features, self.out_features = projection.name, projection.in_features, projection.out_features
         self.weight, self.low = weight if isinstance(weight, tuple) else (weight, None)
         self.name, self._device, self.planes = name, device, len(bundle.masks[name].plane_thresholds) or 1
-        self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if projection.bias else None
+        part = projection.parts[expert]
+        self.bias = bundle.checkpoint.tensor(f"{part}.bias", device).to(dtype) if projection.bias else None
         self.kept: Tensor | None = None  # () int64 while kept channels, or planes of them, are counted
         self.set_mask(bundle.masks[name])
 
@@ -177,8 +178,10 @@ class Block(Generic[Linear]):
     k_norm: Norm | None = None
     delta: DeltaWeights | None = None  # of a recurrent block
     scalar: Tensor | None = None  # (1,), multiplies the block's output
-    # Of a block with experts: (E, H), and of an expert for every token its linears and gate (1, H).
+    sinks: Tensor | None = None  # (num_heads,), one more score of each head's softmax
+    # Of a block with experts: (E, H), (E,), and of an expert for every token its linears and gate (1, H).
     router: Tensor | None = None
+    router_bias: Tensor | None = None
     shared_gate_up: Linear | None = None
     shared_down: Linear | None = None
     shared_gate: Tensor | None = None
@@ -198,8 +201,12 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
     found = {field: f"{prefix}{name}.weight" for field, name in norms.items() if name is not None}
     if config.delta_net is not None and block.recurrent:
         found |= {name: f"{prefix}linear_attn.{name}" for name in config.delta_net.tensors(config.hidden_size)}
+    if arch.sinks:
+        found["sinks"] = f"{prefix}self_attn.sinks"
     if block.experts is not None:
         found["router"] = prefix + block.experts.router
+        if block.experts.router_bias is not None:
+            found["router_bias"] = prefix + block.experts.router_bias
         if block.experts.shared_size:
             found["shared_gate"] = prefix + block.experts.shared_gate
     return found if arch.block_scalar is None else found | {"scalar": prefix + arch.block_scalar}
@@ -213,7 +220,7 @@ def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) ->
         names = {"a": "in_proj_a.weight", "b": "in_proj_b.weight", "kernel": "conv1d.weight", "log_rate": "A_log"}
         names |= {"dt_bias": "dt_bias", "norm": "norm.weight"}
         delta = DeltaWeights(config.delta_net, eps=eps, **{field: tensors.pop(name) for field, name in names.items()})
-    plain, offset = ("scalar", "router", "shared_gate"), config.architecture.norm_offset
+    plain, offset = ("scalar", "sinks", "router", "router_bias", "shared_gate"), config.architecture.norm_offset
     norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items() if field not in plain}
     return {"spec": config.blocks[index], "delta": delta, **norms} | {name: tensors.get(name) for name in plain}
 
@@ -229,7 +236,15 @@ class Positions:
     scales: Tensor | None  # (T,), multiply the queries
 
 
-def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
+def attention(
+    config: ModelConfig,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: int,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of the positions from ``start`` on, each over itself and at most window - 1 before it. q
     (num_heads, T, head_dim); keys, values (num_kv_heads, start + T, head_dim); returns (num_heads, T, head_dim)."""
     count, stop = q.shape[1], keys.shape[1]
@@ -239,12 +254,15 @@ def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, star
     if count > 1:  # (T, stop - first) bool, True where attended
         ahead = torch.arange(first, stop, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
         mask = ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
-    if config.attention_softcap is not None:  # torch's own attention has no cap on scores
+    if config.attention_softcap is not None or sinks is not None:  # torch's own attention has neither
         keys, values = (x.repeat_interleave(q.shape[0] // len(x), dim=0) for x in (keys, values))
         scores = soft_cap(q @ keys.transpose(1, 2) * config.attention_scale, config.attention_softcap)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        return scores.softmax(dim=-1, dtype=float_dtype(q.dtype)).to(q.dtype) @ values
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, count, 1)), dim=-1)
+        shares = scores.softmax(dim=-1, dtype=float_dtype(q.dtype)).to(q.dtype)
+        return shares[..., : keys.shape[1]] @ values
     gqa = q.shape[0] != keys.shape[0]
     return functional.scaled_dot_product_attention(
         q[None], keys[None], values[None], attn_mask=mask, scale=config.attention_scale, enable_gqa=gqa
@@ -258,7 +276,7 @@ def run_block(
     x: Tensor,
     at: Positions,
     apply: Callable[[str, Tensor], Sequence[Tensor]],
-    attend: Callable[[ModelConfig, Tensor, Tensor, Tensor, int, int | None], Tensor],
+    attend: Callable[..., Tensor],
 ) -> Tensor:
     """One block: x (T, H) to (T, H), filling the cache. ``apply`` runs the projections that share an input, ``qkv``,
     ``o``, ``gate_up`` or ``down``: (T, K) to the output of each, or to one tensor with them side by side; in a block with
@@ -293,7 +311,8 @@ def run_block(
     if at.scales is not None:
         q = q * at.scales[:, None].to(q.dtype)
     keys, values = at.cache.write(index, at.slot, at.start, k, v)
-    attended = attend(config, q, keys, values, at.start, spec.window).transpose(0, 1).reshape(len(x), -1)
+    sinks = () if block.sinks is None else (block.sinks,)
+    attended = attend(config, q, keys, values, at.start, spec.window, *sinks).transpose(0, 1).reshape(len(x), -1)
     return finish_block(config, block, x, attended if gates is None else attended * gates.sigmoid(), apply)
 
 
@@ -323,6 +342,10 @@ def finish_block(
 
 
 def activate(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
+    if config.activation == "clamped":
+        slope, limit = config.clamp
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * slope))
     return up * (functional.silu(gate) if config.activation == "silu" else functional.gelu(gate, approximate="tanh"))
 
 

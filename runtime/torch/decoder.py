@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class TorchDecoder(Decoder):
     prefill_chunk = prefix_block_size = 128
     _blocks: list[Block[list[MaskedLinear]]]
 
-    def _load(self, bundle: Bundle, weights: str) -> None:
+    def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
         config, device, dtype = self.config, self.device, self.dtype
         read = self._read_matrices(bundle, weights)
 
@@ -42,7 +43,8 @@ class TorchDecoder(Decoder):
             linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), projections, strict=False))
             blocks.append(Block(**read_spec(config, index, read_tensor), **linears))
         self._norm = Norm(read_tensor("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
-        self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype)
+        size = self.max_batch, self.max_seq_len
+        self._cache = cache or KVCache(config, *size, device, dtype, self.kv_cache_dtype)
         self._projections = [projection for block in blocks for linear in block.linears for projection in linear]
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
@@ -100,6 +102,21 @@ class TorchDecoder(Decoder):
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         for projection in self._projections:
             projection.set_mask(masks[projection.name])
+
+    def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Self:
+        other = copy(self)
+        other._blocks, other._projections = [], []
+        for block in self._blocks:
+            linears: dict[str, Any] = {
+                role: [copy(one) for one in linear]
+                for role, linear in zip((*LINEARS, *SHARED), block.linears, strict=False)
+            }
+            other._blocks.append(replace(block, **linears))
+            other._projections += [one for linear in linears.values() for one in linear]
+        for projection in other._projections:
+            projection.kept = None
+            projection.set_mask(masks[projection.name])
+        return other
 
     def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
         self._sparse_positions = 0

@@ -8,8 +8,7 @@ import click
 
 from wisparse.formats.hub import fetch_source, require_place
 
-from ..console import FOLDER_OR_ID
-from ..options import option_table, set_up_logging
+from ..options import FOLDER_OR_ID, option_table, set_up_logging
 
 
 @click.command("advise", context_settings={"show_default": True})

@@ -12,12 +12,13 @@ import click
 from wisparse.formats.errors import UsageError
 from wisparse.formats.machine import choose_device
 
-from ..console import FOLDER_OR_ID, print_table
 from ..options import (
+    FOLDER_OR_ID,
     device_options,
     folders_to_save,
     open_bundle,
     option_table,
+    print_table,
     save_option,
     save_to,
     set_up_logging,

@@ -14,8 +14,7 @@ from wisparse.formats.errors import AccessError, UsageError, printable
 from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted
 from wisparse.formats.manifest import level_name
 
-from ..console import FOLDER, FOLDER_OR_ID, print_table
-from ..options import revision_option
+from ..options import FOLDER, FOLDER_OR_ID, print_table, revision_option
 
 
 @click.command("inspect")

@@ -18,7 +18,7 @@ from wisparse.formats.hub import require_place
 from wisparse.formats.machine import idle_cores, torchrun_place, usable_cores
 from wisparse.formats.manifest import level_name
 
-from ..console import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, Dtype, print_rows, stacked
+from ..options import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, Dtype, print_rows, stacked
 
 if TYPE_CHECKING:
     from wisparse.converter.pipeline import Conversion

@@ -20,8 +20,18 @@ from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.manifest import level_name
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
-from ..console import FILE_OR_ID, FOLDER_OR_ID, print_table
-from ..options import backend_of, device_options, folders_to_save, option_table, save_option, save_to, set_up_logging
+from ..options import (
+    FILE_OR_ID,
+    FOLDER_OR_ID,
+    backend_of,
+    device_options,
+    folders_to_save,
+    option_table,
+    print_table,
+    save_option,
+    save_to,
+    set_up_logging,
+)
 
 if TYPE_CHECKING:
     from wisparse.converter.calibration import CalibrationTokens

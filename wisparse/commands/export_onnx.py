@@ -14,8 +14,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.folder import check_target
 from wisparse.formats.guard import text
 
-from ..console import FOLDER_OR_ID, NEW_FOLDER
-from ..options import open_bundle, option_table, revision_option
+from ..options import FOLDER_OR_ID, NEW_FOLDER, open_bundle, option_table, revision_option
 
 
 @click.command("export-onnx")

@@ -14,8 +14,7 @@ import click
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import shown
 
-from ..console import FOLDER_OR_ID
-from ..options import loading_options, open_bundle, option_table, set_up_logging, speculative_option
+from ..options import FOLDER_OR_ID, loading_options, open_bundle, option_table, set_up_logging, speculative_option
 from .generate import read_text
 
 _KEY = "WISPARSE_API_KEY"

@@ -1,0 +1,320 @@
+"""Heads that draft: one block that guesses from the model's hidden states which tokens follow, a chain of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import DTYPES, MAX_CONFIG_BYTES, Entry, TensorFile, open_files
+from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.guard import read_json
+from wisparse.formats.hub import fetch_source
+from wisparse.formats.model_config import ModelConfig, dimension
+
+from ..torch.block import Block, Norm, finish_block
+from .cache import KVCache
+from .rotary import Rotary, rotate
+
+_CHUNK = 128  # positions of a prompt that the head reads together
+_CONTEXT = 512  # the fewest positions that a captured draft attends to
+_MAPS = ("d2t", "t2d")
+# What some heads are stated to do, and is not known here.
+_UNKNOWN = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias", "bias")
+_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """A checked EAGLE-3 head on disk; no weight of it is read yet."""
+
+    name: str
+    config: ModelConfig  # as of a Llama of one block
+    taps: tuple[int, ...]  # it reads the inputs of these blocks; the number of blocks stands for the last one's output
+    normed_residual: bool
+    draft_vocab: int
+    rotation: Tensor | None  # of the bundle
+    _files: Mapping[str, TensorFile]
+    _stored: Mapping[str, tuple[str, str]]  # plain name -> file, name there
+
+    @classmethod
+    def open(cls, model: str | os.PathLike[str], bundle: Bundle) -> HeadFiles:
+        """Configuration and headers of a folder or a Hub id; UnsupportedModelError unless they fit the bundle's model."""
+        source, target, error = fetch_source(model), bundle.config, UnsupportedModelError
+        name = source.name
+        given = read_json(source.folder, "config.json", MAX_CONFIG_BYTES, error)
+        layer: Any = given.get("transformer_layer_config", given)
+        stated = {**given, **layer} if isinstance(layer, dict) else given
+
+        def require(valid: bool, what: str, wanted: Any, found: Any, advice: str = "") -> None:
+            if not valid:
+                raise error(f"{name}: {what}: expected {wanted}, found {found!r:.80}{advice}")
+
+        for key in _UNKNOWN:
+            require(not stated.get(key), key, "false, the only value known here", stated.get(key))
+        require(stated.get("num_hidden_layers", 1) == 1, "num_hidden_layers", 1, stated.get("num_hidden_layers"))
+        require("draft_vocab_size" in stated, "config.json", "an EAGLE-3 head, with draft_vocab_size", sorted(given))
+        vocab, width = target.vocab_size, stated.get("target_hidden_size") or stated.get("hidden_size")
+        require(stated.get("vocab_size") == vocab, "vocab_size", f"the model's, {vocab}", stated.get("vocab_size"))
+        require(width == target.hidden_size, "hidden_size", f"the model's, {target.hidden_size}", width)
+        scaled = stated.get("rope_scaling") or {}
+        old = {"rope_theta": stated.get("rope_theta", 1e4), "rope_type": scaled.get("type", "default"), **scaled}
+        full = _DEFAULTS | stated | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+        try:
+            config = ModelConfig.from_dict(full | {"rope_parameters": stated.get("rope_parameters") or old})
+        except UnsupportedModelError as reason:
+            raise error(f"{name}: {reason}") from None
+        draft_vocab = dimension(stated, "draft_vocab_size") if stated["draft_vocab_size"] is not None else vocab
+        # Two spellings: of the blocks whose outputs, or at the top level whose inputs, the head reads.
+        blocks, inside = target.num_blocks, (stated.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        taps: Any = stated.get("eagle_aux_hidden_state_layer_ids") or [2, blocks // 2, blocks - 3]
+        if isinstance(inside, list) and all(type(one) is int for one in inside):
+            taps = [one + 1 for one in inside]
+        known = isinstance(taps, list) and all(type(one) is int and 0 <= one <= blocks for one in taps)
+        require(known and len(taps) == 3, "eagle_aux_hidden_state_layer_ids", f"three of {blocks} blocks", taps)
+
+        rotated = bundle.recipe.rotation is not None
+        require(
+            not rotated or bundle.rotation is not None, "bundle", "the rotation, which turns what the head reads back",
+            "none", ": convert the model again, or with --rotation none",
+        )  # fmt: skip
+        weight_map, files = open_files(source.folder, False, error)
+        stored = {
+            one.removeprefix("model.").replace("layers.0.", "midlayer.", 1): (file, one)
+            for one, file in weight_map.items()
+        }
+        hidden, inner = config.hidden_size, config.intermediate_size
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"fc": (hidden, 3 * target.hidden_size), "lm_head": (draft_vocab, hidden)}
+        norms = ("norm", *(f"midlayer.{one}" for one in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
+        shapes |= dict.fromkeys(norms, (hidden,))
+        sizes = {"q": (q, 2 * hidden), "k": (kv, 2 * hidden), "v": (kv, 2 * hidden), "o": (hidden, q)}
+        shapes |= {f"midlayer.self_attn.{role}_proj": size for role, size in sizes.items()}
+        sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        shapes |= {f"midlayer.mlp.{role}_proj": size for role, size in sizes.items()}
+        expected = {f"{one}.weight": shape for one, shape in shapes.items()}
+        if "embed_tokens.weight" in stored:
+            expected["embed_tokens.weight"] = (vocab, hidden)
+        else:
+            require(hidden == target.hidden_size, "tensors", "embed_tokens.weight, as the widths differ", "none")
+        require("d2t" in stored or draft_vocab == vocab, "tensors", "d2t, the target's ids of the draft's", "none")
+        for one in (*expected, *(set(stored) - set(expected) - set(_MAPS))):
+            if one not in stored or one not in expected:
+                what = "unexpected" if one in stored else "missing"
+                raise error(f"{name}: the weights are no EAGLE-3 head of one Llama block: {what} tensor {one!r:.100}")
+            entry = files[stored[one][0]].entries[stored[one][1]]
+            require(
+                entry.shape == expected[one] and entry.code in DTYPES,
+                one,
+                f"{expected[one]} in BF16, F16 or F32",
+                entry,
+            )
+        if "d2t" in stored:
+            entry = files[stored["d2t"][0]].entries[stored["d2t"][1]]
+            require(entry == Entry("I64", (draft_vocab,)), "d2t", f"({draft_vocab},) in I64", entry)
+        normed = bool(stated.get("norm_before_residual"))
+        rotation = None if bundle.rotation is None else torch.from_numpy(bundle.rotation.astype("f4"))
+        return cls(name, config, tuple(taps), normed, draft_vocab, rotation, files, stored)
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+    def read(self, name: str) -> Tensor:
+        file, stored = self._stored[name]
+        entry, data = self._files[file].entries[stored], self._files[file].read_bytes(stored)
+        dtype = getattr(torch, DTYPES[entry.code][0]) if entry.code in DTYPES else torch.int64
+        return data.clone().view(dtype).reshape(entry.shape)
+
+
+class DraftHead:
+    """EAGLE-3's. A pair of a token and the model's hidden state before it lies at that state's position: the head's keys
+    and values there, and its guess of the token after. Pairs whose states are the model's own are read once."""
+
+    def __init__(
+        self, files: HeadFiles, embedding: Tensor, slots: int, lengths: tuple[int, int], device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """``embedding``: the bundle's (V, H). ``lengths``: positions of a slot that there is room for, and at most."""
+        self.taps, config = files.taps, files.config
+        self._config, self._normed_residual = config, files.normed_residual
+        turn = None if files.rotation is None else files.rotation.to(device)
+
+        def read(name: str) -> Tensor:
+            return files.read(f"{name}.weight").to(device).float()
+
+        def norm(name: str) -> Norm:
+            return Norm(read(name).to(dtype), config.rms_norm_eps, offset=False)
+
+        fc, width = read("fc"), config.hidden_size
+        qkv = torch.cat([read(f"midlayer.self_attn.{role}_proj") for role in "qkv"])
+        self._embedding, self._embedding_norm = embedding, norm("midlayer.input_layernorm")
+        if turn is not None:  # what is read is turned: so are the weights that read it
+            fc = (fc.view(width, 3, -1) @ turn).reshape(fc.shape)
+        if files.has("embed_tokens.weight"):
+            self._embedding = read("embed_tokens").to(dtype)
+        elif turn is not None:  # also the norm's weight, which is tied to the coordinates
+            weight = self._embedding_norm.weight.float()
+            qkv = torch.cat(((qkv[:, :width] * weight) @ turn, qkv[:, width:]), dim=1)
+            self._embedding_norm = Norm(torch.ones_like(weight, dtype=dtype), config.rms_norm_eps, offset=False)
+        self._fc, self._norm, self._output = fc.to(dtype), norm("norm"), read("lm_head").to(dtype)
+        self._hidden_norm = norm("midlayer.hidden_norm")
+        self._block: Block[Tensor] = Block(
+            qkv=qkv.to(dtype),
+            o=read("midlayer.self_attn.o_proj").to(dtype),
+            gate_up=torch.cat([read(f"midlayer.mlp.{role}_proj") for role in ("gate", "up")]).to(dtype),
+            down=read("midlayer.mlp.down_proj").to(dtype),
+            spec=config.blocks[0],
+            mlp_input=norm("midlayer.post_attention_layernorm"),
+        )
+        ids = torch.arange(files.draft_vocab) + (files.read("d2t") if files.has("d2t") else 0)
+        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+            raise UnsupportedModelError(f"{files.name}: d2t: expected ids below {config.vocab_size}, found others")
+        self._ids = ids.to(device)  # the model's, of the draft's
+        length, most = lengths
+        self._tables = Rotary(config.rotaries[0], device, dtype).tables(0, most, most)
+        self._cache = KVCache(config, slots + 1, length, device, dtype)  # ``lengths``: pairs that have been read
+        # Of every slot's positions what the head reads of the model: fused hidden states, and tokens, on the host. The
+        # slot behind the last one is of rows and pairs that are there to fill a batch.
+        self._hidden = torch.empty(slots + 1, length, width, device=device, dtype=dtype)
+        self._tokens = torch.zeros(slots, most, dtype=torch.int64)
+        self._clear(0)
+        # What repeats launches, and by rows, pairs, context and tokens of a draft what it gave, with where it reads and
+        # leaves its tokens.
+        self.capture: Callable[[Callable[[], object], torch.device], Callable[[], object]] | None = None
+        self._rounds: dict[tuple[int, ...], tuple[Tensor, Tensor, Callable[[], object]]] = {}
+
+    def _clear(self, filled: int) -> None:
+        """What is masked is multiplied by 0, and must be a number."""
+        for tensor in (*self._cache.attention[0][:2], self._hidden[:, None]):
+            tensor[:, :, filled:].zero_()
+
+    def grow(self, length: int) -> None:
+        """Make room for ``length`` positions in each slot."""
+        filled = self._hidden.shape[1]
+        self._cache.grow(length)
+        wider = self._hidden.new_empty(len(self._hidden), length, self._hidden.shape[2])
+        wider[:, :filled] = self._hidden
+        self._hidden = wider
+        self._clear(max(self._cache.lengths))
+        self._rounds.clear()
+
+    def bytes_read(self) -> int:
+        """For a token, after the first one."""
+        return sum(one.nbytes for one in (*self._block.linears, self._output))
+
+    def take(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int], taps: Tensor) -> None:
+        """The model has read these tokens: taps (R, 3 H) are the hidden states."""
+        self.note(slots, positions, tokens)
+        self.keep(torch.tensor(slots).to(taps.device), torch.tensor(positions).to(taps.device), taps)
+
+    def note(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
+        self._tokens[torch.tensor(slots), torch.tensor(positions)] = torch.tensor(tokens)
+
+    def keep(self, slots: Tensor, positions: Tensor, taps: Tensor, valid: Tensor | None = None) -> None:
+        """Of rows that are ``valid``, all on the device."""
+        if valid is not None:
+            slots = torch.where(valid, slots, len(self._hidden) - 1)
+            positions = torch.where(valid, positions, 0)
+        self._hidden[slots.long(), positions.long()] = functional.linear(taps.to(self._fc.dtype), self._fc)
+
+    def begin(self, slot: int, start: int) -> None:
+        """Before a slot's positions from ``start`` on are read anew."""
+        self._cache.lengths[slot] = min(self._cache.lengths[slot], max(start - 1, 0))  # the last pair had another token
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        done = self._cache.lengths[source]
+        self._cache.copy(source, target, length)
+        for tensor in (self._hidden, self._tokens):
+            tensor[target, :length] = tensor[source, :length]
+        self._cache.lengths[target] = done
+        self.begin(target, length)
+
+    @torch.inference_mode()
+    def draft(self, lengths: Sequence[int], tokens: Sequence[int], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        """Of some slots so many tokens to follow the newest, ``tokens``, behind ``lengths`` positions."""
+        count, spare = max(counts.values()), len(self._hidden) - 1
+        pairs, rows = count + 1, []
+        for slot in counts:
+            stop = lengths[slot]
+            start = min(self._cache.lengths[slot], stop - 1)
+            while stop - start > pairs:  # of a prompt, or of plain steps
+                end = min(start + _CHUNK, stop - pairs)
+                row = [slot, start, end - start, *self._tokens[slot, start + 1 : end + 1].tolist()]
+                self._pairs(torch.tensor([row], device=self._ids.device), end)
+                start = end
+            rows.append([slot, start, stop - start, *self._tokens[slot, start + 1 : stop].tolist(), tokens[slot]])
+            self._cache.lengths[slot] = stop
+        context, size = max(lengths[slot] for slot in counts) + count, len(rows)
+        if self.capture is not None:  # few sizes serve all
+            size, context = 1 << (size - 1).bit_length(), max(_CONTEXT, 1 << (context - 1).bit_length())
+        rows += [[spare, 0, 1]] * (size - len(rows))
+        given = torch.tensor([row + [0] * (3 + pairs - len(row)) for row in rows])
+        context = min(context, self._hidden.shape[1])
+        if self.capture is None:
+            chosen = self._chain(given.to(self._ids.device), context, count)
+        else:
+            key = size, pairs, context, count
+            if key not in self._rounds:
+                place, out = given.to(self._ids.device), self._ids.new_empty(size, count)
+                replay = self.capture(lambda: out.copy_(self._chain(place, context, count)), self._ids.device)
+                self._rounds[key] = place, out, replay
+            place, chosen, replay = self._rounds[key]
+            place.copy_(given, non_blocking=True)
+            replay()
+        return {slot: row[: counts[slot]] for slot, row in zip(counts, chosen.tolist(), strict=False)}
+
+    def _chain(self, given: Tensor, context: int, count: int) -> Tensor:
+        """As many tokens for each row (R, 3 + P) of `_pairs`, of which each has one: (R, count)."""
+        slots, stop = given[:, 0], given[:, 1] + given[:, 2]
+        out = self._pairs(given, context)
+        hidden = out[torch.arange(len(out), device=out.device), given[:, 2] - 1]
+        chain: list[Tensor] = []
+        while True:
+            chain.append(self._ids[functional.linear(self._norm(hidden), self._output).argmax(-1)])
+            if len(chain) == count:
+                return torch.stack(chain, dim=1)
+            last = slots[:, None], (stop + len(chain) - 1)[:, None]
+            hidden = self._read(slots, *last, chain[-1][:, None], hidden[:, None], context)[:, 0]
+
+    def _pairs(self, given: Tensor, context: int) -> Tensor:
+        """Rows (R, 3 + P) of slot, first pair, number of pairs and their tokens: the block's output (R, P, H)."""
+        slots, ids = given[:, 0], given[:, 3:]
+        offsets = torch.arange(ids.shape[1], device=given.device)
+        valid, positions = offsets < given[:, 2:3], given[:, 1:2] + offsets
+        where, positions = torch.where(valid, slots[:, None], len(self._hidden) - 1), torch.where(valid, positions, 0)
+        return self._read(slots, where, positions, ids, self._hidden[where, positions], context)
+
+    def _read(
+        self, slots: Tensor, where: Tensor, positions: Tensor, ids: Tensor, hidden: Tensor, context: int
+    ) -> Tensor:
+        """Pairs of tokens (R, P) and hidden states (R, P, H) of slots (R,), at ``positions`` (R, P) of the slots ``where``
+        (R, P): the block's output, by the first ``context`` positions."""
+        config, (rows, count) = self._config, ids.shape
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+        embedded = self._embedding_norm(functional.embedding(ids, self._embedding).to(hidden.dtype))
+        n = self._hidden_norm(hidden)
+        x = (n if self._normed_residual else hidden).flatten(0, 1)
+        qkv = functional.linear(torch.cat((embedded, n), dim=-1), self._block.qkv)
+        parts = qkv.split((heads * width, kv_heads * width, kv_heads * width), dim=-1)
+        q, k, v = (part.view(rows, count, -1, width).transpose(1, 2) for part in parts)
+        cos, sin = (table[positions][:, None] for table in self._tables)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        keys, values = self._cache.attention[0][:2]
+        keys[where, :, positions], values[where, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
+        seen = torch.arange(context, device=ids.device) <= positions[:, None, None, :, None]
+        scores = q.reshape(rows, kv_heads, -1, width) @ keys[slots, :, :context].transpose(2, 3)
+        scores = (scores * config.attention_scale).view(rows, kv_heads, -1, count, context).float()
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(q.dtype)
+        attended = weights.flatten(2, 3) @ values[slots, :, :context]
+        attended = attended.view(rows, heads, count, width).transpose(1, 2).reshape(rows * count, -1)
+
+        def apply(role: str, x: Tensor) -> Sequence[Tensor]:
+            return [functional.linear(x, getattr(self._block, role))]
+
+        return finish_block(config, self._block, x, attended, apply).view(rows, count, -1)
