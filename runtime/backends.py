@@ -164,7 +164,8 @@ def load(
             itself, with vLLM's keys ``num_speculative_tokens`` (7), ``prompt_lookup_min`` (3), ``prompt_lookup_max`` (8).
             ``method`` ``self``: tokens that the model drafts at another level of the bundle, ``sparsity`` or ``bits``
             (4 of a bundle that is not graded: weights rounded to int4, in memory beside the others), and
-            ``num_speculative_tokens`` (4). ``auto``: ``ngram``, where it changes no token and the model can; None: never.
+            ``num_speculative_tokens`` (4). ``method`` ``eagle3``: an EAGLE-3 head drafts, ``model`` is its folder or Hub
+            id. ``auto``: ``ngram``, where it changes no token and the model can; None: never.
 
     Raises:
         AccessError: no such folder or repository, no permission, no network.

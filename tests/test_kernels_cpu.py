@@ -1,7 +1,9 @@
 """The compiled CPU kernels agree with their definition, whatever the shape, type, number of rows and of threads."""
 
+import importlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -192,14 +194,26 @@ def test_a_region_is_compiled_once_into_the_cache(cache: Path, monkeypatch: pyte
     launch.prepare(REGION)
     # Loaded, also the first time: what this process compiled itself might compute other bits than what later ones load.
     assert launch._regions[REGION].cache_hits == 1
-    assert list(cache.rglob("*.nbc"))
-    assert str(cache) == numba.config.CACHE_DIR
+    assert [file.name.partition("-")[0] for file in (cache / "wisparse-cpu").iterdir()] == [REGION]
     monkeypatch.setattr(launch, "_regions", {})
     monkeypatch.setattr(launch, "_COMPILER", "raise SystemExit('compiled again')")
     launch.prepare(REGION)
-    folder = launch._cache_folder()
+    # Another copy of the package finds the code, unless its source or numba differs.
+    shutil.copytree(Path(launch.__file__).parents[1], cache / "copied" / "kernels")
+    monkeypatch.syspath_prepend(cache)
+    copy: Any = importlib.import_module("copied.kernels.cpu.launch")
+    monkeypatch.setattr(copy, "_COMPILER", "raise SystemExit('compiled again')")
+    copy.prepare(REGION)
+    assert copy._regions.pop(REGION).cache_hits == 1
+    part = Path(copy.__file__).with_name("barrier.py")
+    source = part.read_text()
+    part.write_text(source + "# changed\n")
+    with pytest.raises(RuntimeError, match="compiled again"):
+        copy.prepare(REGION)
+    part.write_text(source)
     monkeypatch.setattr(numba, "__version__", "another")
-    assert launch._cache_folder() != folder
+    with pytest.raises(RuntimeError, match="compiled again"):
+        copy.prepare(REGION)
     # The user's cache is the default.
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -386,3 +400,29 @@ def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:
     wanted = functional.gelu(x.double(), approximate="tanh") / 2
     error = (gate.double() - wanted).abs()
     assert bool((error <= torch.where(x > 0, 2**-22 * wanted.abs(), 3e-8)).all())  # torch's own: 7.5e-8 below 0
+
+
+@pytest.mark.parametrize("kind", ["native", "int8", "int4", "int4 with zero points"])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_tiles_multiply_many_rows(kind: str, rows: int) -> None:
+    """The whole product, with AMX's tiles or what they compute; bits that do not depend on the number of rows."""
+    if intrinsics.HAS_TILES and not cpu_weights.has_tiles():
+        pytest.skip("the system gives this process no tiles")
+    n, k = 96, 640
+    weight, x = torch.randn(n, k) * k**-0.5, torch.randn(rows, k).bfloat16()
+    bias = torch.randn(n).bfloat16()
+    if kind == "native":
+        matrix = Matrix(StoredAs.BASE, torch.empty(k, n, dtype=torch.bfloat16), (n, k))
+        matrix.store(0, weight.bfloat16())
+    elif kind == "int8":
+        matrix = Matrix(StoredAs.INT8, torch.empty(k, n, dtype=torch.int8), (n, k), scale=torch.empty(n))
+        matrix.store(0, quantise("int8", weight))
+    else:
+        matrix = Matrix.int4((n, k), 128, torch.bfloat16, zero_points=kind != "int4")
+        matrix.store(0, quantise("int4", weight, group=128, scale_dtype=torch.bfloat16))
+        if matrix.zero is not None:
+            matrix.zero.random_(0, 16)
+    product = matrix._multiply_tiles(x, bias)
+    expected = matrix.linear(x.float(), bias.float()) if kind != "native" else x.float() @ matrix.data.float() + bias
+    torch.testing.assert_close(product.float(), expected, rtol=0.01, atol=0.01)
+    assert torch.equal(product[:1], matrix._multiply_tiles(x[:1], bias))
