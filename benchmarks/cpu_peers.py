@@ -3,6 +3,7 @@
     pip install gguf xllamacpp
     PYTHONPATH=. python benchmarks/cpu_peers.py --work-dir FOLDER --output benchmarks/results/cpu-peers.json
     PYTHONPATH=. python benchmarks/cpu_peers.py --cpu-time       # one thread's processor time: on a busy machine
+    PYTHONPATH=. python benchmarks/cpu_peers.py --prompt 512     # seconds to the first token of such a prompt instead
 
 xllamacpp is llama.cpp's own server (its C++ code) in a Python package; what counts are the milliseconds a token that it
 reports itself, HTTP left out; of processor time, what a long answer takes more than one of a single token. Its file is
@@ -25,12 +26,13 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import cpu
 import torch
-from cpu import PROMPT_TOKENS, SPARSITY, decoder_loop, in_turns, machine, say
+from cpu import PROMPT_TOKENS, SPARSITY, decoder_loop, in_turns, machine, say, timed
 from cpu_models import LLAMA_1B, calibrated_bundle, finish_gguf, gguf_writer, random_checkpoint
 
 from wisparse.formats.bundle import Bundle
@@ -78,7 +80,7 @@ def make_gguf(source: Path, out: Path, output_type: str) -> Path:
 def llama_cpp(
     model: Path, threads: int, prompt: list[int], count: int, cpu_time: bool
 ) -> Iterator[Callable[[], float]]:
-    """A server of a model; calls give its own seconds a token."""
+    """A server of a model; calls give its own seconds a token, of the prompt where ``count`` is 0."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     log = model.with_suffix(".log")
@@ -99,11 +101,13 @@ def llama_cpp(
         with urllib.request.urlopen(request, timeout=300) as answer:
             timings = json.load(answer)["timings"]
         assert timings["predicted_n"] == tokens, timings
+        if count == 0:
+            return timings["prompt_ms"] / 1e3, 0.0
         return timings["predicted_ms"] / tokens / 1e3, _ran(process.pid) - before
 
     def run() -> float:
         # The prompt gives the first token.
-        return (ask(count + 1)[1] - ask(1)[1]) / count if cpu_time else ask(count)[0]
+        return (ask(count + 1)[1] - ask(1)[1]) / count if cpu_time else ask(max(count, 1))[0]
 
     try:
         until = time.monotonic() + 120
@@ -134,13 +138,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the JSON document there too")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--prompt", type=int, help="time the first token of a prompt of so many tokens")
     parser.add_argument("--make", action="store_true", help="make the models and stop")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, and its processor time only")
     arguments = parser.parse_args()
     if arguments.cpu_time:
         cpu._cpu_time = True
         torch.set_num_threads(1)
-    count, threads = arguments.tokens, torch.get_num_threads()
+    count, threads = 0 if arguments.prompt else arguments.tokens, torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="wisparse-bench-") as temporary, contextlib.ExitStack() as open_ones:
         work = arguments.work_dir or Path(temporary)
         source = random_checkpoint(LLAMA_1B, work / "llama-1b")
@@ -149,14 +154,16 @@ def main() -> None:
         if arguments.make:
             return
         bundle = Bundle.open(folder)
-        prompt = torch.randint(0, 128256, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(1))
+        length = arguments.prompt or PROMPT_TOKENS
+        prompt = torch.randint(0, 128256, (length,), generator=torch.Generator().manual_seed(1))
         loops: dict[str, Callable[[], float]] = {}
-        for kind in ("int8", "int4"):
+        for kind in ("native", "int8", "int4") if arguments.prompt else ("int8", "int4"):
             decoder = CpuDecoder(
-                bundle, device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=PROMPT_TOKENS + count + 1,
+                bundle, device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=length + count + 1,
                 weights=kind,
             )  # fmt: skip
-            loops[f"wisparse {kind} 50%"] = decoder_loop(decoder, prompt, count)
+            first = partial(timed, partial(decoder.prefill, 0, prompt, length))
+            loops[f"wisparse {kind} 50%"] = decoder_loop(decoder, prompt, count) if count else first
             open_ones.callback(decoder.close)
         for kind, model in models.items():
             ask = open_ones.enter_context(llama_cpp(model, threads, prompt.tolist(), count, arguments.cpu_time))
@@ -165,12 +172,13 @@ def main() -> None:
     rates = {name: 1 / statistics.median(values) for name, values in times.items()}
     int4 = rates["wisparse int4 50%"]
     for name, rate in rates.items():
-        say(f"{name}: {rate:.1f} tok/s; int4 at 50% is {int4 / rate:.2f} of it")
+        say(f"{name}: {rate:.3g} {'tok' if count else 'prompts'}/s; int4 at 50% is {int4 / rate:.2f} of it")
     document = {
         "machine": {**machine(), "xllamacpp": version("xllamacpp"), "system": platform.platform()},
         "clock": "processor time" if arguments.cpu_time else "wall",
         "new_tokens": count,
-        "tok_per_s": rates,
+        "prompt_tokens": length,
+        "tok_per_s" if count else "prompts_per_s": rates,
         "runs_ms": {name: [round(1e3 * value, 3) for value in values] for name, values in times.items()},
         "int4_over": {name: int4 / rate for name, rate in rates.items()},
     }

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wisparse.formats.chat_template import ChatTemplate
 from wisparse.formats.errors import BundleError, CalibrationError, UsageError, printable
+from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import ModelConfig
 
 from .documents import Document, dataset_documents, is_dataset_id, path_documents
@@ -252,9 +253,10 @@ def write_calibration(
             question, answer = turns if turns and index < num_samples // 2 else ([first], None)
             rows.append(_Row(seq_len, ends, question, answer, generator))
     longest = max(row.seq_len for row in rows)
-    # Keys and values at most about 4 GB. Heads may differ from block to block.
+    # Keys and values at most about 4 GB, 8 where memory is plenty. Heads may differ from block to block.
+    most = (8 if available_bytes(device) > 24 << 30 else 4) << 30
     numbers = 2 * sum(block.kv_size for block in ModelConfig.from_dict(config.to_dict()).blocks)
-    batch = max(1, min(len(rows), (4 << 30) // (numbers * longest * next(model.parameters()).element_size())))
+    batch = max(1, min(len(rows), most // (numbers * longest * next(model.parameters()).element_size())))
     # One thread for a small model on a CPU: its steps are so short that threads would mostly wait for each other.
     threads = torch.get_num_threads()
     if model.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < 100e6:

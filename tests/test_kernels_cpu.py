@@ -400,3 +400,29 @@ def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:
     wanted = functional.gelu(x.double(), approximate="tanh") / 2
     error = (gate.double() - wanted).abs()
     assert bool((error <= torch.where(x > 0, 2**-22 * wanted.abs(), 3e-8)).all())  # torch's own: 7.5e-8 below 0
+
+
+@pytest.mark.parametrize("kind", ["native", "int8", "int4", "int4 with zero points"])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_tiles_multiply_many_rows(kind: str, rows: int) -> None:
+    """The whole product, with AMX's tiles or what they compute; bits that do not depend on the number of rows."""
+    if intrinsics.HAS_TILES and not cpu_weights.has_tiles():
+        pytest.skip("the system gives this process no tiles")
+    n, k = 96, 640
+    weight, x = torch.randn(n, k) * k**-0.5, torch.randn(rows, k).bfloat16()
+    bias = torch.randn(n).bfloat16()
+    if kind == "native":
+        matrix = Matrix(StoredAs.BASE, torch.empty(k, n, dtype=torch.bfloat16), (n, k))
+        matrix.store(0, weight.bfloat16())
+    elif kind == "int8":
+        matrix = Matrix(StoredAs.INT8, torch.empty(k, n, dtype=torch.int8), (n, k), scale=torch.empty(n))
+        matrix.store(0, quantise("int8", weight))
+    else:
+        matrix = Matrix.int4((n, k), 128, torch.bfloat16, zero_points=kind != "int4")
+        matrix.store(0, quantise("int4", weight, group=128, scale_dtype=torch.bfloat16))
+        if matrix.zero is not None:
+            matrix.zero.random_(0, 16)
+    product = matrix._multiply_tiles(x, bias)
+    expected = matrix.linear(x.float(), bias.float()) if kind != "native" else x.float() @ matrix.data.float() + bias
+    torch.testing.assert_close(product.float(), expected, rtol=0.01, atol=0.01)
+    assert torch.equal(product[:1], matrix._multiply_tiles(x[:1], bias))

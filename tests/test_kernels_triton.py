@@ -22,6 +22,7 @@ CASES = {
     "the decoder is the plain one, with weights in codes too": "triton_decoder_cases.py",
     "sampling on the device is its twin": "triton_sample_cases.py",
     "the decoder keeps its promises": "triton_runtime_cases.py",
+    "a head drafts as on other back ends": "test_runtime_heads.py",
 }
 COMPILE = "triton_compile.py"
 # Each file takes minutes under the interpreter, and waits its turn for a core.

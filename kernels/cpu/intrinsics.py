@@ -40,7 +40,7 @@ def _field_of(parameters, field):
     return None
 
 
-def _fixed(signature):
+def fixed(signature):
     """An intrinsic of fixed types, from a function of the LLVM builder and the arguments."""
 
     def decorate(emit):
@@ -76,7 +76,7 @@ def size_of(typingctx, tag):
     return types.int64(tag), codegen
 
 
-def _widened(builder, value, tag):
+def widened(builder, value, tag):
     """A number of ``tag``'s type, or a vector of them, as float32."""
     lanes = getattr(value.type, "count", 0)
 
@@ -102,7 +102,7 @@ def widen(typingctx, value):
             sign, rest = (builder.shl(x, ir.Constant(x.type, by)) for x, by in ((sign, 8), (rest, 7)))
             half = builder.bitcast(builder.or_(sign, rest), ir.HalfType())
             return builder.fmul(builder.fpext(half, _F32), ir.Constant(_F32, 256.0))
-        return _widened(builder, args[0], value)
+        return widened(builder, args[0], value)
 
     return types.float32(value), codegen
 
@@ -112,7 +112,7 @@ _EIGHT = types.UniTuple(types.int64, 8)
 _VALUES = types.UniTuple(types.float32, 8)
 
 
-def _load(builder, address, kind):
+def load(builder, address, kind):
     found = builder.load(builder.inttoptr(address, kind.as_pointer()))
     found.align = 1 if kind.element != _F32 else 4
     return found
@@ -127,7 +127,7 @@ def _splat(builder, value, count):
 
 def _add_scaled(builder, outs, rows, values, codes):
     """Each of ``outs`` += the sum of the eight values times what ``codes`` makes of the row's address, in order."""
-    numbers = [[_load(builder, out, ir.VectorType(_F32, count)), count] for out, count in outs]
+    numbers = [[load(builder, out, ir.VectorType(_F32, count)), count] for out, count in outs]
     for i in range(8):
         value = builder.extract_value(values, i)
         for number, vector in zip(numbers, codes(builder.extract_value(rows, i)), strict=True):
@@ -148,7 +148,7 @@ def add_lanes(typingctx, out, rows, values, offset, tag):
         to, rows, values, offset, _ = args
 
         def codes(row):
-            return [_widened(builder, _load(builder, builder.add(row, offset), kind), tag)]
+            return [widened(builder, load(builder, builder.add(row, offset), kind), tag)]
 
         _add_scaled(builder, [(to, lanes)], rows, values, codes)
         return context.get_dummy_value()
@@ -156,13 +156,13 @@ def add_lanes(typingctx, out, rows, values, offset, tag):
     return types.void(types.int64, _EIGHT, _VALUES, types.int64, tag), codegen
 
 
-@_fixed(types.void(types.int64, types.int64, _EIGHT, _VALUES, types.int64))
+@fixed(types.void(types.int64, types.int64, _EIGHT, _VALUES, types.int64))
 def add_nibbles(builder, even, odd, rows, values, offset):
     """As `add_lanes` for the low and the high halves of LANES bytes."""
     wide = ir.VectorType(_I32, LANES)
 
     def codes(row):
-        word = builder.zext(_load(builder, builder.add(row, offset), ir.VectorType(ir.IntType(8), LANES)), wide)
+        word = builder.zext(load(builder, builder.add(row, offset), ir.VectorType(ir.IntType(8), LANES)), wide)
         halves = builder.and_(word, ir.Constant(wide, [15] * LANES)), builder.lshr(word, ir.Constant(wide, [4] * LANES))
         return [builder.sitofp(half, ir.VectorType(_F32, LANES)) for half in halves]
 
@@ -190,7 +190,7 @@ def narrow(typingctx, value, tag):
     return tag(types.float32, tag), codegen
 
 
-@_fixed(types.float32(types.uint8, types.int64))
+@fixed(types.float32(types.uint8, types.int64))
 def nibble(builder, byte, shift):
     """Four bits of a byte, from bit ``shift`` on, as float32."""
     word = builder.zext(byte, _I32)  # first: there is no vector shift of bytes
@@ -202,11 +202,12 @@ _config: Any = numba.config  # its names come from the environment: unknown to a
 _features = str(_config.CPU_FEATURES or ("" if _config.CPU_NAME else binding.get_host_cpu_features().flatten()))
 # Whether `add_pairs` can be compiled for the processor that is compiled for.
 HAS_PAIRS = "+avx2" in _features.split(",") and platform.machine().lower() in ("x86_64", "amd64")
+HAS_TILES = "+amx-bf16" in _features.split(",")  # of `product`
 PAIRS = 16  # of channels, at most, of one call: more could overflow
 TILE_BYTES = 32
 
 
-@_fixed(types.void(*[types.int64] * 7, types.float32))
+@fixed(types.void(*[types.int64] * 7, types.float32))
 def add_pairs(builder, codes, stride, index, numbers, pairs, even, odd, unit):
     """even[0:32], odd[0:32] += unit * the sum over pairs of channels of a number, of 14 bits, times its low or its high
     nibble of the 32 bytes at ``codes + index[i] * stride``. ``numbers``: for each pair the bytes u0, u1, l0, l1 of the
@@ -266,17 +267,17 @@ def add_pairs(builder, codes, stride, index, numbers, pairs, even, odd, unit):
                 stored.align = 4
 
 
-@_fixed(types.float32(types.int32))
+@fixed(types.float32(types.int32))
 def bits_to_float(builder, value):
     return builder.bitcast(value, _F32)
 
 
-@_fixed(types.int32(types.float32))
+@fixed(types.int32(types.float32))
 def float_to_bits(builder, value):
     return builder.bitcast(value, _I32)
 
 
-@_fixed(types.void(_EIGHT, types.int64))
+@fixed(types.void(_EIGHT, types.int64))
 def prefetch_rows(builder, rows, offset):
     """Prefetch a cache line of each of eight rows."""
     for i in range(8):
@@ -291,28 +292,28 @@ def _prefetch(builder, address):
     builder.call(function, [builder.inttoptr(address, byte), *words])
 
 
-prefetch = _fixed(types.void(types.int64))(_prefetch)  # the cache line at an address; any address is fine
+prefetch = fixed(types.void(types.int64))(_prefetch)  # the cache line at an address; any address is fine
 
 
-@_fixed(types.int64(types.int64, types.int64))
+@fixed(types.int64(types.int64, types.int64))
 def add_word(builder, address, value):
     """Atomic fetch-and-add on an int64."""
     return builder.atomic_rmw("add", builder.inttoptr(address, _I64.as_pointer()), value, "acq_rel")
 
 
-@_fixed(types.int64(types.int64))
+@fixed(types.int64(types.int64))
 def get_word(builder, address):
     """Load an int64 with acquire ordering."""
     return builder.load_atomic(builder.inttoptr(address, _I64.as_pointer()), "acquire", 8)
 
 
-@_fixed(types.void(types.int64, types.int64))
+@fixed(types.void(types.int64, types.int64))
 def put_word(builder, address, value):
     """Store an int64 with release ordering."""
     builder.store_atomic(value, builder.inttoptr(address, _I64.as_pointer()), "release", 8)
 
 
-@_fixed(types.void())
+@fixed(types.void())
 def relax(builder):
     """The processor's spin-wait hint."""
     machine = platform.machine().lower()
@@ -326,7 +327,7 @@ def relax(builder):
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-@_fixed(types.int64())
+@fixed(types.int64())
 def now_ns(builder):
     spec = cgutils.alloca_once(builder, _I64, 2)  # struct timespec
     kind = ir.FunctionType(_I32, [_I32, _I64.as_pointer()])

@@ -44,6 +44,7 @@ from . import linear
 from .intrinsics import SYMBOLS
 from .layout import TeamField
 from .mlp import DENSE, EXPERTS
+from .product import product
 from .step import step
 
 log = logging.getLogger(__name__)
@@ -99,11 +100,15 @@ def dequantize_bfloat16(p):
     linear.dequantize(p, np.uint16(0))
 
 
+def product_bfloat16(p):
+    product(p)
+
+
 REGIONS = {
     region.__name__: region
     for region in (
         *(step_float32, step_bfloat16, step_float16, experts_float32, experts_bfloat16, experts_float16),
-        *(dequantize_float32, dequantize_bfloat16),
+        *(dequantize_float32, dequantize_bfloat16, product_bfloat16),
     )
 }
 

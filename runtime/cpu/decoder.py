@@ -24,6 +24,7 @@ from wisparse.kernels.cpu.layout import (
     NAMES,
     BlockField,
     DeltaField,
+    FloatField,
     MlpActivation,
     ProjectionField,
     StepField,
@@ -38,7 +39,7 @@ from ..decoding.rotary import query_scales, switch_length
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
-from .weights import CpuProjection, product_dtype, read_matrix
+from .weights import CpuProjection, has_tiles, product_dtype, read_matrix
 
 _EMBEDDING = "model.embed_tokens.weight"
 # A thread that reads less than this per step waits for the others for longer than it helps.
@@ -64,7 +65,9 @@ class CpuDecoder(TorchDecoder):
         fast = product_dtype(self.dtype) == torch.bfloat16
         if not codes:  # of codes a row more takes as long as the first
             self.verify_costs = 0.3, 0.5
-        self._step_rows = 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
+        tiled = self.dtype == torch.bfloat16 and has_tiles()
+        few = 6 if weights == "int4" else 4
+        self._step_rows = few if tiled else 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
         self._step = Step(self)
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
@@ -73,6 +76,8 @@ class CpuDecoder(TorchDecoder):
         regions = [step_region(config, dtype)]
         if weights == "int4" or (weights == "native" and ("int4" in stored or planes_of(bundle.masks) > 1)):
             regions.append(f"dequantize_{NAMES[product_dtype(dtype)]}")
+        if dtype == torch.bfloat16 and has_tiles():
+            regions.append("product_bfloat16")
         prepare(*regions)
         names = [f"{part}.weight" for projection in config.projections() for part in projection.parts]
         # Reading, checksums and the transposition all run without the interpreter's lock.
@@ -201,11 +206,13 @@ class CpuDecoder(TorchDecoder):
         return [prompt + decoded for prompt, decoded in zip(super()._kept_channels(), self._step.kept(), strict=True)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        if len(hidden) == 1 and self._head.scale is not None:  # torch would convert the codes
+            return self._step.finish(hidden)
         return finish_logits(self.config, self._head.linear(self._norm(hidden), None).float())
 
 
 def step_region(config: ModelConfig, dtype: torch.dtype) -> str:
-    return f"{'step' if config.architecture.experts is None else 'experts'}_{NAMES[dtype]}"
+    return f"{'experts' if config.has_experts else 'step'}_{NAMES[dtype]}"
 
 
 class Step:
@@ -237,6 +244,7 @@ class Step:
         caps = config.attention_softcap or 0.0, config.logits_softcap or 0.0
         floats = [config.rms_norm_eps, config.attention_scale, caps[0], multiplier]  # in the order of FloatField
         floats += [config.residual_multiplier, config.logits_multiplier, caps[1], *config.clamp]
+        self._floats = torch.tensor(floats)
         self._parameters = self._fill(
             StepField,
             {
@@ -261,7 +269,7 @@ class Step:
                 StepField.HEAD_SCALE: output.scale,
                 StepField.FINAL_NORM: decoder._norm.factors.float(),
                 StepField.QUERY_SCALES: query_scales(config, 0, max_len, torch.device("cpu")),
-                StepField.FLOATS: torch.tensor(floats),
+                StepField.FLOATS: self._floats,
                 StepField.BLOCKS: torch.from_numpy(self._block_table(blocks, tables, decoder._cache)),
                 StepField.PROJECTIONS: torch.from_numpy(self._table),
                 StepField.THRESHOLDS: self._thresholds,
@@ -316,6 +324,23 @@ class Step:
         hidden = self._config.hidden_size
         return self._buffers[StepField.SCRATCH][: 4 * len(tokens) * hidden].view(torch.float32).view(-1, hidden)
 
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Logits (1, V) of a hidden state (1, H), valid until the next step: those of a step without blocks, whose
+        embedding it is."""
+        replaced = {StepField.EMBEDDING: hidden.data_ptr(), StepField.NUM_BLOCKS: 0}
+        before = {field: self._parameters[field] for field in replaced}
+        multiplier = self._floats[FloatField.EMBEDDING_MULTIPLIER].item()
+        self._floats[FloatField.EMBEDDING_MULTIPLIER] = 1.0
+        try:
+            for field, value in replaced.items():
+                self._parameters[field] = value
+            self.run([(0, 0, 0)], [0])
+        finally:
+            self._floats[FloatField.EMBEDDING_MULTIPLIER] = multiplier
+            for field, value in before.items():
+                self._parameters[field] = value
+        return self.logits[:1]
+
     def take_masks(self) -> None:
         """Put the projections' masks into the tables; no step may run meanwhile."""
         for row, projection in enumerate(self._projections):
@@ -362,10 +387,15 @@ class Step:
                     BlockField.RENORMALISED: spec.experts.renormalised,
                     BlockField.ROUTER: None if block.router is None else block.router.float(),
                     BlockField.ROUTER_BIAS: None if block.router_bias is None else block.router_bias.float(),
+                    BlockField.BESIDE: spec.experts.beside,
+                    BlockField.EXPERT_SCALE: None if block.expert_scale is None else block.expert_scale.float(),
                     BlockField.SHARED_SIZE: spec.experts.shared_size,
                     BlockField.SHARED_GATE: None if block.shared_gate is None else block.shared_gate.float(),
                 }
-            for name in ("attention_input", "attention_output", "mlp_input", "mlp_output", "q_norm", "k_norm"):
+            if block.router_scale is not None:
+                row[BlockField.ROUTER_SCALE] = block.router_scale.float() * self._config.hidden_size**-0.5
+            norms = ("attention_input", "attention_output", "mlp_input", "mlp_output", "q_norm", "k_norm")
+            for name in (*norms, "experts_input", "experts_output", "shared_output"):
                 norm: Norm | None = getattr(block, name)
                 row[BlockField[name.upper()]] = None if norm is None else norm.factors.float()
             if block.delta is None:
@@ -426,6 +456,8 @@ class Step:
                 StepField.EXPERT_VALUE: torch.empty(slots, inner),
                 StepField.EXPERT_COUNT: torch.empty(slots, threads, 2, dtype=torch.int64),
             }
+            if experts.beside:
+                self._buffers[StepField.BESIDE] = torch.empty(rows, config.hidden_size)
             layout |= {StepField.EXPERT_SLOTS: slots, StepField.EXPERT_LENGTH: inner}
         for field, tensor in self._buffers.items():
             self._parameters[field] = tensor.data_ptr()

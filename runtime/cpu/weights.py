@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +23,18 @@ from wisparse.formats.weight_types import (
     round_weight,
     unpack_int4,
 )
+from wisparse.kernels.cpu.intrinsics import HAS_TILES
 from wisparse.kernels.cpu.launch import launch, team_size
-from wisparse.kernels.cpu.layout import CACHE_LINE, NAMES, DequantizeField, ProjectionField, ScaleType, StoredAs
+from wisparse.kernels.cpu.layout import (
+    CACHE_LINE,
+    NAMES,
+    DequantizeField,
+    ProductField,
+    ProjectionField,
+    ScaleType,
+    StoredAs,
+)
+from wisparse.kernels.cpu.product import PADDING, TILE
 
 from ..torch.block import MaskedLinear
 
@@ -39,6 +51,13 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     AVX-512, torch 2.13 takes 80 times as long for a transposed bfloat16 matrix as for a row-major one."""
     fast = dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return dtype if fast else torch.float32
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether this process may use AMX's tiles, which Linux gives to those that ask."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return HAS_TILES and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +130,8 @@ class Matrix:
         """The dense product of x (T, K): (T, N) in x's type; of a graded weight the low plane's with ``low`` in place of
         x, if it is given. Quantised weights, and 16-bit ones without a fast product here, are converted a span of outputs
         at a time."""
+        if self.tiled(x.dtype):
+            return self._multiply_tiles(x, bias)
         computed = product_dtype(x.dtype)
         weight = self.data.t() if self.transposed else self.data
         few_rows = not self.transposed and len(x) <= 8  # torch's row-major 16-bit product is fast enough
@@ -135,6 +156,39 @@ class Matrix:
         if self.stored_as == StoredAs.INT8 and self.scale is not None:
             y *= self.scale
         return (y if bias is None else y + bias).to(x.dtype)
+
+    def tiled(self, dtype: torch.dtype) -> bool:
+        """Whether `kernels.cpu.product` multiplies it."""
+        fits = self.transposed and self.planes == 1 and not any(size % TILE for size in self.shape)
+        return fits and dtype == torch.bfloat16 and has_tiles()
+
+    def _multiply_tiles(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        (n, k), threads, rows = self.shape, team_size(), -(-len(x) // TILE) * TILE
+        columns, depth = (512, 128) if rows <= 2 * TILE else (256, 512)  # measured
+        padded = x.new_zeros(rows, k + TILE)  # rows a power of two apart share a set of the cache
+        padded[: len(x), :k] = x
+        y = x.new_empty(len(x), n)
+        row, stride = self.row(), 4 * (columns + PADDING)
+        if bias is not None:
+            bias = bias.float()
+            row[ProjectionField.BIAS] = bias.data_ptr()
+        scratch = torch.empty(threads, 8 * columns + (rows + depth // 2) * stride, dtype=torch.uint8)
+        parameters = np.zeros(len(ProductField), dtype=np.int64)
+        for field, value in {
+            ProductField.PROJECTION: row.ctypes.data,
+            ProductField.X: padded.data_ptr(),
+            ProductField.X_STRIDE: 2 * padded.stride(0),
+            ProductField.ROWS: rows,
+            ProductField.KEPT: len(x),
+            ProductField.Y: y.data_ptr(),
+            ProductField.COLUMNS: columns,
+            ProductField.DEPTH: depth,
+            ProductField.SCRATCH: scratch.data_ptr(),
+            ProductField.SCRATCH_BYTES: scratch.stride(0),
+        }.items():
+            parameters[field] = value
+        launch("product_bfloat16", parameters, threads)
+        return y
 
     def _dequantize(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Outputs first..last of an int4 weight, (last - first, planes * K)."""

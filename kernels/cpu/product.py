@@ -1,0 +1,257 @@
+"""Compiled: products of a prompt's many rows in bfloat16 by AMX, whose tiles multiply 16 x 32 by 32 x 16 numbers.
+
+    y[t, n] = bfloat16(scale[n] * sum over k of x[t, k] * weight_t[k, n] + bias[n])
+
+A thread owns blocks of columns. Some channels of a block at a time are widened, or copied, to bfloat16 as tiles want
+them: of two channels that follow each other the numbers side by side. All rows are multiplied with these, and the sums
+kept in float32. So a weight is read once, whatever its type, and nothing of its size is written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .intrinsics import (
+    HAS_TILES,
+    ZERO,
+    exact,
+    fixed,
+    floats,
+    load,
+    narrow,
+    num_threads,
+    pointer,
+    prefetch,
+    size_of,
+    thread_num,
+    widen,
+    widened,
+    words,
+)
+from .layout import CACHE_LINE, ProductField, ProjectionField, ScaleType, StoredAs
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOATS = ir.VectorType(ir.FloatType(), 16)
+_WORDS = ir.VectorType(_I32, 16)
+_BYTE, _INT8, _BF16, _HALF = np.uint8(0), np.int8(0), np.uint16(0), np.int16(0)
+_ZERO_CODE = np.float32(8)
+TILE = 32  # rows and columns of `multiply_tiles`, and channels of one of its steps
+_AHEAD = 8  # channels, whose weights are prefetched: a block's rows are too short for the processor to foresee the next
+PADDING = 16  # words between rows of a panel: rows a power of two apart share a set of the cache
+
+
+def _call(builder, name, kinds, *arguments):
+    kind = ir.FunctionType(ir.VoidType(), kinds)
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
+
+
+def _tile(number):
+    return ir.Constant(_I8, number)
+
+
+@fixed(types.void())
+def configure_tiles(builder):
+    """All eight tiles: 16 rows of 64 bytes."""
+    bytes_ = [1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [16] * 8 + [0] * 8
+    value = ir.Constant(ir.ArrayType(_I8, 64), bytes_)
+    place = cgutils.alloca_once_value(builder, value)
+    _call(builder, "ldtilecfg", [_I8.as_pointer()], builder.bitcast(place, _I8.as_pointer()))
+
+
+@fixed(types.void())
+def release_tiles(builder):
+    _call(builder, "tilerelease", [])
+
+
+@fixed(types.void(*[types.int64] * 7))
+def multiply_tiles(builder, a, a_stride, b, b_stride, steps, c, c_stride):
+    """c (32, 32) float32 += a (32, 32 * steps) times b, pairs of channels (16 * steps, 32, 2); strides in bytes."""
+    kinds, byte = [_I8, _I8.as_pointer(), _I64], _I8.as_pointer()
+
+    def constant(value):
+        return ir.Constant(_I64, value)
+
+    def places(base, stride):  # a tile's, the one's below it, and the same 16 columns on
+        below = builder.add(base, builder.mul(stride, constant(16)))
+        return [builder.inttoptr(x, byte) for x in (base, builder.add(base, constant(64)), below)], builder.inttoptr(
+            builder.add(below, constant(64)), byte
+        )
+
+    (c00, c01, c10), c11 = places(c, c_stride)
+    for tile, place in enumerate((c00, c01, c10, c11)):
+        _call(builder, "tileloadd64", kinds, _tile(tile), place, c_stride)
+    with cgutils.for_range(builder, steps) as loop:
+        at = builder.add(a, builder.mul(loop.index, constant(64)))
+        bt = builder.add(b, builder.mul(loop.index, builder.mul(b_stride, constant(16))))
+        (a0, _, a1), _ = places(at, a_stride)
+        (b0, b1, _), _ = places(bt, b_stride)
+        for tile, place, stride in ((4, a0, a_stride), (5, a1, a_stride), (6, b0, b_stride), (7, b1, b_stride)):
+            _call(builder, "tileloadd64", kinds, _tile(tile), place, stride)
+        for tile in range(4):
+            _call(builder, "tdpbf16ps", [_I8] * 3, _tile(tile), _tile(4 + tile // 2), _tile(6 + tile % 2))
+    for tile, place in enumerate((c00, c01, c10, c11)):
+        _call(builder, "tilestored64", kinds, _tile(tile), place, c_stride)
+
+
+@exact
+def _multiply_plainly(a, a_stride, b, b_stride, steps, c, c_stride):
+    """`multiply_tiles` without the tiles: what it computes, to test the rest anywhere."""
+    for t in range(TILE):
+        x, sums = pointer(a + t * a_stride, _BF16), floats(c + t * c_stride)
+        for i in range(16 * steps):
+            pair = pointer(b + i * b_stride, _BF16)
+            for j in range(TILE):
+                sums[j] += widen(x[2 * i]) * widen(pair[2 * j]) + widen(x[2 * i + 1]) * widen(pair[2 * j + 1])
+
+
+@exact
+def _nothing():
+    pass
+
+
+if not HAS_TILES:
+    configure_tiles = release_tiles = _nothing
+    multiply_tiles = _multiply_plainly
+
+
+def _store_pairs(builder, to, first, second):
+    """16 words, each of a number of ``first`` below one of ``second``: float32 vectors that hold bfloat16 numbers."""
+    sixteen = ir.Constant(_WORDS, [16] * 16)
+    low = builder.lshr(builder.bitcast(first, _WORDS), sixteen)
+    high = builder.and_(builder.bitcast(second, _WORDS), ir.Constant(_WORDS, [-65536] * 16))
+    builder.store(builder.or_(low, high), builder.inttoptr(to, _WORDS.as_pointer())).align = 4
+
+
+@intrinsic
+def pair_channels(typingctx, to, first, second, tag):
+    """to[j] = number j of both rows of 16, bfloat16 or int8."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.VectorType(context.get_value_type(tag), 16)
+        _store_pairs(builder, args[0], *(widened(builder, load(builder, row, kind), tag) for row in args[1:3]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, tag), codegen
+
+
+@fixed(types.void(*[types.int64] * 5))
+def pair_nibbles(builder, to, first, second, scale, zero):
+    """The same of two rows of 8 bytes, (code - zero) * scale rounded to bfloat16."""
+
+    def numbers(row):
+        byte = load(builder, row, ir.VectorType(_I8, 8))
+        lanes = ir.Constant(_WORDS, [lane // 2 for lane in range(16)])
+        word = builder.zext(builder.shuffle_vector(byte, byte, lanes), _WORDS)
+        code = builder.and_(builder.lshr(word, ir.Constant(_WORDS, [0, 4] * 8)), ir.Constant(_WORDS, [15] * 16))
+        code = builder.fsub(builder.sitofp(code, _FLOATS), load(builder, zero, _FLOATS))
+        bits = builder.bitcast(builder.fmul(code, load(builder, scale, _FLOATS)), _WORDS)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(_WORDS, [16] * 16)), ir.Constant(_WORDS, [1] * 16))
+        return builder.add(bits, builder.add(odd, ir.Constant(_WORDS, [0x7FFF] * 16)))
+
+    _store_pairs(builder, to, numbers(first), numbers(second))
+
+
+@exact
+def _group_scales(field, g, lo, hi, scale, zero, tag):
+    """A group's scales and zero points of outputs lo..hi, in the order of outputs."""
+    half, first = (field[ProjectionField.N] + 1) // 2, lo // 2
+    scale_, zero_ = floats(scale), floats(zero)
+    for parity in range(2):
+        at = (2 * g + parity) * half + first
+        from_ = pointer(field[ProjectionField.COLUMN_SCALE] + at * size_of(tag), tag)
+        points = pointer(field[ProjectionField.ZERO_POINT] + at, _BYTE)
+        for j in range((hi - lo) // 2):
+            scale_[2 * j + parity] = widen(from_[j])
+            zero_[2 * j + parity] = _ZERO_CODE if field[ProjectionField.ZERO_POINT] == 0 else np.float32(points[j])
+
+
+@exact
+def _prefetch_pair(first, stride, size):
+    for at in range(0, size, CACHE_LINE):
+        prefetch(first + at)
+        prefetch(first + stride + at)
+
+
+@exact
+def _pack(field, k0, k1, lo, hi, panel, stride, scale, zero):
+    """Channels k0..k1 of outputs lo..hi as pairs: ((k1 - k0) / 2, stride bytes)."""
+    kind, n = field[ProjectionField.STORED_AS], field[ProjectionField.N]
+    weight, last = field[ProjectionField.WEIGHT], field[ProjectionField.K] - 2
+    if kind == StoredAs.INT4:
+        row, before = field[ProjectionField.STRIDE], np.int64(-1)
+        for k in range(k0, k1, 2):
+            g = k // field[ProjectionField.GROUP]
+            if g != before:
+                before = g
+                if field[ProjectionField.SCALE_TYPE] == ScaleType.BFLOAT16:
+                    _group_scales(field, g, lo, hi, scale, zero, _BF16)
+                elif field[ProjectionField.SCALE_TYPE] == ScaleType.FLOAT16:
+                    _group_scales(field, g, lo, hi, scale, zero, _HALF)
+                else:
+                    _group_scales(field, g, lo, hi, scale, zero, ZERO)
+            to, from_ = panel + (k - k0) // 2 * stride, weight + k * row + lo // 2
+            _prefetch_pair(weight + min(k + _AHEAD, last) * row + lo // 2, row, (hi - lo) // 2)
+            for j in range(0, hi - lo, 16):
+                pair_nibbles(to + 4 * j, from_ + j // 2, from_ + row + j // 2, scale + 4 * j, zero + 4 * j)
+    elif kind == StoredAs.INT8:
+        for k in range(k0, k1, 2):
+            to, from_ = panel + (k - k0) // 2 * stride, weight + k * n + lo
+            _prefetch_pair(weight + min(k + _AHEAD, last) * n + lo, n, hi - lo)
+            for j in range(0, hi - lo, 16):
+                pair_channels(to + 4 * j, from_ + j, from_ + n + j, _INT8)
+    else:
+        for k in range(k0, k1, 2):
+            to, from_ = panel + (k - k0) // 2 * stride, weight + 2 * (k * n + lo)
+            _prefetch_pair(weight + 2 * (min(k + _AHEAD, last) * n + lo), 2 * n, 2 * (hi - lo))
+            for j in range(0, hi - lo, 16):
+                pair_channels(to + 4 * j, from_ + 2 * j, from_ + 2 * (n + j), _BF16)
+
+
+@exact
+def product(p):
+    """See `ProductField`. Rows are a multiple of TILE, K and N too."""
+    parts, part = np.int64(num_threads()), np.int64(thread_num())
+    field, rows = words(p[ProductField.PROJECTION]), p[ProductField.ROWS]
+    n, channels = field[ProjectionField.N], field[ProjectionField.K]
+    columns, depth = p[ProductField.COLUMNS], p[ProductField.DEPTH]
+    stride = 4 * (columns + PADDING)
+    scale = p[ProductField.SCRATCH] + part * p[ProductField.SCRATCH_BYTES]
+    zero = scale + 4 * columns
+    panel = zero + 4 * columns
+    sums = panel + depth // 2 * stride
+    x, x_stride = p[ProductField.X], p[ProductField.X_STRIDE]
+    configure_tiles()
+    blocks = n // TILE
+    lo, end = blocks * part // parts * TILE, blocks * (part + 1) // parts * TILE
+    while lo < end:
+        hi = min(lo + columns, end)
+        for t in range(rows):
+            sums_ = floats(sums + t * stride)
+            for j in range(hi - lo):
+                sums_[j] = ZERO
+        for k0 in range(0, channels, depth):
+            k1 = min(k0 + depth, channels)
+            _pack(field, k0, k1, lo, hi, panel, stride, scale, zero)
+            for t in range(0, rows, TILE):
+                for j in range(0, hi - lo, TILE):
+                    multiply_tiles(
+                        x + t * x_stride + 2 * k0, x_stride, panel + 4 * j, stride, (k1 - k0) // TILE,
+                        sums + t * stride + 4 * j, stride,
+                    )  # fmt: skip
+        scales, bias = floats(field[ProjectionField.COLUMN_SCALE]), floats(field[ProjectionField.BIAS])
+        for t in range(p[ProductField.KEPT]):
+            sums_, y = floats(sums + t * stride), pointer(p[ProductField.Y] + 2 * (t * n + lo), _BF16)
+            if field[ProjectionField.STORED_AS] == StoredAs.INT8:
+                for j in range(hi - lo):
+                    sums_[j] *= scales[lo + j]
+            if field[ProjectionField.BIAS] != 0:
+                for j in range(hi - lo):
+                    sums_[j] += bias[lo + j]
+            for j in range(hi - lo):
+                y[j] = narrow(sums_[j], _BF16)
+        lo = hi
+    release_tiles()
