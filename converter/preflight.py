@@ -110,7 +110,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
             if quantised and value != kept:
                 stay = "the model is quantised, and its weights stay as they are"
                 raise UsageError(f"--{option} {value}: {stay}; leave it out")
-        if settings.weights == "graded" and config.architecture.experts is not None:
+        if settings.weights == "graded" and config.has_experts:
             unknown = f"{config.model_type} has experts, which cannot be graded yet"
             raise UnsupportedModelError(f"--weights graded: {unknown}; choose int8")
         if settings.weights in ("int4", "graded"):
@@ -242,7 +242,7 @@ def _check_resources(plan: Plan) -> None:
         few = f"the bundle takes about {bundle} of disk, {disk} are free"
         raise ResourceError(f"{settings.output_dir}: {few}; free some space or choose another --output-dir")
     left = plan.num_parameters * plan.dtype.itemsize - sum((plan.max_memory or {}).values())
-    if plan.max_memory is not None and plan.config.architecture.experts is not None and left > 0:
+    if plan.max_memory is not None and plan.config.has_experts and left > 0:
         large = f"{name} is larger than all memory here, by {left / 1e9:.1f} GB"
         raise ResourceError(
             f"{large}, and weights of experts cannot stay in their files; use a machine with more memory"

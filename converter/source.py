@@ -87,7 +87,8 @@ class SourceModel:
 
 def weights_of(model: Any, config: ModelConfig) -> dict[str, Tensor]:
     """transformers' parameters by their names in a checkpoint; of one expert a view."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, Tensor] = dict(model.named_buffers())  # factors of blocks
+    found |= model.named_parameters(remove_duplicate=False)
     modules = find_experts(model, config)
     for projection in config.projections():
         if projection.experts:

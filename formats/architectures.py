@@ -60,6 +60,9 @@ class ExpertsLayout:
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
     biases: bool = False  # of the router and of every expert
+    # Config key; where true, blocks have experts, beside the dense MLP and not in its place. Each of the two has norms of
+    # its own, before it and after, and so has the router, whose weights of the chosen ones are multiplied by learned ones.
+    beside: str | None = None
     # Files, a bundle's too, hold all experts of a block in one tensor, as transformers does: ``rows``: (E, 2 I, H), gates
     # before ups, and (E, H, I); ``interleaved``: (E, H, 2 I), a gate beside its up, and (E, I, H). Else apart, or ``rows``.
     together: Literal["rows", "interleaved"] | None = None
@@ -191,6 +194,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         value_norm=True,
         block_scalar="layer_scalar",
         local_rope=True,
+        experts=ExpertsLayout(
+            True,
+            chosen="top_k_experts",
+            shared_size="intermediate_size",
+            router="router.proj",
+            together="rows",
+            beside="enable_moe_block",
+        ),
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", **_OLMO),
     "olmo3": Architecture("Olmo3ForCausalLM", **_OLMO, **_WINDOWS, local_rope=True),

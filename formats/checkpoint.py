@@ -189,8 +189,8 @@ class Checkpoint:
         quantised = {name: StoredWeight(packing, *expected[name]) for name, packing in packings.items()}
         if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
             expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
-        together = config.architecture.experts is not None and config.architecture.experts.together is not None
-        places = experts_in_one(config)
+        layout, places = config.architecture.experts, experts_in_one(config)
+        together = layout is not None and layout.together is not None
         fused = {} if together or is_bundle else {name: one for name, one in places.items() if one.name in stored}
         if together:  # those that are not quantised
             apart = ((name, None if name in quantised else places.get(name), shape) for name, shape in expected.items())
@@ -331,8 +331,8 @@ class Checkpoint:
         weights = {**number, "symmetric": True, **spread}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         ignore = [LM_HEAD.removesuffix(".weight")]
-        if self.config.architecture.experts is not None:  # routers, and the gates of shared experts
-            ignore.append(r"re:.*\.(gate|router|shared_expert_gate)$")
+        if self.config.has_experts:  # routers, and the gates of shared experts
+            ignore.append(r"re:.*\.(gate|router|router\.proj|shared_expert_gate)$")
         if self.config.delta_net is not None:
             # Linear layers as well, but small ones that are no projections.
             ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")

@@ -11,6 +11,14 @@ from .architectures import ARCHITECTURES, Activation, Architecture, ExpertsLayou
 from .errors import UnsupportedModelError
 
 LM_HEAD = "lm_head.weight"
+# Of a block with experts beside its dense MLP the tensors below it, by the fields of `runtime.torch.block.Block`.
+BESIDE = {
+    "experts_input": "pre_feedforward_layernorm_2.weight",
+    "experts_output": "post_feedforward_layernorm_2.weight",
+    "shared_output": "post_feedforward_layernorm_1.weight",
+    "router_scale": "router.scale",
+    "expert_scale": "router.per_expert_scale",
+}
 # Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
 _LARGEST_DIMENSION = 2**27
 LARGEST_NUM_BLOCKS = 10_000
@@ -34,7 +42,6 @@ _ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # What a smaller or sparser Gemma 4 has that the large dense one has not.
 _OF_SMALL = "not supported: {}; of this family the dense models without are"
 _NOT_GEMMA4 = {
-    "enable_moe_block": "a mixture-of-experts model, whose experts stand beside a dense MLP",
     "hidden_size_per_layer_input": _OF_SMALL.format("every block has an embedding of its own"),
     "num_kv_shared_layers": _OF_SMALL.format("some blocks have no keys and values of their own"),
 }
@@ -110,6 +117,7 @@ class Experts:
     shared_size: int  # of an expert for every token, multiplied by the sigmoid of a gate (1, H); 0: there is none
     router: str  # names of tensors below the block's: the router's, and the gate's of the shared expert
     router_bias: str | None = None
+    beside: bool = False  # see `ExpertsLayout`; the shared one is the dense MLP, and has no gate
     shared_gate: str = "mlp.shared_expert_gate.weight"
 
 
@@ -212,6 +220,10 @@ class ModelConfig:
         return ARCHITECTURES[self.model_type]
 
     @property
+    def has_experts(self) -> bool:
+        return any(block.experts for block in self.blocks)
+
+    @property
     def mlp_size(self) -> int:
         """The most numbers between the MLP's two halves that a token has in any block."""
         experts = [block.experts for block in self.blocks]
@@ -259,13 +271,15 @@ class ModelConfig:
                 shape = (
                     (experts.intermediate_size, hidden) if role == "down_proj" else (hidden, experts.intermediate_size)
                 )
-                folder = f"model.layers.{index}.{arch.experts.module}.experts"
-                parts = tuple(f"{folder}.{expert}.{stored}" for expert in range(experts.count))
-                name = f"{mlp}experts.{role}"
+                module = f"model.layers.{index}." if experts.beside else mlp
+                folder = module if experts.beside else f"model.layers.{index}.{arch.experts.module}."
+                parts = tuple(f"{folder}experts.{expert}.{stored}" for expert in range(experts.count))
+                name = f"{module}experts.{role}"
                 yield Projection(name, index, role, *shape, arch.experts.biases, experts.count, experts.chosen, parts)
             for role in roles if experts.shared_size else ():
                 shape = (experts.shared_size, hidden) if role == "down_proj" else (hidden, experts.shared_size)
-                yield Projection(f"{mlp}shared_expert.{role}", index, f"shared_{role}", *shape, False)
+                name = mlp + role if experts.beside else f"{mlp}shared_expert.{role}"
+                yield Projection(name, index, f"shared_{role}", *shape, False)
 
     def shared_inputs(self, block: int) -> list[list[Projection]]:
         """A block's projections by the input that they read, in the order of execution."""
@@ -306,7 +320,7 @@ class ModelConfig:
 
         for key, what in _NOT_GEMMA4.items() if arch.full_heads else ():
             if config.get(key):
-                found = key if key == "enable_moe_block" else f"{key} {config[key]!r:.20}"
+                found = f"{key} {config[key]!r:.20}"
                 raise UnsupportedModelError(
                     f"unsupported architecture: model_type {model_type!r} with {found} is {what}"
                 )
@@ -314,15 +328,15 @@ class ModelConfig:
             require(config.get(key) is None, key, "null, the only value known here", config.get(key))
         sizes = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
         dimensions: dict[str, Any] = {key: dimension(config, key) for key in sizes if key in config or not arch.experts}
-        if arch.experts is not None:  # some have no dense MLP, and no size of one
-            dimensions.setdefault("intermediate_size", dimension(config, arch.experts.intermediate_size))
+        if arch.experts is not None and "intermediate_size" not in dimensions:  # they have no dense MLP
+            dimensions["intermediate_size"] = dimension(config, arch.experts.intermediate_size)
         num_heads = dimension(config, "num_attention_heads")
         num_kv_heads = dimension(config, "num_key_value_heads")
         num_blocks = dimension(config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
         stated = config.get("head_dim") is not None
         head_dim = dimension(config, "head_dim") if stated else dimensions["hidden_size"] // num_heads
         blocks = _blocks(config, arch, num_blocks, head_dim, num_kv_heads)
-        if arch.experts is not None:
+        if arch.experts is not None and (arch.experts.beside is None or _switch(config, arch.experts.beside)):
             blocks = _with_experts(config, arch.experts, blocks)
         for heads, width in {(num_kv_heads, head_dim), *((one.num_kv_heads, one.head_dim) for one in blocks)}:
             multiple = f"a multiple of num_key_value_heads ({heads})"
@@ -359,7 +373,7 @@ class ModelConfig:
             **{name: _switch(config, bias) if isinstance(bias, str) else bias for name, bias in biases.items()},
             dtype=str(config.get("dtype") or "float32"),
             activation=arch.activations[activation],
-            clamp=tuple(_number(config, key) for key in ("swiglu_alpha", "swiglu_limit")) if clamped else (0.0, 0.0),
+            clamp=(_number(config, "swiglu_alpha"), _number(config, "swiglu_limit")) if clamped else (0.0, 0.0),
             blocks=blocks,
             rotaries=tuple(_rope(config, one, width, arch.interleaved) for one, width in ropes),
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
@@ -441,8 +455,9 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
         dimension(config, layout.intermediate_size),
         bool(config[how]) if isinstance(how, str) else how,
         0 if layout.shared_size is None else dimension(config, layout.shared_size),
-        f"{layout.module}.{layout.router}.weight",
+        f"{layout.router}.weight" if layout.beside else f"{layout.module}.{layout.router}.weight",
         f"{layout.module}.{layout.router}.bias" if layout.biases else None,
+        layout.beside is not None,
     )
     every, dense = 1, list[int]()
     if layout.dense_blocks:
@@ -581,7 +596,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 expected[prefix + experts.router] = (experts.count, config.hidden_size)
                 if experts.router_bias is not None:
                     expected[prefix + experts.router_bias] = (experts.count,)
-            if experts is not None and projection.role == "shared_gate_proj":
+                if experts.beside:
+                    expected |= {prefix + BESIDE[field]: hidden for field in BESIDE}
+                    expected[prefix + BESIDE["expert_scale"]] = (experts.count,)
+            if experts is not None and projection.role == "shared_gate_proj" and not experts.beside:
                 expected[prefix + experts.shared_gate] = (1, config.hidden_size)
             shape = (projection.out_features, projection.in_features)
             expected |= dict.fromkeys([f"{part}.weight" for part in projection.parts], shape)

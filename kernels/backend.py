@@ -11,10 +11,13 @@ import gc
 import importlib.util
 import logging
 import os
+import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ class _Forked(Executor):
                 children.append(os.fork())
             if children[-1] == 0:
                 gc.disable()  # nothing of this process is to be freed by another
+                logging.disable()  # what is compiled is said once
                 with suppress(BaseException):
                     while number := os.read(read, 4):
                         with suppress(Exception):  # it is raised by the second attempt
@@ -90,8 +94,12 @@ class _Forked(Executor):
             while number := os.read(read, 4):
                 mine.append(int.from_bytes(number, "little"))
                 self._finish(*self._tasks[mine[-1]])
+            patience = time.monotonic() + 60  # a child that a lock of another thread holds up is done without
             for child in children:
-                os.waitpid(child, 0)
+                while os.waitpid(child, os.WNOHANG) == (0, 0):
+                    if time.monotonic() > patience:
+                        os.kill(child, signal.SIGKILL)
+                    time.sleep(0.01)
             for index in set(range(len(self._tasks))).difference(mine):
                 self._finish(*self._tasks[index])
         finally:  # interrupted: nobody waits for the rest
@@ -110,13 +118,16 @@ class _Forked(Executor):
 @contextmanager
 def compiling_side_by_side() -> Iterator[None]:
     """Triton kernels that are launched within are compiled, in as many processes as there are cores, and not run: for a
-    CUDA device's, whose launches need nothing that one of them gives."""
+    CUDA device's, whose launches need nothing that one of them gives. A kernel with ``is_probe`` is run: plans depend
+    on its result."""
     import triton
     from triton.runtime import JITFunction
 
     run, kernels = JITFunction.run, _Forked()
 
     def compile_only(self: Any, *given: Any, warmup: bool, **options: Any) -> Any:
+        if getattr(self, "is_probe", False):  # in a context without AsyncCompileMode: compiled now
+            return Context().run(run, self, *given, warmup=warmup, **options)
         return run(self, *given, warmup=True, **options)
 
     with triton.AsyncCompileMode(kernels):

@@ -24,7 +24,7 @@ from wisparse.kernels.backend import BACKENDS, choose_backend
 from .decoding.cache import memory_errors
 from .decoding.decoder import Decoder, default_limits, weight_bytes
 from .decoding.heads import HeadFiles
-from .generation.speculation import SpeculativeConfig
+from .generation.speculation import SpeculativeConfig, make_drafter
 from .model import Model
 from .tokenizer import Tokenizer
 from .torch.decoder import TorchDecoder
@@ -164,7 +164,8 @@ def load(
             itself, with vLLM's keys ``num_speculative_tokens`` (7), ``prompt_lookup_min`` (3), ``prompt_lookup_max`` (8).
             ``method`` ``self``: tokens that the model drafts at another level of the bundle, ``sparsity`` or ``bits``
             (4 of a bundle that is not graded: weights rounded to int4, in memory beside the others), and
-            ``num_speculative_tokens`` (4). ``auto``: ``ngram``, where it changes no token and the model can; None: never.
+            ``num_speculative_tokens`` (4). ``method`` ``eagle3``: an EAGLE-3 head drafts, ``model`` is its folder or Hub
+            id. ``auto``: ``ngram``, where it changes no token and the model can; None: never.
 
     Raises:
         AccessError: no such folder or repository, no permission, no network.
@@ -209,4 +210,8 @@ def load(
     )
     if decoder.speculates:
         log.info("speculation: %s", config)
+    most = config.num_speculative_tokens
+    if config.method == "self" and not make_drafter(config, decoder.verify_costs, decoder.draft_cost, ()).propose(most):
+        text = "speculative: no drafts are made: one takes %.2f of a step here, and to verify it more than it saves"
+        log.warning(text, decoder.draft_cost)
     return Model(opened, decoder, text, prefill, config if decoder.speculates else None)

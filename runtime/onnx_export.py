@@ -76,7 +76,7 @@ def export_onnx(
         dtype = config.dtype if config.dtype in DTYPES else "float32"
     expect(dtype in DTYPES, "dtype", f"auto, {' or '.join(DTYPES)}", dtype)
     other = "blocks with attention, found recurrent ones" if config.delta_net is not None else None
-    if config.architecture.experts is not None:
+    if config.has_experts:
         other = "dense MLPs, found experts"
     if other is not None:
         raise UnsupportedModelError(

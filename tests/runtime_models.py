@@ -82,10 +82,20 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         **HYBRIDS["qwen3.5"][1], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56,
     }),
+    "gemma4-moe": ("gemma4_text", {
+        **FAMILIES["gemma4"][1], "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+        "moe_intermediate_size": 40,
+    }),
     "gpt-oss": ("gpt_oss", {
         **_WINDOWS, "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,
         "swiglu_alpha": 1.3, "swiglu_limit": 0.8, "rope_parameters": {**YARN, "truncate": False},
     }),
+}
+
+# Those of them that the back end for GPUs refuses -> in which words.
+NOT_ON_GPUS = {
+    "gpt-oss": "its kernels have neither the attention sinks nor the activation of gpt_oss",
+    "gemma4-moe": "its kernels have no experts beside a dense MLP",
 }
 
 _LATER_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}

@@ -191,8 +191,9 @@ def test_a_conversion_leaves_busy_cores_alone_unless_the_user_says_so(monkeypatc
         assert os.environ.get("OMP_NUM_THREADS") == found
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize("verb", ["inspect", "generate"])
+@pytest.mark.parametrize(
+    ("verb", "closed"), [*(("inspect", one) for one in ("<&-", ">&-", "2>&-")), ("generate", "<&- >&- 2>&-")]
+)
 def test_closed_standard_streams_are_as_dev_null(tmp_path: Path, verb: str, closed: str) -> None:
     """No traceback, the exit code of /dev/null, and nothing written into a file that got a stream's number."""
     write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model"))

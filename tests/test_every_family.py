@@ -15,7 +15,7 @@ import torch
 import triton_worker
 from bundle_maker import make_bundle
 from family_cases import COUNT, PLAIN, ROUTED, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
-from runtime_models import WRAPPERS
+from runtime_models import NOT_ON_GPUS, WRAPPERS
 from safetensors import safe_open
 
 import wisparse
@@ -31,7 +31,7 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 # One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values,
 # experts, and a shared one.
 FEATURES = ("llama", "seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")
-FEATURES += ("qwen3-moe", "qwen3.5-moe", "gpt-oss")
+FEATURES += ("qwen3-moe", "qwen3.5-moe", "gpt-oss", "gemma4-moe")
 # ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default, with the rotation.
 CASES = [
     pytest.param(name, search, marks=() if search == "uniform" and name in FEATURES else pytest.mark.exhaustive)
@@ -48,6 +48,7 @@ TRITON_CASES = [
     *(
         pytest.param(variant, "uniform", marks=() if variant in INTERPRETED_BY_DEFAULT else pytest.mark.exhaustive)
         for variant in (*PLAIN, *ROUTED)
+        if variant not in NOT_ON_GPUS
     ),
     *(pytest.param(name, "wrapper", marks=pytest.mark.exhaustive) for name in WRAPPERS),
 ]
@@ -165,6 +166,15 @@ def test_triton_gives_the_tokens_of_transformers(name: str, kind: str, bundles: 
     tokens, logits = by_triton(name, kind)
     assert len(tokens) == TRITON_COUNT
     assert_answers(bundles.answer(name, kind), "triton", tokens, torch.tensor(logits))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", NOT_ON_GPUS)
+def test_a_family_that_gpus_lack_is_refused_there(name: str, bundles: Bundles) -> None:
+    from wisparse.runtime.cuda.decoder import CudaDecoder
+
+    config = Checkpoint.open(bundles.source(name, "uniform"), complete=full_config).config
+    assert CudaDecoder.refusal(config, "native") == NOT_ON_GPUS[name]
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-architecture.md"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.errors import UnsupportedModelError
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, experts_in_one
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -60,10 +60,10 @@ def test_projections_of_transformers_models_are_found() -> None:
         }
         experts = {name: ours.pop(name) for name in list(ours) if ours[name].experts}
         assert set(ours) == set(linears)
-        for name, one in experts.items():  # transformers has gate and up in one
-            stored = model.get_parameter(name.replace("gate_proj", "gate_up_proj").replace(".up_proj", ".gate_up_proj"))
-            each = 1 if one.role == "down_proj" else 2
-            assert (one.experts, each * one.out_features, one.in_features) == stored.shape, name
+        places = experts_in_one(config)
+        for one in experts.values():
+            place = places[f"{one.parts[0]}.weight"]
+            assert model.get_parameter(place.name).shape == place.shape, place.name
         for name, linear in linears.items():
             found = (ours[name].out_features, ours[name].in_features, ours[name].bias)
             assert found == (*linear.weight.shape, linear.bias is not None), name
@@ -105,7 +105,7 @@ def test_what_blocks_have_is_read() -> None:
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder"),
         ({**GEMMA4, "hidden_size_per_layer_input": 256}, "input 256 is not supported: every block has an embedding"),
         ({**GEMMA4, "num_kv_shared_layers": 2}, "num_kv_shared_layers 2 is not supported: some blocks have no keys"),
-        ({**GEMMA4, "enable_moe_block": True}, "enable_moe_block is a mixture-of-experts model"),
+        ({**GEMMA4, "enable_moe_block": True}, "num_experts: expected a positive integer"),
         ({**GEMMA4, "use_bidirectional_attention": "all"}, "is an encoder"),
         ({**GEMMA4, "per_layer_config": []}, "per_layer_config: expected an object, found"),
         ({**GEMMA4, "per_layer_config": {"9": {}}}, "per_layer_config: expected blocks, found '9'"),

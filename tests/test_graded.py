@@ -28,6 +28,7 @@ from wisparse.formats.manifest import bits_of
 from wisparse.formats.weight_types import interleaved, quantise, round_weight, split_planes
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cpu.weights import Matrix
+from wisparse.runtime.generation.speculation import Chain
 
 Run = Callable[..., tuple[int, str, str]]
 TOKENS = torch.tensor([5, 17, 250, 3, 99, 101, 7, 7, 30, 31])
@@ -186,6 +187,21 @@ def test_between_the_thresholds_a_model_has_the_high_planes_numbers(bundle: Path
         if backend == "torch":
             high_plane = coarse
         torch.testing.assert_close(coarse, high_plane, rtol=1e-4, atol=1e-4)
+
+
+def test_the_high_planes_draft(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the planes of a level; the int8 model's answers are those without."""
+    monkeypatch.setattr(Chain, "_length", lambda self, rate, most: min(most, 4))
+    for backend in ("torch", "numba"):
+        found = []
+        for config in (None, {"method": "self", "bits": 4}, {"method": "self", "bits": 3}):
+            with wisparse.load(bundle, backend=backend, device="cpu", bits=8, speculative=config) as model:
+                answers = model.generate([[5, 6, 7], [9, 8, 7]], max_new_tokens=16)
+                found.append([answer.token_ids for answer in answers])
+                assert (model.engine.scheduler.stats.drafts.accepted_tokens > 3) == (config is not None)
+        assert found[0] == found[1] == found[2]
+    with pytest.raises(UsageError, match="speculative: bits: expected one of the bundle's levels, 5, 3, or 8"):
+        wisparse.load(bundle, device="cpu", speculative={"method": "self", "bits": 6})
 
 
 def test_bits_choose_the_level(bundle: Path, plain: Path, run: Run) -> None:

@@ -1,12 +1,15 @@
 """The choice of a back end."""
 
 import importlib.util
+import os
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from wisparse.kernels.backend import choose_backend, compiling_side_by_side
+from wisparse.kernels.backend import _Forked, choose_backend, compiling_side_by_side
 
 CPU = torch.device("cpu")
 
@@ -68,11 +71,43 @@ def test_only_a_compiled_gpu_kernel_is_told(monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_side_by_side_kernels_are_compiled_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import JITFunction
+    from triton.runtime._async_compile import active_mode
+
+    from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel
 
     seen: list[tuple[object, ...]] = []
-    monkeypatch.setattr(JITFunction, "run", lambda self, *given, **options: seen.append((self, *given, options)))
-    before = JITFunction.run
+
+    def run(self: object, *given: object, **options: object) -> None:
+        seen.append((self, *given, options, active_mode.get() is not None))
+
+    monkeypatch.setattr(JITFunction, "run", run)
     with compiling_side_by_side():
         JITFunction.run("kernel", 7, grid=(1,), warmup=False, num_warps=4)
-    assert seen == [("kernel", 7, {"grid": (1,), "warmup": True, "num_warps": 4})]
-    assert JITFunction.run is before
+        # What it finds decides whether quantised weights are multiplied on the tensor cores.
+        JITFunction.run(_subnormal_kernel, grid=(1,), warmup=False)
+    assert seen == [
+        ("kernel", 7, {"grid": (1,), "warmup": True, "num_warps": 4}, True),
+        (_subnormal_kernel, {"grid": (1,), "warmup": False}, False),
+    ]
+    assert JITFunction.run is run
+
+
+def test_compilations_run_in_processes_and_leave_what_is_found_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def compile_one(index: int) -> int:
+        with open(tmp_path / str(index), "a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} ")
+        time.sleep(0.05)
+        return index // (index - 5)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    pool = _Forked()
+    futures = [pool.submit(partial(compile_one, index)) for index in range(6)]
+    pool.run()
+    assert [future.result() for future in futures[:5]] == [index // (index - 5) for index in range(5)]
+    with pytest.raises(ZeroDivisionError):
+        futures[5].result()
+    seen = [set(map(int, (tmp_path / str(index)).read_text("utf-8").split())) for index in range(6)]
+    assert all(os.getpid() in one for one in seen)
+    assert len(set.union(*seen)) == 2

@@ -1,7 +1,9 @@
 """The compiled CPU kernels agree with their definition, whatever the shape, type, number of rows and of threads."""
 
+import importlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -192,14 +194,26 @@ def test_a_region_is_compiled_once_into_the_cache(cache: Path, monkeypatch: pyte
     launch.prepare(REGION)
     # Loaded, also the first time: what this process compiled itself might compute other bits than what later ones load.
     assert launch._regions[REGION].cache_hits == 1
-    assert list(cache.rglob("*.nbc"))
-    assert str(cache) == numba.config.CACHE_DIR
+    assert [file.name.partition("-")[0] for file in (cache / "wisparse-cpu").iterdir()] == [REGION]
     monkeypatch.setattr(launch, "_regions", {})
     monkeypatch.setattr(launch, "_COMPILER", "raise SystemExit('compiled again')")
     launch.prepare(REGION)
-    folder = launch._cache_folder()
+    # Another copy of the package finds the code, unless its source or numba differs.
+    shutil.copytree(Path(launch.__file__).parents[1], cache / "copied" / "kernels")
+    monkeypatch.syspath_prepend(cache)
+    copy: Any = importlib.import_module("copied.kernels.cpu.launch")
+    monkeypatch.setattr(copy, "_COMPILER", "raise SystemExit('compiled again')")
+    copy.prepare(REGION)
+    assert copy._regions.pop(REGION).cache_hits == 1
+    part = Path(copy.__file__).with_name("barrier.py")
+    source = part.read_text()
+    part.write_text(source + "# changed\n")
+    with pytest.raises(RuntimeError, match="compiled again"):
+        copy.prepare(REGION)
+    part.write_text(source)
     monkeypatch.setattr(numba, "__version__", "another")
-    assert launch._cache_folder() != folder
+    with pytest.raises(RuntimeError, match="compiled again"):
+        copy.prepare(REGION)
     # The user's cache is the default.
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

@@ -22,6 +22,7 @@ CASES = {
     "the decoder is the plain one, with weights in codes too": "triton_decoder_cases.py",
     "sampling on the device is its twin": "triton_sample_cases.py",
     "the decoder keeps its promises": "triton_runtime_cases.py",
+    "a head drafts as on other back ends": "test_runtime_heads.py",
 }
 COMPILE = "triton_compile.py"
 # Each file takes minutes under the interpreter, and waits its turn for a core.
@@ -74,10 +75,7 @@ def test_cases(title, outcomes) -> None:
 
 
 @pytest.mark.exhaustive  # minutes
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arch", [90, pytest.param(80, marks=pytest.mark.exhaustive), pytest.param(120, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("arch", [90, 80, 120])
 def test_kernels_compile_within_the_chips_limits(arch: int, outcomes) -> None:
     done = outcomes[str(arch)].result()
     assert done.returncode == 0, done.stderr[-4000:]

@@ -299,7 +299,7 @@ print(json.dumps([(after - before) * 1024, sum(info.nbytes for info in bundle.ch
 """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 101}
+    settings = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "vocab_size": 101}
     config = AutoConfig.for_model("llama", num_attention_heads=8, **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
     bundle = make_bundle(tmp_path / "source", tmp_path / "bundle")
@@ -309,6 +309,6 @@ print(json.dumps([(after - before) * 1024, sum(info.nbytes for info in bundle.ch
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         grown, size = json.loads(done.stdout)
-        assert size > 250e6
+        assert size > 130e6
         # Beside the weights: pieces in flight, and for int8 one widened matrix.
         assert grown < share * size + 60e6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ CONFIG = {
     "num_attention_heads": HEADS, "num_key_value_heads": KV, "num_hidden_layers": 1, "vocab_size": VOCAB,
     "draft_vocab_size": DRAFTED, "rope_theta": 10000.0, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 }  # fmt: skip
+# Run so by test_kernels_triton.py.
+BACKENDS = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else ["torch", "numba"]
 
 
 def make_head(folder: Path, embedding: bool = False, **changes: Any) -> Path:
@@ -113,12 +116,18 @@ def expected_draft(source: Path, head: Path, ids: list[int], count: int) -> list
 
 
 def with_head(bundle: Bundle, head: Path, backend: str, **settings: Any) -> Decoder:
-    decoder = cpu_decoder(bundle, backend, max_seq_len=64, **settings)
+    if backend == "triton":
+        from wisparse.runtime.cuda.decoder import CudaDecoder
+
+        settings |= {"device": torch.device("cpu"), "dtype": torch.float32}
+        decoder: Decoder = CudaDecoder(bundle, max_seq_len=64, **settings)
+    else:
+        decoder = cpu_decoder(bundle, backend, max_seq_len=64, **settings)
     decoder.attach(HeadFiles.open(head, bundle))
     return decoder
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("embedding", [False, True])
 def test_drafts_are_the_heads(bundles: dict[str, Bundle], tmp_path: Path, backend: str, embedding: bool) -> None:
     """After prompts in pieces, plain steps, verified ones and a prefix of another slot, in both coordinates."""

@@ -71,7 +71,7 @@ def test_a_running_model_switches(backend: str, example: Path) -> None:
     where = {"backend": backend, "device": "cpu", "dtype": "float32", "max_seq_len": 64}
 
     def answers(model: wisparse.Model) -> list[tuple[int, ...]]:
-        return [answer.token_ids for answer in model.generate(prompts, max_new_tokens=16, prefill="half")]
+        return [answer.token_ids for answer in model.generate(prompts, max_new_tokens=8, prefill="half")]
 
     expected = {level: answers(wisparse.load(example, sparsity=level, **where)) for level in (*LEVELS, 0)}
     model = wisparse.load(example, **where)

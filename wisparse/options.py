@@ -122,7 +122,7 @@ loading_options = stacked(
 
 _SPECULATIVE = (
     'Verify several tokens at a time where the text repeats itself: {"method": "ngram"} and further keys as vLLM has them, '
-    "auto (where that changes no token), or off."
+    'drafts of an EAGLE-3 head: {"method": "eagle3", "model": PATH_OR_ID}, auto (ngram, where that changes no token), or off.'
 )
 
 

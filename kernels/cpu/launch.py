@@ -2,7 +2,8 @@
 
 Code that numba has just compiled and the same code loaded from its cache may inline differently, and then sum in
 another order. So a region is compiled by another process and always loaded from the cache: every process computes the
-same bits.
+same bits. numba's own cache goes by the path of a function's source. This one goes by what the source says, so that
+copies of the package share it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import ctypes.util
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 import logging
 import os
+import pickle
+import platform
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,9 @@ import numba
 import numpy as np
 import torch
 from numba import types
+from numba.core import serialize
+from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
 
 from ..backend import say_compiling
 from . import linear
@@ -55,9 +63,6 @@ compile_here(*given)
 _config: Any = numba.config  # its names come from the environment: unknown to a type checker
 _regions: dict[str, Any] = {}  # compiled
 _lock = threading.Lock()
-
-
-# Written out, because numba's disk cache never finds a function that was made in a closure.
 
 
 def step_float32(p):
@@ -133,8 +138,8 @@ def _compiled(names: Sequence[str]) -> list[Any]:
 
 
 def _through_disk(names: Sequence[str], folder: Path) -> list[Any]:
-    """Regions loaded from numba's cache in a folder, after other processes compiled those that it lacks."""
-    missing = [name for name in names if not any(folder.glob(f"*/*.{name}-*.nbi"))]
+    """Regions loaded from a folder, after other processes compiled those that it lacks."""
+    missing = [name for name in names if not _file(REGIONS[name], folder).exists()]
     if missing and folder == _cache_folder():  # else a warning has said that every process compiles them
         say_compiling("CPU", len(missing))
     if missing and not sys.executable:
@@ -177,26 +182,51 @@ def compile_here(module: str, name: str, folder: str) -> None:
         sys.exit(f"{_NOT_WRITTEN}{error}")
 
 
+class _OnDisk:
+    """What a compiled function asks for its code, and gives it to: one file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def load_overload(self, signature: object, target: Any) -> Any:
+        target.refresh()
+        if self.file.exists():
+            return CompileResult._rebuild(target, *pickle.loads(self.file.read_bytes()))
+        return None
+
+    def save_overload(self, signature: object, compiled: Any) -> None:
+        whole = self.file.with_suffix(f".{uuid.uuid4().hex}")  # others may write the same code at the same time
+        try:
+            whole.write_bytes(serialize.dumps(compiled._reduce()))
+            whole.replace(self.file)
+        finally:
+            whole.unlink(missing_ok=True)
+
+
 def _load(region: Any, folder: Path) -> Any:
-    before, _config.CACHE_DIR = _config.CACHE_DIR, str(folder)
-    try:
-        return numba.cfunc(_SIGNATURE, cache=True)(region)
-    finally:
-        _config.CACHE_DIR = before
+    function = CFunc(region, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {})
+    function._cache = _OnDisk(_file(region, folder))
+    function.compile()
+    return function
+
+
+def _file(region: Any, folder: Path) -> Path:
+    """A region's code. The name changes with its source, the CPU back end's, the compiler and the processor."""
+    name, features = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
+    asked = f"{_config.CPU_NAME} {_config.CPU_FEATURES}"  # by NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
+    versions = f"{platform.python_version()} {numba.__version__} {llvmlite.__version__}"
+    digest = hashlib.sha256(f"{versions} {name} {features} {asked}".encode())
+    for file in (*sorted(Path(__file__).parent.glob("*.py")), Path(inspect.getfile(region))):
+        digest.update(file.read_bytes())
+    return folder / f"{region.__name__}-{digest.hexdigest()[:16]}.code"
 
 
 @functools.cache
 def _cache_folder() -> Path | None:
-    """Where compiled code is kept: under NUMBA_CACHE_DIR or the user's cache; None, with a warning, if not writable.
-    The name changes with the CPU back end's source, the compiler and the processor."""
-    name, features = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
-    asked = f"{_config.CPU_NAME} {_config.CPU_FEATURES}"  # by NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
-    digest = hashlib.sha256(f"{numba.__version__} {name} {features} {asked}".encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.read_bytes())
+    """Where compiled code is kept: under NUMBA_CACHE_DIR or the user's cache; None, with a warning, if not writable."""
     try:
         parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wisparse"
-        folder = Path(_config.CACHE_DIR or parent) / f"wisparse-cpu-{digest.hexdigest()[:12]}"
+        folder = Path(_config.CACHE_DIR or parent) / "wisparse-cpu"
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home

@@ -96,6 +96,13 @@ class BlockField(IntEnum):
     VALUE_SCALES = 29
     SINKS = 30  # (heads,) float32: one more score of each head's softmax; 0: none
     ROUTER_BIAS = 31  # (EXPERTS,) float32
+    # Experts beside a dense MLP, which is the shared one and has no gate: each has norms of its own, float32 (hidden,).
+    BESIDE = 32  # 1, or 0
+    EXPERTS_INPUT = 33
+    EXPERTS_OUTPUT = 34
+    SHARED_OUTPUT = 35
+    ROUTER_SCALE = 36  # (hidden,) float32: the weight of the norm before the router
+    EXPERT_SCALE = 37  # (EXPERTS,) float32: multiplies the weights of the chosen ones
 
 
 class DeltaField(IntEnum):
@@ -229,12 +236,15 @@ class StepField(IntEnum):
     # output, and the floats of a row: (blocks + 2,) int64.
     TAPPED = 54
     TAPS = 55  # (rows, floats of a row) float32
+    BESIDE = 56  # (rows, hidden) float32: the output of a dense MLP beside experts
+    TOKEN_AT = 57  # in the scratch: what one token's experts read
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:
     """Where a thread's buffers lie in its scratch, in bytes; the residual (rows, hidden) float32 comes first."""
     sizes = {
         StepField.NORMED_AT: rows * hidden,  # float32
+        StepField.TOKEN_AT: hidden,
         StepField.ACC_AT: rows * acc_length,  # float32, as the other accumulator
         StepField.ACC_UP_AT: rows * acc_length,
         StepField.INDEX_AT: list_length,  # int32

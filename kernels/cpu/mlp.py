@@ -6,7 +6,7 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from .attention import BLOCK_BYTES
+from .attention import BLOCK_BYTES, rms_norm
 from .barrier import barrier
 from .intrinsics import ONE, ZERO, exact, exp32, floats, span, words
 from .layout import PARTIAL_MORE, BlockField, FloatField, MlpActivation, ProjectionField, StepField
@@ -141,7 +141,7 @@ def expert_mlp(p, block, x, part, parts, base_tag):
     the last slot, as MLPs side by side. Their outputs are added in the order of the experts."""
     block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
     hidden, total, chosen = p[StepField.HIDDEN], block_[BlockField.EXPERTS], block_[BlockField.CHOSEN]
-    shared = block_[BlockField.SHARED_SIZE]
+    shared, eps = block_[BlockField.SHARED_SIZE], floats(p[StepField.FLOATS])[FloatField.EPS]
     slots, stride, team = chosen + (1 if shared != 0 else 0), p[StepField.EXPERT_LENGTH], p[StepField.TEAM]
     scratch = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
     acc, acc_stride = scratch + p[StepField.ACC_AT], p[StepField.ACC_LENGTH]
@@ -152,9 +152,13 @@ def expert_mlp(p, block, x, part, parts, base_tag):
     lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
     for b in range(p[StepField.ROWS]):
         token, half = x + 4 * b * hidden, floats(p[StepField.HALF] + 4 * b * hidden)
+        beside, asked = floats(p[StepField.BESIDE] + 4 * b * hidden), token
+        if block_[BlockField.BESIDE] != 0:  # the router reads the residual, which is first in the scratch
+            asked = scratch + p[StepField.TOKEN_AT]
+            rms_norm(scratch + 4 * b * hidden, block_[BlockField.ROUTER_SCALE], hidden, eps, asked)
         first_score, last_score = total * part // parts, total * (part + 1) // parts
         output_rows(
-            block_[BlockField.ROUTER], hidden, first_score, last_score, token, hidden, 1, _NONE, scores,
+            block_[BlockField.ROUTER], hidden, first_score, last_score, asked, hidden, 1, _NONE, scores,
             p[StepField.SLOTS], _NONE, ZERO,
         )  # fmt: skip
         if block_[BlockField.ROUTER_BIAS] != 0:
@@ -164,7 +168,12 @@ def expert_mlp(p, block, x, part, parts, base_tag):
         barrier(team, parts)
 
         choose_experts(scores, total, chosen, block_[BlockField.RENORMALISED], choice)
-        if shared != 0:
+        if block_[BlockField.BESIDE] != 0:
+            rms_norm(scratch + 4 * b * hidden, block_[BlockField.EXPERTS_INPUT], hidden, eps, asked)
+            scale = floats(block_[BlockField.EXPERT_SCALE])
+            for n in range(chosen):
+                floats(choice + 8 * (2 * n + 1))[0] *= scale[words(choice)[2 * n]]
+        elif shared != 0:
             weight = choice + 8 * (2 * chosen + 1)
             output_rows(
                 block_[BlockField.SHARED_GATE], hidden, _NONE, np.int64(1), token, hidden, 1, _NONE, weight,
@@ -178,7 +187,7 @@ def expert_mlp(p, block, x, part, parts, base_tag):
             if n == chosen:
                 gate, up, down, inner = first + 3 * total, first + 3 * total + 1, first + 3 * total + 2, shared
             mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
-            gate_and_up(p, gate, up, token, 1, mlp_lo, mlp_hi, part, base_tag)
+            gate_and_up(p, gate, up, token if n == chosen else asked, 1, mlp_lo, mlp_hi, part, base_tag)
             segments, at = words(p[StepField.EXPERT_COUNT] + 16 * (n * parts + part)), 4 * (n * stride + mlp_lo)
             segments[0] = mlp_lo
             segments[1] = select(
@@ -204,8 +213,12 @@ def expert_mlp(p, block, x, part, parts, base_tag):
                 acc_stride + PARTIAL_MORE, base_tag,
             )  # fmt: skip
             weight, a = floats(choice + 8 * (2 * n + 1))[0], floats(acc)
-            for j in range(lo, hi):
-                half[j] += weight * a[j - lo]
+            if n == chosen and block_[BlockField.BESIDE] != 0:
+                for j in range(lo, hi):
+                    beside[j] = a[j - lo]
+            else:
+                for j in range(lo, hi):
+                    half[j] += weight * a[j - lo]
 
 
 def mlp(kind, p, block, x, part, parts, base_tag):

@@ -172,7 +172,15 @@ def step(p, base_tag, kind):
         mlp(kind, p, block, x, part, parts, base_tag)
         barrier(team, parts)
 
-        x = _normed(half, block_[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
+        x = half
+        if block_[BlockField.BESIDE] != 0:
+            x = acc
+            for b in range(rows):
+                mine, other = acc + 4 * b * hidden, normed + 4 * b * hidden
+                rms_norm(half + 4 * b * hidden, block_[BlockField.EXPERTS_OUTPUT], hidden, eps, mine)
+                rms_norm(p[StepField.BESIDE] + 4 * b * hidden, block_[BlockField.SHARED_OUTPUT], hidden, eps, other)
+                _add(mine, other, hidden, ONE)
+        x = _normed(x, block_[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
         _add(residual, x, rows * hidden, multiplier)
         if block_[BlockField.SCALAR] != 0:
             scalar, r = floats(block_[BlockField.SCALAR])[0], floats(residual)

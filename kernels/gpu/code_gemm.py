@@ -67,7 +67,7 @@ def _code_gemm_kernel(x_ptr, weights, out_ptr, partial_ptr, counter_ptr, M, conf
     if config.copies:
         x_at += of.projection.to(tl.int64) * M * K
     # The padded columns of a projection are there to be read, and their scales are 0.
-    word = quant_columns(of, of.local * BLOCK_N, config) // EACH + tl.arange(0, BLOCK_N // EACH)
+    word = quant_columns(of, of.local * BLOCK_N, config) // EACH
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     count = (K // BLOCK_K - of.split + SPLITS - 1) // SPLITS

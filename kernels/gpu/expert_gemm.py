@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .channels import is_dropped
 from .common import Weights
-from .experts import ExpertLinear
+from .experts import ExpertLinear, scales_before
 from .plan import Gpu
 from .reduction import activate
 from .weights import BITS, BLOCK, code_block
@@ -115,10 +115,9 @@ def _expert_gemm_kernel(
         quant_scales = weights.quant_scales
         quant_zeros = weights.quant_zeros
         if config.quant != "none":
-            SCALES: tl.constexpr = (K // config.group) * config.stride * (8 if config.quant == "int4" else 4)
-            quant_scales += wide * SCALES
+            quant_scales += scales_before(wide, config)
             if quant_zeros is not None:
-                quant_zeros += wide * SCALES
+                quant_zeros += scales_before(wide, config)
         own = Weights(weights.weight_t + wide * (K * config.stride), None, None, None, quant_scales, quant_zeros)
         scales = weights.scales + wide * (config.projections * K)
         limit = tl.zeros((BLOCK_M,), tl.float32)
@@ -174,9 +173,8 @@ def _weight_block(weights, PROJECTION: tl.constexpr, n, start, k, config: tl.con
             w = tl.load(at, mask=(k < config.k)[:, None] & (n < config.n)[None, :], other=0.0)
     else:
         EACH: tl.constexpr = 8 if QUANT == "int4" else 4
-        WORDS: tl.constexpr = BLOCK_N // EACH
         FIRST: tl.constexpr = PROJECTION * ((config.n + BLOCK - 1) // BLOCK * BLOCK)
-        word = (FIRST + tl.program_id(1) * BLOCK_N) // EACH + tl.arange(0, WORDS)
+        word = (FIRST + tl.program_id(1) * BLOCK_N) // EACH
         w = code_block(weights, word, start, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype)
     return w
 

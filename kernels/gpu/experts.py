@@ -221,6 +221,13 @@ def _config(router: Router, ssq_pad: int) -> _RouterConfig:
     )  # fmt: skip
 
 
+@triton.jit
+def scales_before(expert, of: tl.constexpr):
+    """How many quantization scales, or zero points, stand before an expert's; ``of``: k, stride, quant and group."""
+    EACH: tl.constexpr = 8 if of.quant == "int4" else 4
+    return expert * ((of.k // of.group) * of.stride * EACH)
+
+
 @triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
 def expert_gemv_kernel(
     given, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
@@ -239,8 +246,11 @@ def expert_gemv_kernel(
     row = pair // CHOSEN
     in_row = pair if ADDS else row
     out_row = row if ADDS else pair
-    gdc_wait(problem.pdl, False)
-    expert = tl.load(routing.expert + pair).to(tl.int64)
+    # The experts were chosen two launches before down, so its weights may be read while gate_up ends. Past L1, which may
+    # still have those of the block before.
+    if not ADDS:
+        gdc_wait(problem.pdl, False)
+    expert = tl.load(routing.expert + pair, cache_modifier=".cg").to(tl.int64)
 
     # --- everything from here on is this expert's and this row's own
     x = given.x + in_row * K
@@ -251,10 +261,9 @@ def expert_gemv_kernel(
     quant_scales = weights.quant_scales
     quant_zeros = weights.quant_zeros
     if problem.quant != "none":
-        SCALES: tl.constexpr = (K // problem.group) * problem.stride * (8 if problem.quant == "int4" else 4)
-        quant_scales += expert * SCALES
+        quant_scales += scales_before(expert, problem)
         if quant_zeros is not None:
-            quant_zeros += expert * SCALES
+            quant_zeros += scales_before(expert, problem)
     weights = Weights(
         weights.weight_t + expert * (K * problem.stride),
         None,
@@ -308,14 +317,16 @@ def plan_experts(
 
 def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile:
     """As the tiles that were measured of one linear with the bytes of all pairs: about four programs of four warps for
-    each multiprocessor, or seven of two. ``adds``: experts whose products are added up."""
+    each multiprocessor, or seven of two. ``adds``: experts whose products are added up. Quantized gate and up have
+    fewer programs, and no spinning reducers: measured 9.3 us in place of 10.7 (H100, int4)."""
     k, n, processors = shape.in_features, sum(shape.widths), gpu.multiprocessors
     grouped = 0 < shape.group < k
     if shape.quant == "none":
         block_n, chunk, each = 256 if n >= 512 else 64, 32, 4
         tile = GemvTile(block_n, 1024 // block_n, 1, 4, chunk=chunk, unroll=8, trigger=2, lead=2 if shape.dense else 0)
     else:
-        block_n, chunk, each = 256 * (2 if n <= 1024 else 4) // BITS[shape.quant], shape.group if grouped else 64, 7
+        block_n, chunk = 256 * (2 if n <= 1024 else 4) // BITS[shape.quant], shape.group if grouped else 64
+        each = 7 if adds else 4
         tile = GemvTile(block_n, 16, 1, 2, chunk=chunk, unroll=2 if grouped and not shape.dense else 4, trigger=2)
     chunks = triton.cdiv(k, chunk)
     # Every split as many chunks as any other, or one less; of unquantized weights at least three.
@@ -325,7 +336,8 @@ def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile
     # As many spinning reducers in all as have a multiprocessor each.
     share = gpu._replace(multiprocessors=processors // max(1, pairs // max(1, adds)))
     tile = replace(tile, splits=splits)
-    return replace(tile, reducers=most_reducers(share, shape.widths, tile))
+    spins = adds > 0 or shape.quant == "none"
+    return replace(tile, reducers=most_reducers(share, shape.widths, tile) if spins else 0)
 
 
 def launch_experts(

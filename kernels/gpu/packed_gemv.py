@@ -161,6 +161,9 @@ def _subnormal_kernel(out_ptr, X: tl.constexpr, TOTAL: tl.constexpr, CONSTRAINTS
         tl.store(out_ptr + i * 32 + thread, sums[i])
 
 
+_subnormal_kernel.is_probe = True  # run within ``compiling_side_by_side`` too
+
+
 @cache
 def keeps_subnormals(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device's tensor cores multiply subnormal numbers as they are: one 16 x 8 product of the smallest one

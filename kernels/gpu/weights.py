@@ -279,31 +279,37 @@ def dequantize_block(weights, column, k, live, problem: tl.constexpr):
 
 @triton.jit
 def code_block(
-    weights, word, start, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    weights, first_word, start, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     K: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, QUANT: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The numbers (ROWS, COLUMNS) in dtype of the rows ``k``, which are ``start`` and those after it, 0 from K on, and
-    of the columns in the words ``word``. A word's columns are unpacked beside each other: one load serves them all."""
+    of the columns from those in word ``first_word`` on."""
     INT4: tl.constexpr = QUANT == "int4"
     EACH: tl.constexpr = 8 if INT4 else 4
-    each = tl.arange(0, EACH)
-    column = word[:, None] * EACH + each[None, :]
+    word = first_word + tl.arange(0, COLUMNS // EACH)
     at = weights.weight_t + k.to(tl.int64)[:, None] * STRIDE + word[None, :]
     if K % ROWS == 0:  # noqa: SIM108 (resolved at compile time)
         words = tl.load(at)
     else:
         words = tl.load(at, mask=(k < K)[:, None] & (word >= 0)[None, :], other=0)
-    code = (words[:, :, None] >> (each * (32 // EACH))[None, None, :]) & (15 if INT4 else 255)
-    value = code_values(code, QUANT)
-    if GROUP % ROWS == 0 or GROUP == K:
-        scale_at = ((start // GROUP) * (STRIDE * EACH) + column)[None, :, :]
+    # Joined, a word's columns stay side by side in the thread that has loaded it.
+    if INT4:
+        even = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
+        odd = tl.join(tl.join(words >> 4, words >> 20), tl.join(words >> 12, words >> 28))
+        code = tl.join(even, odd)
     else:
-        scale_at = (tl.minimum(k, K - 1) // GROUP)[:, None, None] * (STRIDE * EACH) + column[None, :, :]
+        code = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
+    value = code_values(tl.reshape(code, (ROWS, COLUMNS)) & (15 if INT4 else 255), QUANT)
+    column = first_word * EACH + tl.arange(0, COLUMNS)
+    if GROUP % ROWS == 0 or GROUP == K:
+        scale_at = ((start // GROUP) * (STRIDE * EACH) + column)[None, :]
+    else:
+        scale_at = (tl.minimum(k, K - 1) // GROUP)[:, None] * (STRIDE * EACH) + column[None, :]
     if weights.quant_zeros is not None:
         value -= tl.load(weights.quant_zeros + scale_at)
     elif INT4:
         value -= INT4_ZERO
     value = value * tl.load(weights.quant_scales + scale_at)
     if K % ROWS != 0:
-        value = tl.where((k < K)[:, None, None], value, 0.0)
-    return tl.reshape(value.to(dtype), (ROWS, COLUMNS))
+        value = tl.where((k < K)[:, None], value, 0.0)
+    return value.to(dtype)

@@ -212,7 +212,7 @@ class CpuDecoder(TorchDecoder):
 
 
 def step_region(config: ModelConfig, dtype: torch.dtype) -> str:
-    return f"{'step' if config.architecture.experts is None else 'experts'}_{NAMES[dtype]}"
+    return f"{'experts' if config.has_experts else 'step'}_{NAMES[dtype]}"
 
 
 class Step:
@@ -387,10 +387,15 @@ class Step:
                     BlockField.RENORMALISED: spec.experts.renormalised,
                     BlockField.ROUTER: None if block.router is None else block.router.float(),
                     BlockField.ROUTER_BIAS: None if block.router_bias is None else block.router_bias.float(),
+                    BlockField.BESIDE: spec.experts.beside,
+                    BlockField.EXPERT_SCALE: None if block.expert_scale is None else block.expert_scale.float(),
                     BlockField.SHARED_SIZE: spec.experts.shared_size,
                     BlockField.SHARED_GATE: None if block.shared_gate is None else block.shared_gate.float(),
                 }
-            for name in ("attention_input", "attention_output", "mlp_input", "mlp_output", "q_norm", "k_norm"):
+            if block.router_scale is not None:
+                row[BlockField.ROUTER_SCALE] = block.router_scale.float() * self._config.hidden_size**-0.5
+            norms = ("attention_input", "attention_output", "mlp_input", "mlp_output", "q_norm", "k_norm")
+            for name in (*norms, "experts_input", "experts_output", "shared_output"):
                 norm: Norm | None = getattr(block, name)
                 row[BlockField[name.upper()]] = None if norm is None else norm.factors.float()
             if block.delta is None:
@@ -451,6 +456,8 @@ class Step:
                 StepField.EXPERT_VALUE: torch.empty(slots, inner),
                 StepField.EXPERT_COUNT: torch.empty(slots, threads, 2, dtype=torch.int64),
             }
+            if experts.beside:
+                self._buffers[StepField.BESIDE] = torch.empty(rows, config.hidden_size)
             layout |= {StepField.EXPERT_SLOTS: slots, StepField.EXPERT_LENGTH: inner}
         for field, tensor in self._buffers.items():
             self._parameters[field] = tensor.data_ptr()

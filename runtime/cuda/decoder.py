@@ -128,6 +128,8 @@ class CudaDecoder(Decoder):
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
         if config.architecture.sinks:
             return f"its kernels have neither the attention sinks nor the activation of {config.model_type}"
+        if any(block.experts is not None and block.experts.beside for block in config.blocks):
+            return "its kernels have no experts beside a dense MLP"
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
             return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"

@@ -354,6 +354,7 @@ class Decoder(ABC):
 
     def close(self) -> None:
         """Free the memory. Closing twice is fine."""
+        self.head = None
         for name in [name for name in self.__dict__ if name.startswith("_") or name == "weights"]:
             del self.__dict__[name]
 

@@ -18,11 +18,12 @@ from wisparse.formats.guard import read_json
 from wisparse.formats.hub import fetch_source
 from wisparse.formats.model_config import ModelConfig, dimension
 
-from ..torch.block import Block, Norm, finish_block
+from ..torch.block import activate
 from .cache import KVCache
 from .rotary import Rotary, rotate
 
 _CHUNK = 128  # positions of a prompt that the head reads together
+_PAIRS = 8  # that a draft of few tokens reads with its first one
 _CONTEXT = 512  # the fewest positions that a captured draft attends to
 _MAPS = ("d2t", "t2d")
 # What some heads are stated to do, and is not known here.
@@ -148,30 +149,23 @@ class DraftHead:
         def read(name: str) -> Tensor:
             return files.read(f"{name}.weight").to(device).float()
 
-        def norm(name: str) -> Norm:
-            return Norm(read(name).to(dtype), config.rms_norm_eps, offset=False)
-
         fc, width = read("fc"), config.hidden_size
         qkv = torch.cat([read(f"midlayer.self_attn.{role}_proj") for role in "qkv"])
-        self._embedding, self._embedding_norm = embedding, norm("midlayer.input_layernorm")
+        self._embedding, embedding_norm = embedding, read("midlayer.input_layernorm")
         if turn is not None:  # what is read is turned: so are the weights that read it
             fc = (fc.view(width, 3, -1) @ turn).reshape(fc.shape)
         if files.has("embed_tokens.weight"):
             self._embedding = read("embed_tokens").to(dtype)
         elif turn is not None:  # also the norm's weight, which is tied to the coordinates
-            weight = self._embedding_norm.weight.float()
-            qkv = torch.cat(((qkv[:, :width] * weight) @ turn, qkv[:, width:]), dim=1)
-            self._embedding_norm = Norm(torch.ones_like(weight, dtype=dtype), config.rms_norm_eps, offset=False)
-        self._fc, self._norm, self._output = fc.to(dtype), norm("norm"), read("lm_head").to(dtype)
-        self._hidden_norm = norm("midlayer.hidden_norm")
-        self._block: Block[Tensor] = Block(
-            qkv=qkv.to(dtype),
-            o=read("midlayer.self_attn.o_proj").to(dtype),
-            gate_up=torch.cat([read(f"midlayer.mlp.{role}_proj") for role in ("gate", "up")]).to(dtype),
-            down=read("midlayer.mlp.down_proj").to(dtype),
-            spec=config.blocks[0],
-            mlp_input=norm("midlayer.post_attention_layernorm"),
-        )
+            qkv = torch.cat(((qkv[:, :width] * embedding_norm) @ turn, qkv[:, width:]), dim=1)
+            embedding_norm = torch.ones_like(embedding_norm)
+        weights = {
+            "fc": fc, "embedding_norm": embedding_norm, "hidden_norm": read("midlayer.hidden_norm"), "qkv": qkv,
+            "o": read("midlayer.self_attn.o_proj"), "mlp_norm": read("midlayer.post_attention_layernorm"),
+            "gate_up": torch.cat([read(f"midlayer.mlp.{role}_proj") for role in ("gate", "up")]),
+            "down": read("midlayer.mlp.down_proj"), "norm": read("norm"), "output": read("lm_head"),
+        }  # fmt: skip
+        self._weights = {name: weight.to(dtype) for name, weight in weights.items()}
         ids = torch.arange(files.draft_vocab) + (files.read("d2t") if files.has("d2t") else 0)
         if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
             raise UnsupportedModelError(f"{files.name}: d2t: expected ids below {config.vocab_size}, found others")
@@ -206,7 +200,7 @@ class DraftHead:
 
     def bytes_read(self) -> int:
         """For a token, after the first one."""
-        return sum(one.nbytes for one in (*self._block.linears, self._output))
+        return sum(one.nbytes for name, one in self._weights.items() if name != "fc")
 
     def take(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int], taps: Tensor) -> None:
         """The model has read these tokens: taps (R, 3 H) are the hidden states."""
@@ -221,7 +215,9 @@ class DraftHead:
         if valid is not None:
             slots = torch.where(valid, slots, len(self._hidden) - 1)
             positions = torch.where(valid, positions, 0)
-        self._hidden[slots.long(), positions.long()] = functional.linear(taps.to(self._fc.dtype), self._fc)
+        self._hidden[slots.long(), positions.long()] = functional.linear(
+            taps.to(self._hidden.dtype), self._weights["fc"]
+        )
 
     def begin(self, slot: int, start: int) -> None:
         """Before a slot's positions from ``start`` on are read anew."""
@@ -239,7 +235,7 @@ class DraftHead:
     def draft(self, lengths: Sequence[int], tokens: Sequence[int], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Of some slots so many tokens to follow the newest, ``tokens``, behind ``lengths`` positions."""
         count, spare = max(counts.values()), len(self._hidden) - 1
-        pairs, rows = count + 1, []
+        pairs, rows = max(count + 1, _PAIRS), []
         for slot in counts:
             stop = lengths[slot]
             start = min(self._cache.lengths[slot], stop - 1)
@@ -253,13 +249,14 @@ class DraftHead:
         context, size = max(lengths[slot] for slot in counts) + count, len(rows)
         if self.capture is not None:  # few sizes serve all
             size, context = 1 << (size - 1).bit_length(), max(_CONTEXT, 1 << (context - 1).bit_length())
-        rows += [[spare, 0, 1]] * (size - len(rows))
-        given = torch.tensor([row + [0] * (3 + pairs - len(row)) for row in rows])
+        rows += [[spare, 0, 1, 0]] * (size - len(rows))
+        width = 3 + pairs if self.capture is not None else max(map(len, rows))
+        given = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         context = min(context, self._hidden.shape[1])
         if self.capture is None:
             chosen = self._chain(given.to(self._ids.device), context, count)
         else:
-            key = size, pairs, context, count
+            key = size, width, context, count
             if key not in self._rounds:
                 place, out = given.to(self._ids.device), self._ids.new_empty(size, count)
                 replay = self.capture(lambda: out.copy_(self._chain(place, context, count)), self._ids.device)
@@ -276,7 +273,7 @@ class DraftHead:
         hidden = out[torch.arange(len(out), device=out.device), given[:, 2] - 1]
         chain: list[Tensor] = []
         while True:
-            chain.append(self._ids[functional.linear(self._norm(hidden), self._output).argmax(-1)])
+            chain.append(self._ids[functional.linear(self._normed("norm", hidden), self._weights["output"]).argmax(-1)])
             if len(chain) == count:
                 return torch.stack(chain, dim=1)
             last = slots[:, None], (stop + len(chain) - 1)[:, None]
@@ -295,26 +292,28 @@ class DraftHead:
     ) -> Tensor:
         """Pairs of tokens (R, P) and hidden states (R, P, H) of slots (R,), at ``positions`` (R, P) of the slots ``where``
         (R, P): the block's output, by the first ``context`` positions."""
-        config, (rows, count) = self._config, ids.shape
-        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
-        embedded = self._embedding_norm(functional.embedding(ids, self._embedding).to(hidden.dtype))
-        n = self._hidden_norm(hidden)
-        x = (n if self._normed_residual else hidden).flatten(0, 1)
-        qkv = functional.linear(torch.cat((embedded, n), dim=-1), self._block.qkv)
-        parts = qkv.split((heads * width, kv_heads * width, kv_heads * width), dim=-1)
-        q, k, v = (part.view(rows, count, -1, width).transpose(1, 2) for part in parts)
-        cos, sin = (table[positions][:, None] for table in self._tables)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        config, (rows, count), weights = self._config, ids.shape, self._weights
+        kv_heads, width = config.num_kv_heads, config.head_dim
+        embedded = self._normed("embedding_norm", functional.embedding(ids, self._embedding).to(hidden.dtype))
+        n = self._normed("hidden_norm", hidden)
+        x = n if self._normed_residual else hidden
+        qkv = functional.linear(torch.cat((embedded, n), dim=-1), weights["qkv"])
+        qk, v = qkv.view(rows, count, -1, width).split((config.num_heads + kv_heads, kv_heads), dim=2)
+        cos, sin = (table[positions][:, :, None] for table in self._tables)
+        q, k = rotate(qk, cos, sin).split((config.num_heads, kv_heads), dim=2)
         keys, values = self._cache.attention[0][:2]
-        keys[where, :, positions], values[where, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
-        seen = torch.arange(context, device=ids.device) <= positions[:, None, None, :, None]
-        scores = q.reshape(rows, kv_heads, -1, width) @ keys[slots, :, :context].transpose(2, 3)
-        scores = (scores * config.attention_scale).view(rows, kv_heads, -1, count, context).float()
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(q.dtype)
-        attended = weights.flatten(2, 3) @ values[slots, :, :context]
-        attended = attended.view(rows, heads, count, width).transpose(1, 2).reshape(rows * count, -1)
+        keys[where, :, positions], values[where, :, positions] = k, v
+        # The heads that share keys stand behind one another, as more queries.
+        q = q.transpose(1, 2).reshape(rows, kv_heads, -1, width)
+        seen = torch.arange(context, device=ids.device) <= positions[:, None, :, None]
+        attended = functional.scaled_dot_product_attention(
+            q, keys[slots, :, :context], values[slots, :, :context],
+            attn_mask=seen.repeat(1, 1, config.num_heads // kv_heads, 1), scale=config.attention_scale,
+        )  # fmt: skip
+        attended = attended.view(rows, config.num_heads, count, width).transpose(1, 2).reshape(rows, count, -1)
+        x = x + functional.linear(attended, weights["o"])
+        gate, up = functional.linear(self._normed("mlp_norm", x), weights["gate_up"]).chunk(2, dim=-1)
+        return x + functional.linear(activate(config, gate, up), weights["down"])
 
-        def apply(role: str, x: Tensor) -> Sequence[Tensor]:
-            return [functional.linear(x, getattr(self._block, role))]
-
-        return finish_block(config, self._block, x, attended, apply).view(rows, count, -1)
+    def _normed(self, norm: str, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self._weights[norm], self._config.rms_norm_eps)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from wisparse.formats import model_config
 from wisparse.formats.bundle import Bundle, ProjectionMask
-from wisparse.formats.model_config import DeltaNet, ModelConfig
+from wisparse.formats.model_config import BESIDE, DeltaNet, ModelConfig
 from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..decoding.cache import DeltaState, KVCache
@@ -185,6 +185,12 @@ class Block(Generic[Linear]):
     shared_gate_up: Linear | None = None
     shared_down: Linear | None = None
     shared_gate: Tensor | None = None
+    # Of experts beside a dense MLP; (H,) and (E,).
+    experts_input: Norm | None = None
+    experts_output: Norm | None = None
+    shared_output: Norm | None = None
+    router_scale: Tensor | None = None
+    expert_scale: Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -207,7 +213,9 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
         found["router"] = prefix + block.experts.router
         if block.experts.router_bias is not None:
             found["router_bias"] = prefix + block.experts.router_bias
-        if block.experts.shared_size:
+        if block.experts.beside:
+            found |= {field: prefix + name for field, name in BESIDE.items()}
+        elif block.experts.shared_size:
             found["shared_gate"] = prefix + block.experts.shared_gate
     return found if arch.block_scalar is None else found | {"scalar": prefix + arch.block_scalar}
 
@@ -221,6 +229,7 @@ def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) ->
         names |= {"dt_bias": "dt_bias", "norm": "norm.weight"}
         delta = DeltaWeights(config.delta_net, eps=eps, **{field: tensors.pop(name) for field, name in names.items()})
     plain, offset = ("scalar", "sinks", "router", "router_bias", "shared_gate"), config.architecture.norm_offset
+    plain += ("router_scale", "expert_scale")
     norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items() if field not in plain}
     return {"spec": config.blocks[index], "delta": delta, **norms} | {name: tensors.get(name) for name in plain}
 
@@ -280,7 +289,8 @@ def run_block(
 ) -> Tensor:
     """One block: x (T, H) to (T, H), filling the cache. ``apply`` runs the projections that share an input, ``qkv``,
     ``o``, ``gate_up`` or ``down``: (T, K) to the output of each, or to one tensor with them side by side; in a block with
-    experts ``experts`` in place of the last two: (T, H) to the MLP's output."""
+    experts ``experts`` in place of the last two: (T, H) to the MLP's output; where they stand beside a dense MLP, from
+    what neither's norm has changed yet."""
     n = _maybe(block.attention_input, x)
     if block.delta is not None:
         mixed, gate = apply("qkv", n)
@@ -331,8 +341,9 @@ def finish_block(
 
     (half,) = apply("o", attended)
     x = add(x, half, block.attention_output)
-    n = _maybe(block.mlp_input, x)
-    if block.spec.experts is None:
+    experts = block.spec.experts
+    n = x if experts is not None and experts.beside else _maybe(block.mlp_input, x)
+    if experts is None:
         gate, up = _split(apply("gate_up", n), (config.intermediate_size,) * 2)
         (half,) = apply("down", activate(config, gate, up))
     else:

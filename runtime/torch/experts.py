@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
 
-from .block import Block, activate, float_dtype
+from .block import Block, Norm, activate, float_dtype
 
 
 def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,10 +18,15 @@ def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     experts, router = block.spec.experts, block.router
     assert experts is not None
     assert router is not None
+    if block.router_scale is not None and block.mlp_input is not None:
+        normed = Norm(x.new_ones(()), block.mlp_input.eps, offset=False)(x)
+        x = normed * block.router_scale * x.shape[1] ** -0.5
     shares = functional.linear(x, router, block.router_bias).softmax(-1, dtype=float_dtype(x.dtype))
     weights, chosen = shares.topk(experts.chosen, dim=-1)
     if experts.renormalised:
         weights = weights / weights.sum(-1, keepdim=True)
+    if block.expert_scale is not None:
+        weights = weights * block.expert_scale[chosen]
     return weights.to(x.dtype), chosen
 
 
@@ -30,14 +35,19 @@ def run_experts(config: ModelConfig, block: Block[Any], x: Tensor, first_sparse:
     linears of all experts' gates, then of their ups."""
     count, out = len(block.down), torch.zeros_like(x)
     weights, chosen = route(block, x)
+    entered = x if block.experts_input is None else block.experts_input(x)
     for expert in chosen.unique().tolist():
         tokens, place = (chosen == expert).nonzero(as_tuple=True)
-        rows, dense = x[tokens], int((tokens < first_sparse).sum())
+        rows, dense = entered[tokens], int((tokens < first_sparse).sum())
         gate, up = (block.gate_up[at](rows, dense) for at in (expert, count + expert))
         half = block.down[expert](activate(config, gate, up), dense)
         out.index_add_(0, tokens, half * weights[tokens, place, None])
-    if block.shared_gate_up is None or block.shared_down is None or block.shared_gate is None:
+    if block.shared_gate_up is None or block.shared_down is None:
         return out
-    gate, up = (linear(x, first_sparse) for linear in block.shared_gate_up)
+    n = block.mlp_input(x) if block.shared_output is not None and block.mlp_input is not None else x
+    gate, up = (linear(n, first_sparse) for linear in block.shared_gate_up)
     half = block.shared_down[0](activate(config, gate, up), first_sparse)
+    if block.shared_output is not None and block.experts_output is not None:
+        return block.shared_output(half) + block.experts_output(out)
+    assert block.shared_gate is not None
     return out + functional.linear(x, block.shared_gate).sigmoid() * half

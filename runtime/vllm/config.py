@@ -89,7 +89,7 @@ class WisparseConfig(QuantizationConfig):
         unsupported = None
         if bundle.config.delta_net is not None:
             unsupported = "expected blocks with attention, found recurrent ones"
-        elif bundle.config.architecture.experts is not None:
+        elif bundle.config.has_experts:
             unsupported = "expected dense MLPs, found experts"
         elif bundle.config.architecture.full_heads:
             unsupported = "expected the same heads in every block, found blocks whose values are their keys"
