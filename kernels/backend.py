@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -121,18 +122,13 @@ def compiling_side_by_side() -> Iterator[None]:
     on its result."""
     import triton
     from triton.runtime import JITFunction
-    from triton.runtime._async_compile import active_mode
 
     run, kernels = JITFunction.run, _Forked()
 
     def compile_only(self: Any, *given: Any, warmup: bool, **options: Any) -> Any:
-        if not getattr(self, "is_probe", False):
-            return run(self, *given, warmup=True, **options)
-        mode = active_mode.set(None)
-        try:
-            return run(self, *given, warmup=warmup, **options)
-        finally:
-            active_mode.reset(mode)
+        if getattr(self, "is_probe", False):  # in a context without AsyncCompileMode: compiled now
+            return Context().run(run, self, *given, warmup=warmup, **options)
+        return run(self, *given, warmup=True, **options)
 
     with triton.AsyncCompileMode(kernels):
         JITFunction.run = compile_only

@@ -71,21 +71,25 @@ def test_only_a_compiled_gpu_kernel_is_told(monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_side_by_side_kernels_are_compiled_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import JITFunction
+    from triton.runtime._async_compile import active_mode
 
     from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel
 
     seen: list[tuple[object, ...]] = []
-    monkeypatch.setattr(JITFunction, "run", lambda self, *given, **options: seen.append((self, *given, options)))
-    before = JITFunction.run
+
+    def run(self: object, *given: object, **options: object) -> None:
+        seen.append((self, *given, options, active_mode.get() is not None))
+
+    monkeypatch.setattr(JITFunction, "run", run)
     with compiling_side_by_side():
         JITFunction.run("kernel", 7, grid=(1,), warmup=False, num_warps=4)
         # What it finds decides whether quantised weights are multiplied on the tensor cores.
         JITFunction.run(_subnormal_kernel, grid=(1,), warmup=False)
     assert seen == [
-        ("kernel", 7, {"grid": (1,), "warmup": True, "num_warps": 4}),
-        (_subnormal_kernel, {"grid": (1,), "warmup": False}),
+        ("kernel", 7, {"grid": (1,), "warmup": True, "num_warps": 4}, True),
+        (_subnormal_kernel, {"grid": (1,), "warmup": False}, False),
     ]
-    assert JITFunction.run is before
+    assert JITFunction.run is run
 
 
 def test_compilations_run_in_processes_and_leave_what_is_found_here(
