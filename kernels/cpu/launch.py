@@ -204,7 +204,7 @@ class _OnDisk:
 
 
 def _load(region: Any, folder: Path) -> Any:
-    function = CFunc(region, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {})
+    function: Any = CFunc(region, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {})
     function._cache = _OnDisk(_file(region, folder))
     function.compile()
     return function
