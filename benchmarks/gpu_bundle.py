@@ -76,7 +76,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end:
 
         def __init__(self, folder: Path) -> None:
             self.config, self.config_dict, self.folder = config, config_dict, folder
-            self.error, self.quantised = BundleError, {}
+            self.error, self.quantised, self.rotation = BundleError, {}, None
             self.tensors = {
                 name: TensorInfo(name, "none", name, size, "BF16") for name, size in expected_tensors(config).items()
             }

@@ -96,6 +96,7 @@ def weights_of(model: Any, config: ModelConfig) -> dict[str, Tensor]:
             found |= {f"{part}.weight": weight for part, weight in zip(projection.parts, weights, strict=True)}
             if projection.bias:
                 biases = modules[projection.name].bias
+                assert biases is not None
                 found |= {f"{part}.bias": bias for part, bias in zip(projection.parts, biases, strict=True)}
     for index, block in enumerate(config.blocks):
         router = "" if block.experts is None else f"model.layers.{index}.{block.experts.router}"

@@ -312,8 +312,8 @@ class Checkpoint:
         made: dict[str, Callable[[], Tensor]] = {}
         quantised: dict[str, StoredWeight] = {}
         apart: dict[str, list[str]] = {}
-        for name, place in self._places.items():
-            apart.setdefault(place.name, []).append(name)
+        for name, stood in self._places.items():
+            apart.setdefault(stood.name, []).append(name)
         for name in chain.from_iterable(apart.get(whole, [whole]) for whole in self.tensors):
             matrix = matrices.get(name.removesuffix(".weight"))
             if matrix is None:

@@ -177,7 +177,7 @@ def test_a_model_drafts_for_itself(weights: str) -> None:
     assert decoder.lengths == [9, 9]
     expected = [torch.tensor([3, 5])]
     for _ in range(3):
-        expected.append(steps.step(expected[-1], settings))
+        expected.append(steps.step(expected[-1], settings).cpu())
     given = torch.stack(expected, 1).tolist()
     assert found == {0: given[0][1:], 1: given[1][1:]}
     plain._cache.lengths[:] = 9, 9

@@ -178,14 +178,20 @@ class CpuDecoder(TorchDecoder):
 
     @staticmethod
     def _attention(
-        config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None, *sinks: Tensor
+        config: ModelConfig,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """A prefix block of queries at a time: as many scores, and the same bits whatever the chunk."""
         parts = []
         for first in range(0, q.shape[1], _PREFIX_BLOCK):
             some, at = q[:, first : first + _PREFIX_BLOCK], start + first
             stop = at + some.shape[1]
-            parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, window, *sinks))
+            parts.append(attention(config, some, keys[:, :stop], values[:, :stop], at, window, sinks))
         return torch.cat(parts, 1)
 
     def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Self:

@@ -149,13 +149,21 @@ def lower_right() -> Callable[[int, int], Tensor]:
     return causal_lower_right
 
 
-def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
+def attention(
+    config: ModelConfig,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: int,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """As ``runtime.torch.block``'s, without an explicit mask where torch has kernels that need none."""
     count, stop = q.shape[1], keys.shape[1]
     behind = start > 0 and count > 1
     windowed = window is not None and stop > window
-    if config.attention_softcap is not None or windowed or (behind and count <= _FEW):
-        return plain_attention(config, q, keys, values, start, window)
+    if config.attention_softcap is not None or sinks is not None or windowed or (behind and count <= _FEW):
+        return plain_attention(config, q, keys, values, start, window, sinks)
     mask = lower_right()(count, stop) if behind else None
     return functional.scaled_dot_product_attention(
         q[None], keys[None], values[None], attn_mask=mask, is_causal=start == 0 and count > 1,

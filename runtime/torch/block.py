@@ -228,8 +228,8 @@ def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) ->
         names = {"a": "in_proj_a.weight", "b": "in_proj_b.weight", "kernel": "conv1d.weight", "log_rate": "A_log"}
         names |= {"dt_bias": "dt_bias", "norm": "norm.weight"}
         delta = DeltaWeights(config.delta_net, eps=eps, **{field: tensors.pop(name) for field, name in names.items()})
-    plain, offset = ("scalar", "sinks", "router", "router_bias", "shared_gate"), config.architecture.norm_offset
-    plain += ("router_scale", "expert_scale")
+    plain = ("scalar", "sinks", "router", "router_bias", "shared_gate", "router_scale", "expert_scale")
+    offset = config.architecture.norm_offset
     norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items() if field not in plain}
     return {"spec": config.blocks[index], "delta": delta, **norms} | {name: tensors.get(name) for name in plain}
 
@@ -321,8 +321,7 @@ def run_block(
     if at.scales is not None:
         q = q * at.scales[:, None].to(q.dtype)
     keys, values = at.cache.write(index, at.slot, at.start, k, v)
-    sinks = () if block.sinks is None else (block.sinks,)
-    attended = attend(config, q, keys, values, at.start, spec.window, *sinks).transpose(0, 1).reshape(len(x), -1)
+    attended = attend(config, q, keys, values, at.start, spec.window, block.sinks).transpose(0, 1).reshape(len(x), -1)
     return finish_block(config, block, x, attended if gates is None else attended * gates.sigmoid(), apply)
 
 
