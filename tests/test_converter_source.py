@@ -285,7 +285,7 @@ def test_two_names_for_one_tensor_are_refused(wrapper: Path, tmp_path: Path) -> 
     ("config", "words"),
     [
         ({"model_type": "mistral3"}, "text_config: expected an object"),
-        ({"model_type": "mistral3", "text_config": {"model_type": "gpt_oss"}}, "inside mistral3.*mixture-of-experts"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "dbrx"}}, "inside mistral3.*mixture-of-experts"),
         ({"model_type": "mistral3", "text_config": {"model_type": "mistral4", "n_routed_experts": 128}}, "of-experts"),
         ({"model_type": "gemma3", "text_config": {"model_type": ["x"]}}, "inside gemma3"),
         ({"model_type": "qwen3_vl_moe", "vision_config": {}, "text_config": {"num_experts": 128}}, "of-experts"),

@@ -161,7 +161,7 @@ def test_rows_that_continue_one_another(name: str) -> None:
     assert found[[0, 2]].tolist() == expected[[0, 2]].tolist()
 
 
-@pytest.mark.parametrize("weights", [pytest.param("native", marks=pytest.mark.quick), "int4"])
+@pytest.mark.parametrize("weights", ["native", "int4"])
 def test_a_model_drafts_for_itself(weights: str) -> None:
     """Drafts are steps of the other level, or of rounded weights; the slots stay as they are."""
     drafts, dense = make_bundle("llama", 0.5), make_bundle("llama", 0.0)
