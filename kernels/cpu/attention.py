@@ -233,55 +233,19 @@ def attention(p, block, part, parts, out, scratch, tag):
             scores, target = p[StepField.SCORES] + 4 * h * max_len, out + 4 * (b * q_size + h * dim)
             if kind == _CODED_AS_INT8:
                 _attend(
-                    scratch,
-                    stop - h,
-                    h,
-                    block_,
-                    row,
-                    start,
-                    position + 1,
-                    dim,
-                    scale,
-                    cap,
-                    scores,
-                    max_len,
-                    target,
-                    _INT8,
-                )
+                    scratch, stop - h, h, block_, row, start, position + 1, dim, scale, cap, scores,
+                    max_len, target, _INT8,
+                )  # fmt: skip
             elif kind == _CODED_AS_E4M3:
                 _attend(
-                    scratch,
-                    stop - h,
-                    h,
-                    block_,
-                    row,
-                    start,
-                    position + 1,
-                    dim,
-                    scale,
-                    cap,
-                    scores,
-                    max_len,
-                    target,
-                    _E4M3,
-                )
+                    scratch, stop - h, h, block_, row, start, position + 1, dim, scale, cap, scores,
+                    max_len, target, _E4M3,
+                )  # fmt: skip
             else:
                 _attend(
-                    scratch,
-                    stop - h,
-                    h,
-                    block_,
-                    row,
-                    start,
-                    position + 1,
-                    dim,
-                    scale,
-                    cap,
-                    scores,
-                    max_len,
-                    target,
-                    tag,
-                )
+                    scratch, stop - h, h, block_, row, start, position + 1, dim, scale, cap, scores,
+                    max_len, target, tag,
+                )  # fmt: skip
             if stride != dim:
                 for i in range(h, stop):
                     out_, gate_ = floats(out + 4 * (b * q_size + i * dim)), floats(qkv + 4 * (i * stride + dim))
