@@ -1,4 +1,4 @@
-"""Bundles without an end-of-text token, so that every answer has the same length; for ``gpu_serve.py``, which runs this
+"""Bundles without an end-of-text token, so that every answer has the same length; for ``gpu_first.py``, which runs this
 in a process of its own, as that gives the GPU's memory back:
 
     PYTHONPATH=. python benchmarks/gpu_bundle.py --shape llama-3.1-8b --folder out      # random weights, 50%, 17 GB
@@ -10,8 +10,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,17 +18,15 @@ EXAMPLE = ROOT / "examples" / "pycode-llama-6m"
 SPARSITY = 0.5
 
 
-def endless_source(folder: Path, vocab_size: int | None = None, end: int | None = None) -> Path:
-    """The example's files without an end-of-text token, or with ``end`` for one; with ``vocab_size`` only its
-    tokenizer, made that large by words of its own."""
+def endless_source(folder: Path, vocab_size: int | None = None) -> Path:
+    """The example's files without an end-of-text token; with ``vocab_size`` only its tokenizer, made that large by words
+    of its own."""
     folder.mkdir(parents=True)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         document = json.loads((EXAMPLE / name).read_text("utf-8"))
         kept = {key: value for key, value in document.items() if not key.startswith("eos_token")}
         if vocab_size is None or name == "tokenizer_config.json":
             (folder / name).write_text(json.dumps(kept), "utf-8")
-    if end is not None:
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}), "utf-8")
     shutil.copy(EXAMPLE / "chat_template.jinja", folder)
     tokenizer = json.loads((EXAMPLE / "tokenizer.json").read_text("utf-8"))
     if vocab_size is None:
@@ -42,7 +38,7 @@ def endless_source(folder: Path, vocab_size: int | None = None, end: int | None 
     return folder
 
 
-def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end: int | None = None) -> None:
+def make_random(shape: str, num_blocks: int | None, out: Path, device: str) -> None:
     """A bundle of a published shape: random weights, thresholds calibrated on the device as ``gpu_decode.py`` does."""
 
     import torch
@@ -91,7 +87,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end:
         calibration=CalibrationRecord("self", 1, 256, 256, 0, "ab" * 32),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        source = Source(endless_source(Path(folder, "source"), config.vocab_size, end))
+        source = Source(endless_source(Path(folder, "source"), config.vocab_size))
         write_bundle(source, recipe, {SPARSITY: masks}, out)  # type: ignore[arg-type]
 
 
@@ -100,28 +96,14 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
-def wisparse(*arguments: object, stdin: str = "", timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """A verb, as it is typed; ``timeout`` in seconds."""
-    command = [sys.executable, "-m", "wisparse", *map(str, arguments)]
-    done = subprocess.run(
-        command, input=stdin, capture_output=True, text=True, env=environment(), check=False, timeout=timeout
-    )
-    if done.returncode:
-        raise SystemExit(
-            f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-        )
-    return done
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has, to try it out")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--end", type=int, help="an end-of-text token all the same")
     arguments = parser.parse_args()
-    make_random(arguments.shape, arguments.blocks, arguments.folder, arguments.device, arguments.end)
+    make_random(arguments.shape, arguments.blocks, arguments.folder, arguments.device)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ quantisation of compressed-tensors, groups of 128. Every prompt is token ids tha
 
     first_ms    to the first token's event: the first request's after the start, and the median of those behind it
     streams     greedy answers of 200 tokens after 5, started together: tokens over the time from start to the last one
-    gap         the longest pause of four running answers while a prompt of 8,000 tokens is read, as in ``gpu_serve.py``
+    gap         the longest pause of four running answers while a prompt of 8,000 tokens is read
     memory_gb   what ``nvidia-smi`` shows once the server is ready, and after the streams
 
 Prints a line for each server, and one line of JSON last (also to ``$OUT/gpu-first.json`` if OUT is set).
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -29,26 +30,107 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_bundle import environment
+from gpu_bundle import ROOT, SPARSITY, endless_source, environment
 from gpu_models import need_gpu
-from gpu_serve import Client, completion, gaps, make_bundle
 
 from wisparse.runtime.serve.transport import open_socket
 
 LENGTHS = (100, 1000, 4000, 16000)
 STREAMS = (1, 8, 16, 32)
+TOKENS = 200  # of an answer
+SECONDS = 45.0  # for one answer
 INT4 = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
         "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}}},
 }  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """One streamed answer, by the client's clock: when it was asked for, and when each event with text came."""
+
+    began: float
+    at: list[float] = field(default_factory=list)
+    usage: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.usage["completion_tokens"])
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.at[0] - self.began
+
+
+class Client:
+    """Streams greedy completions from a server; any thread may ask."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def stream(self, prompt: Sequence[int], *, most: int = TOKENS, **more: Any) -> Answer:
+        """An answer, which has to have ``most`` tokens."""
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": most, "stream": True, **more}
+        body["stream_options"] = {"include_usage": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=SECONDS)
+        headers = {"content-type": "application/json", "connection": "close"}
+        answer, ended = Answer(time.perf_counter()), False
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        with connection.getresponse() as response:
+            if response.status != 200:
+                raise RuntimeError(f"status {response.status}: {response.read(2000)!r}")
+            for line in response:
+                now = time.perf_counter()
+                if not line.startswith(b"data: "):
+                    continue
+                if line.strip() == b"data: [DONE]":
+                    ended = True
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(f"the stream ended with {event['error']}")
+                answer.usage = event.get("usage") or answer.usage
+                if any(choice["text"] for choice in event["choices"]):
+                    answer.at.append(now)
+        if not ended or answer.tokens < most or not answer.at:
+            raise RuntimeError(f"expected a stream of {most} tokens, found {answer.usage} in {len(answer.at)} events")
+        return answer
+
+    def together(self, prompts: Sequence[Sequence[int]], **more: Any) -> list[Answer]:
+        """Answers started at the same time."""
+        barrier = threading.Barrier(len(prompts))
+
+        def ask(prompt: Sequence[int]) -> Answer:
+            barrier.wait(SECONDS)
+            return self.stream(prompt, **more)
+
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(ask, prompts))
+
+
+def make_bundle(arguments: argparse.Namespace, folder: Path) -> Path:
+    bundle = folder / ("example" if arguments.tiny else arguments.shape)
+    if arguments.tiny:
+        text = ("--calibration", ROOT / "converter", "--num-samples", 1, "--seq-len", 128, "--search", "uniform")
+        more = ("--sparsity", SPARSITY, *text, "--device", arguments.device, "-q")
+        command = ["-m", "wisparse", "convert", endless_source(folder / "source"), "-o", bundle, *more]
+    else:
+        command = [ROOT / "benchmarks" / "gpu_bundle.py", "--folder", bundle]
+        command += ["--shape", arguments.shape, "--device", arguments.device]
+        command += ["--blocks", arguments.blocks] if arguments.blocks else []
+    subprocess.run([sys.executable, *map(str, command)], check=True, env=environment(), timeout=120)
+    return bundle
 
 
 def memory_gb() -> float | None:
@@ -85,25 +167,61 @@ def server(command: list[str], port: int, log: Path) -> Iterator[tuple[Client, f
             process.wait()
 
 
+def gaps(client: Client, ids: Callable[[int], list[int]], length: int, **more: Any) -> dict[str, Any]:
+    """How long four running answers wait while a prompt is read."""
+    running = [ids(5) for _ in range(4)]
+
+    def round_(read: bool) -> tuple[float, float]:
+        moments: list[float] = []
+
+        def reader() -> None:
+            time.sleep(0.15)
+            moments.append(time.perf_counter())
+            if read:
+                client.stream(ids(length), most=1, **more)
+            else:
+                time.sleep(0.3)
+            moments.append(time.perf_counter())
+
+        thread = threading.Thread(target=reader)
+        thread.start()
+        answers = client.together(running, most=500, **more)
+        thread.join()
+        if len(moments) != 2 or min(answer.at[-1] for answer in answers) < moments[1]:
+            raise RuntimeError("the prompt was not read while the answers ran")
+        waits = [
+            after - before
+            for answer in answers
+            for before, after in zip(answer.at, answer.at[1:], strict=False)
+            if after > moments[0] and before < moments[1]
+        ]
+        return 1e3 * max(waits), 1e3 * (moments[1] - moments[0])
+
+    cold, _ = round_(True)
+    quiet = [round_(False)[0] for _ in range(3)]
+    found = [round_(True) for _ in range(5)]
+    return {
+        "running": len(running), "longest_gap_ms": max(gap for gap, _ in found), "each_ms": [gap for gap, _ in found],
+        "first_time_ms": cold, "without_ms": max(quiet), "first_token_ms": statistics.median(ms for _, ms in found),
+    }  # fmt: skip
+
+
 def measure(client: Client, ids: Callable[[int], list[int]], arguments: argparse.Namespace, **more: Any) -> dict:
     """The figures of one server."""
     found: dict[str, Any] = {"memory_gb": [memory_gb()], "first_ms": {}, "streams": {}}
     for length in arguments.lengths:
-        times = [
-            1e3 * client.stream("/v1/completions", completion(ids(length), **more), most=2).first
-            for _ in range(1 + arguments.rounds)
-        ]
+        times = [1e3 * client.stream(ids(length), most=2, **more).first for _ in range(1 + arguments.rounds)]
         found["first_ms"][length] = {"first": times[0], "median": statistics.median(times[1:]), "all": times}
     for count in arguments.streams:
         rates = []
         for _ in range(3):
-            answers = client.together([completion(ids(5), **more) for _ in range(count)])
+            answers = client.together([ids(5) for _ in range(count)], **more)
             seconds = max(one.at[-1] for one in answers) - min(one.began for one in answers)
             rates.append(sum(one.tokens for one in answers) / seconds)
         found["streams"][count] = statistics.median(rates)
     found["memory_gb"].append(memory_gb())
     try:
-        found["gap"] = gaps(client, [ids(5) for _ in range(4)], partial(ids, arguments.gap), **more)
+        found["gap"] = gaps(client, ids, arguments.gap, **more)
     except RuntimeError as error:
         found["gap"] = {"error": str(error)}
     return found

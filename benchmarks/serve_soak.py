@@ -29,7 +29,6 @@ from typing import Any
 
 import click
 import psutil
-from serve_requests import address_of
 
 import wisparse
 from wisparse.runtime.decoding.sampling import SamplingParams
@@ -101,6 +100,14 @@ def main(bundle: str, requests: int, clients: int, max_batch: int, seed: int) ->
     machine = {"cores": os.cpu_count(), "wisparse": wisparse.__version__}
     found |= {"max_batch": max_batch, "exit_code": code, "tracebacks": len(tracebacks), **machine}
     print(json.dumps({"bundle": os.path.basename(bundle), **found}))
+
+
+def address_of(server: subprocess.Popen[str]) -> str:
+    assert server.stderr is not None  # it was asked for
+    for line in server.stderr:
+        if line.startswith("serving "):
+            return next(word for word in line.split() if word.startswith("http://"))
+    raise click.ClickException("the server did not start; start it by hand to see why")
 
 
 def direct_answers(bundle: str) -> dict[str, list[Case]]:
