@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
+from tiny_bundle import tiny_config
 
-from wisparse.formats.bundle import Bundle
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
 from wisparse.runtime import forecast
 from wisparse.runtime.benchmark import Workload
-from wisparse.runtime.cpu.decoder import CpuDecoder
-from wisparse.runtime.decoding.decoder import Decoder, weight_bytes
+from wisparse.runtime.decoding.decoder import Decoder
 
 Run = Callable[..., tuple[int, str, str]]
 LEVELS = (0.0, 0.3, 0.4, 0.5)
@@ -122,12 +120,3 @@ def test_parts_of_a_model_tell_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(count % 2 == 0 for count in asked)  # as many windows as in the whole
     for one in found:
         assert one.tok_per_s == pytest.approx(1 / seconds(config, one.sparsity), rel=0.02)
-
-
-def test_tied_int8_output_layers_are_a_second_copy(tmp_path: Path) -> None:
-    bundle = Bundle.open(write_tiny_bundle(tmp_path / "out", write_tiny_model(tmp_path / "model")))
-    decoder = CpuDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8, weights="int8")
-    embedding = 4 * torch.Size(expected_tensors(bundle.config)["model.embed_tokens.weight"]).numel()
-    small = sum(4 * shape[0] for shape in expected_tensors(bundle.config).values() if len(shape) == 1)
-    held = sum(decoder.bytes_read()) + embedding + small
-    assert weight_bytes(bundle, torch.float32, "int8", CpuDecoder.keeps) == held

@@ -19,7 +19,7 @@ from wisparse import AccessError, CalibrationError, ResourceError, UnsupportedMo
 from wisparse.commands.convert import command
 from wisparse.converter import pipeline
 from wisparse.converter.preflight import preflight
-from wisparse.converter.settings import ConvertSettings, auto_seq_len, default_output
+from wisparse.converter.settings import ConvertSettings, auto_seq_len
 from wisparse.converter.source import SourceModel, load_source
 
 
@@ -66,24 +66,6 @@ def test_plan_of_a_folder(settings: ConvertSettings, tmp_path: Path) -> None:
     assert json.loads(json.dumps(document))["calibration"] == "text.txt"
     assert {"max_kl": 0.02, "min_top1": None}.items() <= document.items()
     assert "sparsity" not in document
-
-
-@pytest.mark.parametrize(
-    ("model", "sparsity", "name"),
-    [
-        ("org/Llama-3.1-8B", 0.5, "Llama-3.1-8B-wisparse-50"),
-        ("nothing-here", 0.4, "nothing-here-wisparse-40"),
-        ("a/b", 0.125, "b-wisparse-12p5"),
-        ("{tmp_path}/tune/", 0.5, "tune-wisparse-50"),
-        (".", 0.5, "tune-wisparse-50"),
-    ],
-)
-def test_output_name(model: str, sparsity: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tune").mkdir()
-    monkeypatch.chdir(tmp_path / "tune")
-    model = model.format(tmp_path=tmp_path)
-    assert default_output(model, (sparsity,)) == Path(name)
-    assert default_output(model) == default_output(model, (0.3, 0.4)) == Path(name.rsplit("-", 1)[0])
 
 
 def test_length_of_the_sequences_fits_the_device_and_the_model(settings: ConvertSettings) -> None:

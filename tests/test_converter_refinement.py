@@ -10,7 +10,6 @@ from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
-from wisparse.converter.search import refinement
 from wisparse.converter.search.refinement import Channels, Refinement, batch_gradient, measure_batch
 from wisparse.converter.search.search import SearchSettings, search
 from wisparse.converter.source import SourceModel
@@ -115,47 +114,6 @@ def test_steps_lower_the_kl_and_keep_the_budget() -> None:
     assert unread == pytest.approx(target, abs=0.01)
     assert after < 0.9 * before
     assert torch.equal(state.partway(0.0, begun), begun)
-
-
-def test_a_step_goes_its_distance_whatever_the_gradients_size() -> None:
-    channels = Channels({"a": 400, "b": 400}, {"a": 400, "b": 400})
-    draw = torch.Generator().manual_seed(0)
-    noise = torch.randn(800, generator=draw, dtype=torch.float64)
-    moved = []
-    for factor in (1.0, 1000.0):
-        begun = torch.zeros(800)
-        state = Refinement(begun, 10, 0.385)
-        # The slopes, what was kept, and the KL and its tokens.
-        more = [torch.full((n,), value).double() for n, value in ((800, 0.1), (2, 200.0), (2, 1.0))]
-        state.advance([torch.cat([factor * noise, *more])], channels, begun, 0.5)
-        moved.append(state.logits)
-    torch.testing.assert_close(moved[0], moved[1])
-    assert float(moved[0].square().mean().sqrt()) == pytest.approx(0.0385 * 0.98, rel=1e-3)
-
-
-def test_plans_of_the_steps() -> None:
-    for num_tokens, num_batches, expected in (
-        (10, 1, (0, 1, 0, 0.0067)),
-        (100, 1, (1, 1, 0, 0.0213)),
-        (2048, 4, (2, 1, 1, 0.0963)),
-        (8192, 4, (6, 1, 1, 0.1925)),
-        (32768, 16, (24, 4, 2, 0.385)),
-        (131072, 64, (48, 8, 8, 0.385)),
-        (1 << 20, 512, (48, 8, 64, 0.385)),
-    ):
-        steps, share, held_out, distance = refinement.plan_steps(num_tokens, num_batches)
-        assert (steps, share, held_out, round(distance, 4)) == expected
-
-    # Every micro batch has its place in a step.
-    def draw(index: int) -> torch.Generator:
-        return torch.Generator().manual_seed(index)
-
-    steps = [refinement.micro_batches(draw, step, 4, 14) for step in range(12)]
-    assert all([batch % 4 for batch in step] == [0, 1, 2, 3] for step in steps)
-    for place, members in ((0, [0, 4, 8, 12]), (2, [2, 6, 10])):
-        rounds = [[step[place] for step in steps[i : i + len(members)]] for i in range(0, 12, len(members))]
-        assert all(sorted(one) == members for one in rounds)
-        assert len({tuple(one) for one in rounds}) > 1, "each round has an order of its own"
 
 
 def test_steps_that_harm_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

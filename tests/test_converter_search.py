@@ -106,12 +106,6 @@ def test_the_seed_decides_what_is_drawn_and_the_model_is_left_as_it_was(source) 
     assert not any(module._forward_pre_hooks for module in source.projections.values())
 
 
-def test_sparsity_zero_is_dense(source) -> None:
-    result = search(source, tiny_tokens(), SearchSettings(sparsity=0.0, **SMALL))
-    assert all((p.sparsity, p.threshold) == (0.0, 0.0) for p in result.projections.values())
-    assert result.details["kl"]["final"] == pytest.approx(0, abs=1e-6)
-
-
 @pytest.mark.slow
 def test_the_default_beats_uniform_magnitude_by_far(example_model: Path) -> None:
     """The bar of the paper's pipeline (0.65 of uniform |x|), on text that was not calibrated on."""
@@ -184,17 +178,3 @@ def test_a_threshold_drops_what_was_asked_and_meets_no_score(values: list[float]
     if threshold in scores:  # its neighbour below is the float32 before it, or there is no room for any other
         before = torch.nextafter(torch.tensor(threshold), torch.tensor(0.0))
         assert before in scores or threshold == 0.0 or before == 0.0
-
-
-def test_of_the_gaps_near_the_quantile_it_is_the_widest() -> None:
-    scores = torch.arange(1.0, 100_001.0).sqrt()
-    gap = (scores > scores[49_979]) & (scores < scores[49_985])
-    scores = scores[~gap][:, None]
-    gaps = Gaps(Scores(scores, torch.ones(1)), 0.5)
-    assert gaps.threshold() == pytest.approx((49_980**0.5 + 49_986**0.5) / 2, rel=1e-7)
-    # Scores that do not count for the quantile, but are to be kept away from.
-    gaps.add(torch.tensor([49_984.0]).sqrt())
-    assert gaps.threshold() == pytest.approx((49_980**0.5 + 49_984**0.5) / 2, rel=1e-7)
-    # A wider gap further off is left alone: the sparsity asked for comes first.
-    far = scores[(scores < scores[49_000]) | (scores > scores[49_500])][:, None]
-    assert Gaps(Scores(far, torch.ones(1)), 0.5).threshold() > float(far[49_500])

@@ -40,31 +40,6 @@ def test_allocation_meets_the_budget(rows: list[tuple[int, list[float]]], target
     assert_budget([found[n] for n in sizes], list(sizes.values()), target)
 
 
-@given(row=damages)
-def test_interpolation_rises_through_the_measurements(row: list[float]) -> None:
-    curve = allocation.interpolate(DAMAGE_LEVELS, row)
-    assert curve[0] == (0.0, 0.0)
-    assert all(b[1] >= a[1] for a, b in itertools.pairwise(curve))
-    at = {round(s, 4): d for s, d in curve}
-    highest = 1e-12
-    for level, damage in zip(DAMAGE_LEVELS, row, strict=True):
-        highest = max(highest, damage)
-        assert at[level] == pytest.approx(highest, rel=1e-6)
-
-
-@given(points=st.lists(st.floats(0, 5), min_size=2, max_size=30))
-def test_hull_is_convex_and_below(points: list[float]) -> None:
-    curve = [(float(i), damage) for i, damage in enumerate(points)]
-    hull = allocation.convex_hull(curve)
-    assert (hull[0], hull[-1]) == (curve[0], curve[-1])
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(hull)]
-    assert all(b > a for a, b in itertools.pairwise(slopes))
-    for (x0, y0), (x1, y1) in itertools.pairwise(hull):
-        for x, y in curve:
-            if x0 <= x <= x1:
-                assert y >= y0 + (y1 - y0) * (x - x0) / (x1 - x0) - 1e-9
-
-
 def test_allocation_is_the_best_on_the_grid() -> None:
     curves = {
         "a": [(i / 20, (i / 20) ** 2) for i in range(20)],
@@ -168,17 +143,6 @@ def test_evolution_only_gets_better(best: tuple[float, ...], sizes: list[int], g
         assert parent == pytest.approx(best, abs=2 * STEP)
 
 
-def test_offspring_are_scored_once() -> None:
-    scored: list[tuple[float, ...]] = []
-
-    def losses(candidates: Sequence[tuple[float, ...]]) -> list[float]:
-        scored.extend(candidates)
-        return bowl((0.5,) * 4)(candidates)
-
-    evolve(losses, [1] * 4, 0.5, generator(7), num_generations=40, num_offspring=8)
-    assert len(scored) == len(set(scored)) == 1 + 4 * 3  # one block up, another one down
-
-
 @given(st.floats(1.0, 8.0), st.floats(1e-6, 1e3), st.floats(0.0, 0.3))
 def test_a_budget_is_spent_and_soon(power: float, factor: float, bump: float) -> None:
     asked = []
@@ -195,14 +159,6 @@ def test_a_budget_is_spent_and_soon(power: float, factor: float, bump: float) ->
         return
     assert loss(found) <= 1.0
     assert found == 0.95 or loss(found) >= 0.98 or loss(round(found + 0.001, 4)) > 1.0
-
-
-@pytest.mark.parametrize("crossing", [0.123, 0.2571, 0.4321, 0.7777])
-def test_a_power_law_takes_three_searches(crossing: float) -> None:
-    asked = []
-    found = highest(lambda s: asked.append(s) or (s / crossing) ** 3.8)
-    assert 0.98 <= (found / crossing) ** 3.8 <= 1.0
-    assert len(asked) <= 3
 
 
 def test_a_budget_that_everything_or_nothing_keeps() -> None:

@@ -11,7 +11,7 @@ from wisparse.converter.calibration_state import CalibrationState, block_inputs
 from wisparse.converter.experts import Rows
 from wisparse.converter.flow import BlockFlow
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.sensitivity import backward, fisher_diagonal, kl_rows, loss_weighted_norm, quadratic_damage
+from wisparse.converter.sensitivity import backward, fisher_diagonal, kl_rows, quadratic_damage
 from wisparse.converter.source import SourceModel, load_source
 
 
@@ -61,14 +61,6 @@ def test_damage_is_of_what_the_mask_drops(calib: CalibrationState, monkeypatch: 
     draw = torch.Generator().manual_seed(1)
     found = quadratic_damage(calib.flow, calib.masked, 0, draw, {name: torch.ones(3)}, thresholds)
     assert found[name] == [0.0, 0.75**2 / 2, 0.75**2 / 2, (0.75 - 2.5) ** 2 / 2]
-
-
-def test_loss_weighted_norm_is_halfway_and_scale_free() -> None:
-    norm, diagonal = torch.rand(50) + 0.1, torch.rand(50, dtype=torch.float64) + 0.1
-    weighted = loss_weighted_norm(norm, diagonal)
-    assert float(weighted.log().mean()) == pytest.approx(0, abs=1e-5)
-    torch.testing.assert_close(loss_weighted_norm(7 * norm, 9 * diagonal), weighted)
-    assert torch.isfinite(loss_weighted_norm(norm, torch.zeros(50, dtype=torch.float64))).all()
 
 
 def test_a_large_vocabulary_is_gone_through_in_parts(calib: CalibrationState, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,9 +200,3 @@ def test_the_row_in_the_page_makes_an_unknown_model_work(tmp_path: Path, monkeyp
     with torch.inference_mode():
         expected = hugging_face(folder)(tokens[None]).logits[0]
     assert (decoder.logits(tokens, len(tokens)) - expected).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("fused", [{"qkv": ("query_key_value",)}, {"gate_up": ("up_gate_proj",)}])
-def test_a_row_with_names_that_nothing_knows_is_refused_where_it_is_written(fused: dict[str, tuple[str, ...]]) -> None:
-    with pytest.raises(ValueError, match=r"expected (qkv|gate_up) to be one of"):
-        architectures.Architecture("OddForCausalLM", **fused)

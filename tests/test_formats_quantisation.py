@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantised_models import PUBLISHED, change_config, change_tensors, quantise_model, quantise_with_zeros
+from quantised_models import PUBLISHED, change_config, change_tensors, quantise_model
 from safetensors.torch import load_file
 from test_formats_architectures import JUNK
 from tiny_bundle import tiny_config, write_tiny_model
@@ -328,10 +328,3 @@ def test_scales_are_numbers_of_the_type_they_are_stored_in_and_zeros_exact(kind)
     matrix = quantise(kind, torch.zeros(3, 8), group=None if kind == "fp8" else 4)
     assert (matrix.dequantise(torch.float32) == 0).all()
     assert (matrix.scales == 1).all()
-
-
-def test_rows_are_those_rows():
-    weight = torch.randn(7, 10, generator=torch.Generator().manual_seed(0))
-    matrix = quantise_with_zeros("int4", weight, group=5)
-    assert torch.equal(matrix.rows(2, 5).dequantise(torch.float32), matrix.dequantise(torch.float32)[2:5])
-    assert matrix.nbytes == 7 * 5 + 7 * 2 * 4 + 7 * 2

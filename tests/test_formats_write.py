@@ -21,7 +21,7 @@ from wisparse.formats import write as write_room
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
-from wisparse.formats.write import check_output, parse_size, write_bundle
+from wisparse.formats.write import check_output, write_bundle
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -182,13 +182,6 @@ def test_what_could_not_be_read_is_not_left_behind(change: Any, message: str, mo
     with pytest.raises(BundleError, match=message):
         write_bundle(source, recipe, levels, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
-
-
-def test_sizes() -> None:
-    assert [parse_size(size) for size in ("5GB", "1.5 kb", "2MiB", 7)] == [5_000_000_000, 1500, 2 << 20, 7]
-    for size in ("0", "", "-1", "5 apples", "GB"):
-        with pytest.raises(UsageError, match="max_shard_size"):
-            parse_size(size)
 
 
 def _fail_after(monkeypatch: pytest.MonkeyPatch, pieces: int, error: BaseException) -> None:

@@ -50,24 +50,6 @@ def test_compiling_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     ]
 
 
-def test_only_a_compiled_gpu_kernel_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    triton = pytest.importorskip("triton")
-    from wisparse.kernels import backend
-
-    heard = []
-    monkeypatch.setattr(backend, "_said", set())
-    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: heard.append(event["cache_hit"]))
-    with backend.triton_compiling(8):
-        listener = triton.knobs.compilation.listener
-        more = {"src": None, "metadata": {}, "metadata_group": {}, "times": None}
-        listener(cache_hit=True, **more)
-        assert caplog.text == ""
-        listener(cache_hit=False, **more)
-        listener(cache_hit=False, **more)
-    assert caplog.text.count("compiling 8 kernels for the GPU") == 1
-    assert heard == [True, False, False]  # whoever listened before goes on hearing
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_side_by_side_kernels_are_compiled_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import JITFunction

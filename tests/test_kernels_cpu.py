@@ -141,24 +141,6 @@ def test_a_weight_of_a_dropped_channel_is_not_read() -> None:
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_are_stored_in_pieces(dtype: torch.dtype) -> None:
-    """Transposed or as they are."""
-    for n, k in ((1, 1), (3, 200), (130, 65), (257, 31)):
-        weight = torch.randn(n, k).to(dtype)
-        rounded = quantise("int8", weight)
-        for transposed in (True, False):
-            shape = (k, n) if transposed else (n, k)
-            plain = Matrix(StoredAs.BASE, torch.full(shape, float("nan"), dtype=dtype), (n, k), transposed)
-            codes = Matrix(StoredAs.INT8, torch.zeros(shape, dtype=torch.int8), (n, k), transposed, torch.zeros(n))
-            for first in range(0, n, 50):
-                plain.store(first, weight[first : first + 50])
-                codes.store(first, rounded.rows(first, first + 50))
-            assert torch.equal(plain.data, weight.T if transposed else weight)
-            assert torch.equal(codes.data, rounded.codes.T if transposed else rounded.codes)
-            assert torch.equal(codes.scale, rounded.scales[:, 0])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_prompt_in_16_bits_is_multiplied_in_float32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without AVX-512 torch takes 50 to 80 times as long for a transposed 16-bit matrix as for a float32 one."""
@@ -363,27 +345,6 @@ def test_a_team_is_as_large_as_cores_are_left(most: int, cores: int, monkeypatch
     machine.cores = 1
     machine.run(0.2, most)
     assert machine.team.size == 1
-
-
-def test_what_a_team_knows_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 1)
-    machine.run(0.1)
-    machine.shared = True
-    machine.run(2)  # what it knew before is forgotten by then
-    assert set(machine.run(5)) == {1}
-    machine.shared, machine.cores = False, 2  # the other programs end
-    machine.run(2)
-    assert machine.team.size == 2
-    # Short waits are forgiven and long ones are not.
-    machine = Machine(monkeypatch, 2, slice_ms=0.3)
-    for _ in range(20):
-        machine.cores = 1
-        machine.team.launch("", None, 2)  # an interrupt, say
-        machine.cores = 2
-        assert set(machine.run(0.05)) == {2}
-    # Beside several programs a thread gets a core back after longer than the shortest pause between two tries.
-    machine = Machine(monkeypatch, 1, slice_ms=40)
-    assert machine.run(3).count(2) < 12  # one each 50 ms would be 60
 
 
 def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:

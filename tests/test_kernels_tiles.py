@@ -5,7 +5,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from wisparse.kernels.gpu.weights import BITS, LinearShape, padded_width
 from wisparse.runtime.cuda import kernel_times
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.kernel_times import _neighbours
-from wisparse.runtime.cuda.step import KV_SPLITS, kv_splits_for
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 META = torch.device("meta")
@@ -118,24 +116,6 @@ def test_an_impossible_tile_is_refused_and_in_the_cache_told_and_ignored(changes
     assert message.split(":")[0] in caplog.text
 
 
-def test_tiles_are_tuned_on_a_context_that_was_read(monkeypatch):
-    """With an empty cache o's input is zero, no channel is kept, and a tile that reads nothing fast would win."""
-    events = []
-    linear = SimpleNamespace(dense=False, widths=(64,), shape=shape_of(64, (64,)))
-    block = SimpleNamespace(**dict.fromkeys(("qkv", "o", "gate_up", "down"), linear))
-    decoder = SimpleNamespace(
-        weights=SimpleNamespace(blocks=[block]), dtype=torch.bfloat16, device=torch.device("cuda"), max_seq_len=100,
-        config=SimpleNamespace(vocab_size=50), prefill=lambda slot, ids, sparse_from: events.append((slot, len(ids))),
-    )  # fmt: skip
-    chosen = SimpleNamespace(tile=GemvTile(block_n=64, splits=4, warps=2))
-    monkeypatch.setattr(kernel_times, "gpu_of", lambda device: Gpu(90, 8))
-    monkeypatch.setattr(kernel_times, "_require_triton", lambda given, option: given)
-    monkeypatch.setattr(kernel_times, "_step", lambda *_: SimpleNamespace(plans=[dict.fromkeys(vars(block), chosen)]))
-    monkeypatch.setattr(kernel_times, "_time", lambda *_: events.append("timed") or 1.0)
-    kernel_times.tune(decoder, batch=2)
-    assert (events[:3], set(events[3:])) == ([(0, 99), (1, 99), "timed"], {"timed"})
-
-
 @pytest.mark.parametrize(("reducers", "multiprocessors"), [(2, 3), (4, 7), (4, 8)])
 def test_a_launch_whose_programs_would_wait_for_ever_is_refused(reducers, multiprocessors):
     """Two tiles, of projections that are no multiple of one: each reducer waits for all others."""
@@ -147,14 +127,6 @@ def test_a_launch_whose_programs_would_wait_for_ever_is_refused(reducers, multip
             plan(shape, 1, Gpu(90, multiprocessors), tile=tile)
     with pytest.raises(ValueError, match="at most 1 programs that wait for each other on cpu"):
         plan(shape._replace(device=torch.device("cpu")), 1, tile=tile)  # the interpreter runs one after the other
-
-
-@given(st.integers(1, 10**6), st.integers(1, 16))
-def test_several_rows_split_a_context_into_about_as_many_programs_as_one(context, rows):
-    splits, alone = kv_splits_for(context, rows), kv_splits_for(context)
-    assert splits & (splits - 1) == 0
-    assert splits == 1 or splits * rows <= max(KV_SPLITS.values())
-    assert rows * splits * 2 > alone
 
 
 def test_which_weights_are_multiplied_on_the_tensor_cores() -> None:

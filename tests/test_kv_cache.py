@@ -87,11 +87,3 @@ def test_bytes_are_counted(variant_bundle: Callable[[str], Path]) -> None:
         cache = KVCache(config, 2, 10, torch.device("cpu"), torch.bfloat16, kind)
         tensors = [tensor for stored in cache.attention.values() for tensor in stored if tensor is not None]
         assert sum(tensor.nbytes for tensor in tensors) == 20 * bytes_per_position(config, torch.bfloat16, kind)
-
-
-def test_commands_have_the_option(bundle: Path, run: Callable[..., tuple[int, str, str]]) -> None:
-    for verb in ("generate", "chat", "serve", "bench", "eval"):
-        assert "--kv-cache-dtype [auto|fp8|int8]" in run(verb, "--help")[1]
-    code, out, err = run("bench", bundle, "--runs", 1, "--max-new-tokens", 4, "--kv-cache-dtype", "int8", "--json")
-    assert (code, "bytes_per_step" in out) == (0, True), err
-    assert run("generate", bundle, "--prompt", "x", "--kv-cache-dtype", "int4")[0] == 2

@@ -115,34 +115,6 @@ def test_load_refuses_what_an_argument_cannot_be(folder: Path, name: str, monkey
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"device": None}, "device: expected auto, cpu, cuda or cuda:N, found None"),
-        ({"device": "cpu:3"}, "device: expected auto, cpu, cuda or cuda:N, found 'cpu:3'"),
-        ({"max_batch": 0}, "max_batch: expected an integer from 1 to 65,536, found 0"),
-        ({"max_batch": "2"}, "max_batch: expected an integer from 1 to 65,536, found '2'"),
-        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: expected one of auto, fp8, int8, found 'int4'"),
-        ({"max_seq_len": True}, "max_seq_len: expected a positive integer, found True"),
-        ({"prefill": ""}, "prefill: expected one of dense, half, all, found ''"),
-        ({"revision": ""}, "revision: expected a text of at least one character, found an empty one"),
-        ({"dtype": "bfloat61"}, "found 'bfloat61'; did you mean 'bfloat16'?"),
-        ({"device": "cuda:99"}, "torch sees"),
-        ({"bundle": None}, "bundle: expected a path or a Hub id (str or pathlib.Path), found None"),
-        ({"bundle": "x" * 5000}, "bundle: expected a path or a Hub id, found 5,000 characters: 'xxx"),
-        ({"bundle": "x" * 300}, "cannot be opened as a folder: File name too long"),
-        ({"bundle": "~nobodyhere/x"}, "no user of this machine has that home folder"),
-        ({"bundle": ""}, "bundle: expected a path or a Hub id, found an empty text"),
-        ({"bundle": "a\0b"}, "found a null character"),
-    ],
-)
-def test_load_says_what_it_expected(folder: Path, arguments: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(WisparseError) as caught:
-        wisparse.load(**{"bundle": folder, **arguments})
-    assert sentence in str(caught.value)
-    assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
     ("prompt", "sentence"),
     [
         ([[1, 2], 3], "prompt: expected one kind of thing in a list, found prompts and then 3"),
@@ -226,35 +198,3 @@ def test_convert_refuses_what_an_argument_cannot_be(name: str, tmp_path: Path, m
         assert isinstance(caught.value, UsageError) != (fits and "x" * 50 not in str(value)), repr(value)
         assert len(str(caught.value)) < 1000
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"sparsities": 0.5}, "convert: unknown argument 'sparsities'; did you mean sparsity?"),
-        ({"sparsity": "half"}, "sparsity: expected a number from 0 to 0.95, or several, found 'half'"),
-        ({"sparsity": True}, "sparsity: expected a number from 0 to 0.95, or several, found True"),
-        ({"num_samples": 1.5}, "--num-samples: expected an integer from 1 to 9,223,372,036,854,775,807, found 1.5"),
-        ({"calibration": None}, "calibration: expected a path or a Hub id (str or pathlib.Path), found None"),
-        ({"calibration": [3]}, "calibration: expected a path or a Hub id (str or pathlib.Path), found 3"),
-        ({"overwrite": 1}, "overwrite: expected True or False, found 1"),
-        ({"device": None}, "--device: expected auto, cpu, cuda or cuda:N, found None"),
-        ({"method": 3}, "--method: expected one of wisparse,"),
-        ({"output_dir": 3}, "--output-dir: expected a path"),
-        ({"output_dir": "."}, "--output-dir: expected the name of a folder to be made, found '.'"),
-        *(({"output_dir": name}, f"expected the name of a folder to be made, found '{name}'") for name in ("/", "..")),
-        ({"max_shard_size": None}, "--max-shard-size: expected a positive integer, found None"),
-        ({"max_shard_size": "9" * 400}, "max_shard_size: expected a size such as 5GB, found '999"),
-    ],
-)
-def test_convert_says_what_it_expected(tmp_path: Path, arguments: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        wisparse.convert(tmp_path, **{"output_dir": tmp_path / "out", **arguments})
-    assert sentence in str(caught.value)
-
-
-def test_sparsify_refuses_what_an_argument_cannot_be(folder: Path) -> None:
-    for value in [*STRANGE, None]:
-        for name in ("model", "bundle", "prefill") if value is None else ("model", "bundle", "prefill", "revision"):
-            with pytest.raises(WisparseError):
-                wisparse.sparsify(**{"model": None, "bundle": folder, name: value})

@@ -17,7 +17,6 @@ from wisparse.commands.export_onnx import command as export_onnx
 from wisparse.converter.source import load_source
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.decoding.decoder import weight_bytes
 
 BY_TRANSFORMERS = ["pack int4 groups", "pack int8 rows", "fp8 rows"]
 Made = Callable[[str], tuple[Path, Path]]
@@ -95,24 +94,3 @@ def test_an_onnx_export_is_widened_and_says_so(made: Made, tmp_path: Path) -> No
     assert "agrees with our runtime" in result.output
     assert "note: the bundle's int4 weights are widened to float32" in result.stderr
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-
-
-def test_what_is_widened_is_said_and_counted(made: Made, caplog: pytest.LogCaptureFixture) -> None:
-    """The CPU back end multiplies with int4 codes and with int8 ones of whole rows, the plain one with none."""
-    caplog.set_level("INFO")
-    taken = {}
-    widened_by = {"pack int4 groups": {"torch"}, "pack int8 rows": {"torch"}, "fp8 rows": {"torch", "numba"}}
-    for name, kinds in widened_by.items():
-        opened = Bundle.open(made(name)[1])
-        for backend in ("torch", "numba"):
-            caplog.clear()
-            decoder = cpu_decoder(opened, backend, max_seq_len=8)
-            kept = [stored for stored in opened.checkpoint.quantised.values() if decoder.keeps(stored)]
-            assert bool(kept) == (backend not in kinds)
-            assert ("dequantizes the bundle's" in caplog.text) == (backend in kinds)
-            needed = weight_bytes(opened, torch.float32, "native", decoder.keeps)
-            taken[name, backend], head = decoder.bytes_read()
-            assert taken[name, backend] + head < needed  # the embedding and norms come on top
-            decoder.close()
-    assert taken["pack int4 groups", "numba"] < taken["pack int4 groups", "torch"] / 2
-    assert taken["fp8 rows", "numba"] == taken["fp8 rows", "torch"]

@@ -20,7 +20,6 @@ from served import with_template
 import wisparse
 from wisparse import BundleError, ContextLengthError, Model, UsageError
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.decoding.decoder import default_limits, weight_bytes
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
@@ -43,15 +42,6 @@ def tiny_scheduler(tiny: Bundle) -> Scheduler:
 
 
 SOLVED = ">>> 1 + 2\n3\n>>> 4 + 4\n8\n>>> 'ab' + 'c'\n'abc'\n>>> 10 + 7\n"
-
-
-def test_a_model_shows_what_it_is(bundle: Path) -> None:
-    with wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=64) as model:
-        shown = repr(model)
-        for part in (repr(str(bundle)), "llama, 6 blocks", "sparsity 0.4", "torch on cpu, float32", "max_seq_len 64"):
-            assert part in shown, shown
-        assert "closed" not in shown
-    assert repr(model).endswith("; closed>")
 
 
 def test_text_of_the_real_model(model: Model) -> None:
@@ -218,11 +208,6 @@ def test_the_speed_told_is_that_of_the_clock(model: Model, monkeypatch: pytest.M
         answer = chunk.generation
     assert 3 * 0.05 <= answer.generation_seconds <= time.perf_counter() - began
     assert answer.generation_tok_per_s == (len(answer.token_ids) - 1) / answer.generation_seconds
-
-
-def test_sparse_from() -> None:
-    assert [sparse_from(policy, 7) for policy in ("dense", "half", "all")] == [7, 4, 0]
-    assert [sparse_from("half", length) for length in (1, 2, 3)] == [1, 1, 2]
 
 
 def test_default_limits(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

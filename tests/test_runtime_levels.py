@@ -123,16 +123,6 @@ def test_verbs_take_a_level(example: Path) -> None:
     assert told in " ".join(inspected.split())  # a product of the two it need not be
 
 
-def test_three_levels_take_hardly_more_room_than_one(example_model: Path, tmp_path: Path) -> None:
-    def size(folder: Path) -> int:
-        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-    one = make_bundle(example_model, tmp_path / "one", 0.5)
-    three = make_bundle(example_model, tmp_path / "three", *LEVELS)
-    # 1.009: this model's rows are short, so a scale weighs more beside its row than in any model in use.
-    assert size(three) < 1.01 * size(one)
-
-
 SHARED = tuple(range(3, 20))
 
 
@@ -247,23 +237,6 @@ def test_levels_take_turns(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     run(scheduler)
     # 0.25 s are three steps of 0.1 s; row 1 has five to decode, row 0 seven more.
     assert (steps[5:], switches) == ([[1]] * 3 + [[0]] * 3 + [[1]] * 2 + [[0]] * 4, [5, 8, 11, 13])
-
-
-@pytest.mark.parametrize("backend", ["torch", "numba"])
-def test_what_is_left_unread_is_counted_over_all_levels(bundle: Path, backend: str) -> None:
-    opened, levels = Bundle.open(bundle), (0.7, 0.0, 0.3)
-    shares = []
-    decoder = make(opened, backend)
-    for together in (False, True):
-        for level in levels:
-            decoder.set_masks(opened.at(level).masks)
-            if not together or level == levels[0]:
-                decoder.measure_sparsity(True)
-            decoder.prefill(0, PROMPT, 8)
-            decoder.decode(torch.tensor([5]))
-            shares.append(decoder.realised_sparsity())
-    assert shares[-1] == pytest.approx(sum(shares[:3]) / 3)
-    assert shares[2] < shares[-1] < shares[0]
 
 
 @pytest.mark.parametrize(("prefill", "kept"), [("dense", 16), ("half", 8), ("all", 0)])

@@ -35,7 +35,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from wisparse.runtime import lm_eval as adapter
-from wisparse.runtime.lm_eval import PAPER_TASKS, WisparseLM, _questions, _task_manager, evaluate_tasks
+from wisparse.runtime.lm_eval import PAPER_TASKS, WisparseLM, _task_manager, evaluate_tasks
 
 
 @pytest.fixture(scope="module")
@@ -229,34 +229,6 @@ def test_the_metrics_of_our_tasks_are_not_looked_up(
     assert "evaluate library" not in capfd.readouterr().err + caplog.text.lower()
 
 
-def test_chains_and_loops() -> None:
-    chains = generators.make_chains(60, 3)
-    assert chains == generators.make_chains(60, 3)
-    assert chains != generators.make_chains(60, 4)
-    assert {chain.kind for chain in chains} == {"arithmetic", "list", "word"}
-    for chain in chains:
-        assert len(chain.sources) == len(chain.answers) == generators.STEPS
-        assert chain.session.count(">>>") == generators.STEPS
-        assert [repr(eval(source)) for source in chain.sources] == chain.answers
-        for before, after in zip(chain.answers, chain.sources[1:], strict=False):
-            assert before in after, "each line goes on from the value before"
-    # What a loop is.
-    piece = "".join(chr(33 + i) for i in range(64))
-    for answer, looping in (
-        ("once " + 3 * piece, True),
-        ("    " * 60, True),
-        (2 * piece + piece[:-1] + "!", False),  # the last character differs
-        (piece * 3 + ".", False),  # it has left the loop
-        (3 * piece[:60], False),  # too short to tell
-        ("".join(chr(33 + i % 65) for i in range(400)), False),  # the piece is too long
-    ):
-        assert generators.loops(answer) == looping
-    prompts = generators.make_prompts(500, 0)
-    assert len(set(prompts)) == 500
-    assert prompts[:100] == generators.make_prompts(100, 0)
-    assert not any("{" in prompt for prompt in prompts)
-
-
 def test_greedy_loops(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness asks for 256 greedy tokens that nothing stops, and counts the answers that loop."""
 
@@ -269,31 +241,6 @@ def test_greedy_loops(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WisparseLM, "generate_until", answers)
     found = evaluate_tasks(model, ["greedy_loops"], limit=3)["greedy_loops"]
     assert found == {"num_questions": 3, "loops": 2 / 3, "loops_stderr": pytest.approx(1 / 3)}
-
-
-def test_a_users_own_task(model: Model, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    rows = [{"text": f"x = {i}\n", "choices": [" 1", " 2"], "label": i % 2} for i in range(4)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {
-        "task": "mine", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "test_split": "test", "output_type": "multiple_choice", "metric_list": [{"metric": "acc"}],
-        "doc_to_text": "{{text}}y =", "doc_to_choice": "{{choices}}", "doc_to_target": "label",
-    }  # fmt: skip
-    (tmp_path / "mine.yaml").write_text(json.dumps(task))  # JSON is YAML
-    found = evaluate_tasks(model, ["mine", "interpreter_lines"], include_path=[tmp_path], limit=2)
-    assert set(found) == {"mine", "interpreter_lines"}
-    assert found["mine"]["acc"] in (0.0, 0.5, 1.0)
-    assert found["mine"]["num_questions"] == 2
-
-
-def test_the_questions_of_a_group_are_those_of_its_tasks() -> None:
-    outcome = {
-        "results": {"mmlu": {}, "mmlu_stem": {}, "mmlu_algebra": {}, "mmlu_law": {}},
-        "n-samples": {name: {"original": 100, "effective": n} for name, n in (("mmlu_algebra", 3), ("mmlu_law", 4))},
-        "group_subtasks": {"mmlu": ["mmlu_stem", "mmlu_law"], "mmlu_stem": ["mmlu_algebra"]},
-    }
-    assert [_questions(outcome, name) for name in outcome["results"]] == [7, 3, 3, 4]
 
 
 Run = Callable[..., tuple[int, str, str]]
