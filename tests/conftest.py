@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # A deadline per example measures the machine, not the code. CI repeats the same examples, so that a red run is red
 # again; elsewhere every run explores.
-hypothesis.settings.register_profile("project", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.register_profile("project", deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=50)
 hypothesis.settings.load_profile("project")
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,8 +1,5 @@
-"""Run by torchrun, see test_converter_processes.py: searches of a tiny model by several processes, or a failure.
-
-search_together.py OUT              every process writes what it found to OUT-<index>.json
-search_together.py --fail N         process N raises, the others wait for it
-"""
+"""Run by torchrun, see test_converter_processes.py: searches of a tiny model by several processes, each of which writes
+what it found to OUT-<index>.json: search_together.py OUT"""
 
 import json
 import sys
@@ -12,10 +9,8 @@ from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter.processes import joined
 from wisparse.converter.search.search import SearchResult, SearchSettings, search
-from wisparse.formats.errors import ResourceError
 
 SEARCHES = {
-    "fisher": {"kl_tokens": 8 * 24, "batch_size": 3},
     "refine": {"kl_tokens": 8 * 24, "batch_size": 3, "refine_steps": 2},
     "paper": {"num_generations": 2, "num_offspring": 5, "kl_tokens": 96},
 }
@@ -32,10 +27,6 @@ def flat(result: SearchResult) -> list:
 
 def main() -> None:
     with joined("cpu") as (processes, _):
-        if sys.argv[1] == "--fail":
-            if processes.index == int(sys.argv[2]):
-                raise ResourceError("the disk of this test is full")
-            processes.gather(None)
         source, tokens = tiny_source(), tiny_tokens(8)
         found = {kind: flat(search(source, tokens, settings(kind), processes=processes)) for kind in SEARCHES}
         Path(f"{sys.argv[1]}-{processes.index}.json").write_text(json.dumps(found))

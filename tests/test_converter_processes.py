@@ -101,15 +101,28 @@ def test_two_processes_write_the_bytes_of_one(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"model", "one", "two"}, "no state stays"
 
 
+FAILS = """
+from wisparse.converter.processes import joined
+with joined("cpu") as (processes, _):
+    if processes.index == 1:
+        raise OSError("the disk of this test is full")
+    processes.gather(None)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([SCRIPT, "--fail", "1"], "ResourceError: the disk of this test is full"),
+        (["fails.py"], "OSError: the disk of this test is full"),
         (["-m", "wisparse", "convert", "/nowhere", "--sparsity", "2", "-o", "/nowhere/out"], "--sparsity: expected"),
     ],
 )
-def test_a_failing_process_ends_all_with_one_message(arguments: list[str | Path], words: str) -> None:
+def test_a_failing_process_ends_all_with_one_message(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fails.py").write_text(FAILS)
     began = time.monotonic()
     done = torchrun(2, *arguments)
     assert done.returncode != 0

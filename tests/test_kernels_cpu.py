@@ -30,7 +30,8 @@ from wisparse.runtime.cpu import weights as cpu_weights
 from wisparse.runtime.cpu.weights import Matrix
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The kernel for float16 would be compiled for its tests alone.
+DTYPES = (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive))
 # (N, K, group of int4): both odd, tiny, around the width of a pass (8 rows) and of a thread's span (32 columns), larger.
 SHAPES = ((1, 1, 1), (5, 7, 7), (33, 8, 4), (31, 9, 3), (64, 17, 17), (97, 130, 65), (352, 256, 64), (1031, 256, 128))
 

@@ -347,7 +347,7 @@ _ROLES = st.sampled_from(["user", "assistant", "system"])
 _MESSAGE = st.fixed_dictionaries({"role": _ROLES, "content": st.lists(st.dictionaries(_KEYS, _VALUES), max_size=3)})
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(sorted(MessagesRequest.model_fields)), _VALUES), st.lists(_MESSAGE, max_size=3))
 def test_whatever_a_body_holds_is_read_or_refused(body: dict[str, Any], messages: list[Any]) -> None:
     for more in ({}, {"messages": ASK}, {"messages": messages}):

@@ -76,7 +76,7 @@ def test_text_comes_as_soon_as_it_can() -> None:
     stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(0, 30), max_size=8),
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_stop_strings_across_any_borders(text: str, stops: list[str], cuts: list[int]) -> None:
     borders = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     matcher = StopStrings(stops)

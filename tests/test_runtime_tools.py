@@ -120,7 +120,7 @@ _SCRAPS = [
 
 
 @EACH_SYNTAX
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(scraps=st.lists(st.sampled_from(_SCRAPS), max_size=14), cuts=_CUTS)
 def test_where_pieces_end_makes_no_difference(syntax: ToolSyntax, scraps: list[str], cuts: list[int]) -> None:
     text = "".join(scraps)

@@ -74,7 +74,7 @@ def assert_as_exact(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor,
 
 
 MORE = [("qwen3.5-moe", 0.0, 2), ("qwen3-moe", 0.5, 3)]
-MORE += [pytest.param(name, 0.5, 1, marks=pytest.mark.quick if name == "gemma3" else ()) for name in MORE_CONFIGS]
+MORE += [(name, 0.5, 1) for name in MORE_CONFIGS]
 
 
 # Every family's step, alone and in rows, dense and sparse: few cases in which every two of these meet.
