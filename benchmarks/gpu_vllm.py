@@ -5,7 +5,7 @@
 
 Every part is a process of its own with a time limit; what it found is a line of JSON in results.jsonl, and the last
 lines of this script's output sum them up. Nothing needs to be installed: vLLM finds the plug-in by a folder with its
-entry point that this script makes. ``--only dense@0+sparse@1,kernels``: parts joined by + start at once, each with
+entry point that this script makes. ``--only dense@0+sparse@1,tokens``: parts joined by + start at once, each with
 caches of its own; those with @ have that GPU to themselves, others measure one after the other, so that both see the
 same machine. ``dense-tp2+sparse-tp2`` need two GPUs.
 
@@ -27,7 +27,6 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,11 +39,6 @@ WORK = Path("/tmp/gpu_vllm_work")
 LLAMA = LLAMA_8B | {"bos_token_id": 128000, "eos_token_id": 128001}
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}  # fmt: skip
-# Tiles of the product that masks in its own loop, to choose from: columns, channels, stages, warps.
-TILES = ((32, 128, 5, 4), (64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 5, 4), (128, 64, 4, 8), (128, 128, 3, 8),
-         (256, 64, 4, 8))  # fmt: skip
-SHAPES = {"qkv": (4096, [4096, 1024, 1024]), "o": (4096, [4096]), "gate_up": (4096, [14336] * 2),
-          "down": (14336, [4096])}  # fmt: skip
 REQUESTS = (1, 2, 4, 8, 32, 128)
 PROMPT, TOKENS = 5, 200
 
@@ -88,129 +82,7 @@ def take_turn(beside: int, alone: bool) -> Any:
     return turn
 
 
-def half_masked(name: str, blocks: int) -> list[Any]:
-    """Layers of a shape, ready to be launched; thresholds drop half of a normal distribution."""
-    import torch
-
-    from wisparse.runtime.vllm import product
-
-    k, widths = SHAPES[name]
-    scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.full((len(widths),), 0.6745, device="cuda")
-    layers = []
-    for _ in range(blocks):
-        weight = product.channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
-        layers.append(product.Layer(weight, None, scales, thresholds, widths))
-    product.reserve(layers[0])
-    product.finish_compiling()
-    return layers
-
-
-def time_us(way: Any, x: Any, layers: list[Any], *more: Any) -> float:
-    """Microseconds of one layer's ``way(x, layer, *more)``, all of them in a CUDA graph."""
-    from gpu_tiles import time_graph
-
-    return round(time_graph(lambda: [way(x, layer, *more) for layer in layers], len(layers), 12), 2)
-
-
 # --- parts
-
-
-def part_compile(arguments: argparse.Namespace) -> None:
-    """One of eight shares of the kernels that ``tune`` will time, into Triton's cache."""
-    import torch
-
-    from wisparse.kernels.gpu.masked_gemm import mask_gemm
-    from wisparse.kernels.gpu.plan import GemvTile
-    from wisparse.runtime.vllm.product import Layer
-
-    jobs = [(name, rows, tile) for tile in TILES for name in SHAPES for rows in (16, 32, 64, 128)]
-    for name, rows, (block_n, block_k, stages, warps) in jobs[arguments.share :: 8]:
-        k, widths = SHAPES[name]
-        weight = torch.zeros(k, sum(widths), dtype=torch.bfloat16, device="cuda").t()
-        scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.zeros(len(widths), device="cuda")
-        group = Layer(weight, None, scales, thresholds, widths).linear()
-        x = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda")
-        tile = GemvTile(block_n, block_k, 1, warps, stages=stages, unroll=1)
-        try:
-            mask_gemm(x, group, torch.ones(rows, device="cuda"), tile)
-        except Exception as error:
-            print(f"{name} {rows} {tile}: {error!r:.200}")
-
-
-def part_tune(arguments: argparse.Namespace) -> None:
-    """Which way each product takes from 3 to 128 rows, measured, into the cache of tiles."""
-    import torch
-
-    from wisparse.kernels.gpu.masked_gemm import mask_gemm
-    from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_key, remember_tiles
-    from wisparse.runtime.vllm import product
-
-    shares = [[sys.executable, __file__, "compile", "--share", str(share)] for share in range(8)]
-    for process in [subprocess.Popen(share) for share in shares]:
-        process.wait()
-    torch.manual_seed(0)
-    chosen = {}
-    for name, (k, widths) in SHAPES.items():
-        layers = half_masked(name, 6)
-        groups, weights = [layer.linear() for layer in layers], [layer.weight for layer in layers]
-        for rows in (4, 8, 16, 32, 64, 128):
-            x, masked = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), torch.ones(rows, device="cuda")
-            old = product.sparse if rows <= product.SPARSE_ROWS else product.masked_inputs
-            times = {"as it was": time_us(old, x, layers, masked)}
-            times["dense"] = time_us(torch.nn.functional.linear, x, weights)
-            expected = product.in_torch(x.float(), replace(layers[0], weight=weights[0].float()), masked)
-            best = times["as it was"]
-            for block_n, block_k, stages, warps in TILES:
-                tile = GemvTile(block_n, block_k, 1, warps, stages=stages, unroll=1)
-                label = f"{block_n} {block_k} {stages} {warps}"
-                try:
-                    y = mask_gemm(x, groups[0], masked, tile).float()
-                    times[label] = time_us(mask_gemm, x, groups, masked, tile)
-                except Exception as error:
-                    times[label] = -1.0
-                    print(f"{name} {rows} {tile}: {error!r:.200}")
-                    continue
-                if float((y - expected).abs().max() / expected.abs().max()) > 0.02:
-                    raise RuntimeError(f"{name} {rows} {tile}: another result than the reference")
-                if times[label] < best:
-                    best = times[label]
-                    chosen[mask_gemm_key(gpu_of(x.device), k, sum(widths), rows)] = tile
-            say("tune", rows=rows, name=name, **times)
-    remember_tiles(chosen)
-    say("tiles", **{key: [tile.block_n, tile.block_k, tile.stages, tile.warps] for key, tile in chosen.items()})
-
-
-def part_kernels(arguments: argparse.Namespace) -> None:
-    """Microseconds of a block's products, in CUDA graphs over eight blocks: dense, ours, dense on masked inputs."""
-    import torch
-    from torch.nn.functional import linear
-
-    from wisparse.runtime.vllm import product
-
-    torch.manual_seed(0)
-    layers = {name: half_masked(name, 8) for name in SHAPES}
-    nk = {name: [torch.randn(sum(w), k, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
-          for name, (k, w) in SHAPES.items()}  # fmt: skip
-
-    for rows in (1, 8, 16, 32, 64, 128):
-        found: dict[str, Any] = {}
-        for name, (k, widths) in SHAPES.items():
-            x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-            masked, these = torch.ones(rows, device="cuda"), layers[name]
-            times = {"dense": time_us(linear, x, nk[name])}
-            times["dense_t"] = time_us(linear, x, [layer.weight for layer in these])
-            if rows <= product.SPARSE_ROWS:
-                times["sparse"] = time_us(product.sparse, x, these, masked)
-            times["masked"] = time_us(product.masked_inputs, x, these, masked)
-            tile = product.mask_tile(x.device, k, sum(widths), min(rows, 16))
-            if tile is not None and 2 < rows <= product.MASKED_ROWS:
-                times["in its loop"] = time_us(product.fused_mask, x, these, masked, tile)
-            found[name] = times
-            expected = product.in_torch(x.float(), replace(these[0], weight=these[0].weight.float()), masked)
-            way = product.sparse if rows <= product.SPARSE_ROWS else product.masked_inputs
-            ours = way(x, these[0], masked).float()
-            found[name]["error"] = round(float((ours - expected).abs().max() / expected.abs().max()), 5)
-        say("kernels", rows=rows, **found)
 
 
 def part_folders(arguments: argparse.Namespace) -> None:
@@ -497,7 +369,6 @@ def main() -> None:
     parser.add_argument("--only", help="names of parts, with commas")
     parser.add_argument("--model", default="bundle")
     parser.add_argument("--source", default=str(ROOT / "examples" / "pycode-llama-6m"))
-    parser.add_argument("--share", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine")
@@ -525,7 +396,6 @@ def main() -> None:
     source = ["--source", arguments.source, *extra]
     parts = {
         "folders": (40, "folders", *extra),
-        "tune": (150, "tune"),
         "sparse": (200, "speed", "--model", "bundle", *extra),
         "dense": (170, "speed", "--model", "dense", *extra),
         "sparse-tp2": (200, "speed", "--model", "bundle", *cards),
@@ -535,9 +405,8 @@ def main() -> None:
         "tokens": (100, "tokens", *source),
         "sparse-again": (100, "start", "--model", "bundle", *extra),
         "dense-again": (80, "start", "--model", "dense", *extra),
-        "kernels": (90, "kernels"),
     }
-    needs_gpu = ("tune", "tokens", "kernels", "sparse-tp2", "dense-tp2") if arguments.rehearse else ()
+    needs_gpu = ("tokens", "sparse-tp2", "dense-tp2") if arguments.rehearse else ()
     wanted = arguments.only.split(",") if arguments.only else [name for name in parts if name not in needs_gpu]
     end = time.perf_counter() + arguments.seconds
     for names in wanted:

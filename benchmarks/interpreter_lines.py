@@ -20,8 +20,7 @@ import argparse
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,67 +37,31 @@ ROOT = Path(__file__).resolve().parent.parent
 POLICIES = ("dense", "half", "all")
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Exact answers to the same problems, one bool each, dense and sparse."""
-
-    dense: tuple[bool, ...]
-    sparse: tuple[bool, ...]
-
-    @property
-    def dense_right(self) -> float:
-        """Fraction of problems that the dense model gets right."""
-        return sum(self.dense) / len(self.dense)
-
-    @property
-    def sparse_right(self) -> float:
-        """Fraction of problems that the sparse model gets right."""
-        return sum(self.sparse) / len(self.sparse)
-
-    @property
-    def relative(self) -> float:
-        """Sparse over dense; nan if the dense model gets none right."""
-        return sum(self.sparse) / sum(self.dense) if any(self.dense) else math.nan
-
-    @property
-    def lost(self) -> int:
-        """Problems that only the dense model gets right."""
-        return sum(d and not s for d, s in zip(self.dense, self.sparse, strict=True))
-
-    @property
-    def gained(self) -> int:
-        """Problems that only the sparse model gets right."""
-        return sum(s and not d for d, s in zip(self.dense, self.sparse, strict=True))
-
-    @property
-    def relative_error(self) -> float:
-        """Standard error of `relative`: the problems are a sample, and only those that changed sides move it."""
-        changed = self.lost + self.gained
-        spread = changed - (self.lost - self.gained) ** 2 / len(self.dense)
-        return math.sqrt(spread) / sum(self.dense) if any(self.dense) else math.nan
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures, JSON-ready."""
-        names = ("dense_right", "sparse_right", "relative", "relative_error", "lost", "gained")
-        found = {name: value if math.isfinite(value := getattr(self, name)) else None for name in names}
-        return {"num_problems": len(self.dense), **found}
+def compare(dense: Sequence[bool], sparse: Sequence[bool]) -> dict[str, Any]:
+    """The figures of exact answers to the same problems; ``relative`` is None if the dense model has none right."""
+    lost = sum(d and not s for d, s in zip(dense, sparse, strict=True))
+    gained = sum(s and not d for d, s in zip(dense, sparse, strict=True))
+    # The problems are a sample, and only those that changed sides move the ratio.
+    error = math.sqrt(lost + gained - (lost - gained) ** 2 / len(dense))
+    return {
+        "num_problems": len(dense),
+        "dense_right": sum(dense) / len(dense),
+        "sparse_right": sum(sparse) / len(sparse),
+        "relative": sum(sparse) / sum(dense) if any(dense) else None,
+        "relative_error": error / sum(dense) if any(dense) else None,
+        "lost": lost,
+        "gained": gained,
+    }
 
 
-def exact_answers(complete: Callable[[str], str], problems: Iterable[tuple[str, str]]) -> tuple[bool, ...]:
-    """Whether a model gives exactly the right answer to each (prompt, answer); ``complete``: a prompt to the text that
-    greedy decoding gives up to the end of the answer."""
-    return tuple(complete(prompt) == answer for prompt, answer in problems)
+def exact_answers(model: Model, prefill: str, problems: Sequence[tuple[str, str]]) -> list[bool]:
+    """Whether greedy decoding puts exactly the right line after each prompt of (prompt, answer)."""
+    how: dict[str, Any] = {"max_new_tokens": 48, "stop": "\n", "prefill": prefill, "chat_template": False}
+    return [model.generate(prompt, **how).text == answer for prompt, answer in problems]
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def completing(model: Model, prefill: str) -> Callable[[str], str]:
-    """A prompt to the line that greedy decoding puts after it."""
-    return lambda prompt: (
-        model.generate(prompt, max_new_tokens=48, stop="\n", prefill=prefill, chat_template=False).text
-    )
 
 
 def measure(folder: Path, problems: list[tuple[str, str]], backend: str, policies: Sequence[str]) -> dict[str, Any]:
@@ -106,11 +69,9 @@ def measure(folder: Path, problems: list[tuple[str, str]], backend: str, policie
     recipe = Bundle.open(folder).recipe
     with load(folder, dtype="float32", backend=backend, max_seq_len=512) as model:
         level, model.sparsity = model.sparsity, 0
-        dense = exact_answers(completing(model, "dense"), problems)
+        dense = exact_answers(model, "dense", problems)
         model.sparsity = level
-        found = {
-            policy: Answers(dense, exact_answers(completing(model, policy), problems)).to_dict() for policy in policies
-        }
+        found = {policy: compare(dense, exact_answers(model, policy, problems)) for policy in policies}
         backend = model.decoder.name
     for policy, figures in found.items():
         say(

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import click
 import pytest
+from click.shell_completion import BashComplete
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tiny_bundle import write_tiny_bundle, write_tiny_model
@@ -123,6 +124,31 @@ def test_the_table_of_settings_is_the_command_lines() -> None:
 
 def _shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("program", "typed", "expected"),
+    [
+        ("wisparse", "exp", "plain,export-onnx"),
+        ("wisparse", "push --pri", "plain,--private"),
+        *(("wisparse", f"{verb} ex", "dir,ex") for verb in cli._VERBS),
+        ("wisparse", "convert model --calibration ", "file,"),
+        ("wisparse", "convert model -o ou", "file,ou"),
+        ("wisparse", "eval one two ", "dir,"),
+        ("wisparse", "eval out --text corpus/", "file,corpus/"),
+        ("wisparse", "eval out --tasks mine --include-path ", "dir,"),
+        ("wisparse", "export-onnx out ou", "file,ou"),
+        ("wisparse-convert", "ex", "dir,ex"),
+        ("wisparse-convert", "x --spars", "plain,--sparsity"),
+        ("wisparse-convert", "model --calibration te", "file,te"),
+        ("wisparse-convert", "model --work-dir ", "file,"),
+    ],
+)
+def test_the_shell_completes_verbs_options_and_names_of_files(program: str, typed: str, expected: str) -> None:
+    command = cli.convert_program() if program == "wisparse-convert" else cli.cli
+    *before, word = typed.split(" ")
+    offered = BashComplete(command, {}, program, "_COMPLETE").get_completions(before, word)
+    assert [f"{item.type},{item.value}" for item in offered] == [expected]
 
 
 def test_wisparse_convert_is_a_program_of_its_own(run: Run) -> None:
@@ -364,6 +390,16 @@ def test_what_a_dry_run_accepts_is_converted(places: dict[str, str], tmp_path: P
     assert shown == ""  # -q
     assert _call(["verify", out])[0] == 0
     assert {name for name in _tree(tmp_path) if not name.startswith(out)} == {"é", "-1"}
+
+
+def test_a_folder_that_cannot_be_made_is_said_so(places: dict[str, str], tmp_path: Path) -> None:
+    for option in ("-o", "--work-dir"):
+        line = [places.get(word, word) for word in ["convert", "MODEL", *QUICK, "-o", "out", option, "/proc/nothing"]]
+        code, _, err, _ = _call(line)
+        assert code in (2, 5)
+        assert err.startswith("wisparse: "), err
+        assert "/proc/nothing: " in err
+        assert _tree(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,14 @@ def test_what_is_pushed_and_what_not_is_said(
     assert said.rstrip().endswith(f"repeat with: wisparse push {mine} alice/tiny-50")
 
 
+def test_permission_comes_before_everything_else(standin: HubStandIn, bundle: Path, tmp_path: Path, run: Run) -> None:
+    code, said = run("push", bundle, "bob/tiny-50")
+    assert code == 4, said
+    assert "'alice', who may not create repositories under 'bob'" in said
+    assert not standin.seen("PUT|POST")
+    assert (run("push", tmp_path / "nothing", "alice/tiny-50")[0], run("push", bundle, "tiny-50")[0]) == (4, 2)
+
+
 def test_from_hub_id_to_hub_id(standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """From a Hub id to a Hub id, with an upload that breaks off half-way and is repeated as the message says."""
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +12,7 @@ from tiny_bundle import write_tiny_model
 from tokenizers import processors
 
 from wisparse.converter import calibration, documents
-from wisparse.converter.calibration import conversation_renderer, load_calibration, write_calibration
+from wisparse.converter.calibration import _Row, conversation_renderer, load_calibration, write_calibration
 from wisparse.converter.documents import document_of, is_dataset_id, path_documents
 from wisparse.converter.processes import Progress
 from wisparse.converter.source import load_source, load_tokenizer
@@ -53,6 +54,13 @@ def test_rows_hold_the_documents_text(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"number {i}"}) for i in range(40)))
     tokens = load_calibration(str(tmp_path / "a.jsonl"), tokenizer, num_samples=2, seq_len=64)
     assert (tokens.input_ids == EOS).any(dim=1).all()
+
+
+def test_same_seed_same_rows_other_seed_other_rows(tokenizer, tmp_path: Path) -> None:
+    for name in "abcdef":
+        (tmp_path / f"{name}.txt").write_text(text(40, ord(name) * 1000))
+    first, again, other = (load_calibration(str(tmp_path), tokenizer, None, 4, 32, seed) for seed in (1, 1, 2))
+    assert first.digest == again.digest != other.digest
 
 
 def test_a_sequence_begins_as_the_tokenizer_begins_a_text(tokenizer, tmp_path: Path) -> None:
@@ -200,6 +208,13 @@ def test_unusable_file(name: str, content: bytes | None, message: str, tokenizer
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("word", ["self", "paper"])
+def test_self_and_paper_stand_alone(word: str, tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text(10))
+    with pytest.raises(CalibrationError, match="stands alone"):
+        load_calibration([str(tmp_path / "a.txt"), word], tokenizer)
+
+
 def test_conversations_go_through_the_chat_template(tokenizer, tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
     path = write_conversation(tmp_path / "a.jsonl", ("user", "why"), ("assistant", "so"), count=20)
@@ -284,3 +299,31 @@ def test_self_writes_conversations_where_the_template_ends_turns(example, monkey
     assert (conversations[:, 1] == user).all()
     assert (conversations == assistant).any(dim=1).all()
     assert not (tokens.input_ids[2:] == user).any()
+
+
+def test_self_without_any_first_token(source) -> None:
+    none = {"bos_token_id": None, "eos_token_id": None}
+    own = {name: getattr(source.model, name) for name in ("parameters", "get_input_embeddings")}
+    model = SimpleNamespace(**own, config=SimpleNamespace(**none, vocab_size=258))
+    with pytest.raises(CalibrationError, match="--calibration PATH"):
+        load_calibration("self", SimpleNamespace(**none, chat_template=None), model)
+
+
+@pytest.mark.parametrize(
+    ("ends", "question", "answer", "drawn", "written"),
+    [
+        # opening, question, answer's opening in place of the end, answer, end, next opening
+        (EOS, [BOS, 1, 2], [5, 6], [0, 0, 0, 70, 71, EOS, 0, 72, EOS, 0, 0, 0, 73],
+         [BOS, 1, 2, 70, 71, 5, 6, 72, EOS, BOS, 1, 2, 73]),
+        (EOS, [BOS], None, [0, 70, EOS, 0, 71], [BOS, 70, EOS, BOS, 71]),
+        # Where one token both ends and begins a text, it stands once.
+        (BOS, [BOS], None, [0, 70, BOS, 71], [BOS, 70, BOS, 71]),
+        # A question that never ends is answered after a quarter of the row.
+        (EOS, [BOS], [5], [70] * 11, [BOS, *[70] * 8, 5, 70]),
+    ],
+)  # fmt: skip
+def test_a_row_forces_openings_and_takes_what_is_drawn(
+    ends: int, question: list[int], answer: list[int] | None, drawn: list[int], written: list[int]
+) -> None:
+    row = _Row(32, {ends}, question, answer)
+    assert [row.accept(token) for token in drawn] == written

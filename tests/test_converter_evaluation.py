@@ -11,14 +11,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 from bundle_maker import make_bundle
+from quality import evaluate
 from torch import Tensor
 
 from wisparse import AccessError, UsageError, load
 from wisparse.converter import measurement
 from wisparse.converter.calibration import CalibrationTokens
+from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.evaluation import evaluate_text, same_text
-from wisparse.converter.measurement import MaskedLogits, measure
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.measurement import MaskedLogits, block_sensitivity, measure
+from wisparse.converter.processes import SILENT
 from wisparse.converter.search.search import SearchResult
+from wisparse.converter.sensitivity import kl_rows
 from wisparse.converter.settings import ConvertSettings
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.bundle import Bundle
@@ -145,6 +150,25 @@ def test_problems_are_right_and_repeat() -> None:
     assert len({problem.prompt for problem in asked}) == 500
     digest = "6df8436c660f292cd9c4a204f6434fe66884a58d2c26a4965ab9598edb0049a4"
     assert hashlib.sha256(json.dumps(asked).encode()).hexdigest() == digest, "figures are of these very problems"
+
+
+def test_runtime_and_transformers_give_the_same_quality(bundle: Path, example_model: Path) -> None:
+    ids = torch.randint(4, 8000, (3, 48), generator=torch.Generator().manual_seed(0))
+    masks = Bundle.open(bundle).masks
+    source = load_source(example_model, dtype=torch.float32, device="cpu")
+    with MaskedModel(source.projections) as masked, load(bundle, backend="torch", dtype="float32") as model:
+        for name, mask in masks.items():
+            masked.set_scale(name, mask.channel_scale)
+        thresholds = {name: mask.threshold for name, mask in masks.items()}
+        ours = evaluate_text(model.decoder.logits, ids, ["half", "all"], counter=model.decoder)
+        for policy in ("half", "all"):
+            theirs = evaluate(source.model, masked, ids, thresholds, prefill=policy)
+            found = ours[policy].sparse
+            assert found.num_tokens == theirs.num_tokens
+            for name in ("kl", "perplexity", "dense_perplexity"):
+                assert getattr(found, name) == pytest.approx(getattr(theirs, name), rel=1e-4)
+            assert found.top1_agreement == pytest.approx(theirs.top1_agreement, abs=0.01)
+            assert ours[policy].realised_sparsity == pytest.approx(theirs.realised_sparsity, abs=1e-4)
 
 
 def test_same_text() -> None:
@@ -306,3 +330,35 @@ def test_measure(
     for report, expected in (("auto", (False, True)), ("full", (True, True)), ("brief", (False, False))):
         given = ConvertSettings("model", Path("out"), report=report)
         assert (given.full_report("cpu"), given.full_report("cuda")) == expected
+
+
+def test_block_sensitivity_by_hand(source: SourceModel, found: SearchResult) -> None:
+    level, index = 0.5, 2
+    with CalibrationState(source, tokens(), batch_size=2) as calib:
+        for name in calib.names:
+            calib.set_scale(name, found.channel_scales[name])
+        sensitivity = block_sensitivity(calib, (level,), SILENT)
+    ids, keep = tokens().input_ids, tokens().keep
+    inputs: dict[str, Tensor] = {}
+
+    def logits(hook: Callable[[str, Tensor], Tensor | None]) -> Tensor:
+        """With a hook before every projection of the block."""
+        hooks = [
+            module.register_forward_pre_hook(lambda _, args, name=name: hook(name, args[0]))
+            for name, module in source.projections.items()
+            if f".{index}." in name
+        ]
+        found = source.model(input_ids=ids).logits
+        for one in hooks:
+            one.remove()
+        return found
+
+    def drop(name: str, x: Tensor) -> Tensor:
+        scale = found.channel_scales[name]
+        threshold = torch.quantile((inputs[name][keep].abs() * scale).flatten(), level)
+        return torch.where((x.abs() * scale >= threshold) | ~keep[..., None], x, 0.0)
+
+    dense = logits(lambda name, x: inputs.update({name: x}))
+    expected = kl_rows(dense[keep].log_softmax(-1), logits(drop)[keep].log_softmax(-1)).mean()
+    assert sensitivity.num_tokens == int(keep.sum())
+    assert sensitivity.kl[0][index] == pytest.approx(float(expected), rel=0.02)

@@ -15,7 +15,7 @@ from bundle_maker import make_bundle
 from family_cases import runtime_tokens
 from runtime_models import HYBRIDS, VARIANTS, make_checkpoint
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import wisparse
 from wisparse.converter.masking import MaskedModel, desparsify, sparsify
@@ -78,6 +78,16 @@ def test_any_attention_implementation_and_cache(bundle: Path, attention: str, op
     prompt = AutoTokenizer.from_pretrained(bundle)(PROMPT).input_ids
     model = sparsify(load(bundle, attn_implementation=attention), bundle)
     assert generate(model, [prompt], 12, **options)[0] == runtime_tokens(bundle, prompt, 12, len(prompt))
+
+
+def test_pipeline(bundle: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundle)
+    prompt = tokenizer(PROMPT).input_ids
+    generator = pipeline("text-generation", model=sparsify(load(bundle), bundle), tokenizer=tokenizer)
+    text = generator(PROMPT, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0]["generated_text"]
+    expected = tokenizer.decode(runtime_tokens(bundle, prompt, 12, len(prompt)))
+    assert text.startswith(PROMPT)
+    assert text.removeprefix(PROMPT).strip() == expected.strip()
 
 
 def test_device_map_with_offloading(bundle: Path, tmp_path: Path) -> None:

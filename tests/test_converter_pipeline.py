@@ -21,6 +21,7 @@ from wisparse.cli import convert_main
 from wisparse.converter import pipeline, settings
 from wisparse.converter.measurement import Budget
 from wisparse.converter.search import search as search_module
+from wisparse.converter.source import small_digests
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
 
@@ -256,6 +257,21 @@ def test_an_interrupted_run_goes_on_or_starts_over(
     assert (digests(out), names(out.parent)) == (expected, ["bundle", "undisturbed"])
 
 
+def test_every_file_of_the_source_counts(model: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(model)
+    (model / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json", "generation_config.json",
+                 "LICENSE", "NOTICE.md", "README.md", "additional_chat_templates/tool.jinja"):  # fmt: skip
+        (model / name).write_text("{}")
+    before = small_digests(model, checkpoint.error)
+    for path in sorted(path for path in model.rglob("*") if path.is_file() and path.suffix != ".safetensors"):
+        content = path.read_bytes()
+        path.write_bytes(content + b" ")
+        changed = {one for one, digest in small_digests(model, checkpoint.error).items() if before[one] != digest}
+        assert changed == {path.relative_to(model).as_posix()}
+        path.write_bytes(content)
+
+
 def test_a_source_that_changes_under_way_is_an_error(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = pipeline._search
 
@@ -309,3 +325,15 @@ def test_a_finished_bundle_of_something_else_is_not_taken(change: str, model: Pa
     expected = digests(convert(model, out.with_name("undisturbed"), **changed))
     assert digests(convert(model, out, **changed, overwrite=True)) == expected
     assert names(out.parent) == ["bundle", "undisturbed"]
+
+
+def test_upload(model: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that breaks off is in tests/test_commands_push.py."""
+    push = Mock(return_value="https://hub/me/it")
+    monkeypatch.setattr("wisparse.converter.preflight.check_write_access", lambda repo: None)
+    monkeypatch.setattr("wisparse.converter.preflight.is_public", lambda repo: False)
+    monkeypatch.setattr(pipeline, "push_bundle", push)
+    code, shown, _ = run(model, "-o", out, "--upload-repo", "me/it", "--private", *FLAGS)
+    assert (code, "https://hub/me/it" in shown) == (0, True)
+    push.assert_called_once_with(out, "me/it", True)
+    verify_bundle(out)

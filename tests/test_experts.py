@@ -14,6 +14,7 @@ from tiny_bundle import VOCAB, byte_tokenizer
 
 import wisparse
 from wisparse.converter.pipeline import convert
+from wisparse.converter.sensitivity import drawn_to_pool
 from wisparse.converter.source import full_config, load_source
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
@@ -89,6 +90,26 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_read(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         Checkpoint.open(changed(source, tmp_path / "changed", change), complete=full_config)
+
+
+def test_a_fused_tensor_of_another_shape_is_refused(source: Path, tmp_path: Path) -> None:
+    def cut(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        fuse(config, tensors)
+        name = "model.layers.2.mlp.experts.down_proj"
+        tensors[name] = tensors[name][:5].clone()
+
+    with pytest.raises(UnsupportedModelError, match=r"down_proj: expected shape \(6, 64, 40\), found \(5, 64, 40\)"):
+        Checkpoint.open(changed(source, tmp_path / "cut", cut), complete=full_config)
+
+
+def test_few_tokens_of_an_expert_are_drawn_to_all_experts_together() -> None:
+    sums = torch.tensor([[512.0, 1024.0, 512.0], [0.0, 0.0, 0.0], [128.0, 0.0, 64.0]])  # two channels, then tokens
+    by_channel, of_all = drawn_to_pool(sums, True), drawn_to_pool(sums, False)
+    pool = torch.tensor([640.0, 1024.0]) / 576
+    assert torch.equal(by_channel[0], torch.tensor([1.0, 2.0]))  # enough of its own
+    assert torch.allclose(by_channel[1], pool)  # none
+    assert torch.allclose(by_channel[2], (torch.tensor([128.0, 0.0]) + 192 * pool) / 256)
+    assert torch.allclose(of_all[1], pool.mean().expand(2))
 
 
 def grouped(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

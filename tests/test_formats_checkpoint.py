@@ -8,7 +8,9 @@ import struct
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,8 +20,8 @@ from safetensors.torch import load_file, save, save_file
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.checkpoint import DTYPES, INDEX, Checkpoint, TensorFile, build_header, parse_tensors
-from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError
+from wisparse.formats.checkpoint import DTYPES, INDEX, Checkpoint, TensorFile, build_header, is_finite, parse_tensors
+from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError
 
 HEAD = "lm_head.weight"
 
@@ -206,6 +208,14 @@ def test_not_a_regular_file(name: str, kind: str, tmp_path: Path) -> None:
         Checkpoint.open(folder)
 
 
+def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file may claim a terabyte, which an address space under a limit does not hold."""
+    (tmp_path / "x").write_bytes(_content(GOOD, bytes(8)))
+    monkeypatch.setattr("wisparse.formats.checkpoint.safe_open", Mock(side_effect=MemoryError("os error 12")))
+    with pytest.raises(BundleError, match=r"x: its [\d,]+ bytes cannot be mapped into memory"):
+        TensorFile(tmp_path, "x", BundleError)
+
+
 def test_truncated_and_replaced_while_open(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(write_tiny_model(tmp_path))
     file = tmp_path / "model.safetensors"
@@ -218,6 +228,27 @@ def test_truncated_and_replaced_while_open(tmp_path: Path) -> None:
         list(checkpoint.chunks("model.norm.weight"))
     with pytest.raises(UnsupportedModelError, match=r"nothing\.weight: not among the tensors"):
         checkpoint.tensor("nothing.weight")
+
+
+def test_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(write_tiny_model(tmp_path))
+    monkeypatch.setattr(np, "empty", Mock(side_effect=MemoryError))
+    with pytest.raises(ResourceError, match="not enough memory for 64 bytes"):
+        checkpoint.tensor("model.norm.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_is_finite(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    numbers = [0.0, -0.0, 1.0, info.max, info.min, info.tiny, -info.tiny, info.smallest_normal / 2]
+    ordinary = torch.tensor(numbers, dtype=dtype)
+    assert is_finite(ordinary)
+    assert is_finite(-ordinary.abs() - 1)
+    for odd in (float("nan"), float("inf"), -float("inf")):
+        assert not is_finite(torch.cat((ordinary, torch.tensor([odd], dtype=dtype))))
+    if dtype.itemsize == 2:  # every pattern there is
+        patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+        assert [is_finite(patterns[i : i + 1]) for i in range(0, 2**16, 7)] == patterns[::7].isfinite().tolist()
 
 
 GOOD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}

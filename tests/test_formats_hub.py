@@ -5,11 +5,12 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
 from hub_standin import READ_TOKEN, TOKEN, Fault, HubStandIn, point_client_at
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from tiny_bundle import digests, files_of, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats import hub
@@ -221,6 +222,13 @@ def test_what_is_there_already_is_known(standin: HubStandIn, bundle: Path, monke
     sign(bundle)
     changed = {"README.md", "model-00001-of-00001.safetensors", "wisparse.json"}
     assert {*plan_push(bundle, "alice/model-50").send} == changed
+
+
+def test_a_stopped_push_says_how_to_go_on(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HfApi, "upload_folder", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        push_bundle(bundle, "alice/model-50", private=True)
+    assert str(caught.value).endswith(f"go on with: wisparse push '{bundle}' alice/model-50 --private")
 
 
 def test_only_a_bundle_is_pushed(standin: HubStandIn, bundle: Path) -> None:

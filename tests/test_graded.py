@@ -22,7 +22,7 @@ from wisparse.converter.gptq import quantise_weights
 from wisparse.converter.planes import plane_ratios, read_in_planes, tied
 from wisparse.converter.search.refinement import Channels
 from wisparse.converter.search.search import SearchSettings, SparsityLevels
-from wisparse.formats.bundle import Bundle, verify_bundle
+from wisparse.formats.bundle import Bundle, ProjectionMask, verify_bundle
 from wisparse.formats.errors import BundleError, UsageError, WisparseError
 from wisparse.formats.manifest import bits_of
 from wisparse.formats.weight_types import interleaved, quantise, round_weight, split_planes
@@ -167,6 +167,26 @@ def test_back_ends_agree_alone_and_in_batches(bundle: Path) -> None:
         assert read[0] == pytest.approx(bits, abs=0.8)
     slow, fast = (decoder.logits(TOKENS, 3).clone() for decoder in decoders)
     torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
+
+
+def test_between_the_thresholds_a_model_has_the_high_planes_numbers(bundle: Path) -> None:
+    """Where every score is above the last threshold the int8 model; where none reaches the second the high plane's."""
+    opened = Bundle.open(bundle)
+    for backend in ("torch", "numba"):
+        decoder = cpu_decoder(opened, backend, max_seq_len=16)
+
+        def logits(low: float, decoder=decoder) -> Tensor:
+            masks = {n: ProjectionMask(m.scale, 1e-30, 0.5, (1e-30, low)) for n, m in opened.masks.items()}
+            decoder.set_masks(masks)
+            return decoder.logits(TOKENS, 0).clone()
+
+        decoder.set_masks(opened.at(bits=8).masks)
+        torch.testing.assert_close(logits(1e-30), decoder.logits(TOKENS, len(TOKENS)), rtol=1e-4, atol=1e-4)
+        coarse = logits(1e30)
+        assert (coarse - decoder.logits(TOKENS, len(TOKENS))).abs().max() > 1e-2
+        if backend == "torch":
+            high_plane = coarse
+        torch.testing.assert_close(coarse, high_plane, rtol=1e-4, atol=1e-4)
 
 
 def test_the_high_planes_draft(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,14 @@ def test_names_and_weights_are_where_others_expect_them(bundle: Path, exported: 
     assert [(function.domain, function.name) for function in model.functions] == [(DOMAIN, "SparseLinear")]
     assert properties(exported)["base_model"] == "org/source"
     assert (model.producer_name, model.producer_version) == ("wisparse", metadata.version("wisparse"))
+    assert all(what.doc_string for what in (model, graph, *model.functions))
+    constants = [one for one in graph.initializer if one.name.startswith("const/")]
+    assert constants
+    for one in constants:  # the name is the value
+        _, dtype, written = one.name.split("/")
+        value = onnx.numpy_helper.to_array(one)
+        np.testing.assert_array_equal(np.array(json.loads(written), dtype=dtype), value)
+        assert str(value.dtype) == dtype
     assert "wisparse" not in json.loads((exported / "config.json").read_text())
     described = json.loads((exported / "genai_config.json").read_text())
     decoder = described["model"]["decoder"]
@@ -180,6 +188,16 @@ def test_the_functions_body_is_the_reference_kernel(exported: Path, dtype: type,
         feeds = {"x": x, "weight_t": weight.T, "channel_scale": scale.numpy(), "threshold": np.float32(threshold)}
         ours = sparse_linear(torch.from_numpy(x), torch.from_numpy(weight), None, scale, threshold).numpy()
         np.testing.assert_allclose(body.run(None, feeds, attributes={})[0], ours, rtol=tolerance, atol=tolerance)
+
+
+def test_float16_and_bfloat16(example_model: Path, tmp_path: Path) -> None:
+    bundle = Bundle.open(make_bundle(example_model, tmp_path / "bundle"))
+    report = export_onnx(bundle, tmp_path / "out", dtype="float16")["check"]
+    assert 1e-5 < report["projection_error"] < 5e-3  # it did compute in float16
+    assert report["dense_error"] < 2e-2
+    assert (tmp_path / "out" / "model.onnx.data").stat().st_size < 15e6
+    assert bundle.config.dtype == "bfloat16"
+    assert export_onnx(bundle, tmp_path / "auto", check=False)["dtype"] == "float32"
 
 
 def scaled_weights(variant: str, factor: float, folder: Path, *endings: str) -> Path:

@@ -275,6 +275,28 @@ def test_what_a_failed_step_left_behind_is_handed_on_first(model: Model, monkeyp
     assert reader.answer().token_ids == expected[prompt]
 
 
+def test_what_fails_twice_ends_one_request(model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step fails, and so does the text of the tokens that it left behind."""
+    monkeypatch.setattr(TOGETHER, 1e9)
+    add, failed = Detokenizer.add, []
+
+    def unreadable(self: Detokenizer, token: int) -> str:
+        if failed:
+            raise WisparseError("no text")
+        return add(self, token)
+
+    def broken(number: int, tokens: torch.Tensor) -> None:
+        failed.append(number)
+        if number == 4:
+            raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        before_steps(model, patch, broken)
+        patch.setattr(Detokenizer, "add", unreadable)
+        assert "no text" in str(ask(model, "def f(x):", 20)[0].error())
+    assert len(answer_of(model, "import", 5)) == 5
+
+
 def test_a_failed_request_spares_its_neighbours(model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver that fails, a future that fails or that nobody waits for any more, and a tokenizer that fails."""
     expected = answer_of(model, "def f(x):", 60)

@@ -35,7 +35,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from wisparse.runtime import lm_eval as adapter
-from wisparse.runtime.lm_eval import PAPER_TASKS, WisparseLM, _task_manager, evaluate_tasks
+from wisparse.runtime.lm_eval import PAPER_TASKS, WisparseLM, _questions, _task_manager, evaluate_tasks
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +240,31 @@ def test_greedy_loops(model: Model, no_metric_is_looked_up: None, monkeypatch: p
     monkeypatch.setattr(WisparseLM, "generate_until", answers)
     found = evaluate_tasks(model, ["greedy_loops"], limit=3)["greedy_loops"]
     assert found == {"num_questions": 3, "loops": 2 / 3, "loops_stderr": pytest.approx(1 / 3)}
+
+
+def test_a_users_own_task(model: Model, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = [{"text": f"x = {i}\n", "choices": [" 1", " 2"], "label": i % 2} for i in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "mine", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test", "output_type": "multiple_choice", "metric_list": [{"metric": "acc"}],
+        "doc_to_text": "{{text}}y =", "doc_to_choice": "{{choices}}", "doc_to_target": "label",
+    }  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(json.dumps(task))  # JSON is YAML
+    found = evaluate_tasks(model, ["mine", "interpreter_lines"], include_path=[tmp_path], limit=2)
+    assert set(found) == {"mine", "interpreter_lines"}
+    assert found["mine"]["acc"] in (0.0, 0.5, 1.0)
+    assert found["mine"]["num_questions"] == 2
+
+
+def test_the_questions_of_a_group_are_those_of_its_tasks() -> None:
+    outcome = {
+        "results": {"mmlu": {}, "mmlu_stem": {}, "mmlu_algebra": {}, "mmlu_law": {}},
+        "n-samples": {name: {"original": 100, "effective": n} for name, n in (("mmlu_algebra", 3), ("mmlu_law", 4))},
+        "group_subtasks": {"mmlu": ["mmlu_stem", "mmlu_law"], "mmlu_stem": ["mmlu_algebra"]},
+    }
+    assert [_questions(outcome, name) for name in outcome["results"]] == [7, 3, 3, 4]
 
 
 Run = Callable[..., tuple[int, str, str]]

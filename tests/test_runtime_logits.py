@@ -54,6 +54,15 @@ def test_frequency_and_presence(prompt: list[int], answer: list[int], frequency:
     assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+def test_bias_is_transformers() -> None:
+    from transformers import SequenceBiasLogitsProcessor
+
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    theirs = SequenceBiasLogitsProcessor([[[3], 5.0], [[7], -100.0]])(ids, logits[None])
+    assert torch.equal(adjusted(logits, [], [], logit_bias={3: 5.0, 7: -100}), theirs[0])
+
+
 @pytest.fixture(scope="module", params=["torch", "numba"])
 def model(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Model]:
     with wisparse.load(bundle, dtype="float32", backend=request.param, max_batch=3, max_seq_len=128) as model:

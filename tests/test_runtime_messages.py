@@ -252,6 +252,22 @@ def test_a_thought_is_a_block(server: Running, stream: bool) -> None:
     assert counted.input_tokens == len(server.text.encode(prompt, add_special_tokens=False))
 
 
+def test_an_answer_of_a_schema(server: Running) -> None:
+    found = ask(server, extra_body={"output_config": {"format": {"type": "json_schema", "schema": CITY}}})
+    assert json.loads(found.content[0].text)["city"] in ("Rome", "Oslo")
+
+
+def test_tokens_are_counted_as_they_are_used(server: Running) -> None:
+    turns = [*ASK, {"role": "assistant", "content": "a"}, *ASK]
+    asked: Any = {"system": "Count.", "tools": [WEATHER], "messages": turns}
+    usage = ask(server, max_tokens=1, **asked).usage
+    counted = client(server).messages.count_tokens(model=NAME, **asked)
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    # A conversation that ends with an assistant's message can be counted, too.
+    more = [*asked["messages"], {"role": "assistant", "content": "b"}]
+    assert client(server).messages.count_tokens(model=NAME, messages=more).input_tokens > 0
+
+
 def test_a_streams_events(server: Running) -> None:
     body = {"model": NAME, "messages": ASK, "max_tokens": 120, "stream": True, "tools": [WEATHER, CLOCK]}
     body |= {"thinking": {"type": "adaptive"}, **says(f"cold?</think>{TWO}")}
@@ -280,6 +296,17 @@ def test_a_streams_events(server: Running) -> None:
             assert begun["content_block"]["input"] == {}
     pieces = [event["delta"]["partial_json"] for event in blocks if event.get("delta", {}).get("partial_json")]
     assert "".join(pieces) == '{"city": "Oslo"}{}'
+
+
+def test_the_counters_count_messages(server: Running) -> None:
+    names = ["generated_tokens_total", "prompt_tokens_total", 'requests_total{status="400"}']
+    before = [server.metric(f"wisparse_{name}") for name in names]
+    tokens = client(server).messages.count_tokens(model=NAME, messages=ASK).input_tokens
+    for stream in (False, True):
+        ask(server, stream=stream, max_tokens=3)
+    assert server.post("/v1/messages", {})[0] == 400
+    found = [server.metric(f"wisparse_{name}") - old for name, old in zip(names, before, strict=True)]
+    assert found == [6, 2 * tokens, 1]
 
 
 def _refused(server: Running, status: int, **more: Any) -> str:

@@ -313,6 +313,22 @@ def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Run
     tab.close()
 
 
+@pytest.mark.parametrize(("width", "height"), [(360, 640), (320, 568), (640, 360)])
+def test_open_settings_leave_the_button_on_screen(browser: Browser, server: Running, width: int, height: int) -> None:
+    tab = opened(browser, server, width=width, height=height)
+    ask(tab, "x" * 300)
+    tab.until("by('status').textContent.startsWith('Answered')")
+    tab.value("by('settings').open = true")
+    for name in ("send", "message"):
+        top, bottom = tab.value(f"(({{top, bottom}}) => [top, bottom])(by({name!r}).getBoundingClientRect())")
+        assert 0 <= top < bottom <= height, name
+    # The last of the settings can be scrolled to.
+    tab.value("by('max_tokens').scrollIntoView()")
+    assert tab.value("by('max_tokens').getBoundingClientRect().top") >= 0
+    assert tab.value("by('talk').clientHeight") >= 40
+    tab.close()
+
+
 def test_the_policy_forbids_what_is_inline_or_from_elsewhere(server: Running) -> None:
     for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
         answer = server.request("GET", path)

@@ -14,7 +14,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.request import Request
-from wisparse.runtime.generation.scheduler import Scheduler
+from wisparse.runtime.generation.scheduler import PrefixCache, Scheduler
 
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")
@@ -95,6 +95,49 @@ def test_a_next_turn_reads_the_rest(bundles: dict[str, Bundle], backend: str, mo
 
 
 PROMPT = list(range(20))
+
+
+def test_positions_serve_only_whom_they_were_read_for() -> None:
+    for held, held_from, tokens, sparse_from, block_size, expected in (
+        (PROMPT, 20, [*PROMPT, 50], 21, 1, 20),
+        (PROMPT, 20, PROMPT, 20, 1, 19),
+        (PROMPT, 20, [*PROMPT[:9], 50, *PROMPT], 30, 1, 9),
+        (PROMPT, 20, [*PROMPT, 50], 21, 8, 16),
+        # Sparse positions serve only where the same ones are sparse.
+        (PROMPT, 10, [*PROMPT, 50, 51], 11, 1, 10),
+        (PROMPT, 10, PROMPT, 10, 1, 19),
+        (PROMPT, 0, [*PROMPT, 50], 0, 1, 20),
+        (PROMPT, 0, [*PROMPT, 50], 21, 1, 0),
+        # Beyond 30 tokens every position is turned otherwise.
+        (PROMPT, 20, [*PROMPT, *range(50, 62)], 32, 1, 0),
+        (list(range(600)), 600, [*range(599), 7], 600, 1, 599),
+    ):
+        prefixes = PrefixCache(1, block_size, 30)
+        prefixes.note(0, held, len(held), held_from, 0.5)
+        assert prefixes.choose(tokens, sparse_from, 0.5, [0])[2] == expected
+        # At another level only where they were read dense, and are to be.
+        assert prefixes.choose(tokens, sparse_from, 0.3, [0])[2] == min(expected, held_from, sparse_from)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    prefixes = PrefixCache(3, 1, None)
+
+    def take(tokens: list[int], idle: tuple[int, ...] = (0, 1, 2)) -> tuple[int, int, int]:
+        chosen = prefixes.choose(tokens, len(tokens), None, idle)
+        prefixes.note(chosen[0], tokens, len(tokens), len(tokens), None)
+        return chosen
+
+    system = list(range(100, 110))
+    assert take([*system, 1]) == (0, 0, 0)
+    assert take([*system, 2]) == (1, 0, 10)  # a free slot is left, and the first conversation stays
+    assert take([5, 5, 5]) == (2, 2, 0)
+    assert take([*system, 1, 4, 4]) == (0, 0, 11)  # goes on
+    assert take([6, 6, 6]) == (1, 1, 0)  # the oldest
+    assert take([*system, 1, 4, 4, 4], (1, 2)) == (2, 0, 13)  # whose slot is busy
+    prefixes.touch(1)
+    assert take([8]) == (0, 0, 0)
+    prefixes.clear()
+    assert take([8, 9]) == (0, 0, 0)
 
 
 def test_others_go_on_while_a_prompt_is_read(bundles: dict[str, Bundle]) -> None:

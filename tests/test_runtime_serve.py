@@ -24,7 +24,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import NAME, Running, function, lose_device
+from served import NAME, TEMPLATE, Running, function, hold, lose_device, with_template
 from starlette.testclient import TestClient
 
 import wisparse
@@ -84,6 +84,18 @@ def test_a_stream_joins_to_the_whole(server: Running, model: Model) -> None:
         assert (getattr(last.usage, "generation_seconds", 0) > 0) == bool(more)
 
 
+def test_what_comes_together_goes_out_together(server: Running, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = model.generate("def f(x):", max_new_tokens=40).text
+    read = hold(monkeypatch)
+    monkeypatch.setattr(app, "FLUSH_SECONDS", 600.0)
+    found = []
+    for chunk in server.complete("def f(x):", max_tokens=40, stream=True):
+        found.append(chunk.choices[0].text)
+        read.set()
+    # The first piece at once; the rest when the answer ends, long before the ten minutes are over.
+    assert (len(found), "".join(found)) == (2, expected)
+
+
 def test_the_next_turn_is_read_from_where_it_parts(server: Running) -> None:
     first = "x = 1\n" * 40
     asked = [{"role": "user", "content": first}]
@@ -125,6 +137,33 @@ def test_more_prompts_than_go_at_once_and_token_ids(server: Running, model: Mode
     several = server.complete("def", max_tokens=6, n=3, seed=1, temperature=1)
     again = [server.complete("def", max_tokens=6, seed=1 + more, temperature=1) for more in range(3)]
     assert [choice.text for choice in several.choices] == [one.choices[0].text for one in again]
+
+
+def test_a_request_names_its_level(example_model: Path, tmp_path: Path) -> None:
+    """Several clients at once, each for other sparsity levels than its neighbours."""
+    levels = (0.3, 0.6)
+    folder = with_template(example_model, tmp_path, TEMPLATE, *levels)
+    messages: list[Any] = [{"role": "user", "content": "def f(x):"}]
+    expected = {}
+    for level in (0, *levels):
+        with wisparse.load(folder, dtype="float32", backend="torch", max_seq_len=256, sparsity=level) as alone:
+            expected[level] = alone.generate(messages, max_new_tokens=12).text
+    assert len(set(expected.values())) == 3
+    with Running(folder) as running:
+
+        def client(level: float | None) -> str:
+            answer = running.chat(messages, max_tokens=12, extra_body={"sparsity": level})
+            return str(answer.choices[0].message.content)
+
+        with ThreadPoolExecutor(4) as clients:
+            assert list(clients.map(client, 2 * [None, 0, *levels])) == [expected[one] for one in 2 * [0.6, 0, *levels]]
+        response = running.respond("def f(x):", max_output_tokens=12, extra_body={"sparsity": 0})
+        assert response.output_text == expected[0]
+        (about,) = running.client().models.list()
+        assert (about.model_extra["sparsity"], about.model_extra["sparsities"]) == (0.6, [0, 0.3, 0.6])
+        status, refused = running.post("/v1/responses", {"input": "a", "sparsity": 0.4})
+        assert (status, refused["error"]["param"]) == (400, "sparsity")
+        assert "one of the bundle's sparsity levels, 0.3, 0.6, or 0 for the dense model, found 0.4" in str(refused)
 
 
 def test_log_probabilities_of_a_completion(server: Running, model: Model, stream: bool) -> None:

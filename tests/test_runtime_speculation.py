@@ -15,7 +15,7 @@ import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.options import footer
-from wisparse.runtime.decoding.sampling import SamplingParams
+from wisparse.runtime.decoding.sampling import SamplingParams, sample
 from wisparse.runtime.generation import scheduler as scheduling
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
@@ -127,6 +127,28 @@ def test_answers_are_those_without(
         assert counts.acceptance_rate == {"perfect": 1.0, "hostile": 0.0}.get(kind, pytest.approx(0.5, abs=0.3))
         assert counts.drafts > 4
         assert found[4].drafts.drafts == 0
+
+
+def test_accepted_samples_have_the_distribution_of_plain_ones(bundles: dict[str, Bundle]) -> None:
+    """20,000 first tokens, and the pairs that an accepted draft begins: chi-square below its 99.9% quantile."""
+    decoder = cpu_decoder(bundles["llama-bias"], "torch", max_seq_len=64)
+    decoder.prefill(0, torch.tensor(tokens_of(9, 1)), 9)
+    draft = int(decoder.decode(torch.tensor([5])).argmax())
+    decoder.truncate(0, 9)
+    settings = [SamplingParams(0.7, seed=seed) for seed in range(20_000)]
+    _, logits = decoder.verify([[5, draft]], settings[:1])
+    # Of the 8 likeliest tokens, so that none is rare.
+    rows = [torch.where(row >= row.topk(8).values[-1], row, -torch.inf) for row in logits]
+    first = sample(rows[0].expand(20_000, -1), settings, [10] * 20_000)
+    right = (first == draft).nonzero().flatten().tolist()
+    second = sample(rows[1].expand(len(right), -1), [settings[i] for i in right], [11] * len(right))
+    found = torch.cat((first[first != draft], len(rows[0]) + second)).bincount(minlength=2 * len(rows[0]))
+    one, two = ((row / 0.7).softmax(0) for row in rows)
+    expected = 20_000 * torch.cat((one.index_fill(0, torch.tensor(draft), 0), one[draft] * two))
+    bins = expected > 0
+    assert bins.sum() == 15
+    assert found[~bins].sum() == 0
+    assert float(((found - expected)[bins].square() / expected[bins]).sum()) < 36.1
 
 
 def follow(lookup: Lookup, text: Sequence[int], most: int = 7) -> tuple[float, int]:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_models import PUBLISHED, quantise_model
+from quantised_models import PUBLISHED, quantise_model, quantise_with_zeros
 from tiny_bundle import change_tensor, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError
-from wisparse.formats.weight_types import round_weight
-from wisparse.kernels.gpu.weights import dequantize
+from wisparse.formats.weight_types import QuantizedMatrix, quantise, round_weight
+from wisparse.kernels.gpu.weights import dequantize, empty_weight, store_columns
 from wisparse.runtime.cuda.weights import load_weights, staged_reads
 
 CPU = torch.device("cpu")
@@ -113,3 +113,51 @@ def test_weights_beyond_the_type_are_not_rounded(tmp_path: Path) -> None:
         BundleError, match=r"up_proj\.weight: expected finite weights, found NaN or Inf in torch.float16"
     ):
         load_weights(bundle, CPU, torch.float16, "int8")
+
+
+WIDTHS = (37, 300, 8)
+K = 30  # three groups of ten; no multiple of what a word holds
+
+
+def quantised(kind: str, group: int | None, zeros: bool) -> list[QuantizedMatrix]:
+    weights = [torch.randn(width, K, generator=torch.Generator().manual_seed(width)) for width in WIDTHS]
+    return [(quantise_with_zeros if zeros else quantise)(kind, weight, group=group) for weight in weights]
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "zeros"),
+    [("int4", 10, False), ("int4", 10, True), ("int4", None, True), ("int8", None, False), ("int8", 10, True),
+     ("fp8", None, False), ("int4", 10, "one of them"), ("none", None, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_was_put_in_is_dequantized_as_its_file_says(kind, group, zeros, dtype, monkeypatch):
+    """Also where only one projection has zero points, and where a scale serves several groups."""
+    monkeypatch.setattr("wisparse.kernels.gpu.weights._PIECE", 1000)  # several pieces
+    weight = empty_weight(kind, K, WIDTHS, group, torch.float32 if kind == "none" else dtype, "cpu", zeros=bool(zeros))
+    if kind == "none":
+        expected = [torch.randn(width, K) for width in WIDTHS]
+        for i, one in enumerate(expected):
+            store_columns(weight, i, one)
+    else:
+        parts = quantised(kind, group, bool(zeros))
+        if zeros == "one of them":
+            parts = [parts[0], *quantised(kind, group, False)[1:2], quantised(kind, None, False)[2]]
+        for i, part in enumerate(parts):
+            store_columns(weight, i, part.codes, part.scales, part.zeros)
+        expected = [part.dequantise(dtype) for part in parts]
+    for i, one in enumerate(expected if kind != "none" else ()):
+        out = torch.full((WIDTHS[i], K), float("nan"), dtype=dtype)
+        assert torch.equal(dequantize(weight, i, out.T), one.T)
+        assert torch.equal(out, one)
+    if kind == "none":
+        assert torch.equal(weight.data[:, : sum(WIDTHS)], torch.cat(expected).T)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for change, message in (
+        ({"codes": torch.zeros(37, K).byte()}, r"codes: expected \(37, 15\), found \(37, 30\)"),
+        ({"zeros": torch.zeros(37, 3)}, "zeros: the weight was made without zero points"),
+    ):
+        given = {"codes": torch.zeros(37, 15).byte(), "scales": torch.ones(37, 3), "zeros": None} | change
+        with pytest.raises(ValueError, match=message):
+            store_columns(empty_weight("int4", K, WIDTHS, 10, torch.bfloat16, "cpu"), 0, **given)

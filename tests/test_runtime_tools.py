@@ -272,6 +272,17 @@ def test_parameters_with_definitions(syntax: ToolSyntax, others: int, example_mo
     grammars.close()
 
 
+def test_only_references_are_moved() -> None:
+    names = {"$ref": {"$ref": "#"}, "default": {"$ref": "#/$defs/a"}, "const": {"const": {"$ref": "#/a"}}}
+    other = {"$id": "http://example.com/a", "items": {"$ref": "#/$defs/b"}}
+    schema = {"properties": names, "anyOf": [{"$ref": "#name"}, other], "enum": [{"$ref": "#/a"}], "$ref": "b#/c"}
+    source = protocol.call_grammar([{"name": "f", "parameters": schema}], HERMES, {}, several=True).source
+    moved = json.loads(source.partition("%json ")[2])["properties"]["arguments"]
+    place = "#/properties/arguments"
+    names["$ref"], names["default"] = {"$ref": place}, {"$ref": f"{place}/$defs/a"}
+    assert moved == {**schema, "properties": names}
+
+
 @pytest.fixture(scope="module", params=list(SYNTAXES))
 def syntax(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -353,6 +364,16 @@ def test_one_call_where_several_are_not_wanted_and_none(server: Running, syntax:
         assert (TWO[syntax].startswith(cut), calls, reason) == (True, [], "length")
 
 
+def test_a_call_in_a_stream_has_openais_form(server: Running, syntax: str) -> None:
+    more: Any = {"tools": [WEATHER, CLOCK], "extra_body": _says(syntax, TWO[syntax])}
+    choices = [chunk.choices[0] for chunk in server.chat("?", stream=True, max_tokens=120, logprobs=True, **more)]
+    deltas = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    assert [call.index for call in deltas] == sorted(call.index for call in deltas)
+    heads = [(call.index, call.type, call.function.name, call.function.arguments) for call in deltas if call.id]
+    assert heads == [(0, "function", "weather", ""), (1, "function", "clock", "")]
+    assert sum(len(choice.logprobs.content) for choice in choices if choice.logprobs) > 20
+
+
 def test_calls_that_have_to_be(server: Running, syntax: str) -> None:
     named: Any = {"type": "function", "function": {"name": "weather"}}
     for stream in (False, True):
@@ -368,6 +389,18 @@ def test_calls_that_have_to_be(server: Running, syntax: str) -> None:
     for tools in ([nested], [WEATHER, nested]):
         body = {"messages": ASK, "tools": tools, "tool_choice": "required", "max_tokens": 2}
         assert server.post("/v1/chat/completions", body)[0] == 200
+
+
+def test_a_thought_before_a_call(server: Running, syntax: str) -> None:
+    thought = {"chat_template_kwargs": {"think": True}}
+    says = _says(syntax, f"cold?</think>\n\n{TWO[syntax]}")
+    body = {"messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 120, **thought}
+    status, found = server.post("/v1/chat/completions", {**body, **says})
+    assert status == 200
+    message = found["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"], len(message["tool_calls"])) == (None, "cold?", 2)
+    status, found = server.post("/v1/chat/completions", {**body, "tool_choice": "required"})
+    assert (status, found["error"]["param"]) == (400, "tool_choice")
 
 
 def test_a_response_calls_and_goes_on(server: Running, syntax: str, stream: bool, prompts: list[str]) -> None:

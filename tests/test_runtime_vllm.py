@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +20,15 @@ from family_cases import runtime_tokens
 from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
 
-from wisparse.formats.bundle import ProjectionMask
+import wisparse
+from wisparse.cli import main
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.kernels.reference import sparse_linear
+from wisparse.runtime.torch.decoder import TorchDecoder
 from wisparse.runtime.vllm.plugin import register
-from wisparse.runtime.vllm.product import mask_ahead, mask_tensors
+from wisparse.runtime.vllm.product import Layer, mask_ahead, mask_tensors, products
 from wisparse.runtime.vllm.settings import (
     MaskedRows,
     Settings,
@@ -101,6 +105,23 @@ def test_a_mask_ahead_is_the_operators() -> None:
         expected = masked_linear(x, weight, None, scales, thresholds, masked, [8])
         assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
         assert not torch.equal(found[0], torch.nn.functional.linear(x[0], weight))
+
+
+@pytest.mark.parametrize("widths", [[8, 8], [12, 4, 4], [6, 2, 4]])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_of_the_projections_own_inputs(widths: list[int], with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight_t = torch.randn(16, 32, generator=generator)[:, : sum(widths)]
+    bias = torch.randn(sum(widths), generator=generator) if with_bias else None
+    layer = Layer(weight_t.t(), bias, torch.ones(len(widths), 16), torch.zeros(len(widths)), widths)
+    inputs = torch.randn(len(widths), 5, 16, generator=generator)
+    parts = [torch.nn.functional.linear(x, w, b) for x, (w, b) in zip(inputs, layer.parts(), strict=True)]
+    expected = torch.cat(parts, -1)
+    torch.testing.assert_close(products(inputs, layer), expected)
+    piece = min(widths)
+    if len(set(widths)) > 1:
+        copies = torch.cat([x.expand(width // piece, -1, -1) for x, width in zip(inputs, widths, strict=True)])
+        torch.testing.assert_close(products(copies, layer), expected)
 
 
 def test_masks_are_float32_whatever_type_a_model_is_built_with() -> None:
@@ -304,3 +325,63 @@ def test_a_bundle_is_dense_without_the_plug_in(python: str, bundle: Path, some_p
     found = tokens_of(python, bundle, some_prompts[:4], VLLM_PLUGINS="none-at-all")
     assert found["method"] is None
     assert found["alone"] != own_tokens(bundle, some_prompts[:4], "dense")
+
+
+def converted(example_model: Path, out: Path, weights: str, text: Path) -> Path:
+    """The example model by ``wisparse-convert --weights``, the quickest way."""
+    search = ["--search", "fisher"] if weights == "graded" else ["--search", "uniform", "--method", "teal"]
+    arguments = ["convert", str(example_model), "-o", str(out), "--weights", weights, *search, "-q"]
+    arguments += ["--calibration", str(text), "--num-samples", "2", "--seq-len", "32"]
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+    return out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8", "graded"])
+def test_a_quantised_bundle_has_our_logits_in_vllm(
+    python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path, weights: str
+) -> None:
+    # Everything is vLLM's but the product, as its engine for CPUs has none for float32 or for int8 and fp8.
+    bundle = converted(example_model, tmp_path / "bundle", weights, stdlib_files["evaluation"][0])
+    environment = {"VLLM_DISABLED_KERNELS": "CPUWNA16LinearKernel", "VLLM_PLUGINS": "none-at-all"}
+    (found,) = ask(python, "dense", json.dumps(PROMPTS), bundle, **environment)
+    assert found["method"] == "compressed-tensors"
+    opened = Bundle.open(bundle)
+    decoder = TorchDecoder(opened, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
+    if weights == "graded":  # vLLM's output layer is not int8
+        head = "model.embed_tokens" if opened.config.tie_word_embeddings else "lm_head"
+        decoder._head = opened.checkpoint.tensor(f"{head}.weight", torch.device("cpu")).float()
+    for prompt, tokens, logprobs in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
+        ids = torch.tensor(prompt + tokens[:-1])
+        own = decoder.logits(ids, len(ids))[len(prompt) - 1 :].log_softmax(-1)
+        assert tokens == own.argmax(-1).tolist()
+        torch.testing.assert_close(torch.tensor(logprobs), own, rtol=0, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_the_server_answers(python: str, bundle: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        # What `vllm serve` starts: the command itself asks for a distribution named vllm, the CPU build has another.
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(bundle), "--served-model-name", "bundle",
+        "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager",
+    ]  # fmt: skip
+    log = tmp_path / "server.log"
+    own = environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    with open(log, "w") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=own)
+        try:
+            client = [python, str(PEER), "client", f"http://127.0.0.1:{port}/v1", "def fibonacci(n):\n"]
+            done = subprocess.run(client, capture_output=True, text=True, timeout=240, env=environment())
+        finally:
+            server.terminate()
+            server.wait(60)
+    assert done.returncode == 0, done.stderr[-2000:] + log.read_text()[-4000:]
+    # What a user sees of it.
+    assert "masks on: sparsity 0.5 (the bundle has 0.5, and 0), prefill dense" in log.read_text()
+    own = wisparse.load(bundle, dtype="float32", backend="torch")
+    expected = own.generate("def fibonacci(n):\n", max_new_tokens=16).text
+    assert json.loads(done.stdout.splitlines()[-1]) == {"text": expected}

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from wisparse.formats.model_config import DeltaNet
 from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
+from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
@@ -22,7 +24,8 @@ from wisparse.kernels.gpu.plan import GemvTile, Scratch, launch_linear, plan
 from wisparse.kernels.gpu.reduction import EMPTY
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 from wisparse.kernels.reference import keep_mask
-from wisparse.runtime.decoding.cache import quantise
+from wisparse.runtime.decoding.cache import DeltaState, quantise
+from wisparse.runtime.torch.block import DeltaWeights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -163,6 +166,26 @@ def test_linears_are_the_twins(dtype, tile, batch, shape):
     assert_close(apply_linear(x, linear, tile), twin(x, linear), dtype)
 
 
+@pytest.mark.parametrize(
+    *pairwise(dtype=DTYPES, tile=[TILES[0], TILES[1], replace(TILES[2], lead=1), BATCH_TILES[1]], batch=[1, 2, 5])
+)
+def test_kept_channels_are_counted_row_by_row(dtype, tile, batch):
+    linear, x = make_linear((128, 37, 80), 130, dtype, 0.6), rows(batch, 130, dtype)
+    cells = torch.full((2, 3, tile.splits), 7, dtype=torch.int64, device=DEVICE)
+    tokens = torch.arange(batch, device=DEVICE) - int(batch > 1)  # the first of several is idle
+    counted = tokens >= 0
+    expected = torch.stack([keep_mask(x[counted], linear.scales[i], linear.thresholds[i]).sum() for i in range(3)])
+    outs, scratch = [], None
+    for turn in (0, 1, 0, None):
+        counting = None if turn is None else Counting(tokens, cells[1 - turn], cells[turn])
+        outs.append(torch.full((batch, 245), float("nan"), dtype=dtype, device=DEVICE))
+        scratch = launch(linear, Input(x), Output(outs[-1]), scratch, tile=tile, counting=counting)
+    assert all(torch.equal(out, outs[-1]) for out in outs)
+    assert_close(outs[0], twin(x, linear), dtype)
+    # The second launch adds to what the first left, and the third to that.
+    assert torch.equal(cells.sum(2) - 7 * tile.splits, torch.stack([3 * expected, 2 * expected]))
+
+
 SPINNING = [tile for tile in TILES + BATCH_TILES if tile.reducers]
 SPINNING.append(GemvTile(64, 8, 4, 2, stages=3, trigger=2, reducers=1))
 
@@ -258,6 +281,43 @@ def test_nan_and_inf_go_where_the_twins_go(tile, batch):
     x[0, 7] = 0.0
     linear.weight.data[7] = float("inf")
     assert apply_linear(x, linear, tile).isfinite().all()
+
+
+@pytest.mark.parametrize(*pairwise(dtype=DTYPES, batch=[1, 3, 5], splits=[1, 3]))
+def test_fused_norm_and_residual(dtype, batch, splits):
+    k, n, eps, parts = 80, 144, 1e-5, 3
+    linear, tile = make_linear((n,), k, dtype, 0.5), GemvTile(block_n=64, splits=splits)
+    hidden, norm = rows(batch, k, dtype), (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype)
+    ssq = torch.zeros(batch, parts, device=DEVICE)
+    ssq[:, 1] = hidden.float().square().sum(1)
+    out, before = torch.empty(batch, n, dtype=dtype, device=DEVICE), rows(batch, n, dtype, seed=3)
+    out.copy_(before)
+    ssq_out = torch.full((batch, 3), float("nan"), device=DEVICE)
+    given, output = Input(hidden, ssq, norm), Output(out, ssq_out)
+    launch(linear, given, output, tile=tile, eps=eps, output="residual", ssq_parts=parts)
+    rstd = torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)
+    x = norm * (hidden.float() * rstd).to(dtype)
+    expected = before.double() + twin(x, linear).to(dtype).double()
+    assert_close(out, expected, dtype)
+    torch.testing.assert_close(ssq_out.sum(1), out.float().square().sum(1))
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        dtype=DTYPES,
+        batch=[1, 2, 5],
+        tile=[
+            *[GemvTile(block_n=64, splits=splits) for splits in (1, 2)],
+            *[GemvTile(64, 4, 2, 1, unroll=2, reducers=n) for n in (1, 2) if n == 1 or not INTERPRETED],
+        ],
+    )
+)
+def test_gate_and_up_in_one_launch(dtype, batch, tile):
+    linear, x = make_linear((90, 90), 64, dtype, 0.5, bias=True), rows(batch, 64, dtype)
+    out = torch.full((batch, 90), float("nan"), dtype=dtype, device=DEVICE)
+    launch(linear, Input(x), Output(out), tile=tile, output="silu")
+    both = twin(x, linear)
+    assert_close(out, torch.nn.functional.silu(both[:, :90]) * both[:, 90:], dtype)
 
 
 def kept(x, stored):
@@ -382,3 +442,50 @@ def test_embedding_logits_and_argmax(dtype, size, int8):
     lowest = [(row == row.max()).nonzero()[0].item() for row in out.logit]
     assert following.tolist() == [-1 if t < 0 else v for t, v in zip(tokens.tolist(), lowest, strict=True)]
     assert positions.tolist() == [4, 4, 6][:batch]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_delta_net_is_the_plain_one_position_by_position(dtype, normed):
+    """Two steps of three rows, one of them idle, whose sides keep what they hold; heads that share keys, odd sizes."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, rows, eps, config = 72, 3, 1e-5, DeltaNet(2, 6, 12, 20, 3)
+
+    def random(*shape, kind=dtype):
+        return torch.randn(shape, generator=generator).to(kind).to(DEVICE)
+
+    mixed, heads = config.mixed_size, config.value_heads
+    weights = DeltaTensors(
+        random(heads, hidden), random(heads, hidden), random(mixed, 1, config.taps), random(heads), random(heads),
+        random(config.value_dim),
+    )  # fmt: skip
+    twin = DeltaWeights(config, *(tensor.double() for tensor in weights), eps)
+    inputs = random(2, rows, config.taps - 1, mixed)
+    state = random(2, rows, heads, config.key_dim, config.value_dim, kind=torch.float32)
+    memory = DeltaMemory(inputs, state, inputs.stride(0), state.stride(0))
+    tokens = torch.tensor([3, -1, 0], device=DEVICE)
+    positions, slots = torch.tensor([[4, 4, 7], [0, 1, 2]], dtype=torch.int32, device=DEVICE)
+    idle = inputs[:, 1].clone(), state[:, 1].clone()
+    kept = {row: DeltaState(inputs[at % 2, row].double(), state[at % 2, row].double()) for row, at in ((0, 4), (2, 7))}
+    out = torch.empty(rows, config.value_size, dtype=dtype, device=DEVICE)
+    norm = random(hidden) if normed else None
+    for _ in range(2):
+        x, new = random(rows, hidden), random(rows, mixed + config.value_size)
+        ssq = (x.float() ** 2).sum(1, keepdim=True)
+        given = DeltaInput(new, x, ssq if normed else None, norm)
+        launch_delta_net(
+            given, weights, memory, Rows(tokens, positions, slots), out, key_heads=config.key_heads, eps=eps
+        )
+        for row, before in kept.items():
+            n, own = x[row : row + 1].double(), new[row : row + 1].double()
+            if norm is not None:
+                n = n * (n.square().mean() + eps).rsqrt() * norm.double()
+            expected = twin(n, own[:, :mixed], own[:, mixed:], before)[0]
+            rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 4e-2)
+            torch.testing.assert_close(out[row].double(), expected, rtol=rtol, atol=atol)
+            side = (int(positions[row]) + 1) % 2
+            torch.testing.assert_close(state[side, row].double(), before.state, rtol=rtol, atol=atol)
+            assert torch.equal(inputs[side, row].double(), before.inputs)
+        positions += (tokens >= 0).int()
+    assert torch.equal(inputs[:, 1], idle[0])
+    assert torch.equal(state[:, 1], idle[1])

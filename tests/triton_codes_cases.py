@@ -9,9 +9,10 @@ from quantised_models import quantise_with_zeros
 from triton_cases import DEVICE, INTERPRETED, apply_linear, assert_close, make_linear, pairwise, rows, twin
 
 from wisparse.formats.weight_types import interleaved, quantise
+from wisparse.kernels.gpu.code_gemm import CodeGemmTile, code_gemm
 from wisparse.kernels.gpu.packed_gemv import keeps_subnormals
 from wisparse.kernels.gpu.plan import GemvTile, plan
-from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized
+from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized, widen
 
 HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 # Kind, channels that share a scale (None: all), zero points.
@@ -67,6 +68,32 @@ def exact_twin(x: torch.Tensor, linear: FusedLinear) -> torch.Tensor:
     room = [torch.empty(linear.in_features, width, device=DEVICE) for width in linear.widths]
     numbers = torch.cat([dequantize(linear.weight, i, out) for i, out in enumerate(room)], 1)
     return twin(x, replace(linear, weight=unquantized(numbers, linear.widths)))
+
+
+@pytest.mark.parametrize(("kind", "group", "zero_points"), [*KINDS, ("int4", 7, True)])
+def test_widened_weights_are_the_twins(kind, group, zero_points):
+    """To the bit, whatever stood there."""
+    weight = quantized_linear(kind, group, zero_points, (300, 41), 448, torch.float16, 0.5).weight
+    for i, width in enumerate(weight.widths):
+        found, expected = torch.full((2, 448, width), math.nan, dtype=torch.float16, device=DEVICE)
+        assert torch.equal(widen(weight, i, found), dequantize(weight, i, expected))
+
+
+# Fewer rows than a tile has, several tiles; in one piece and in splits; a copy of x for each projection.
+@pytest.mark.parametrize(
+    ("kind", "group", "zero_points"), [("int4", 64, True), ("int8", None, False), ("fp8", None, False)]
+)
+@pytest.mark.parametrize(("count", "splits"), [(20, 1), (40, 3)])
+def test_products_of_many_rows(kind, group, zero_points, count, splits):
+    linear = quantized_linear(kind, group, zero_points, (300, 40), 256, torch.float16, 0.5, bias=splits > 1)
+    x = rows(2 * count, 256, torch.float16).view(2, count, 256)
+    tile, counter = CodeGemmTile(32, 128, 64, splits, 4, 2), torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    dense = replace(linear, thresholds=torch.zeros_like(linear.thresholds))
+    together, apart = code_gemm(x[0], linear, counter, tile), code_gemm(x, linear, counter, tile)
+    assert_close(together, exact_twin(x[0], dense), torch.float16)
+    assert_close(apart[:, :300], exact_twin(x[0], dense)[:, :300], torch.float16)
+    assert_close(apart[:, 300:], exact_twin(x[1], dense)[:, 300:], torch.float16)
+    assert not counter.any()
 
 
 ODD = [("int4", 7, True), ("int8", None, False), ("fp8", None, False)]

@@ -4,17 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triton_cases import DEVICE, DTYPES, assert_close, make_linear, pairwise, rows, twin
+from triton_cases import DEVICE, DTYPES, PDL, assert_close, make_linear, pairwise, rows, twin
 from triton_codes_cases import KINDS, exact_twin, quantized_linear
 
-from wisparse.kernels.gpu.common import Input, Routing
+from wisparse.kernels.gpu.common import Counting, Input, Output, Routing
 from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
 from wisparse.kernels.gpu.experts import (
     ExpertLinear,
     Router,
+    choose_experts,
+    launch_experts,
     launch_router,
+    plan_experts,
 )
-from wisparse.kernels.gpu.plan import gpu_of
+from wisparse.kernels.gpu.plan import GemvTile, Scratch, gpu_of
+from wisparse.kernels.reference import keep_mask
 
 GPU = gpu_of(DEVICE)
 QUANTS = [None, *(kind for kind in KINDS if kind[0] != "graded")]
@@ -49,6 +53,40 @@ def one_twin(experts: ExpertLinear, expert: int, x: torch.Tensor) -> torch.Tenso
     return (twin if experts.weight.quant == "none" else exact_twin)(x, linear)
 
 
+@pytest.mark.parametrize(
+    *pairwise(
+        dtype=DTYPES, batch=[1, 3], case=[(8, 2, 0, True), (40, 5, 2, False)],
+        k=[64, 77],
+    )
+)  # fmt: skip
+def test_the_router_chooses_as_its_twin(dtype, batch, case, k):
+    count, chosen, shared, renormalised = case
+    hidden, norm, eps = rows(batch, k, dtype), (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype), 1e-5
+    weight = rows(count + (shared > 0), k, dtype, seed=3)
+    router = Router(weight, count, chosen, shared, renormalised)
+    total, logits = chosen + shared, torch.full((batch, len(weight)), float("nan"), device=DEVICE)
+    found = Routing(
+        *(torch.full((batch, total), -7, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32))
+    )
+    ssq, counter = hidden.float().square().sum(1, keepdim=True), torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):
+        launch_router(Input(hidden, ssq, norm), router, logits, counter, found, eps=eps, pdl=PDL)
+        assert not counter.any()
+    x = norm * (hidden.float() * torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)).to(dtype)
+    assert_close(logits, x.double() @ weight.double().T, dtype)
+    # In a step, and for a prompt's rows, whose products are torch's.
+    for routing, of in ((found, logits), (choose_experts(x, router), (x @ weight.T).float())):
+        # Of equal logits the expert of the lower number.
+        expert = torch.sort(of[:, :count], dim=-1, descending=True, stable=True).indices[:, :chosen]
+        assert torch.equal(routing.expert[:, :chosen].long(), expert)
+        weights = of[:, :count].softmax(-1).gather(1, expert)
+        weights = weights / weights.sum(-1, keepdim=True) if renormalised else weights
+        assert_close(routing.weight[:, :chosen], weights, dtype)
+        for i in range(shared):
+            assert (routing.expert[:, chosen + i] == count + i).all()
+            assert_close(routing.weight[:, chosen + i], of[:, count].sigmoid(), dtype)
+
+
 def test_logits_that_are_no_numbers_still_choose_experts_that_exist():
     hidden = rows(2, 64, torch.float32)
     hidden[0, 3] = float("nan")
@@ -58,6 +96,66 @@ def test_logits_that_are_no_numbers_still_choose_experts_that_exist():
     assert found.expert[0].tolist() == [0, 1, 2]
     assert found.weight[0].isnan().all()
     assert found.weight[1].isfinite().all()
+
+
+GATE_UP = [
+    GemvTile(64, 8, 3, 2, unroll=2, chunk=32),
+    GemvTile(128, 16, 2, 4, chunk=32, unroll=2, lead=1, reducers=1),
+    None,
+]
+
+
+@pytest.mark.parametrize(
+    *pairwise(quant=QUANTS, dtype=DTYPES, batch=[1, 4], tile=GATE_UP, sparsity=[0.0, 0.5], output=["silu", "residual"])
+)
+def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile, sparsity, output):
+    """gate_up and down, counted; twice, as the first launch leaves the second's workspace."""
+    count, chosen, k, eps = 5, 3, 192, 1e-5
+    gate_up = output == "silu"
+    widths = (72, 72) if gate_up else (104,)
+    linear, routing = make_experts(count, chosen, widths, k, dtype, sparsity, quant), choose(batch, count, chosen)
+    plan = plan_experts(linear, batch, output=output, tile=tile, pdl=PDL)
+    scratch, x = Scratch(DEVICE, dtype), rows(batch if gate_up else batch * chosen, k, dtype)
+    scratch.reserve(plan)
+    counting, tokens = None, torch.arange(batch, device=DEVICE) - int(batch > 1)
+    cells = torch.full((2, batch * chosen, len(widths), plan.launch.splits), 7, dtype=torch.int64, device=DEVICE)
+    norm, ssq = (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype), x.float().square().sum(1, keepdim=True)
+    outs: list[torch.Tensor] = []
+    for turn in (0, 1):
+        if sparsity:
+            counting = Counting(tokens, cells[1 - turn], cells[turn])
+        if gate_up:
+            out = torch.full((batch * chosen, 72), float("nan"), dtype=dtype, device=DEVICE)
+            given, target = Input(x, ssq, norm), Output(out)
+        else:
+            out = rows(batch, 104, dtype, seed=9)
+            before, sums = out.double(), torch.full((batch, plan.ssq_parts), float("nan"), device=DEVICE)
+            given, target = Input(x), Output(out, sums)
+        launch_experts(linear, given, target, scratch, plan, routing=routing, eps=eps, counting=counting)
+        assert (scratch.polled == -1).all()
+        assert not scratch.counter.any()
+        outs.append(out)
+    assert torch.equal(*outs)
+    if gate_up:
+        x = norm * (x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + eps)).to(dtype)
+    kept = 0
+    for row in range(batch):
+        total = torch.zeros(104, dtype=torch.float64, device=DEVICE)
+        for j, expert in enumerate(routing.expert[row].tolist()):
+            mine = x[row : row + 1] if gate_up else x[row * chosen + j : row * chosen + j + 1]
+            y = one_twin(linear, expert, mine)[0]
+            if gate_up:
+                assert_close(out[row * chosen + j], torch.nn.functional.silu(y[:72]) * y[72:], dtype)
+            else:
+                total += y * float(routing.weight[row, j])
+            if int(tokens[row]) >= 0:
+                one = linear.one(expert)
+                kept += sum(int(keep_mask(mine, one.scales[i], one.thresholds[i]).sum()) for i in range(len(widths)))
+        if not gate_up:
+            assert_close(out[row], before[row] + total, dtype)
+            torch.testing.assert_close(sums.sum(1), out.float().square().sum(1))
+    if sparsity:
+        assert int(cells[1].sum()) - cells[1].numel() * 7 == 2 * kept
 
 
 @pytest.mark.parametrize(

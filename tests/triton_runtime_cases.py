@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton_decoder_cases import DEVICE, assert_as_exact, make_bundle, within_half_precision
 
-from wisparse.formats.errors import UsageError
+from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.runtime.cuda import decoder as cuda_decoder
 from wisparse.runtime.cuda import prefill as cuda_prefill
 from wisparse.runtime.cuda import step as cuda_step
@@ -50,6 +50,10 @@ def told(story: Callable[[Decoder], Iterator[object]], **settings: Any) -> tuple
 
 def start(decoder: Decoder, slot: int = 0, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
     return decoder.prefill(slot, prompt, len(prompt)).argmax().view(1).cpu()
+
+
+def start_logits(decoder: Decoder) -> torch.Tensor:
+    return decoder.prefill(0, PROMPT, len(PROMPT)).clone()
 
 
 def run(decoder: Decoder, token: torch.Tensor, count: int, settings: list[SamplingParams] | None = None) -> list:
@@ -119,6 +123,37 @@ def test_other_masks_are_what_loading_them_gives():
     assert fast.realised_sparsity() == pytest.approx(slow.realised_sparsity(), abs=1e-9)
     torch.testing.assert_close(fast.decode(torch.tensor([7])), slow.decode(torch.tensor([7])), rtol=1e-5, atol=1e-5)
     assert [len(steps) for _, steps in fast._by_dense.values()] == [1, 1]  # nothing was captured anew
+
+
+def test_rows_of_two_levels_take_turns():
+    """A step leaves the slots of other masks as they are."""
+    bundle = make_bundle("llama", 0.5, num_hidden_layers=1)
+    dense = {key: replace(mask, threshold=0.0, sparsity=0.0) for key, mask in bundle.masks.items()}
+
+    def story(decoder: Decoder) -> Iterator[list[int]]:
+        tokens = [int(start(decoder, slot, PROMPT[: 3 - slot])) for slot in range(2)]
+        for _ in range(2):
+            for slot, masks in enumerate((bundle.masks, dense)):
+                decoder.set_masks(masks)
+                row = [tokens[0]] if slot == 0 else [-1, tokens[1]]
+                tokens[slot] = int(decoder.step(torch.tensor(row), [GREEDY] * len(row))[slot])
+            yield list(tokens)
+        assert decoder.lengths == [5, 4]
+
+    fast, _ = told(story, bundle=bundle, max_batch=2)
+    assert [len(steps) for _, steps in fast._by_dense.values()] == [1, 1]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_prompt_is_read_in_pieces(dtype, monkeypatch):
+    whole = start_logits(make(CudaDecoder, dtype=dtype))
+    for name in ("_CHUNK", "_SMALL_CHUNK"):
+        monkeypatch.setattr(cuda_prefill, name, 2)
+    pieces = start_logits(make(CudaDecoder, dtype=dtype))
+    torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    exact = start_logits(make(TorchDecoder, dtype=torch.float64))
+    torch.testing.assert_close(pieces, exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-2)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "olmo3", "ernie", "ministral3", "qwen3-moe"])
@@ -287,6 +322,18 @@ def test_recurrent_states_are_those_of_the_tokens_that_were_asked_for():
     torch.testing.assert_close(state.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_the_context_is_filled_to_its_last_position():
+    def story(decoder: Decoder) -> Iterator[object]:
+        token = torch.cat([start(decoder), start(decoder, 1, PROMPT[:2])])
+        yield run(decoder, token, 3)
+        assert decoder.lengths == [8, 5]
+        with pytest.raises(ContextLengthError, match="slot 0 is full: it holds 8 positions"):
+            decoder.step(torch.tensor([1, 1]), [GREEDY] * 2)
+        yield run(decoder, torch.tensor([-1, 4]), 1)[0][1:]  # full, but idle
+
+    told(story, max_batch=2, max_seq_len=8)
+
+
 @pytest.mark.quick
 def test_no_step_runs_ahead_of_a_full_slot(monkeypatch):
     seen: list[list[int]] = []
@@ -375,6 +422,28 @@ def test_counted_sparsity_is_the_plain_decoders(dense):
     found, expected = map(list, map(story, both(max_batch=2, dense=("o_proj",) if dense else ())))
     assert found == pytest.approx(expected, abs=1e-9)
     assert 0.2 < min(found) < max(found) < 0.9
+
+
+def test_a_sample_of_the_steps_is_counted(monkeypatch):
+    """Every third, what they keep alone: with steps forgotten and what else comes between."""
+    sampled, whole = (make(CudaDecoder) for _ in range(2))
+    found = []
+    for decoder, every in ((sampled, 3), (whole, 1)):
+        start(decoder)
+        decoder.measure_sparsity(True, every)
+        total, kept = 0, 0.0
+        for index in range(8):
+            before = (decoder._decoded, decoder.realised_sparsity() or 0.0)
+            if index == 4:
+                decoder._forget_ahead()
+            decoder.step(torch.tensor([index]), [GREEDY])
+            if decoder is whole and index % 3 == 0:
+                after = decoder._decoded * (1 - (decoder.realised_sparsity() or 0.0))
+                kept += after - before[0] * (1 - before[1])
+                total += 1
+        found.append(1 - kept / total if decoder is whole else decoder.realised_sparsity())
+    assert sampled._decoded == 3
+    assert found[0] == pytest.approx(found[1], abs=1e-9)
 
 
 @pytest.mark.parametrize("where", ["while a token is read", "in an adjustment"])

@@ -105,6 +105,15 @@ def test_the_nucleus_ends_with_the_token_that_reaches_top_p():
     assert draw(logits, settings, [1] * 2, torch.float16)[0] == [0, 1]
 
 
+def test_flat_and_single_valued_logits():
+    settings = [SamplingParams(1.0, top_k, top_p, seed=s) for s, top_k in enumerate([0, 3, 50]) for top_p in (1, 0.3)]
+    flat = torch.full((6, 3000), -2.5)
+    assert draw(flat, settings, [1] * 6, torch.bfloat16)[0] == sample(flat, settings, [1] * 6).tolist()
+    alone = torch.full((6, 3000), -torch.inf)
+    alone[:, 2998] = 4.0
+    assert draw(alone, settings, [1] * 6, torch.bfloat16)[0] == [2998] * 6
+
+
 def test_rows_without_an_answer_and_idle_rows():
     logits = random_logits(6, 1100, torch.float16)
     logits[1, 1050], logits[2, 7] = torch.nan, torch.inf

@@ -2,11 +2,13 @@
 
 python tests/vllm_peer.py tokens BUNDLE PROMPTS SETTINGS
 python tests/vllm_peer.py refusals CASES
+python tests/vllm_peer.py dense PROMPTS BUNDLE
 """
 
 import json
 import os
 import sys
+import time
 from typing import Any
 
 ENVIRONMENT = {
@@ -56,6 +58,37 @@ def refusals(cases: str) -> None:
         print(json.dumps({"error": found}), flush=True)
 
 
+def dense(prompts: str, bundle: str) -> None:
+    """A bundle's greedy tokens and all tokens' log-probabilities at their places, by plain products."""
+    from vllm import SamplingParams
+    from vllm_products import register
+
+    register()
+    ids = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=-1)
+    llm = engine(bundle, max_logprobs=-1)
+    answers = [done.outputs[0] for done in llm.generate(ids, sampling, use_tqdm=False)]
+    found: dict[str, Any] = {"method": llm.llm_engine.vllm_config.model_config.quantization}
+    found["tokens"] = [list(answer.token_ids) for answer in answers]
+    places = [answer.logprobs for answer in answers]
+    found["logprobs"] = [[[one[token].logprob for token in range(len(one))] for one in each] for each in places]
+    print(json.dumps(found), flush=True)
+
+
+def client(url: str, prompt: str) -> None:
+    import openai
+
+    served = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    for _ in range(220):
+        try:
+            served.models.list()
+            break
+        except openai.APIConnectionError:
+            time.sleep(1)
+    answer = served.completions.create(model="bundle", prompt=prompt, max_tokens=16, temperature=0)
+    print(json.dumps({"text": answer.choices[0].text}), flush=True)
+
+
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)
-    {"tokens": tokens, "refusals": refusals}[sys.argv[1]](*sys.argv[2:])
+    {"tokens": tokens, "refusals": refusals, "dense": dense, "client": client}[sys.argv[1]](*sys.argv[2:])
