@@ -291,6 +291,9 @@ class WisparseConfig(QuantizationConfigMixin):
 
     def __init__(self, prefill: str = "dense", sparsity: float | None = None, **others: Any) -> None:
         others.pop("quant_method", None)  # there if transformers makes it from a dictionary
+        if "bits" in others:
+            where = "wisparse.load(..., bits=...) reads fewer bits of graded weights"
+            raise UsageError(f"WisparseConfig: bits: {where}; transformers loads such a bundle as int8")
         guard.keywords("WisparseConfig", others, ("prefill", "sparsity"))
         guard.choice("prefill", prefill, PREFILL_POLICIES)
         if sparsity is not None:

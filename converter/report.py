@@ -95,6 +95,13 @@ class Report:
         kl, at = found["kl"], f"int4 weights at {found['sparsity']:.0%}, roughly fitted"
         return f"KL {kl['pca']:.3g} nats/token rotated, {kl['none']:.3g} as the source has them: {at}"
 
+    @property
+    def calibrated_on(self) -> str:
+        """The calibration text's amount, and what more would gain (docs/method.md, "Amount of text")."""
+        text = self.recipe.calibration
+        short = "; about 16,000 would lower the KL by 5 to 10% (--num-samples)" if text.num_tokens < 15_000 else ""
+        return f"{text.source}, {text.num_tokens:,} tokens{short}"
+
     def realised(self, sparsity: float) -> float:
         """The fraction of the weights skipped on the calibration text."""
         return self._mean(self.recipe.at(sparsity), "realised_sparsity")
@@ -154,7 +161,10 @@ class Report:
                     for role in dict.fromkeys(projection.role for projection in projections)
                 },
             },
-            "calibration": {k: getattr(recipe.calibration, k) for k in ("source", "num_samples", "seq_len", "seed")},
+            "calibration": {
+                **{key: value for key, value in asdict(recipe.calibration).items() if key != "digest"},
+                "summary": self.calibrated_on,
+            },
             "quality": {"text": measurement.text, **_rounded(quality.to_dict())},
             "levels": [
                 {

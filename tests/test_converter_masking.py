@@ -179,6 +179,7 @@ def test_from_pretrained_with_our_config(bundle: Path) -> None:
     for wrong, words in (
         ({"prefill": "some"}, "prefill: expected one of"),
         ({"sparsity": 7}, "sparsity: expected a sparsity level of the bundle, or 0, found 7"),
+        ({"bits": 3.5}, "wisparse.load(..., bits=...) reads fewer bits of graded weights"),
         ({"sparsitiy": 0.5}, "WisparseConfig: unknown argument 'sparsitiy'; did you mean sparsity?"),
     ):
         with pytest.raises(UsageError, match=re.escape(words)):

@@ -261,7 +261,7 @@ def _print_conversion(conversion: Conversion) -> None:
         ("measured on", report.measured_on),
         # One exponent for all (fisher and refine have 1, TEAL 0) says nothing.
         ("alpha", f"{min(alphas):g} to {max(alphas):g}" if min(alphas) < max(alphas) else None),
-        ("calibration", f"{recipe.calibration.source}, {recipe.calibration.num_tokens:,} tokens"),
+        ("calibration", report.calibrated_on),
         ("time", ", ".join(seconds)),
         ("uploaded", conversion.url),
     ]
