@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from quantised_models import PUBLISHED, quantise_model
-from runtime_models import EXPERTS, FAMILIES, HYBRIDS, NOT_ON_GPUS
+from runtime_models import EXPERTS, FAMILIES, HYBRIDS
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.converter.source import full_config
@@ -37,7 +37,6 @@ CONFIGS = {
 MORE_CONFIGS = {
     name: {**_COMMON, "num_hidden_layers": 3, "model_type": model_type, **settings}
     for name, (model_type, settings) in {**FAMILIES, **HYBRIDS, **EXPERTS}.items()
-    if name not in NOT_ON_GPUS
 }
 
 
