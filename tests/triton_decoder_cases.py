@@ -201,6 +201,8 @@ def within_half_precision(fast, slow, exact, run, *, times=3):
         ("ernie", 4),
         ("qwen3.5", 4),
         ("qwen3-moe", 2),
+        ("gpt-oss", 2),
+        ("gemma4-moe", 1),
     ],
 )
 def test_a_familys_rows_in_half_precision(family, rows):
@@ -248,6 +250,7 @@ def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 
     [
         *((weights, rows, "qwen2") for weights in ("int8", "int4", "fp8") for rows in (1, 2)),
         ("int8", 1, "qwen3.5-moe"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
+        ("int8", 2, "gpt-oss"), ("fp8", 1, "gemma4-moe"),
     ],
 )  # fmt: skip
 def test_weights_rounded_at_load(weights: str, rows: int, family: str) -> None:

@@ -333,8 +333,7 @@ def plan_experts(
     adds = chosen if output in ("residual", "plain") else 0
     tile = tile or expert_tile(gpu, shape, rows * chosen, adds)
     return plan(
-        shape, 1, output=output, ssq_parts=ssq_parts, tile=tile, pdl=pdl, pairs=rows * chosen, experts=adds,
-        clamp=clamp if adds == 0 else (0.0, 0.0),
+        shape, 1, output=output, ssq_parts=ssq_parts, tile=tile, pdl=pdl, pairs=rows * chosen, experts=adds, clamp=clamp
     )  # fmt: skip
 
 

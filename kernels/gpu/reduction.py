@@ -130,12 +130,10 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
             for _ in tl.static_range(BATCH * EACH):
                 sums += (tl.zeros((PART,), tl.float32),)
             if EXPERTS > 0 and bias_ptr is not None:  # each expert's, times its weight; read ahead too
-                biases = sums[0]
                 for i in tl.static_range(EXPERTS):
-                    own_ptr = bias_ptr + tl.load(workspace.chosen_expert + i, cache_modifier=".cg").to(tl.int64) * problem.n
-                    own = tl.load(own_ptr + columns, mask=live, other=0.0).to(tl.float32)
-                    biases += own * tl.load(workspace.chosen_weight + i)
-                sums = (biases,)
+                    expert = tl.load(workspace.chosen_expert + i, cache_modifier=".cg").to(tl.int64)
+                    own = tl.load(bias_ptr + expert * problem.n + columns, mask=live, other=0.0).to(tl.float32)
+                    sums = (sums[0] + own * tl.load(workspace.chosen_weight + i),)
             for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
                 # First all loads, so that one way to the L2 cache serves them, then the waiting.
                 places = ()
@@ -161,7 +159,7 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
                 y = _add_bias_and_activate(
                     sums[row * EACH], sums[row * EACH + EACH - 1], None if EXPERTS > 0 else bias_ptr, columns, live,
                     dtype, problem,
-                )
+                )  # fmt: skip
                 if problem.output == "residual":
                     y = (hidden[row].to(tl.float32) + y.to(tl.float32)).to(dtype)
                     squares = tl.where(live, y.to(tl.float32) * y.to(tl.float32), 0.0)

@@ -25,7 +25,8 @@ def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     experts, router = block.spec.experts, block.router
     assert experts is not None
     assert router is not None
-    shares = functional.linear(router_input(block, x), router, block.router_bias).softmax(-1, dtype=float_dtype(x.dtype))
+    logits = functional.linear(router_input(block, x), router, block.router_bias)
+    shares = logits.softmax(-1, dtype=float_dtype(x.dtype))
     weights, chosen = shares.topk(experts.chosen, dim=-1)
     if experts.renormalised:
         weights = weights / weights.sum(-1, keepdim=True)
