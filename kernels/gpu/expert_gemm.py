@@ -154,7 +154,8 @@ def _expert_gemm_kernel(
             if GATED:
                 up += tl.load(bias_at + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            y = activate(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype, ACTIVATION, config.clamp)
+            gate = acc.to(dtype).to(tl.float32)
+            y = activate(gate, up.to(dtype).to(tl.float32), dtype, ACTIVATION, config.clamp[0], config.clamp[1])
             tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=wanted)
         else:
             acc = acc * tl.load(weight_ptr + pair, mask=there, other=0.0)[:, None]

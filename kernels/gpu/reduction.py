@@ -197,18 +197,18 @@ def _add_bias_and_activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, 
     if OUTPUT != "plain" and OUTPUT != "residual":
         if bias_ptr is not None:
             up += tl.load(bias_ptr + problem.n0 + columns, mask=live, other=0.0).to(tl.float32)
-        y = activate(y.to(tl.float32), up.to(dtype).to(tl.float32), dtype, OUTPUT, problem.clamp)
+        y = activate(y.to(tl.float32), up.to(dtype).to(tl.float32), dtype, OUTPUT, problem.clamp[0], problem.clamp[1])
     return y
 
 
 @triton.jit
-def activate(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr):
+def activate(
+    gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr = 0.0, LIMIT: tl.constexpr = 0.0
+):
     """activation(gate) * up in dtype, of float32 that holds rounded numbers: "silu", "gelu_tanh", or "clamped", gpt-oss's
-    gate * sigmoid(slope * gate) * (up + 1), of gate up to the limit and up within it. ``CLAMP``: slope and limit."""
+    gate * sigmoid(SLOPE * gate) * (up + 1), of gate up to LIMIT and up within it."""
     slope = gate
     if ACTIVATION == "clamped":
-        SLOPE: tl.constexpr = CLAMP[0]
-        LIMIT: tl.constexpr = CLAMP[1]
         # Not tl.minimum, which takes a NaN for the limit.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -311,7 +311,7 @@ def _activate_kernel(
     at = gate_up_ptr + row * (2 * WIDTH) + n
     gate = tl.load(at, mask=n < WIDTH, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)
-    y = _masked(activate(gate, up, dtype, ACTIVATION, None), n, n < WIDTH, scale_ptr, threshold_ptr)
+    y = _masked(activate(gate, up, dtype, ACTIVATION), n, n < WIDTH, scale_ptr, threshold_ptr)
     tl.store(out_ptr + row * WIDTH + n, y, mask=n < WIDTH)
 
 
