@@ -92,12 +92,6 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }
 
-# Those of them that the back end for GPUs refuses -> in which words.
-NOT_ON_GPUS = {
-    "gpt-oss": "its kernels have neither the attention sinks nor the activation of gpt_oss",
-    "gemma4-moe": "its kernels have no experts beside a dense MLP",
-}
-
 _LATER_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

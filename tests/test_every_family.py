@@ -15,7 +15,7 @@ import torch
 import triton_worker
 from bundle_maker import make_bundle
 from family_cases import COUNT, PLAIN, ROUTED, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
-from runtime_models import NOT_ON_GPUS, WRAPPERS
+from runtime_models import WRAPPERS
 from safetensors import safe_open
 
 import wisparse
@@ -47,7 +47,6 @@ TRITON_CASES = [
     *(
         pytest.param(variant, "uniform", marks=() if variant in INTERPRETED_BY_DEFAULT else pytest.mark.exhaustive)
         for variant in (*PLAIN, *ROUTED)
-        if variant not in NOT_ON_GPUS
     ),
     *(pytest.param(name, "wrapper", marks=pytest.mark.exhaustive) for name in WRAPPERS),
 ]
@@ -165,15 +164,6 @@ def test_triton_gives_the_tokens_of_transformers(name: str, kind: str, bundles: 
     tokens, logits = by_triton(name, kind)
     assert len(tokens) == TRITON_COUNT
     assert_answers(bundles.answer(name, kind), "triton", tokens, torch.tensor(logits))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("name", NOT_ON_GPUS)
-def test_a_family_that_gpus_lack_is_refused_there(name: str, bundles: Bundles) -> None:
-    from wisparse.runtime.cuda.decoder import CudaDecoder
-
-    config = Checkpoint.open(bundles.source(name, "uniform"), complete=full_config).config
-    assert CudaDecoder.refusal(config, "native") == NOT_ON_GPUS[name]
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-architecture.md"

@@ -328,7 +328,7 @@ def kept(x, stored):
     return codes.float() * scales[..., None]
 
 
-def attention_twin(qkv, caches, positions, rotary, shape, norms, eps, stored):
+def attention_twin(qkv, caches, positions, rotary, shape, norms, eps, stored, sinks):
     """(B, heads, D) float32, row by row; writes the caches as the kernel does."""
     d, group = shape.d, shape.heads // shape.kv_heads
     out = torch.zeros(len(positions), shape.heads, d, device=DEVICE)
@@ -347,8 +347,9 @@ def attention_twin(qkv, caches, positions, rotary, shape, norms, eps, stored):
             cache[b, :, p] = kept(new, stored)
         low = max(0, p + 1 - shape.window) if shape.window else 0
         keys, values = (cache[b, :, low : p + 1].float().repeat_interleave(group, 0) for cache in caches)
-        weights = torch.softmax(rotated[0].float()[:, None] @ keys.transpose(1, 2) / math.sqrt(d), -1)
-        out[b] = (weights @ values)[:, 0]
+        scores = (rotated[0].float()[:, None] @ keys.transpose(1, 2))[:, 0] / math.sqrt(d)
+        scores = scores if sinks is None else torch.cat((scores, sinks.float()[:, None]), 1)
+        out[b] = (scores.softmax(-1)[:, None, : keys.shape[1]] @ values)[:, 0]
     return out
 
 
@@ -379,7 +380,9 @@ def test_attention_then_projection(dtype, shape, positions, normed, stored):
     norms = [(1 + 0.1 * rows(1, d, dtype, seed=s)[0]).to(dtype) if normed else None for s in (7, 8)]
     place = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
     expected_caches = [kept(cache, stored).clone() for cache in caches]
-    expected = attention_twin(qkv, expected_caches, place, rotary, shape, norms, 1e-6, stored)
+    # An idle row, one of the first position, and a window.
+    sinks = 2 * rows(1, shape.heads, dtype, seed=9)[0] if batch > 1 or shape.window else None
+    expected = attention_twin(qkv, expected_caches, place, rotary, shape, norms, 1e-6, stored, sinks)
     slots = torch.arange(batch, dtype=torch.int32, device=DEVICE).flip(0)  # the last row's cache comes first
     caches = [cache.flip(0) for cache in caches]
     if stored != "auto":
@@ -391,7 +394,7 @@ def test_attention_then_projection(dtype, shape, positions, normed, stored):
     )
     launch_attention(
         qkv, kv_slots(*caches), Rows(place.sign().long(), place, slots), rotary, out, shape, scale=d**-0.5,
-        norms=QKNorms(*norms, 1e-6),
+        norms=QKNorms(*norms, 1e-6), sinks=sinks,
     )  # fmt: skip
     if stored != "auto":
         caches = [codes.float() * scales[..., None] for codes, scales in zip(caches[:2], caches[2:], strict=True)]

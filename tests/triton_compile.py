@@ -46,7 +46,7 @@ from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel, sum_source
 from wisparse.kernels.gpu.plan import GemvTile, Gpu
-from wisparse.kernels.gpu.reduction import launch_activate, launch_combine, launch_residual_add
+from wisparse.kernels.gpu.reduction import Beside, launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
 from wisparse.kernels.gpu.weights import FusedLinear, empty_weight, widen
 
@@ -193,7 +193,7 @@ def gemv(
 def attention(
     arch: int, rows: int = 0, dtype: torch.dtype = BF16, splits: int = 16, stages: int = 3,
     norm: torch.dtype | None = None, scaled: bool = False, cached: torch.dtype | None = None, stored: bool = False,
-    **changes: Any,
+    sunk: bool = False, **changes: Any,
 ) -> None:  # fmt: skip
     """Llama-3.1-8B's, of a step or a short prompt's ``rows``; ``norm``: type of q and k norms' weights; ``cached``: of the
     cache's codes; ``changes``: of the shape, as other families have."""
@@ -204,10 +204,11 @@ def attention(
     norms = QKNorms(*[None if norm is None else empty(shape.d, dtype=norm)] * 2, 1e-5)
     slots = kv_slots(cache, cache, *(scales if cached else ()))
     rotary = RotaryTables(angles, angles, empty(64, dtype=dtype) if scaled else None)
+    sinks = empty(shape.heads, dtype=dtype) if sunk else None
     if rows:
         q = empty(rows, shape.heads, shape.d)
         launch_store_kv(qkv, empty(3, dtype=I64), slots, rotary, q, shape, norms)
-        launch_chunk_attention(q, qkv, empty(3, dtype=I64), slots, q, shape, 0.1)
+        launch_chunk_attention(q, qkv, empty(3, dtype=I64), slots, q, shape, 0.1, sinks=sinks)
         return
     sums, step = empty(1, shape.heads, splits, dtype=FP32), Rows(empty(1, dtype=I64), *empty(2, 1, dtype=I32))
     if stored:
@@ -215,7 +216,7 @@ def attention(
     launch_attention(
         qkv, slots, step, rotary,
         KVSplits(empty(*sums.shape, shape.d, dtype=FP32), sums, sums), shape, scale=0.1, norms=norms, stages=stages,
-        stored=stored, pdl=arch >= 90,
+        stored=stored, sinks=sinks, pdl=arch >= 90,
     )  # fmt: skip
 
 
@@ -240,13 +241,14 @@ def delta(arch: int, dtype: torch.dtype = BF16) -> None:
 
 def experts(
     arch: int, k: int, rows: int = 1, quant: tuple[str, int | None] = ("none", None), dense: bool = False,
-    dtype: torch.dtype = BF16,
+    dtype: torch.dtype = BF16, biased: bool = False,
 ) -> None:  # fmt: skip
-    """Qwen3-30B-A3B's: gate and up for k = 2048, down for k = 768."""
+    """Qwen3-30B-A3B's: gate and up for k = 2048, down for k = 768; ``biased``: as gpt-oss has them."""
     gate_up, (kind, group) = k == 2048, quant
     linear = empty_experts(128, 8, kind, k, (768, 768) if gate_up else (2048,), group, dtype, META)
-    linear = replace(linear, dense=dense)
-    chosen = plan_experts(linear, rows, output="silu" if gate_up else "residual", ssq_parts=32, pdl=arch >= 90)
+    linear = replace(linear, dense=dense, bias=empty(128, linear.out_features, dtype=dtype) if biased else None)
+    output = "residual" if not gate_up else "clamped" if biased else "silu"
+    chosen = plan_experts(linear, rows, output=output, ssq_parts=32, pdl=arch >= 90, clamp=(1.702, 7.0))
     scratch = plan.Scratch(META, dtype)
     scratch.reserve(chosen)
     pairs, hidden = empty(rows * 8, 768, dtype=dtype), empty(rows, 2048, dtype=dtype)
@@ -260,21 +262,27 @@ def experts(
 
 
 def many_experts(
-    arch: int, k: int, quant: tuple[str, int | None] = ("none", None), first_sparse: int | None = None
+    arch: int,
+    k: int,
+    quant: tuple[str, int | None] = ("none", None),
+    first_sparse: int | None = None,
+    biased: bool = False,
 ) -> None:
     gate_up, (kind, group) = k == 2048, quant
     linear = empty_experts(128, 8, kind, k, (768, 768) if gate_up else (2048,), group, BF16, META)
-    linear = replace(linear, dense=first_sparse is None)
+    bias = empty(128, linear.out_features) if biased else None
+    linear = replace(linear, dense=first_sparse is None, bias=bias)
     groups = sort_by_expert(empty(1000, 8, dtype=I32), 128)
     expert_gemm(
         empty(1000 if gate_up else 8000, k), linear, groups, empty(8000, 768) if gate_up else empty(1000, 8, 2048),
-        Gpu(arch, 132), weight=empty(1000, 8, dtype=FP32), activation="silu" * gate_up, first_sparse=first_sparse,
+        Gpu(arch, 132), weight=empty(1000, 8, dtype=FP32), activation=("clamped" if biased else "silu") * gate_up,
+        clamp=(1.702, 7.0), first_sparse=first_sparse,
     )  # fmt: skip
 
 
-def router(arch: int) -> None:
+def router(arch: int, **more: Any) -> None:
     launch_router(
-        Input(empty(1, 2048), empty(1, 64, dtype=FP32), empty(2048)), Router(empty(129, 2048), 128, 8, 1, True),
+        Input(empty(1, 2048), empty(1, 64, dtype=FP32), empty(2048)), Router(empty(129, 2048), 128, 8, 1, True, **more),
         empty(1, 129, dtype=FP32), empty(1, dtype=I32), Routing(empty(1, 9, dtype=I32), empty(1, 9, dtype=FP32)),
         pdl=arch >= 90,
     )  # fmt: skip
@@ -372,6 +380,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "attention of rows stored": partial(attention, arch, stored=True),
         "attention of rows stored gated": partial(attention, arch, stored=True, norm=FP32, gated=True),
         "attention fp32": partial(attention, arch, dtype=FP32),
+        "attention sunk": partial(attention, arch, sunk=True, d=64, rotary=64, window=128, heads=64),
+        "attention sunk fp32": partial(attention, arch, dtype=FP32, sunk=True, d=64, rotary=64),
         **({f"attention {n} stretches": partial(attention, arch, splits=n, stages=5) for n in (8, 16)} if arch == 90 else {}),
         "attention head norm offset": partial(attention, arch, norm=FP32, **gemma),
         "attention rotated head norm": partial(attention, arch, norm=BF16, norm_of="rotated head"),
@@ -391,6 +401,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         **{f"{name} {kind}": partial(attention, arch, cached=codes, **given) for name, given in (
             ("attention", {}), ("attention 256 wide fp16", {"dtype": FP16, **capped}), ("chunk 128", {"rows": 128}),
         ) for kind, codes in (("int8", I8), ("fp8", torch.float8_e4m3fn))},
+        "chunk sunk": partial(attention, arch, rows=128, sunk=True, d=64, rotary=64, window=128, heads=64),
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
         "delta net": partial(delta, arch),
         "delta net fp32": partial(delta, arch, dtype=FP32),
@@ -401,6 +412,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "add offset": partial(add, norm=empty(4096, dtype=FP32)),
         "add norm": partial(add, norm=hidden[0]),
         "add multiplied": partial(add, multiplier=0.22),
+        "add beside": partial(add, norm=hidden[0], scalar=empty(1), beside=Beside(hidden, hidden[0], hidden[0])),
         "add scaled": partial(add, norm=hidden[0], scalar=empty(1)),
         "add, then norm": partial(add, next_norm=hidden[0], normed=hidden),
         "activate": partial(launch_activate, empty(64, 28672), "silu"),
@@ -417,6 +429,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         **{f"codes {rows} {quant[0]}": partial(codes, rows, quant) for rows in (32, 128)
            for quant in (("int4", 128, True), ("int8", 0, False))},
         "router": partial(router, arch),
+        "router biased": partial(router, arch, bias=empty(129)),
+        "router scaled": partial(router, arch, multiplier=0.02, expert_scale=empty(128)),
         **{f"experts {k} {quant[0]} {rows}{' dense' * dense}": partial(experts, arch, k, rows, quant, dense)
            for k in (2048, 768) for quant in (("none", None), ("int8", None), ("int4", 128), ("fp8", None))
            for rows, dense in ((1, False), (1, True), (8, False))},
@@ -424,6 +438,9 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
            for k, quant, first in (
                (2048, ("none", None), None), (768, ("none", None), 0), (2048, ("int4", 128), 0), (768, ("int8", None), None),
            )},
+        **{f"experts {k} {quant[0]} {rows}{' dense' * dense} biased": partial(experts, arch, k, rows, quant, dense, biased=True)
+           for k in (2048, 768) for quant in (("none", None), ("int4", 128)) for rows, dense in ((1, False), (8, True))},
+        **{f"many experts {k} biased": partial(many_experts, arch, k, first_sparse=0, biased=True) for k in (2048, 768)},
         "experts 2048 fp32": partial(experts, arch, 2048, dtype=FP32),
         # vLLM's for many rows.
         "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from quantised_models import PUBLISHED, quantise_model
-from runtime_models import EXPERTS, FAMILIES, HYBRIDS, NOT_ON_GPUS
+from runtime_models import EXPERTS, FAMILIES, HYBRIDS
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.converter.source import full_config
@@ -37,7 +37,6 @@ CONFIGS = {
 MORE_CONFIGS = {
     name: {**_COMMON, "num_hidden_layers": 3, "model_type": model_type, **settings}
     for name, (model_type, settings) in {**FAMILIES, **HYBRIDS, **EXPERTS}.items()
-    if name not in NOT_ON_GPUS
 }
 
 
@@ -202,6 +201,8 @@ def within_half_precision(fast, slow, exact, run, *, times=3):
         ("ernie", 4),
         ("qwen3.5", 4),
         ("qwen3-moe", 2),
+        ("gpt-oss", 2),
+        ("gemma4-moe", 1),
     ],
 )
 def test_a_familys_rows_in_half_precision(family, rows):
@@ -249,11 +250,12 @@ def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 
     [
         *((weights, rows, "qwen2") for weights in ("int8", "int4", "fp8") for rows in (1, 2)),
         ("int8", 1, "qwen3.5-moe"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
+        ("int8", 2, "gpt-oss"), ("fp8", 1, "gemma4-moe"),
     ],
 )  # fmt: skip
 def test_weights_rounded_at_load(weights: str, rows: int, family: str) -> None:
     """With an output layer of its own, and tied: then it is rounded and the embedding is not."""
-    layers = {} if family == "qwen3.5-moe" else {"num_hidden_layers": 1}
+    layers = {"num_hidden_layers": 1} if family in ("qwen2", "olmoe") else {}
     bundle = make_bundle(family, 0.5, tie_word_embeddings=rows == 2, **layers)
     settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": rows}
     fast = CudaDecoder(bundle, dtype=torch.float32, weights=weights, **settings)

@@ -21,12 +21,18 @@ from wisparse.kernels.gpu.plan import GemvTile, Scratch, gpu_of
 from wisparse.kernels.reference import keep_mask
 
 GPU = gpu_of(DEVICE)
+CLAMP = (1.3, 0.8)
+ACTIVATIONS = {
+    "silu": lambda gate, up: torch.nn.functional.silu(gate) * up,
+    "clamped": lambda gate, up: (up.clamp(-0.8, 0.8) + 1) * gate.clamp(max=0.8) * (1.3 * gate.clamp(max=0.8)).sigmoid(),
+}
 QUANTS = [None, *(kind for kind in KINDS if kind[0] != "graded")]
 
 
 def make_experts(
-    count: int, chosen: int, widths: tuple[int, ...], k: int, dtype: torch.dtype, sparsity: float, quant=None
-):
+    count: int, chosen: int, widths: tuple[int, ...], k: int, dtype: torch.dtype, sparsity: float, quant=None,
+    biased: bool = False,
+):  # fmt: skip
     """Each with weights, scales and thresholds of its own."""
     if quant is None:
         linears = [make_linear(widths, k, dtype, sparsity, seed=seed) for seed in range(count)]
@@ -39,7 +45,8 @@ def make_experts(
     )
     weight = replace(ws[0], data=data, scales=scales, zeros=zeros)
     own = torch.stack([linear.thresholds * (1 + 0.1 * i) for i, linear in enumerate(linears)])
-    return ExpertLinear(weight, torch.stack([linear.scales for linear in linears]), own, linears[0].dense, chosen)
+    bias = rows(count, sum(widths), dtype, seed=7) if biased else None
+    return ExpertLinear(weight, torch.stack([linear.scales for linear in linears]), own, linears[0].dense, chosen, bias)
 
 
 def choose(batch: int, count: int, chosen: int, seed: int = 5) -> Routing:
@@ -56,14 +63,18 @@ def one_twin(experts: ExpertLinear, expert: int, x: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize(
     *pairwise(
         dtype=DTYPES, batch=[1, 3], case=[(8, 2, 0, True), (40, 5, 2, False)],
-        k=[64, 77],
+        k=[64, 77], more=[False, True],
     )
 )  # fmt: skip
-def test_the_router_chooses_as_its_twin(dtype, batch, case, k):
+def test_the_router_chooses_as_its_twin(dtype, batch, case, k, more):
     count, chosen, shared, renormalised = case
     hidden, norm, eps = rows(batch, k, dtype), (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype), 1e-5
     weight = rows(count + (shared > 0), k, dtype, seed=3)
     router = Router(weight, count, chosen, shared, renormalised)
+    bias, scale = torch.zeros(len(weight), dtype=dtype, device=DEVICE), torch.ones(count, device=DEVICE)
+    if more:  # gpt-oss has the first, Gemma 4 the others
+        bias, scale = rows(1, len(weight), dtype, seed=8)[0], rows(1, count, dtype, seed=9)[0].abs()
+        router = router._replace(multiplier=0.3, bias=bias, expert_scale=scale)
     total, logits = chosen + shared, torch.full((batch, len(weight)), float("nan"), device=DEVICE)
     found = Routing(
         *(torch.full((batch, total), -7, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32))
@@ -73,14 +84,15 @@ def test_the_router_chooses_as_its_twin(dtype, batch, case, k):
         launch_router(Input(hidden, ssq, norm), router, logits, counter, found, eps=eps, pdl=PDL)
         assert not counter.any()
     x = norm * (hidden.float() * torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)).to(dtype)
-    assert_close(logits, x.double() @ weight.double().T, dtype)
+    x = (x * router.multiplier).to(dtype)
+    assert_close(logits, x.double() @ weight.double().T + bias.double(), dtype)
     # In a step, and for a prompt's rows, whose products are torch's.
-    for routing, of in ((found, logits), (choose_experts(x, router), (x @ weight.T).float())):
+    for routing, of in ((found, logits), (choose_experts(x, router), (x @ weight.T + bias).float())):
         # Of equal logits the expert of the lower number.
         expert = torch.sort(of[:, :count], dim=-1, descending=True, stable=True).indices[:, :chosen]
         assert torch.equal(routing.expert[:, :chosen].long(), expert)
         weights = of[:, :count].softmax(-1).gather(1, expert)
-        weights = weights / weights.sum(-1, keepdim=True) if renormalised else weights
+        weights = (weights / weights.sum(-1, keepdim=True) if renormalised else weights) * scale.float()[expert]
         assert_close(routing.weight[:, :chosen], weights, dtype)
         for i in range(shared):
             assert (routing.expert[:, chosen + i] == count + i).all()
@@ -106,15 +118,18 @@ GATE_UP = [
 
 
 @pytest.mark.parametrize(
-    *pairwise(quant=QUANTS, dtype=DTYPES, batch=[1, 4], tile=GATE_UP, sparsity=[0.0, 0.5], output=["silu", "residual"])
-)
-def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile, sparsity, output):
+    *pairwise(
+        quant=QUANTS, dtype=DTYPES, batch=[1, 4], tile=GATE_UP, sparsity=[0.0, 0.5],
+        output=["silu", "clamped", "residual"], biased=[False, True],
+    )
+)  # fmt: skip
+def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile, sparsity, output, biased):
     """gate_up and down, counted; twice, as the first launch leaves the second's workspace."""
     count, chosen, k, eps = 5, 3, 192, 1e-5
-    gate_up = output == "silu"
-    widths = (72, 72) if gate_up else (104,)
-    linear, routing = make_experts(count, chosen, widths, k, dtype, sparsity, quant), choose(batch, count, chosen)
-    plan = plan_experts(linear, batch, output=output, tile=tile, pdl=PDL)
+    gate_up = output != "residual"
+    widths, routing = (72, 72) if gate_up else (104,), choose(batch, count, chosen)
+    linear = make_experts(count, chosen, widths, k, dtype, sparsity, quant, biased)
+    plan = plan_experts(linear, batch, output=output, tile=tile, pdl=PDL, clamp=CLAMP)
     scratch, x = Scratch(DEVICE, dtype), rows(batch if gate_up else batch * chosen, k, dtype)
     scratch.reserve(plan)
     counting, tokens = None, torch.arange(batch, device=DEVICE) - int(batch > 1)
@@ -145,7 +160,7 @@ def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile,
             mine = x[row : row + 1] if gate_up else x[row * chosen + j : row * chosen + j + 1]
             y = one_twin(linear, expert, mine)[0]
             if gate_up:
-                assert_close(out[row * chosen + j], torch.nn.functional.silu(y[:72]) * y[72:], dtype)
+                assert_close(out[row * chosen + j], ACTIVATIONS[output](y[:72], y[72:]), dtype)
             else:
                 total += y * float(routing.weight[row, j])
             if int(tokens[row]) >= 0:
@@ -166,20 +181,22 @@ def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile,
         k=[192, 240],
         sparsity=[0.0, 0.5],
         first=[None, 3],
+        activation=["silu", "clamped"],  # the second with biases
     )
 )
-def test_many_rows_are_multiplied_expert_by_expert(quant, dtype, batch, k, sparsity, first):
+def test_many_rows_are_multiplied_expert_by_expert(quant, dtype, batch, k, sparsity, first, activation):
     if quant is not None and quant[1] is not None and k % quant[1]:
         k = 192
     count, chosen, width, n = 5, 3, 72, 104
-    gate_up = make_experts(count, chosen, (width, width), k, dtype, sparsity, quant)
-    down = make_experts(count, chosen, (n,), 192 if quant else 70, dtype, sparsity, quant)
+    biased = activation == "clamped"
+    gate_up = make_experts(count, chosen, (width, width), k, dtype, sparsity, quant, biased)
+    down = make_experts(count, chosen, (n,), 192 if quant else 70, dtype, sparsity, quant, biased)
     x, routing = rows(batch, k, dtype), choose(batch, count, chosen)
     groups, flat = sort_by_expert(routing.expert, count), routing.expert.flatten()
     assert torch.equal(groups.order.long(), torch.sort(flat, stable=True).indices)
     assert groups.offset.tolist() == [int((flat < e).sum()) for e in range(count + 1)]
     left = torch.full((batch * chosen, width), float("nan"), dtype=dtype, device=DEVICE)
-    expert_gemm(x, gate_up, groups, left, GPU, activation="silu", first_sparse=first)
+    expert_gemm(x, gate_up, groups, left, GPU, activation=activation, clamp=CLAMP, first_sparse=first)
     # down's input has a width of its own here, so that its groups are whole.
     given = rows(batch * chosen, down.in_features, dtype, seed=4)
     out = torch.full((batch, chosen, n), float("nan"), dtype=dtype, device=DEVICE)
@@ -193,6 +210,6 @@ def test_many_rows_are_multiplied_expert_by_expert(quant, dtype, batch, k, spars
             for linear in (gate_up, down)
         )
         y = one_twin(gate_up_of, expert, x[row : row + 1])[0]
-        assert_close(left[place], torch.nn.functional.silu(y[:width]) * y[width:], dtype)
+        assert_close(left[place], ACTIVATIONS[activation](y[:width], y[width:]), dtype)
         y = one_twin(down_of, expert, given[place : place + 1])[0]
         assert_close(out[row, j], y * float(routing.weight[row, j]), dtype)

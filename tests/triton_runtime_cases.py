@@ -156,7 +156,7 @@ def test_a_prompt_is_read_in_pieces(dtype, monkeypatch):
     torch.testing.assert_close(pieces, exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-2)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "olmo3", "ernie", "ministral3", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["gemma2", "olmo3", "ernie", "ministral3", "qwen3-moe", "gpt-oss"])
 def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
     """Behind a prefix, in another slot than the first, with fewer rows than the graph has; the cache goes on to be
     decoded from. No masks: a score near its threshold would make two answers of one."""

@@ -2,7 +2,7 @@
 
     q, k  = rotary(norm?(q)), rotary(norm?(k)) at position p,   v = v / rms?(v)
     cache[slot, head, p] = k, v, or their codes and scales: what is attended to, the new position included
-    out   = softmax(cap?(scale * q . K[: p + 1])) V[: p + 1] * sigmoid?(gate)
+    out   = softmax(cap?(scale * q . K[: p + 1])) V[: p + 1] * sigmoid?(gate)     with a sink: exp(sink) more below the line
 
 Decode (``launch_attention``): programs (kv_splits, kv_heads, B), each with one split of one KV head's context:
 
@@ -251,7 +251,7 @@ def _whole(acc, odd, cache):
 
 @triton.jit
 def _attention_kernel(
-    qkv_ptr, norms, rotary, cache, rows, out, scale_log2,  # as of launch_attention; scale_log2: times log2(e)
+    qkv_ptr, norms, rotary, cache, rows, out, sinks_ptr, scale_log2,  # as of launch_attention; scale_log2: times log2(e)
     shape: tl.constexpr, config: tl.constexpr, STORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -269,6 +269,9 @@ def _attention_kernel(
     place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
     p = tl.maximum(place, 0)
     cos, sin = _cos_sin(rotary, p, shape, config)
+    if sinks_ptr is not None:
+        lane = tl.arange(0, GROUP_PAD)
+        sink = tl.load(sinks_ptr + kv_head * GROUP + lane, mask=lane < GROUP, other=0.0).to(tl.float32) * _LOG2_E
     slot = tl.load(rows.slot + row)
     low = tl.maximum(p + 1 - shape.window, 0) if shape.window > 0 else 0
     length = tl.cdiv(tl.cdiv(p - low, config.splits), BLOCK_T) * BLOCK_T
@@ -294,6 +297,11 @@ def _attention_kernel(
         m = _scores(tl.sum(q.to(tl.float32) * k_new[None, :], axis=1), scale_log2, shape)
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
         acc += v_new[None, :]
+        if sinks_ptr is not None:  # one more score, of a value that is 0; of all splits in one
+            new = tl.exp2(m - tl.maximum(m, sink))
+            m = tl.maximum(m, sink)
+            total = new + tl.exp2(sink - m)
+            acc = acc * new[:, None]
 
     # If there are codes. Nothing is left of the second parts where there are none.
     q, q_odd = _halves(q, cache)
@@ -327,12 +335,12 @@ def _padded(shape: AttentionShape, cache: KVSlots) -> int:
 
 def launch_attention(
     qkv: Tensor, cache: KVSlots, rows: Rows, rotary: RotaryTables, out: KVSplits, shape: AttentionShape, *,
-    scale: float, norms: QKNorms, stages: int = 3, stored: bool = False, pdl: bool = False,
+    scale: float, norms: QKNorms, sinks: Tensor | None = None, stages: int = 3, stored: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Launch one block's attention for B rows; ``stored``: after ``launch_store_rows``. Nothing is checked or allocated
     here. qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding; gated:
-    twice the heads; shared: kv_heads once. scale: of the scores. ``stages`` tiles of keys and values are in flight in shared memory, 32 KiB each with
-    heads of 128."""
+    twice the heads; shared: kv_heads once. scale: of the scores. sinks: (heads,), one more score of each head's softmax.
+    ``stages`` tiles of keys and values are in flight in shared memory, 32 KiB each with heads of 128."""
     batch, _, splits, _ = out.x.shape
     # Wide heads take as much shared memory with fewer positions: some chips have little.
     d_pad = _padded(shape, cache)
@@ -348,8 +356,8 @@ def launch_attention(
     group_pad = max(16, triton.next_power_of_2(shape.heads // shape.kv_heads))  # 16: tl.dot's smallest side
     config = _Config(splits, 0, block_t, stages, d_pad, group_pad)
     _attention_kernel[(splits, shape.kv_heads, batch)](
-        qkv, norms, rotary, cache, rows, out, scale * _LOG2_E.value, shape, config, stored, pdl, num_warps=warps,
-        launch_pdl=pdl,
+        qkv, norms, rotary, cache, rows, out, sinks, scale * _LOG2_E.value, shape, config, stored, pdl,
+        num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -403,7 +411,7 @@ def _store_kv_kernel(qkv_ptr, chunk_ptr, norms, rotary, cache, q_ptr, shape: tl.
 
 @triton.jit
 def _chunk_attention_kernel(
-    q_ptr, qkv_ptr, chunk_ptr, cache, out_ptr, rows, scale_log2,  # as of launch_chunk_attention; qkv_ptr: for the gates
+    q_ptr, qkv_ptr, chunk_ptr, cache, out_ptr, sinks_ptr, rows, scale_log2,  # as of launch_chunk_attention
     shape: tl.constexpr, config: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -432,6 +440,9 @@ def _chunk_attention_kernel(
     # Finite: of a window's first positions a row may see none.
     m = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks_ptr is not None:
+        m = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
+        total = tl.full((BLOCK_M,), 1.0, tl.float32)
     q, q_odd = _halves(q, cache)
     acc, odd = _halves(tl.zeros((BLOCK_M, D_PAD), tl.float32), cache)
     for first in tl.range(begin, end, BLOCK_T, num_stages=config.stages):
@@ -464,14 +475,14 @@ def launch_store_kv(
 
 def launch_chunk_attention(
     queries: Tensor, qkv: Tensor, chunk: Tensor, cache: KVSlots, out: Tensor, shape: AttentionShape, scale: float, *,
-    stages: int = 2,
+    sinks: Tensor | None = None, stages: int = 2,
 ) -> None:  # fmt: skip
-    """Launch one block's attention for a chunk, after ``launch_store_kv``; half precision only. out: (T, heads, D).
-    ``stages`` tiles of keys and values are in flight in shared memory."""
+    """Launch one block's attention for a chunk, after ``launch_store_kv``; half precision only. qkv: for the gates;
+    out: (T, heads, D); sinks as of ``launch_attention``. ``stages`` tiles of keys and values are in flight in shared memory."""
     rows, group = len(out), shape.heads // shape.kv_heads
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows * group, _CHUNK_TILES)), 16), 64)
     d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(group)
     config = _Config(0, block_m, 64 if shape.d <= 128 else 32, stages, d_pad, group_pad)
     _chunk_attention_kernel[(triton.cdiv(rows * group, block_m), shape.kv_heads)](
-        queries, qkv, chunk, cache, out, rows, scale * _LOG2_E.value, shape, config
+        queries, qkv, chunk, cache, out, sinks, rows, scale * _LOG2_E.value, shape, config
     )

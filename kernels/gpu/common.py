@@ -29,7 +29,7 @@ class Input(NamedTuple):
 
 class Weights(NamedTuple):
     weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side; quantized: int32 words
-    bias: Tensor | None  # (N,) of the weights' dtype
+    bias: Tensor | None  # (N,) of the weights' dtype; of experts (E, N)
     scales: Tensor | None  # (projections, K) float32, channel scales; None: as thresholds, not read
     thresholds: Tensor | None  # (projections * planes,) float32
     quant_scales: Tensor | None  # quantized: (K / group, padded columns) float32
@@ -37,7 +37,7 @@ class Weights(NamedTuple):
 
 
 class Output(NamedTuple):
-    out: Tensor  # dtype: (B, N), "residual" read and written; "silu" and "gelu_tanh" (B, n0)
+    out: Tensor  # dtype: (B, N), "residual" read and written; of an activation (B, n0)
     ssq: Tensor | None = None  # "residual": (B, tiles * max(1, reducers)) float32, sums of squares for the next norm
 
 
@@ -51,9 +51,11 @@ class Workspace(NamedTuple):
     counter: Tensor | None  # no spinning reducers: (tiles,) int32, 0 before and after
     list_index: Tensor | None  # compacted index lists outside shared memory: (programs, length) int32
     list_value: Tensor | None  # and (programs, B, length) dtype
-    # Within a kernel of experts whose products are added up: which of the chosen ones, and the weights of all of them.
+    # Within a kernel of experts whose products are added up: which of the chosen ones, the weights of all of them, and
+    # which experts they are.
     chosen: Any = None
     chosen_weight: Any = None
+    chosen_expert: Any = None
 
 
 class Counting(NamedTuple):
@@ -75,13 +77,14 @@ class Problem(NamedTuple):
     kv_splits: int  # of the attention that is read
     head_dim: int
     ssq_pad: int  # partial sums of squares at most, a multiple of 32
-    output: str  # "plain" (y), "residual" (residual + y), "silu" or "gelu_tanh" (activation(gate) * up)
+    output: str  # "plain" (y), "residual" (residual + y), or an activation of gate and up, as of ``reduction.activate``
     dense: bool  # no channel is dropped
     pdl: bool  # programmatic dependent launch
     quant: str  # "none", "int4", "int8", "fp8"
     group: int  # rows of weight_t that share a quantization scale
     planes: int  # 2 of graded weights: row 2 k is the high plane of channel k, row 2 k + 1 the low one
     experts: int = 0  # chosen experts whose products are added up, times their weights; 0: none
+    clamp: tuple[float, float] = (0.0, 0.0)  # slope and limit of "clamped"
 
 
 class LaunchConfig(NamedTuple):

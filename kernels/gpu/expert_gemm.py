@@ -49,6 +49,7 @@ class _Config(NamedTuple):
     group: int
     masked: bool
     activation: str  # of gate_up; "": down
+    clamp: tuple[float, float]  # as of ``common.Problem``
     block_m: int
     block_n: int
     block_k: int
@@ -147,8 +148,14 @@ def _expert_gemm_kernel(
                 w = _weight_block(own, 1, n, start, k, config, dtype)
                 up = tl.dot(x, w, up, input_precision="ieee")
         wanted = there[:, None] & (n < N)[None, :]
+        if weights.bias is not None:
+            bias_at = weights.bias + wide * (config.projections * N) + n
+            acc += tl.load(bias_at, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(bias_at + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            y = activate(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype, ACTIVATION)
+            gate = acc.to(dtype).to(tl.float32)
+            y = activate(gate, up.to(dtype).to(tl.float32), dtype, ACTIVATION, config.clamp[0], config.clamp[1])
             tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=wanted)
         else:
             acc = acc * tl.load(weight_ptr + pair, mask=there, other=0.0)[:, None]
@@ -181,9 +188,9 @@ def _weight_block(weights, PROJECTION: tl.constexpr, n, start, k, config: tl.con
 
 def expert_gemm(
     x: Tensor, linear: ExpertLinear, groups: Groups, out: Tensor, gpu: Gpu, *, weight: Tensor | None = None,
-    activation: str = "", first_sparse: int | None = None,
+    activation: str = "", clamp: tuple[float, float] = (0.0, 0.0), first_sparse: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """gate_up with its ``activation``: x (T, K), ``out`` (T k, I), sorted. down: x as gate_up left it, ``weight`` (T, k)
+    """gate_up with its ``activation``, and its ``clamp``: x (T, K), ``out`` (T k, I), sorted. down: x as gate_up left it, ``weight`` (T, k)
     float32, ``out`` (T, k, N). Rows from ``first_sparse`` on are masked; None: no row is."""
     pairs = len(groups.order)
     rows = pairs if activation else len(out)
@@ -205,11 +212,11 @@ def expert_gemm(
     while stages > 1 and (stages - 1) * staged > (150_000 if gpu.arch == 80 else 220_000):
         stages -= 1
     config = _Config(
-        k, n, stride, len(linear.widths), chosen, experts, quant, group, masked, activation, block_m, block_n,
+        k, n, stride, len(linear.widths), chosen, experts, quant, group, masked, activation, clamp, block_m, block_n,
         block_k, stages,
     )  # fmt: skip
     data = linear.weight
-    weights = Weights(data.data, None, linear.scales, linear.thresholds, data.scales, data.zeros)
+    weights = Weights(data.data, linear.bias, linear.scales, linear.thresholds, data.scales, data.zeros)
     grid = (min(triton.cdiv(pairs, block_m) + experts, pairs), triton.cdiv(n, block_n))
     _expert_gemm_kernel[grid](
         x, weights, weight, out, groups, first_sparse or 0, config, num_warps=4 if block_m < 64 else 8

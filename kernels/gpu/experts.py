@@ -4,7 +4,7 @@
     gate_up   activation(gate[e] n) * up[e] n    of each row's chosen experts e             (rows x k, I)
     down      residual + sum over the chosen e of weight[e] * down[e] (what gate_up left)   (rows, N)
 
-n is the RMSNorm of the residual stream. Gate, up and down are products of one row by the kernels of ``plan``, launched
+Each product may have a bias. n is the RMSNorm of the residual stream. Gate, up and down are products of one row by the kernels of ``plan``, launched
 for every pair of a row and a chosen expert side by side: a program reads which expert its pair has, and moves its
 pointers there. Down's reducers add up the partial sums of all the chosen, in their order, so results repeat.
 
@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from .common import (
     Counting,
@@ -52,6 +53,7 @@ class ExpertLinear:
     thresholds: Tensor  # (E, projections) float32
     dense: bool  # no channel is ever dropped
     chosen: int  # experts that a row reads
+    bias: Tensor | None = None  # (E, N) of the weights' dtype
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -79,7 +81,8 @@ class ExpertLinear:
         weight = self.weight
         scales, zeros = (None if part is None else part[expert] for part in (weight.scales, weight.zeros))
         weight = replace(weight, data=weight.data[expert], scales=scales, zeros=zeros)
-        return FusedLinear(weight, None, self.scales[expert], self.thresholds[expert], self.dense)
+        bias = None if self.bias is None else self.bias[expert]
+        return FusedLinear(weight, bias, self.scales[expert], self.thresholds[expert], self.dense)
 
 
 class Router(NamedTuple):
@@ -90,6 +93,9 @@ class Router(NamedTuple):
     chosen: int  # k
     shared: int  # experts behind the others that every row chooses too, 0 or more
     renormalised: bool  # the chosen ones' weights are divided by their sum
+    multiplier: float = 1.0  # of n
+    bias: Tensor | None = None  # (E,) of the logits
+    expert_scale: Tensor | None = None  # (E,), the chosen ones' weights are multiplied by
 
     @property
     def total(self) -> int:
@@ -105,6 +111,7 @@ class _RouterConfig(NamedTuple):
     chosen: int
     shared: int
     renormalised: bool
+    multiplier: float
     ssq_pad: int
     block: int  # rows of the weights that a program has
     programs: int
@@ -112,8 +119,9 @@ class _RouterConfig(NamedTuple):
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def _router_kernel(
-    given, weight_ptr, logit_ptr, counter_ptr, routing, eps, ssq_parts, config: tl.constexpr, PDL: tl.constexpr
-):
+    given, weight_ptr, bias_ptr, scale_ptr, logit_ptr, counter_ptr, routing, eps, ssq_parts,  # scale_ptr: of experts
+    config: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     K: tl.constexpr = config.k
     K_PAD: tl.constexpr = triton.next_power_of_2(K)
     BLOCK: tl.constexpr = config.block
@@ -131,18 +139,23 @@ def _router_kernel(
     if given.norm is not None:
         rstd = reciprocal_rms(load_squares(given.ssq, row, ssq_parts, config.ssq_pad), eps, K)
         x = rms_normalize(x, norm, rstd, rounded)
-    logit = tl.sum(x.to(tl.float32)[None, :] * w.to(tl.float32), axis=1).to(rounded).to(tl.float32)
+    if config.multiplier != 1.0:
+        x = (x.to(tl.float32) * config.multiplier).to(rounded)
+    logit = tl.sum(x.to(tl.float32)[None, :] * w.to(tl.float32), axis=1)
+    if bias_ptr is not None:
+        logit += tl.load(bias_ptr + expert, mask=expert < ROWS, other=0.0).to(tl.float32)
+    logit = logit.to(rounded).to(tl.float32)
     logit_ptr += row * ROWS
     tl.store(logit_ptr + expert, logit, mask=expert < ROWS)
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
     if arrived == config.programs - 1:
         tl.store(counter_ptr + row, 0)
-        _choose(logit_ptr, row, routing, config, rounded)
+        _choose(logit_ptr, scale_ptr, row, routing, config, rounded)
 
 
 @triton.jit
-def _choose(logit_ptr, row, routing, config: tl.constexpr, rounded: tl.constexpr):
+def _choose(logit_ptr, scale_ptr, row, routing, config: tl.constexpr, rounded: tl.constexpr):
     """A row's experts and their weights, as rounded as the model's own."""
     E: tl.constexpr = config.experts
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
@@ -167,6 +180,8 @@ def _choose(logit_ptr, row, routing, config: tl.constexpr, rounded: tl.constexpr
     weight = weight / tl.sum(weight, axis=0)
     if config.renormalised:
         weight = weight / tl.sum(tl.where(wanted, weight, 0.0), axis=0)
+    if scale_ptr is not None:
+        weight = weight * tl.load(scale_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     at = row.to(tl.int64) * TOTAL + rank
     tl.store(routing.expert + at, e, mask=wanted)
     tl.store(routing.weight + at, weight.to(rounded).to(tl.float32), mask=wanted)
@@ -179,10 +194,10 @@ def _choose(logit_ptr, row, routing, config: tl.constexpr, rounded: tl.constexpr
 
 
 @triton.jit
-def _choose_kernel(logit_ptr, routing, config: tl.constexpr):
+def _choose_kernel(logit_ptr, scale_ptr, routing, config: tl.constexpr):
     ROWS: tl.constexpr = config.experts + (1 if config.shared > 0 else 0)
     row = tl.program_id(0)
-    _choose(logit_ptr + row.to(tl.int64) * ROWS, row, routing, config, logit_ptr.dtype.element_ty)
+    _choose(logit_ptr + row.to(tl.int64) * ROWS, scale_ptr, row, routing, config, logit_ptr.dtype.element_ty)
 
 
 def launch_router(
@@ -201,22 +216,24 @@ def launch_router(
     ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
     config = _config(router, max(32, triton.next_power_of_2(ssq_parts)))
     _router_kernel[(config.programs, len(given.x))](
-        given, router.weight, logits, counter, routing, eps, ssq_parts, config, pdl, num_warps=4, launch_pdl=pdl
-    )
+        given, router.weight, router.bias, router.expert_scale, logits, counter, routing, eps, ssq_parts, config, pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def choose_experts(x: Tensor, router: Router) -> Routing:
-    """The same for the normed rows (T, K) of a prompt."""
+    """The same for the normed rows (T, K) of a prompt, multiplied."""
     expert = torch.empty(len(x), router.total, dtype=torch.int32, device=x.device)
     routing = Routing(expert, torch.empty_like(expert, dtype=torch.float32))
-    _choose_kernel[(len(x),)](x @ router.weight.T, routing, _config(router, 0), num_warps=1)
+    logits = functional.linear(x, router.weight, router.bias)
+    _choose_kernel[(len(x),)](logits, router.expert_scale, routing, _config(router, 0), num_warps=1)
     return routing
 
 
 def _config(router: Router, ssq_pad: int) -> _RouterConfig:
     rows, k = router.weight.shape
     return _RouterConfig(
-        k, router.experts, router.chosen, router.shared, router.renormalised, ssq_pad, _ROUTER_ROWS,
+        k, router.experts, router.chosen, router.shared, router.renormalised, router.multiplier, ssq_pad, _ROUTER_ROWS,
         triton.cdiv(rows, _ROUTER_ROWS),
     )  # fmt: skip
 
@@ -240,7 +257,7 @@ def expert_gemv_kernel(
     K: tl.constexpr = problem.k
     N: tl.constexpr = problem.n
     PROJECTIONS: tl.constexpr = 1 + (1 if problem.n1 > 0 else 0)
-    PAIRED: tl.constexpr = problem.output == "silu" or problem.output == "gelu_tanh"
+    PAIRED: tl.constexpr = not ADDS
     PARTS: tl.constexpr = launch.tiles * (launch.reducers if launch.reducers > 0 else 1)
     pair = tl.program_id(1)
     row = pair // CHOSEN
@@ -258,6 +275,9 @@ def expert_gemv_kernel(
         given = Input(x, given.ssq + in_row * ssq_parts, given.norm, None, None)
     else:
         given = Input(x, None, None, None, None)
+    bias = weights.bias
+    if bias is not None and not ADDS:
+        bias += expert * N
     quant_scales = weights.quant_scales
     quant_zeros = weights.quant_zeros
     if problem.quant != "none":
@@ -266,7 +286,7 @@ def expert_gemv_kernel(
             quant_zeros += scales_before(expert, problem)
     weights = Weights(
         weights.weight_t + expert * (K * problem.stride),
-        None,
+        bias,
         weights.scales + expert * (PROJECTIONS * K),
         weights.thresholds + expert * PROJECTIONS,
         quant_scales,
@@ -288,10 +308,12 @@ def expert_gemv_kernel(
     if value is not None:
         value += pair * LISTS
     chosen_weight = None
+    chosen_expert = None
     if ADDS:
         chosen_weight = routing.weight + row * CHOSEN
+        chosen_expert = routing.expert + row * CHOSEN
     partial = workspace.partial + pair * (launch.splits * N)
-    workspace = Workspace(partial, counter, index, value, pair - row * CHOSEN, chosen_weight)
+    workspace = Workspace(partial, counter, index, value, pair - row * CHOSEN, chosen_weight, chosen_expert)
     if counting is not None:
         cells = pair * (PROJECTIONS * launch.splits)
         counting = Counting(counting.token + row, counting.before + cells, counting.after + cells)
@@ -304,14 +326,14 @@ def expert_gemv_kernel(
 
 def plan_experts(
     linear: ExpertLinear, rows: int, *, output: str, ssq_parts: int = 1, tile: GemvTile | None = None,
-    pdl: bool | None = None,
+    pdl: bool | None = None, clamp: tuple[float, float] = (0.0, 0.0),
 ) -> KernelPlan:  # fmt: skip
-    """Plan gate_up (``output`` an activation) or down ("residual" or "plain") of the experts that each row has chosen."""
+    """Plan gate_up (``output`` an activation, ``clamp`` as of ``Problem``) or down ("residual" or "plain") of the experts that each row has chosen."""
     shape, chosen, gpu = linear.shape, linear.chosen, gpu_of(linear.scales.device)
     adds = chosen if output in ("residual", "plain") else 0
     tile = tile or expert_tile(gpu, shape, rows * chosen, adds)
     return plan(
-        shape, 1, output=output, ssq_parts=ssq_parts, tile=tile, pdl=pdl, pairs=rows * chosen, experts=adds
+        shape, 1, output=output, ssq_parts=ssq_parts, tile=tile, pdl=pdl, pairs=rows * chosen, experts=adds, clamp=clamp
     )  # fmt: skip
 
 
@@ -347,7 +369,7 @@ def launch_experts(
     """As ``plan.launch_linear``, for a plan of ``plan_experts``. gate_up: ``given`` (B, K), ``output`` (B * k, I); down:
     ``given`` (B * k, I), ``output`` (B, N). ``counting``: before and after (B * k, projections, splits)."""
     weight = linear.weight
-    weights = Weights(weight.data, None, linear.scales, linear.thresholds, weight.scales, weight.zeros)
+    weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
     ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
     expert_gemv_kernel[(plan.programs, plan.pairs)](
         given, weights, output, scratch.workspace(plan), counting, eps, ssq_parts, routing, plan.problem, plan.launch,

@@ -156,10 +156,10 @@ def count_tiles(widths: tuple[int, ...], block_n: int) -> int:
 def plan(
     shape: LinearShape, rows: int, gpu: Gpu | None = None, *, output: str = "plain", kv_splits: int = 1,
     head_dim: int = 1, ssq_parts: int = 1, tile: GemvTile | None = None, pdl: bool | None = None, pairs: int = 1,
-    experts: int = 0,
+    experts: int = 0, clamp: tuple[float, float] = (0.0, 0.0),
 ) -> KernelPlan:  # fmt: skip
-    """Plan the launch of a linear for 1 to 16 rows; ``gpu`` None: the one that the weights are on. ``pairs``, ``experts``:
-    of ``KernelPlan`` and ``Problem``, of an expert's linear for one row."""
+    """Plan the launch of a linear for 1 to 16 rows; ``gpu`` None: the one that the weights are on. ``pairs``,
+    ``experts``, ``clamp``: of ``KernelPlan`` and ``Problem``, of an expert's linear for one row."""
     gpu = gpu or gpu_of(shape.device)
     kind = regime(rows, dense=shape.dense)
     tile, origin = choose_tile(gpu, shape, rows) if tile is None else (tile, "given")
@@ -208,7 +208,7 @@ def plan(
     added = triton.next_power_of_2(tile.splits * max(1, experts))
     at_once = min(added, 32)
     if tile.reducers or kind == "batch":
-        numbers = 2 if output in ("silu", "gelu_tanh") else 1
+        numbers = 1 if output in ("plain", "residual") else 2
         columns = tile.block_n // max(1, tile.reducers) * triton.next_power_of_2(rows) * numbers
         fitting = 1 << (max(1, 32 * 32 * tile.warps // columns).bit_length() - 1)
         at_once = min(added, fitting)
@@ -217,7 +217,7 @@ def plan(
         k, n0, n1, n2, n0 + n1 + n2, shape.stride, rows, kv_splits, head_dim,
         # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
         max(32, triton.next_power_of_2(ssq_parts)), output, shape.dense, gpu.arch >= 90 if pdl is None else pdl,
-        shape.quant, shape.group, shape.planes, experts,
+        shape.quant, shape.group, shape.planes, experts, clamp,
     )  # fmt: skip
     launch, why_not = launch._replace(reduce_splits=at_once), chosen if isinstance(chosen, str) else ""
     return KernelPlan(kernel, shape, tile, origin, why_not, problem, launch, packed, pairs)

@@ -17,6 +17,8 @@ at once: ``plan`` allows one for each multiprocessor. Where the process may not 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -58,7 +60,7 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
     """The end of every program: its tile's reducer adds up the partial sums of all splits and writes the result, row by
     row or, TOGETHER, all rows in one tensor. ``of``: the tile's ``Columns``."""
     BATCH: tl.constexpr = problem.batch
-    PAIRS: tl.constexpr = problem.output == "silu" or problem.output == "gelu_tanh"
+    PAIRS: tl.constexpr = problem.output != "plain" and problem.output != "residual"
     EACH: tl.constexpr = 2 if PAIRS else 1  # sums of a row: gate's, then up's
     OUT_N: tl.constexpr = problem.n0 if PAIRS else problem.n
     PARTS: tl.constexpr = launch.reducers if launch.reducers > 0 else 1
@@ -127,6 +129,11 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
             sums = ()
             for _ in tl.static_range(BATCH * EACH):
                 sums += (tl.zeros((PART,), tl.float32),)
+            if EXPERTS > 0 and bias_ptr is not None:  # each expert's, times its weight; read ahead too
+                for i in tl.static_range(EXPERTS):
+                    expert = tl.load(workspace.chosen_expert + i, cache_modifier=".cg").to(tl.int64)
+                    own = tl.load(bias_ptr + expert * problem.n + columns, mask=live, other=0.0).to(tl.float32)
+                    sums = (sums[0] + own * tl.load(workspace.chosen_weight + i),)
             for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
                 # First all loads, so that one way to the L2 cache serves them, then the waiting.
                 places = ()
@@ -150,8 +157,9 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
             for row in tl.static_range(BATCH):
                 # Gate's and up's; else the same one twice, and the second is not used.
                 y = _add_bias_and_activate(
-                    sums[row * EACH], sums[row * EACH + EACH - 1], bias_ptr, columns, live, dtype, problem
-                )
+                    sums[row * EACH], sums[row * EACH + EACH - 1], None if EXPERTS > 0 else bias_ptr, columns, live,
+                    dtype, problem,
+                )  # fmt: skip
                 if problem.output == "residual":
                     y = (hidden[row].to(tl.float32) + y.to(tl.float32)).to(dtype)
                     squares = tl.where(live, y.to(tl.float32) * y.to(tl.float32), 0.0)
@@ -186,17 +194,26 @@ def _add_bias_and_activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, 
         y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(tl.float32)
     y = y.to(dtype)
     OUTPUT: tl.constexpr = problem.output
-    if OUTPUT == "silu" or OUTPUT == "gelu_tanh":
+    if OUTPUT != "plain" and OUTPUT != "residual":
         if bias_ptr is not None:
             up += tl.load(bias_ptr + problem.n0 + columns, mask=live, other=0.0).to(tl.float32)
-        y = activate(y.to(tl.float32), up.to(dtype).to(tl.float32), dtype, OUTPUT)
+        y = activate(y.to(tl.float32), up.to(dtype).to(tl.float32), dtype, OUTPUT, problem.clamp[0], problem.clamp[1])
     return y
 
 
 @triton.jit
-def activate(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
-    """activation(gate) * up in dtype, of float32 that holds rounded numbers."""
+def activate(
+    gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr = 0.0, LIMIT: tl.constexpr = 0.0
+):
+    """activation(gate) * up in dtype, of float32 that holds rounded numbers: "silu", "gelu_tanh", or "clamped", gpt-oss's
+    gate * sigmoid(SLOPE * gate) * (up + 1), of gate up to LIMIT and up within it."""
     slope = gate
+    if ACTIVATION == "clamped":
+        # Not tl.minimum, which takes a NaN for the limit.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        up = (up + 1.0).to(dtype).to(tl.float32)
+        slope = gate * SLOPE
     if ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 u = sqrt(8 / pi) * (gate + 0.044715 gate**3)
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -204,9 +221,17 @@ def activate(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     return (activated * up).to(dtype)
 
 
+class Beside(NamedTuple):
+    """A second half, of experts beside a dense MLP, and norms of both, which are added then."""
+
+    half: Tensor  # (B, K)
+    norm: Tensor  # (K,)
+    norm_of_first: Tensor  # (K,)
+
+
 @triton.jit
 def _residual_add_kernel(
-    half_ptr, hidden_ptr, norm_ptr, scalar_ptr, ssq_ptr, next_ptr, normed_ptr, eps,  # as of launch_residual_add
+    half_ptr, beside, hidden_ptr, norm_ptr, scalar_ptr, ssq_ptr, next_ptr, normed_ptr, eps,  # as of launch_residual_add
     MULTIPLIER: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
@@ -218,6 +243,13 @@ def _residual_add_kernel(
     gdc_wait(PDL)
     hidden = tl.load(hidden_ptr + row * K + k, mask=live, other=0.0).to(tl.float32)
     y = tl.load(half_ptr + row * K + k, mask=live, other=0.0).to(tl.float32)
+    if beside is not None:
+        other = tl.load(beside.half + row * K + k, mask=live, other=0.0).to(tl.float32)
+        norm_y = tl.load(beside.norm_of_first + k, mask=live, other=0.0)
+        norm_other = tl.load(beside.norm + k, mask=live, other=0.0)
+        y = rms_normalize(y, norm_y, tl.rsqrt(tl.sum(y * y, axis=0) / K + eps), dtype).to(tl.float32)
+        other = rms_normalize(other, norm_other, tl.rsqrt(tl.sum(other * other, axis=0) / K + eps), dtype)
+        y = (y + other.to(tl.float32)).to(dtype).to(tl.float32)
     if norm_ptr is not None:
         rstd = tl.rsqrt(tl.sum(y * y, axis=0) / K + eps)
         y = rms_normalize(y, norm, rstd, dtype).to(tl.float32)
@@ -239,9 +271,9 @@ def _residual_add_kernel(
 
 
 def launch_residual_add(
-    half: Tensor, hidden: Tensor, ssq: Tensor | None, *, norm: Tensor | None = None, scalar: Tensor | None = None,
-    next_norm: Tensor | None = None, normed: Tensor | None = None, eps: float = 0.0, multiplier: float = 1.0,
-    pdl: bool = False,
+    half: Tensor, hidden: Tensor, ssq: Tensor | None, *, beside: Beside | None = None, norm: Tensor | None = None,
+    scalar: Tensor | None = None, next_norm: Tensor | None = None, normed: Tensor | None = None, eps: float = 0.0,
+    multiplier: float = 1.0, pdl: bool = False,
 ) -> None:  # fmt: skip
     """hidden = (hidden + multiplier * norm?(half)) * scalar?, both (B, K), each step rounded as transformers does; norm
     (K,) as ``common.Input.norm``, scalar (1,). ``ssq`` (B, 1) float32 receives the sums of squares of hidden's rows,
@@ -249,8 +281,8 @@ def launch_residual_add(
     all of it."""
     batch, width = hidden.shape
     _residual_add_kernel[(batch,)](
-        half, hidden, norm, scalar, ssq, next_norm, normed, eps, multiplier, width, triton.next_power_of_2(width), pdl,
-        num_warps=8, launch_pdl=pdl,
+        half, beside, hidden, norm, scalar, ssq, next_norm, normed, eps, multiplier, width,
+        triton.next_power_of_2(width), pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -126,10 +126,6 @@ class CudaDecoder(Decoder):
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
-        if config.architecture.sinks:
-            return f"its kernels have neither the attention sinks nor the activation of {config.model_type}"
-        if any(block.experts is not None and block.experts.beside for block in config.blocks):
-            return "its kernels have no experts beside a dense MLP"
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
             return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"
@@ -475,7 +471,8 @@ class CudaDecoder(Decoder):
 
     def _apply(self, block: Block[AnyLinear], first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
         if role == "experts":
-            return (run_experts(self.config, block, x, first_sparse, gpu_of(self.device), self._observe),)
+            gpu, scratch = gpu_of(self.device), self.weights.dequantized
+            return (run_experts(self.config, block, x, first_sparse, gpu, scratch, self._observe),)
         linear: FusedLinear = getattr(block, role)
         if self._observe is not None:
             self._observe(linear, x, first_sparse)

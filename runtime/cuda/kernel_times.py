@@ -15,7 +15,7 @@ from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, regime, remember_tiles, tuned_key
 
 from ..decoding.decoder import Decoder
-from ..torch.block import LINEARS
+from ..torch.block import LINEARS, SHARED
 from .decoder import CudaDecoder
 from .step import DecodeStep, capture, kv_splits_for
 
@@ -55,8 +55,9 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) 
                 one()
 
         table[name] = {"us": _time_launches(launch, len(mine))}
-        if name in LINEARS:
-            needed = sum(getattr(block, name).num_bytes_read for block in decoder.weights.blocks) * (1 - sparsity)
+        if name in (*LINEARS, *SHARED):
+            linears = (getattr(block, name) for block in decoder.weights.blocks)
+            needed = sum(one.num_bytes_read for one in linears if one is not None) * (1 - sparsity)
             table[name]["ideal_us"] = needed / len(mine) / gbps * 1e-3
     ideal = decoder.bytes_read()[1] / gbps * 1e-3
     table["logits"] = {"us": _time_launches(step.launch_logits, 1), "ideal_us": ideal}

@@ -19,6 +19,7 @@ from torch.nn import functional
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import compiling_side_by_side, triton_compiling
 from wisparse.kernels.gpu.attention import (
+    AttentionShape,
     Rows,
     launch_attention,
     launch_chunk_attention,
@@ -42,6 +43,7 @@ from ..decoding.heads import DraftHead
 from ..decoding.rotary import switch_length
 from ..torch.block import Block, drop_channels, embed
 from ..torch.block import attention as plain_attention
+from ..torch.experts import router_input
 from .step import PositionTables, attention_arguments, capture, router_of
 from .weights import AnyLinear, CudaWeights
 
@@ -105,17 +107,23 @@ def run_experts(
     x: Tensor,
     first_sparse: int,
     gpu: Gpu,
+    scratch: Tensor | None,
     observe: Observer | None = None,
 ) -> Tensor:
-    """A block's MLP of experts, of normed rows x (T, H); those from ``first_sparse`` on are masked. ``observe``: called
-    with each expert's linears, their inputs and the first masked row."""
+    """A block's MLP of experts, and of a dense one beside them, of x (T, H) as ``run_block`` gives it; rows from
+    ``first_sparse`` on are masked. ``scratch``: as of ``project``; ``observe``: called with each linear, each expert's
+    too, its input and the first masked row."""
     gate_up, down, router = block.gate_up, block.down, router_of(block)
     assert isinstance(gate_up, ExpertLinear)
     assert isinstance(down, ExpertLinear)
-    expert, weight = choose_experts(x, router)
+    entered, (expert, weight) = x, choose_experts(router_input(block, x), router)
+    if block.experts_input is not None:
+        x = block.experts_input(x)
     groups, masked_from = sort_by_expert(expert, len(gate_up.scales)), first_sparse if first_sparse < len(x) else None
     left = x.new_empty(expert.numel(), down.in_features)
-    expert_gemm(x, gate_up, groups, left, gpu, activation=config.activation, first_sparse=masked_from)
+    expert_gemm(
+        x, gate_up, groups, left, gpu, activation=config.activation, clamp=config.clamp, first_sparse=masked_from
+    )
     out = x.new_empty(len(x), router.total, down.out_features)
     expert_gemm(left, down, groups, out, gpu, weight=weight, first_sparse=masked_from)
     offsets = pairwise(groups.offset.tolist() if observe is not None else ())
@@ -125,7 +133,17 @@ def run_experts(
         dense = int((rows < first_sparse).sum())
         observe(gate_up.one(which), x[rows], dense)
         observe(down.one(which), left[first:end], dense)
-    return out.sum(1)
+    if block.shared_output is None:
+        return out.sum(1)
+    half = entered if block.mlp_input is None else block.mlp_input(entered)
+    for linear in (block.shared_gate_up, block.shared_down):
+        assert isinstance(linear, FusedLinear)
+        if observe is not None:
+            observe(linear, half, first_sparse)
+        half = torch.cat(project(linear, half, first_sparse, scratch), dim=-1)
+        half = launch_activate(half, config.activation) if linear is block.shared_gate_up else half
+    assert block.experts_output is not None
+    return block.shared_output(half) + block.experts_output(out.sum(1))
 
 
 def head_products(weights: CudaWeights, x: Tensor) -> Tensor:
@@ -158,8 +176,15 @@ def attention(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As ``runtime.torch.block``'s, without an explicit mask where torch has kernels that need none."""
+    """As ``runtime.torch.block``'s, without an explicit mask where torch has kernels that need none. Those have no sinks:
+    in half precision ours has."""
     count, stop = q.shape[1], keys.shape[1]
+    if sinks is not None and q.dtype != torch.float32:
+        queries, slots = q.transpose(0, 1).contiguous(), kv_slots(keys[None], values[None])
+        chunk, out = torch.tensor((0, start, count)).to(q.device, non_blocking=True), torch.empty_like(queries)
+        shape = AttentionShape(len(q), len(keys), q.shape[2], 0, window or 0)
+        launch_chunk_attention(queries, queries, chunk, slots, out, shape, config.attention_scale, sinks=sinks)
+        return out.transpose(0, 1)
     behind = start > 0 and count > 1
     windowed = window is not None and stop > window
     if config.attention_softcap is not None or sinks is not None or windowed or (behind and count <= _FEW):
@@ -338,7 +363,9 @@ class PromptReader:
             else:
                 launch_store_kv(qkv, given, slots, rotary, queries, shape, arguments["norms"])
                 attended = torch.empty_like(queries)
-                launch_chunk_attention(queries, qkv, given, slots, attended, shape, scale, stages=stages)
+                launch_chunk_attention(
+                    queries, qkv, given, slots, attended, shape, scale, sinks=block.sinks, stages=stages
+                )
             half = self._products(block.o, attended.reshape(len(hidden), -1))
             norm, following = block.attention_output, block.mlp_input
             launch_residual_add(
@@ -348,7 +375,7 @@ class PromptReader:
             if block.spec.experts is None:
                 half = self._products(block.down, launch_activate(self._products(block.gate_up, n), config.activation))
             else:
-                half = run_experts(config, block, n, len(n), self._gpu)
+                half = run_experts(config, block, n, len(n), self._gpu, weights.dequantized)
             norm, following = block.mlp_output, blocks[index + 1].attention_input if index + 1 < len(blocks) else None
             launch_residual_add(
                 half, hidden, None, norm=norm.factors if norm else None, scalar=block.scalar, normed=n, eps=eps,

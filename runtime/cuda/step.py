@@ -2,8 +2,10 @@
 
     embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next token (argmax, or sampled)
 
-A router stands before gate and up where a block has experts; the two are then of those that each row has chosen. A recurrent block has a gated DeltaNet's step where others have attention. Where outputs are normalized or multiplied
-before they are added, or the sum is, o and down are each followed by a launch that adds. Everything the step reads and
+A router stands before gate and up where a block has experts; the two are then of those that each row has chosen. A
+dense MLP beside them follows, and a launch adds both. A recurrent block has a gated DeltaNet's step where others have
+attention. Where outputs are normalized or multiplied before they are added, or the sum is, o and down are each followed
+by a launch that adds. Everything the step reads and
 writes is allocated here, once; token ids, positions and each row's slot of the cache live on the device: a graph serves
 any slots, and a replay behind the step before it needs nothing from the host.
 Launches overlap the previous one's tail (programmatic dependent launch) from compute capability 9.0 on.
@@ -35,14 +37,14 @@ from wisparse.kernels.gpu.experts import ExpertLinear, Router, launch_experts, l
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import GemvTile, KernelPlan, Scratch, gpu_of, launch_linear, plan
-from wisparse.kernels.gpu.reduction import launch_residual_add
+from wisparse.kernels.gpu.reduction import Beside, launch_residual_add
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, launch_sample
 
 from ..decoding.cache import KVCache
 from ..decoding.heads import DraftHead
 from ..decoding.rotary import Rotary, query_scales
 from ..decoding.sampling import SamplingParams
-from ..torch.block import LINEARS, Block, Norm
+from ..torch.block import LINEARS, SHARED, Block, Norm
 from .weights import AnyLinear, CudaWeights
 
 MAX_ROWS = 16
@@ -88,7 +90,7 @@ def attention_arguments(config: ModelConfig, block: Block[AnyLinear], rotary: Ro
     )  # fmt: skip
     q_norm, k_norm = (None if norm is None else norm.factors for norm in (block.q_norm, block.k_norm))
     norms = QKNorms(q_norm, k_norm, config.rms_norm_eps)
-    return {"shape": shape, "scale": config.attention_scale, "norms": norms}
+    return {"shape": shape, "scale": config.attention_scale, "norms": norms, "sinks": block.sinks}
 
 
 def router_of(block: Block[AnyLinear]) -> Router:
@@ -97,7 +99,11 @@ def router_of(block: Block[AnyLinear]) -> Router:
     assert weight is not None
     assert isinstance(block.gate_up, ExpertLinear)
     shared = block.gate_up.chosen - experts.chosen
-    return Router(weight, experts.count, experts.chosen, shared, experts.renormalised)
+    multiplier = 1.0 if block.router_scale is None else weight.shape[1] ** -0.5
+    return Router(
+        weight, experts.count, experts.chosen, shared, experts.renormalised, multiplier, block.router_bias,
+        block.expert_scale,
+    )  # fmt: skip
 
 
 def capture(launch: Callable[[], object], device: torch.device, pool: Any = None) -> Callable[[], object]:
@@ -181,7 +187,10 @@ class DecodeStep:
         long = gpu.arch == 90 and dtype != torch.float32 and kv_splits * rows > min(KV_SPLITS.values())
         self._attention_stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
         chosen = max(map(self._pairs, weights.blocks)) // rows
-        self._activated = empty(max(self._pairs(block) * block.down.in_features for block in weights.blocks))
+        beside = [one.in_features for block in weights.blocks if (one := block.shared_down) is not None]
+        widths = [self._pairs(block) * block.down.in_features for block in weights.blocks]
+        self._activated = empty(max(*widths, rows * max(beside, default=0)))
+        self._of_experts = empty(rows, config.hidden_size if beside else 0)  # what is added beside a dense MLP's
         self._routing = Routing(empty(rows, chosen, kind=torch.int32), empty(rows, chosen, kind=torch.float32))
         routers = [block.router for block in weights.blocks if block.router is not None]
         self._router_logits = empty(rows, max(map(len, routers), default=0), kind=torch.float32)
@@ -202,7 +211,9 @@ class DecodeStep:
         def choose(role: str, output: str, ssq_parts: int = 1, **attention: int) -> None:
             linear = getattr(block, role)
             if isinstance(linear, ExpertLinear):
-                chosen[role] = plan_experts(linear, self.rows, output=output, ssq_parts=ssq_parts, pdl=self.pdl)
+                chosen[role] = plan_experts(
+                    linear, self.rows, output=output, ssq_parts=ssq_parts, pdl=self.pdl, clamp=self.config.clamp
+                )
                 self._scratch.reserve(chosen[role])
                 return
             mine = tiles.get(role) if linear.widths == getattr(self.weights.blocks[0], role).widths else None
@@ -217,8 +228,12 @@ class DecodeStep:
         # The sums that the first norm reads are the last block's down's; the embedding leaves as many as block 0's.
         before = self.plans[-1]["down"] if self.plans else chosen["down"]
         choose("qkv", "plain", 1 if self._separate_add["down"] else before.ssq_parts)
-        choose("gate_up", self.config.activation, 1 if self._separate_add["o"] else chosen["o"].ssq_parts)
-        self.plans.append({role: chosen[role] for role in LINEARS})
+        apart = block.shared_down is not None
+        for role in ("gate_up", "shared_gate_up") if apart else ("gate_up",):
+            choose(role, self.config.activation, 1 if self._separate_add["o"] else chosen["o"].ssq_parts)
+        if apart:
+            choose("shared_down", "plain")
+        self.plans.append({role: chosen[role] for role in (*LINEARS, *SHARED) if role in chosen})
 
     def launch(self, *, sampled: bool = False, count: bool = False, indices: Iterable[int] | None = None) -> None:
         """``indices``: of the blocks, if not all are launched."""
@@ -271,13 +286,16 @@ class DecodeStep:
                 launch, one, given, output, self._scratch, plans[role], eps=eps, counting=counting
             )  # fmt: skip
 
-        def into_residual(role: str, given: Input, norm: Norm | None, scalar: Tensor | None) -> None:
-            ssq = self._sums(index, role)
-            linear(role, given, Output(self._half) if separate[role] else Output(self.hidden, ssq))
-            if separate[role]:
+        def into_residual(
+            role: str, given: Input, norm: Norm | None, scalar: Tensor | None, beside: Beside | None = None
+        ) -> None:
+            half = role.removeprefix("shared_")
+            ssq = self._sums(index, half)
+            linear(role, given, Output(self._half) if separate[half] else Output(self.hidden, ssq))
+            if separate[half]:
                 launches[f"{role} add"] = partial(
-                    launch_residual_add, self._half, self.hidden, ssq, norm=norm.factors if norm else None, scalar=scalar,
-                    eps=eps, multiplier=config.residual_multiplier, pdl=pdl,
+                    launch_residual_add, self._half, self.hidden, ssq, beside=beside, norm=norm.factors if norm else None,
+                    scalar=scalar, eps=eps, multiplier=config.residual_multiplier, pdl=pdl,
                 )  # fmt: skip
 
         ssq, norm = self._sums(index - 1, "down"), block.attention_input
@@ -304,19 +322,27 @@ class DecodeStep:
             )  # fmt: skip
             attended = Input(None, attention=self._attended[index])
         into_residual("o", attended, block.attention_output, None)
-        n, pairs, width = (
-            self._normed(block.mlp_input, self._sums(index, "o")),
-            self._pairs(block),
-            block.down.in_features,
-        )
+        ssq, pairs, width = self._sums(index, "o"), self._pairs(block), block.down.in_features
+        n = self._normed(block.mlp_input, ssq)
         if isinstance(block.gate_up, ExpertLinear):
+            scored = n if block.router_scale is None else Input(self.hidden, ssq, block.router_scale)
             launches["router"] = partial(
-                launch_router, n, router_of(block), self._router_logits, self._router_counter, self._routing, eps=eps,
-                pdl=pdl,
+                launch_router, scored, router_of(block), self._router_logits, self._router_counter, self._routing,
+                eps=eps, pdl=pdl,
             )  # fmt: skip
         activated = self._activated[: pairs * width].view(pairs, width)
-        linear("gate_up", n, Output(activated))
-        into_residual("down", Input(activated), block.mlp_output, block.scalar)
+        linear("gate_up", self._normed(block.experts_input, ssq) if block.experts_input else n, Output(activated))
+        if block.shared_down is None:
+            into_residual("down", Input(activated), block.mlp_output, block.scalar)
+            return launches
+        linear("down", Input(activated), Output(self._of_experts))
+        width = block.shared_down.in_features
+        activated = self._activated[: self.rows * width].view(self.rows, width)
+        linear("shared_gate_up", n, Output(activated))
+        assert block.experts_output is not None
+        assert block.shared_output is not None
+        beside = Beside(self._of_experts, block.experts_output.factors, block.shared_output.factors)
+        into_residual("shared_down", Input(activated), block.mlp_output, block.scalar, beside)
         return launches
 
     def launch_logits(self) -> None:
@@ -416,7 +442,7 @@ class _KeptCells:
         widths: list[Tensor] = []
         size = 0
         for index, block in enumerate(step.weights.blocks):
-            for role, linear in zip(LINEARS, block.linears, strict=True):
+            for role, linear in zip((*LINEARS, *SHARED), block.linears, strict=False):
                 if linear.dense:
                     continue
                 pairs = (step._pairs(block),) if isinstance(linear, ExpertLinear) else ()

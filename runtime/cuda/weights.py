@@ -17,12 +17,12 @@ from torch.nn import functional
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.model_config import ModelConfig, Projection
+from wisparse.formats.model_config import InOne, ModelConfig, Projection, experts_in_one
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, interleaved, round_weight
 from wisparse.kernels.gpu.experts import ExpertLinear, empty_experts
 from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
-from ..torch.block import LINEARS, Block, Norm, block_tensors, read_spec
+from ..torch.block import LINEARS, SHARED, Block, Norm, block_tensors, read_spec
 
 _HEAD_ROWS = 4096  # rows of a quantized output layer that a prompt dequantizes at once, at least
 _MOST_THREADS = 12  # that read files
@@ -110,7 +110,10 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
     """Read a bundle's weights onto ``device``, with its masks; copies may still be under way on the current stream."""
     config, checkpoint = bundle.config, bundle.checkpoint
     if isinstance(checkpoint, Checkpoint) and not checkpoint.quantised:
-        reads: Any = staged_reads(checkpoint, _names(config), device)
+        layout = config.architecture.experts
+        places = {} if layout is None or layout.together is None else experts_in_one(config)
+        names = (places[name].name if name in places else name for name in _names(config))
+        reads: Any = _reads_of_parts(staged_reads(checkpoint, dict.fromkeys(names), device), places)
     else:
         reads = nullcontext(lambda name: checkpoint.tensor(name, device).to(device))
     with reads as stored:
@@ -121,7 +124,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
         blocks = []
         for index in range(config.num_blocks):
             spec, experts = read_spec(config, index, source.tensor), config.blocks[index].experts
-            if experts is not None and experts.shared_size:  # the gate is the router's last row
+            if experts is not None and spec["shared_gate"] is not None:  # it is the router's last row
                 spec["router"] = torch.cat((spec["router"], spec["shared_gate"]))
             loaded: list[Any] = [
                 _load_linear(own, copies, source, weights)
@@ -129,7 +132,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
                 else _load_experts(own, shared, source, weights)
                 for role, own, shared, copies in _linears(config, index)
             ]
-            linears: dict[str, Any] = dict(zip(LINEARS, loaded, strict=True))
+            linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), loaded, strict=False))
             blocks.append(Block(**spec | {"shared_gate": None}, **linears))
         norm = Norm(source.tensor(_NORM), config.rms_norm_eps, config.architecture.norm_offset)
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
@@ -153,20 +156,37 @@ def _names(config: ModelConfig) -> Iterator[str]:
     for index in range(config.num_blocks):
         yield from block_tensors(config, index).values()
         for _, own, shared, _ in _linears(config, index):
-            for projection in (*own, *shared):
-                yield from (f"{part}.weight" for part in projection.parts)
-                if projection.bias:
-                    yield f"{projection.name}.bias"
+            yield from (f"{part}.weight" for projection in (*own, *shared) for part in projection.parts)
+            yield from (f"{part}.bias" for projection in own if projection.bias for part in projection.parts)
     yield _NORM
 
 
+@contextmanager
+def _reads_of_parts(reads: Any, places: Mapping[str, InOne]) -> Iterator[Callable[[str], Tensor]]:
+    """``reads`` of files that hold all experts of a block in one tensor, which is kept until another one is read."""
+    whole: dict[str, Tensor] = {}
+
+    def read(name: str) -> Tensor:
+        place = places.get(name)
+        if place is None:
+            return stored(name)
+        if place.name not in whole:
+            whole.clear()
+            whole[place.name] = stored(place.name)
+        return place.of(whole[place.name][place.expert])
+
+    with reads as stored:
+        yield read
+
+
 def _linears(config: ModelConfig, index: int) -> Iterator[tuple[str, list[Projection], list[Projection], int]]:
-    """A block's fused linears: role, projections, those of a shared expert beside the others', and how many each
-    projection stands for: a fused gate_up_proj is two that share a mask."""
-    fused = len(config.architecture.gate_up) == 1
+    """A block's fused linears: role, projections, those of a shared expert among the others, and how many each
+    projection stands for: a fused gate_up_proj is two that share a mask. A dense MLP beside experts is apart."""
+    fused, experts = len(config.architecture.gate_up) == 1, config.blocks[index].experts
     own = config.shared_inputs(index)
-    shared = dict(zip(EXPERTS, own[len(LINEARS) :], strict=False))
-    for role, projections in zip(LINEARS, own, strict=False):
+    apart = experts is not None and experts.beside
+    shared = {} if apart else dict(zip(EXPERTS, own[len(LINEARS) :], strict=False))
+    for role, projections in zip((*LINEARS, *SHARED) if apart else LINEARS, own, strict=False):
         yield role, projections, shared.get(role, []), 2 if fused and role == "gate_up" else 1
 
 
@@ -200,7 +220,11 @@ def _load_experts(own: list[Projection], shared: list[Projection], source: _Sour
             )
         for piece in range(pieces):
             _store(found.one(first.experts + piece).weight, i, _piece(weight, piece * size, size, down))
-    return replace(found, weight=without_default_zeros(found.weight))
+    bias: Tensor | None = None
+    if first.bias:
+        of_own = [torch.stack([source.tensor(f"{part}.bias") for part in projection.parts]) for projection in own]
+        bias = torch.cat(of_own, dim=1)
+    return replace(found, weight=without_default_zeros(found.weight), bias=bias)
 
 
 def _piece(weight: Tensor | QuantizedMatrix, first: int, size: int, down: bool) -> Tensor | QuantizedMatrix:
@@ -234,7 +258,6 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
     device, dtype, k = source.device, source.dtype, projections[0].in_features
     widths = tuple(projection.out_features // copies for projection in projections for _ in range(copies))
     fused: DeviceWeight | None = None
-    biases = []
     for i, projection in enumerate(projections):
         weight = source.weight(f"{projection.name}.weight", weights)
         if fused is None:  # those of one input are stored alike
@@ -248,10 +271,12 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
             part = weight[rows] if isinstance(weight, Tensor) else weight.rows(rows.start, rows.stop)
             _store(fused, i * copies + copy, part)
         del weight
-        none = torch.zeros(projection.out_features, dtype=dtype, device=device)
-        biases.append(source.tensor(f"{projection.name}.bias") if projection.bias else none)
     assert fused is not None
-    bias = torch.cat(biases) if any(projection.bias for projection in projections) else None
+    bias: Tensor | None = None
+    if any(projection.bias for projection in projections):
+        none = [torch.zeros(projection.out_features, dtype=dtype, device=device) for projection in projections]
+        own = [source.tensor(f"{one.name}.bias") if one.bias else none[i] for i, one in enumerate(projections)]
+        bias = torch.cat(own)
     scales = torch.ones(len(widths), k, dtype=torch.float32, device=device)
     thresholds = torch.zeros(len(widths) * fused.planes, dtype=torch.float32, device=device)
     return FusedLinear(without_default_zeros(fused), bias, scales, thresholds, dense=True)
@@ -271,7 +296,7 @@ def with_dense(weights: CudaWeights, dense: tuple[bool, ...], *, apart: bool = F
         linears = [replace(linear, dense=next(rest)) for linear in block.linears]
         if apart:
             linears = [replace(one, scales=one.scales.clone(), thresholds=one.thresholds.clone()) for one in linears]
-        changes: dict[str, Any] = dict(zip(LINEARS, linears, strict=True))
+        changes: dict[str, Any] = dict(zip((*LINEARS, *SHARED), linears, strict=False))
         blocks.append(replace(block, **changes))
     return replace(weights, blocks=blocks)
 

@@ -13,15 +13,20 @@ from wisparse.formats.model_config import ModelConfig
 from .block import Block, Norm, activate, float_dtype
 
 
+def router_input(block: Block[Any], x: Tensor) -> Tensor:
+    """What the router multiplies, of what enters the experts (T, H)."""
+    if block.router_scale is None or block.mlp_input is None:
+        return x
+    return Norm(block.router_scale, block.mlp_input.eps, offset=False)(x) * x.shape[1] ** -0.5
+
+
 def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     """The weights of the chosen experts, in x's type, and which these are: (T, chosen) each, from x (T, H)."""
     experts, router = block.spec.experts, block.router
     assert experts is not None
     assert router is not None
-    if block.router_scale is not None and block.mlp_input is not None:
-        normed = Norm(x.new_ones(()), block.mlp_input.eps, offset=False)(x)
-        x = normed * block.router_scale * x.shape[1] ** -0.5
-    shares = functional.linear(x, router, block.router_bias).softmax(-1, dtype=float_dtype(x.dtype))
+    logits = functional.linear(router_input(block, x), router, block.router_bias)
+    shares = logits.softmax(-1, dtype=float_dtype(x.dtype))
     weights, chosen = shares.topk(experts.chosen, dim=-1)
     if experts.renormalised:
         weights = weights / weights.sum(-1, keepdim=True)
