@@ -45,9 +45,10 @@ def make_decoder(
     max_batch: int | None = 1,
     kv_cache_dtype: str = "auto",
     drafting: tuple[Bundle, str] | None = None,
+    most_drafted: int = 0,
 ) -> Decoder:
     """Build the decoder that ``backend`` names; ``auto``: the fastest that can run it. Arguments as for :func:`load`;
-    ``drafting``: for `Decoder.draft_by_steps`."""
+    ``drafting``: for `Decoder.draft_by_steps`; ``most_drafted``: as a `Decoder` has it."""
     longest = bundle.config.max_position_embeddings
     if bundle.recipe.graded and weights != "native":
         raise UsageError(f"weights: expected native for a graded bundle, which has its own, found {weights!r}")
@@ -95,7 +96,7 @@ def make_decoder(
     with memory_errors(device, "to load the model"):
         decoder = chosen(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch,
-            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype=kv_cache_dtype, most_drafted=most_drafted,
         )  # fmt: skip
         if drafting is not None:
             decoder.draft_by_steps(*drafting)

@@ -419,6 +419,8 @@ class Step:
                     DeltaField.RATE: delta.log_rate.float().exp(),
                     DeltaField.INPUTS: states.inputs,
                     DeltaField.STATES: states.state,
+                    DeltaField.BUFFERS: cache.buffers,
+                    DeltaField.SLOTS: len(cache.lengths),
                 }
                 row[BlockField.DELTA] = torch.from_numpy(self._fill(DeltaField, numbers))
             if spec.rotary is not None:

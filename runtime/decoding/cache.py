@@ -84,9 +84,9 @@ class KVCache:
         kv_cache_dtype: str = "auto",
         buffers: int = 1,
     ) -> None:
-        """``kv_cache_dtype``: what keys and values are stored as, one of ``KV_CACHE_DTYPES``. ``buffers``: 1, or 2: the
-        state after p positions then lies in buffer p % 2, beside that of p - 1."""
-        self._buffers, self._dtype, self._kv_cache_dtype = buffers, dtype, kv_cache_dtype
+        """``kv_cache_dtype``: what keys and values are stored as, one of ``KV_CACHE_DTYPES``. ``buffers``: a recurrent
+        block's states after so many successive positions are kept: that after p positions in buffer p % buffers."""
+        self.buffers, self._dtype, self._kv_cache_dtype = buffers, dtype, kv_cache_dtype
         self.attention: dict[int, Stored] = {}  # by block
         # Recurrent block -> its states, each tensor of a DeltaState with (buffers, slots) in front.
         self.recurrent: dict[int, DeltaState] = {}
@@ -150,13 +150,13 @@ class KVCache:
 
     def state(self, block: int, slot: int, position: int) -> DeltaState:
         """Where a recurrent block's state after that many positions of a slot lies."""
-        states, buffer = self.recurrent[block], position % self._buffers
+        states, buffer = self.recurrent[block], position % self.buffers
         return DeltaState(states.inputs[buffer, slot], states.state[buffer, slot])
 
     def moving(self, block: int, slot: int, start: int, stop: int) -> DeltaState:
         """The state after ``start`` positions, in the place of the one after ``stop``, for the caller to update."""
         target = self.state(block, slot, stop)
-        if (stop - start) % self._buffers:
+        if (stop - start) % self.buffers:
             target.take(self.state(block, slot, start))
         return target
 

@@ -86,10 +86,14 @@ class Decoder(ABC):
         weights: str = "native",
         kv_cache_dtype: str = "auto",
         cache: KVCache | None = None,
+        most_drafted: int = 0,
     ) -> None:
         """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``;
-        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to read and append to."""
+        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to read and append to;
+        ``most_drafted``: tokens of a draft, at most, that will be verified."""
         self.config = bundle.config
+        # A slot can be taken back by as many: recurrent blocks keep their states before a draft, and after each token.
+        self._state_buffers = most_drafted + 2 if most_drafted else 1
         self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -236,7 +240,7 @@ class Decoder(ABC):
     def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
         """Append several tokens to each of the slots 0..B-1, none to an idle one, with the bundle's masks: of every token,
         slot by slot, the one that follows it, as :meth:`step` chooses (R,) int64, and its logits (R, V) float32, as
-        :meth:`decode` gives them. Not where blocks are recurrent. Valid until the next call; :meth:`truncate` follows."""
+        :meth:`decode` gives them. Valid until the next call; :meth:`truncate` follows."""
         rows = []
         for slot, tokens in enumerate(token_ids):
             for token in tokens:
