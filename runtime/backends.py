@@ -23,7 +23,7 @@ from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.cache import memory_errors
 from .decoding.decoder import Decoder, default_limits, weight_bytes
-from .decoding.heads import HeadFiles
+from .decoding.heads import HeadFiles, MtpFiles
 from .generation.speculation import SpeculativeConfig, make_drafter
 from .model import Model
 from .tokenizer import Tokenizer
@@ -166,7 +166,7 @@ def load(
             ``method`` ``self``: tokens that the model drafts at another level of the bundle, ``sparsity`` or ``bits``
             (4 of a bundle that is not graded: weights rounded to int4, in memory beside the others), and
             ``num_speculative_tokens`` (4). ``method`` ``eagle3``: an EAGLE-3 head drafts, ``model`` is its folder or Hub
-            id. ``auto``: ``ngram``, where it changes no token and the model can; None: never.
+            id. ``method`` ``mtp``: the head in the bundle of a Qwen3.5 drafts. ``auto``: ``ngram``, where it changes no token and the model can; None: never.
 
     Raises:
         AccessError: no such folder or repository, no permission, no network.
@@ -189,26 +189,23 @@ def load(
     start = time.perf_counter()
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(fetch_bundle(bundle, revision))
     opened = opened.chosen(sparsity, bits)
-    recurrent = opened.config.delta_net is not None
-    if recurrent and speculative not in (None, "auto"):
-        raise UsageError(
-            "speculative: expected none for this model: the state of its recurrent blocks cannot be taken back to the last "
-            "accepted token"
-        )
-    head = HeadFiles.open(config.model, opened) if config.model is not None else None
+    asked, recurrent = speculative not in (None, "auto"), opened.config.delta_net is not None
+    head: HeadFiles | MtpFiles | None = HeadFiles.open(config.model, opened) if config.model is not None else None
+    if config.method == "mtp":
+        head = MtpFiles.open(opened)
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
         max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
         drafting=drafting_level(opened, config, weights) if config.method == "self" else None,
+        most_drafted=config.num_speculative_tokens if asked else 0,
     )  # fmt: skip
     if head is not None:
         decoder.attach(head)
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
-    decoder.speculates = speculative is not None and (
-        speculative != "auto" or (decoder.verifies_alike and not recurrent)
-    )
+    # Of recurrent blocks every token of a draft takes memory: not unasked.
+    decoder.speculates = asked or (speculative == "auto" and decoder.verifies_alike and not recurrent)
     if decoder.speculates:
         log.info("speculation: %s", config)
     most = config.num_speculative_tokens

@@ -25,7 +25,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
 from ..torch.block import Block, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position
-from .heads import DraftHead, HeadFiles
+from .heads import DraftHead, HeadFiles, MtpFiles
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
@@ -161,6 +161,10 @@ class Decoder(ABC):
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:
         """(T, H) to (T, V) float32."""
+
+    @abstractmethod
+    def _output(self, x: Tensor) -> Tensor:
+        """The same from what the last norm gives, x (R, H) of a few rows; valid until the next step."""
 
     @torch.inference_mode()
     def prefill(
@@ -304,13 +308,12 @@ class Decoder(ABC):
         ends = zip(self._cache.lengths, token_ids, strict=False)
         return [position for end, tokens in ends for position in range(end - len(tokens) + 1, end + 1)]
 
-    def attach(self, files: HeadFiles) -> None:
+    def attach(self, files: HeadFiles | MtpFiles) -> None:
         """Load a head that drafts; before any slot is filled."""
-        self.head = DraftHead(
-            files, self._embedding, self.max_batch, (self._cache.length, self.max_seq_len), self.device,
-            self._head_dtype(),
-        )  # fmt: skip
-        self.draft_cost = self.head.bytes_read() / max(sum(self.bytes_read()), 1)
+        lengths, dtype, read = (self._cache.length, self.max_seq_len), self._head_dtype(), self.bytes_read()
+        weights = files.weights(self.device, dtype)
+        self.head = DraftHead(weights, self._embedding, self._output, self.max_batch, lengths, dtype)
+        self.draft_cost = self.head.bytes_read(read[1]) / max(sum(read), 1)
 
     def _head_dtype(self) -> torch.dtype:
         return self.dtype

@@ -97,7 +97,10 @@ class TorchDecoder(Decoder):
         return [projection(x, first_sparse) for projection in getattr(block, role)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return finish_logits(self.config, functional.linear(self._norm(hidden), self._head).float())
+        return self._output(self._norm(hidden))
+
+    def _output(self, x: Tensor) -> Tensor:
+        return finish_logits(self.config, functional.linear(x, self._head).float())
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         for projection in self._projections:
