@@ -22,7 +22,7 @@ from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, P
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.cache import memory_errors
-from .decoding.decoder import Decoder, default_limits, weight_bytes
+from .decoding.decoder import Decoder, default_limits, states_kept, weight_bytes
 from .decoding.heads import HeadFiles, MtpFiles
 from .generation.speculation import SpeculativeConfig, make_drafter
 from .model import Model
@@ -78,7 +78,8 @@ def make_decoder(
         needed = weight_bytes(bundle, dtype, weights, chosen.keeps)
         needed += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
         with memory_errors(device, "to begin with"):
-            limits = default_limits(bundle.config, dtype, device, max_batch, max_seq_len, needed, kv_cache_dtype)
+            sizes, states = (max_batch, max_seq_len), states_kept(most_drafted)
+            limits = default_limits(bundle.config, dtype, device, *sizes, needed, kv_cache_dtype, states)
         if max_seq_len is None and limits[1] < longest:
             text = "max_seq_len %d: the model's context of %d does not fit the free memory's share for %d slots"
             log.info(text, limits[1], longest, limits[0])

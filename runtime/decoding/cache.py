@@ -27,6 +27,15 @@ def bytes_per_position(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: 
     return 2 * sum(block.kv_size + block.num_kv_heads * torch.float32.itemsize for block in blocks)
 
 
+def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one state of one slot, over all recurrent blocks."""
+    delta = config.delta_net
+    if delta is None:
+        return 0
+    inputs, state = (delta.taps - 1) * delta.mixed_size, delta.value_heads * delta.key_dim * delta.value_dim
+    return sum(block.recurrent for block in config.blocks) * (inputs * dtype.itemsize + 4 * state)
+
+
 class Stored(NamedTuple):
     """Keys and values of an attention block, uninitialised beyond each slot's length."""
 
@@ -94,7 +103,8 @@ class KVCache:
         self.length = length  # positions that each has room for
         delta, copies = config.delta_net, (buffers, slots)
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-        size = bytes_per_position(config, dtype, kv_cache_dtype) * slots * length / 1e9
+        each = bytes_per_position(config, dtype, kv_cache_dtype) * length + buffers * state_bytes(config, dtype)
+        size = slots * each / 1e9
         with memory_errors(device, f"for a cache of {size:.1f} GB, {slots} x {length} positions"):
             for index, block in enumerate(config.blocks):
                 if block.recurrent and delta is not None:

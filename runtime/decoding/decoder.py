@@ -24,7 +24,7 @@ from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
 from ..torch.block import Block, Positions, attention, embed, run_block
-from .cache import KVCache, bytes_per_position
+from .cache import KVCache, bytes_per_position, state_bytes
 from .heads import DraftHead, HeadFiles, MtpFiles
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
@@ -92,8 +92,7 @@ class Decoder(ABC):
         ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to read and append to;
         ``most_drafted``: tokens of a draft, at most, that will be verified."""
         self.config = bundle.config
-        # A slot can be taken back by as many: recurrent blocks keep their states before a draft, and after each token.
-        self._state_buffers = most_drafted + 2 if most_drafted else 1
+        self._state_buffers = states_kept(most_drafted)
         self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -366,6 +365,11 @@ class Decoder(ABC):
             del self.__dict__[name]
 
 
+def states_kept(most_drafted: int) -> int:
+    """Of a recurrent block, in each slot: before the newest token and a draft, and after each of them."""
+    return most_drafted + 2 if most_drafted else 1
+
+
 def verified_settings(
     token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]
 ) -> list[SamplingParams]:  # fmt: skip
@@ -425,20 +429,23 @@ def peak_bytes(device: torch.device) -> int:
 
 def default_limits(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int | None, max_seq_len: int | None,
-    weight_bytes: int, kv_cache_dtype: str = "auto",
+    weight_bytes: int, kv_cache_dtype: str = "auto", states: int = 1,
 ) -> tuple[int, int]:  # fmt: skip
     """``max_batch`` and ``max_seq_len``, where they are None. The batch: as many slots as the cache's memory holds, each
     of the context or ``_SERVED_POSITIONS``, up to ``_MOST_SLOTS``. The length: the model's context, or the positions, a
-    multiple of 256, that fit that memory: a share of what the weights leave free."""
+    multiple of 256, that fit that memory: a share of what the weights leave free. ``states``: of
+    recurrent blocks, that each slot keeps."""
     on_gpu = device.type == "cuda"
     share = _SERVER_CACHE_SHARE if max_batch is None and on_gpu else _CACHE_SHARE
     free = max(available_bytes(device) - weight_bytes, 0)
-    fitting = int(free * share) // bytes_per_position(config, dtype, kv_cache_dtype)
-    longest = config.max_position_embeddings
+    memory, of_slot = int(free * share), states * state_bytes(config, dtype)
+    each, longest = bytes_per_position(config, dtype, kv_cache_dtype), config.max_position_embeddings
     if max_batch is None:
         most = _MOST_SLOTS["cuda" if on_gpu else "cpu"]
-        max_batch = min(max(fitting // (max_seq_len or min(longest, _SERVED_POSITIONS)), 1), most)
+        positions = max_seq_len or min(longest, _SERVED_POSITIONS)
+        max_batch = min(max(memory // (positions * each + of_slot), 1), most)
     if max_seq_len is None:
-        each = max(fitting // max_batch // _FEWEST_POSITIONS * _FEWEST_POSITIONS, _FEWEST_POSITIONS)
-        max_seq_len = longest if fitting // max_batch >= longest else min(each, longest)
+        fitting = max(memory // max_batch - of_slot, 0) // each
+        whole = max(fitting // _FEWEST_POSITIONS * _FEWEST_POSITIONS, _FEWEST_POSITIONS)
+        max_seq_len = longest if fitting >= longest else min(whole, longest)
     return max_batch, max_seq_len

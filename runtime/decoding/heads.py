@@ -189,12 +189,8 @@ class HeadFiles:
                 what = "unexpected" if one in stored else "missing"
                 raise error(f"{name}: the weights are no EAGLE-3 head of one Llama block: {what} tensor {one!r:.100}")
             entry = files[stored[one][0]].entries[stored[one][1]]
-            require(
-                entry.shape == expected[one] and entry.code in DTYPES,
-                one,
-                f"{expected[one]} in BF16, F16 or F32",
-                entry,
-            )
+            fits = entry.shape == expected[one] and entry.code in DTYPES
+            require(fits, one, f"{expected[one]} in BF16, F16 or F32", entry)
         if "d2t" in stored:
             entry = files[stored["d2t"][0]].entries[stored["d2t"][1]]
             require(entry == Entry("I64", (draft_vocab,)), "d2t", f"({draft_vocab},) in I64", entry)
