@@ -193,8 +193,8 @@ class Checkpoint:
         layout, places = config.architecture.experts, experts_in_one(config)
         together = layout is not None and layout.together is not None
         head, head_places = mtp_tensors(config)
-        there = {place.name for place in head_places.values() if place.name in stored}
-        held = {place.name if (place := head_places.get(name)) and place.name in there else name for name in head}
+        in_one = {name: one.name for name, one in head_places.items() if one.name in stored}
+        held = {in_one.get(name, name) for name in head}
         if held == {name for name in stored if name.startswith(MTP)}:
             expected, places = expected | head, places | head_places
         fused = {} if together or is_bundle else {name: one for name, one in places.items() if one.name in stored}

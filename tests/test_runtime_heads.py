@@ -125,6 +125,11 @@ def make_mtp(variant: str, folder: Path) -> Path:
     block = load_file(save_random(AutoModelForCausalLM, config, "mtp", folder / "block") / "model.safetensors")
     outside = ("model.embed_tokens.weight", "lm_head.weight")
     tensors = {name.replace("model.", "mtp.", 1): one for name, one in block.items() if name not in outside}
+    experts, roles = "mtp.layers.0.mlp.experts.", ("gate", "up", "down")
+    if f"{experts}0.up_proj.weight" in tensors:  # in one tensor, as they may be published
+        apart = [[tensors.pop(f"{experts}{i}.{role}_proj.weight") for i in range(6)] for role in roles]
+        gate, up, tensors[f"{experts}down_proj"] = map(torch.stack, apart)
+        tensors[f"{experts}gate_up_proj"] = torch.cat((gate, up), dim=1)
     generator = torch.Generator().manual_seed(4)
     tensors["mtp.fc.weight"] = torch.randn(H, 2 * H, generator=generator) * H**-0.5
     for half in ("embedding", "hidden"):

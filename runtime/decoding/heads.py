@@ -100,7 +100,9 @@ class MtpFiles:
         if config.blocks[0].experts is None:
             tensors |= {"gate_up": torch.cat(linears["gate_up"]), "down": linears["down"][0]}
         else:
-            called = {role: [partial(_dense, one) for one in linear] for role, linear in linears.items()}
+            called: dict[str, Any] = {
+                role: [partial(_dense, one) for one in linear] for role, linear in linears.items()
+            }
             experts = Block[Any](**spec, **called)
         taps = (self.bundle.config.num_blocks,)
         return HeadWeights(config, taps, tensors, experts=experts)
