@@ -140,7 +140,8 @@ class Checkpoint:
     config_dict: Mapping[str, Any]  # ``config.json``; of a wrapper (vision and text) what its text model's would be
     config: ModelConfig
     # plain name -> info, in the order a decoder meets them: the expected ones, those of a head that drafts if it is there,
-    # and ``lm_head.weight`` where a tied checkpoint stores it nevertheless. The tensors that stand for a weight in few bits take its place
+    # and ``lm_head.weight`` where a tied checkpoint stores it nevertheless. The tensors that stand for a weight in few
+    # bits take its place
     tensors: Mapping[str, TensorInfo]
     quantised: Mapping[str, StoredWeight]  # name of every weight that is stored in few bits -> how
     vision_tensors: int  # how many tensors of a wrapper are not the text model's; 0 for a plain model

@@ -167,7 +167,8 @@ def load(
             ``method`` ``self``: tokens that the model drafts at another level of the bundle, ``sparsity`` or ``bits``
             (4 of a bundle that is not graded: weights rounded to int4, in memory beside the others), and
             ``num_speculative_tokens`` (4). ``method`` ``eagle3``: an EAGLE-3 head drafts, ``model`` is its folder or Hub
-            id. ``method`` ``mtp``: the head in the bundle of a Qwen3.5 drafts. ``auto``: ``ngram``, where it changes no token and the model can; None: never.
+            id. ``method`` ``mtp``: the head in the bundle of a Qwen3.5 drafts. ``auto``: ``ngram``, where it changes no
+            token and the model has no recurrent blocks; None: never.
 
     Raises:
         AccessError: no such folder or repository, no permission, no network.

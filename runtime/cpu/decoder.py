@@ -220,7 +220,7 @@ class CpuDecoder(TorchDecoder):
     def _output(self, x: Tensor) -> Tensor:
         if self._head.scale is not None:
             return self._step.finish(x.to(self.dtype), normed=True)
-        return finish_logits(self.config, self._head.linear(x, None).float())
+        return finish_logits(self.config, self._head.linear(x.to(self.dtype), None).float())
 
 
 def step_region(config: ModelConfig, dtype: torch.dtype) -> str:

@@ -318,7 +318,7 @@ class Decoder(ABC):
         return self.dtype
 
     def truncate(self, slot: int, length: int) -> None:
-        """Take the last tokens of a slot back."""
+        """Take the last tokens of a slot back; where blocks are recurrent at most ``most_drafted`` and one."""
         self._cache.lengths[slot] = length
 
     @torch.inference_mode()
