@@ -211,7 +211,8 @@ def load(
     if decoder.speculates:
         log.info("speculation: %s", config)
     most = config.num_speculative_tokens
-    if config.method == "self" and not make_drafter(config, decoder.verify_costs, decoder.draft_cost, ()).propose(most):
+    costs = decoder.verify_costs, decoder.draft_cost
+    if config.method != "ngram" and not make_drafter(config, *costs, ()).propose(most):
         said = "speculative: no drafts are made: one takes %.2f of a step here, and to verify it more than it saves"
         log.warning(said, decoder.draft_cost)
     return Model(opened, decoder, text, prefill, config if decoder.speculates else None)

@@ -124,9 +124,8 @@ class CpuDecoder(TorchDecoder):
         return self._step.logits[: len(tokens)]
 
     def attach(self, files: HeadFiles | MtpFiles) -> None:
+        self._step.tap(files.taps)
         super().attach(files)
-        assert self.head is not None
-        self._step.tap(self.head.taps)
 
     def _head_dtype(self) -> torch.dtype:
         return product_dtype(self.dtype)

@@ -88,6 +88,7 @@ class CudaDecoder(Decoder):
     verify_margin = 0.25
     verifies_alike = False  # rows beside a row change its roundings
     most_verified = MAX_ROWS
+    times_heads = False  # a draft's first calls are captured
     _drafting: CudaDecoder | None
     _attention = staticmethod(attention)
 

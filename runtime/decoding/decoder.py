@@ -61,6 +61,9 @@ class Decoder(ABC):
     # Of a step that verifies drafts, in steps of one token: what it takes beyond one, and for each drafted token.
     verify_costs: tuple[float, float] = (0.0, 1.0)
     draft_cost: float = 1.0  # of each token that :meth:`draft` gives, in plain steps
+    times_heads: ClassVar[bool] = (
+        True  # whether that of a head is measured; if not, it is told by the bytes that are read
+    )
     most_verified: ClassVar[int] = 16  # tokens of such a step, of all slots together
     # A verified token is what `decode` gives where the two largest logits are at least so far apart.
     verify_margin: float = 0.0
@@ -285,18 +288,19 @@ class Decoder(ABC):
                 bundle, device=self.device, dtype=self.dtype, max_seq_len=self.max_seq_len, max_batch=self.max_batch,
                 weights=weights, kv_cache_dtype=self.kv_cache_dtype, cache=self._cache,
             )  # fmt: skip
-        medians = []
-        for decoder in (self._drafting, self):
-            seconds, token = [], torch.zeros(1, dtype=torch.int64)
-            steps = min(_TIMED_STEPS, self.max_seq_len)
-            for step in range(steps):
-                began = time.perf_counter()
-                token = decoder.step(token, [SamplingParams()], last=step + 1 == steps).clamp(min=0)
-                seconds.append(time.perf_counter() - began)
-            self.truncate(0, 0)
-            medians.append(statistics.median(seconds))
-        self.draft_cost = medians[0] / medians[1]
+        self.draft_cost = self._drafting._step_seconds() / self._step_seconds()
         log.info("a drafted token takes %.2f of a step", self.draft_cost)
+
+    def _step_seconds(self) -> float:
+        """A step's median; the slots must be empty, and are again."""
+        seconds, token = [], torch.zeros(1, dtype=torch.int64)
+        steps = min(_TIMED_STEPS, self.max_seq_len)
+        for step in range(steps):
+            began = time.perf_counter()
+            token = self.step(token, [SamplingParams()], last=step + 1 == steps).clamp(min=0)
+            seconds.append(time.perf_counter() - began)
+        self._cache.begin(0, 0)
+        return statistics.median(seconds)
 
     @abstractmethod
     def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Decoder:
@@ -308,11 +312,20 @@ class Decoder(ABC):
         return [position for end, tokens in ends for position in range(end - len(tokens) + 1, end + 1)]
 
     def attach(self, files: HeadFiles | MtpFiles) -> None:
-        """Load a head that drafts; before any slot is filled."""
+        """Load a head that drafts, and measure what that costs; before any slot is filled."""
         lengths, dtype, read = (self._cache.length, self.max_seq_len), self._head_dtype(), self.bytes_read()
         weights = files.weights(self.device, dtype)
         self.head = DraftHead(weights, self._embedding, self._output, self.max_batch, lengths, dtype)
-        self.draft_cost = self.head.bytes_read(read[1]) / max(sum(read), 1)
+        if self.times_heads:
+            step, seconds, length = self._step_seconds(), [], min(_TIMED_STEPS, self.max_seq_len)
+            for _ in range(_TIMED_STEPS):
+                began = time.perf_counter()
+                self.head.draft([length], [0], {0: 1})
+                seconds.append(time.perf_counter() - began)
+            self.head.begin(0, 0)
+            self.draft_cost = statistics.median(seconds) / step
+        else:
+            self.draft_cost = self.head.bytes_read(read[1]) / max(sum(read), 1)
 
     def _head_dtype(self) -> torch.dtype:
         return self.dtype

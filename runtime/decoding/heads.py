@@ -71,6 +71,10 @@ class MtpFiles:
             )
         return cls(bundle)
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.bundle.config.num_blocks,)
+
     def weights(self, device: torch.device, dtype: torch.dtype) -> HeadWeights:
         tensor, config = self.bundle.checkpoint.tensor, mtp_config(self.bundle.config)
         heads, width, hidden = config.num_heads, config.head_dim, config.hidden_size
@@ -104,8 +108,7 @@ class MtpFiles:
                 role: [partial(_dense, one) for one in linear] for role, linear in linears.items()
             }
             experts = Block[Any](**spec, **called)
-        taps = (self.bundle.config.num_blocks,)
-        return HeadWeights(config, taps, tensors, experts=experts)
+        return HeadWeights(config, self.taps, tensors, experts=experts)
 
 
 def _dense(weight: Tensor, x: Tensor, first_sparse: int) -> Tensor:
