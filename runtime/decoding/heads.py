@@ -1,12 +1,12 @@
 """Heads that draft: one block that guesses from the model's hidden states which tokens follow, a chain of them.
 
-e is the embedding of a token, h the hidden state before it, the model's or the head's own; n norms by weights of their own:
+e is a token's embedding, h the hidden state before it, the model's or the head's own; n norms by weights of its own:
 
              h of the model       residual          the block reads   h of the head   logits
     EAGLE-3  fc of three blocks'  h, or n(h)        [n(e), n(h)]      its output      output layer of n(h)
     MTP      n of the last one's  fc [n(e), n(h)]   n(residual)       n(its output)   the model's output layer of h
 
-The first is in files of its own, the second is Qwen3.5's in the model's, which SGLang's ``models/qwen3_5_mtp.py`` runs alike.
+The first is in files of its own, the second, Qwen3.5's, in the model's. SGLang's ``qwen3_5_mtp.py`` computes the same.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class MtpFiles:
     def open(cls, bundle: Bundle) -> MtpFiles:
         if f"{MTP}fc.weight" not in bundle.checkpoint.tensors:
             raise UsageError(
-                f"speculative: mtp: expected a head for multi-token prediction in the bundle ({MTP}*), found none: convert "
-                "a checkpoint of Qwen3.5 that has one, of one block and not quantised, with this version"
+                f"speculative: mtp: expected a head for multi-token prediction in the bundle ({MTP}*), found none: "
+                "convert a checkpoint of Qwen3.5 that has one, of one block and not quantised, with this version"
             )
         return cls(bundle)
 
