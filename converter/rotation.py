@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.manifest import RotationRecord
-from wisparse.formats.model_config import LM_HEAD, ModelConfig, experts_in_one
+from wisparse.formats.model_config import LM_HEAD, MTP, ModelConfig, experts_in_one
 
 from .calibration import CalibrationTokens
 from .experts import Rows
@@ -226,6 +226,8 @@ def load_weights(model: Any, checkpoint: Checkpoint, advance: Callable[[], None]
     """Copy a checkpoint's tensors into a model of its shapes; its embeddings into an output layer that is not tied."""
     parameters, output = weights_of(model, checkpoint.config), model.get_output_embeddings()
     for name in checkpoint.tensors:
+        if name.startswith(MTP):  # transformers leaves the head that drafts out
+            continue
         (output.weight if name == LM_HEAD else parameters[name]).copy_(checkpoint.tensor(name))
         advance()
     if LM_HEAD not in checkpoint.tensors:

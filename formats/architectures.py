@@ -112,6 +112,9 @@ class Architecture:
     residual_multiplier: Power | None = None
     logits_multiplier: Power | None = None
     experts: ExpertsLayout | None = None  # None: every MLP is dense
+    # Checkpoints may hold a head that drafts, ``mtp.*``: a block with attention that reads the last hidden state and the
+    # token after it, between norms of its own. Embedding and output layer are the model's.
+    mtp: bool = False
     without: tuple[str, ...] = ()  # config keys of arithmetic that is not known here: they have to be null
 
     def __post_init__(self) -> None:
@@ -132,6 +135,7 @@ _NEWER_GEMMA: dict[str, Any] = {
     "logits_softcap": "final_logit_softcapping",
 }
 _QWEN3: dict[str, Any] = {**_BIASES, **_WINDOWS, "qk_norm": QKNorm()}
+_QWEN3_5: dict[str, Any] = {**_QWEN3, "norm_offset": True, "attention_gate": True, "recurrent": True, "mtp": True}
 _OLMO: dict[str, Any] = {**_BIASES, "norms": _AFTER, "qk_norm": QKNorm(per_head=False)}
 _GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "interleaved": True}
 
@@ -142,16 +146,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ministral3": Architecture("Ministral3ForCausalLM", query_scaling=True),
     "qwen2": Architecture("Qwen2ForCausalLM", **_WINDOWS, qkv_bias=True),
     "qwen3": Architecture("Qwen3ForCausalLM", **_QWEN3),
-    "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", **_QWEN3, norm_offset=True, attention_gate=True, recurrent=True),
+    "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", **_QWEN3_5),
     "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM", **_BIASES, qk_norm=QKNorm(), experts=ExpertsLayout("norm_topk_prob", dense_blocks=True)
     ),
     "qwen3_5_moe_text": Architecture(
         "Qwen3_5MoeForCausalLM",
-        **_QWEN3,
-        norm_offset=True,
-        attention_gate=True,
-        recurrent=True,
+        **_QWEN3_5,
         experts=ExpertsLayout(True, shared_size="shared_expert_intermediate_size"),
     ),
     "mixtral": Architecture(

@@ -22,7 +22,7 @@ from .architectures import WRAPPERS, text_name
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .lazy import Tensor, torch
 from .manifest import MANIFEST, SIDECAR
-from .model_config import LM_HEAD, InOne, ModelConfig, expected_tensors, experts_in_one
+from .model_config import LM_HEAD, MTP, InOne, ModelConfig, expected_tensors, experts_in_one, mtp_tensors
 from .quantization import MXFP4, Packed, Packing, Part, Plain, mxfp4_parts, read_quantisation, widen_mxfp4
 from .weight_types import QuantizedMatrix
 
@@ -30,7 +30,8 @@ INDEX = "model.safetensors.index.json"
 _OF_DECODERS = re.compile("ForCausalLM|ForConditionalGeneration|LMHead|None")  # classes that write text, or none named
 _SINGLE = "model.safetensors"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt", "model.bin")
-# Tensors that decoding does without: rotary frequencies of old Llamas, Qwen3.5's block that guesses several tokens.
+# Tensors that decoding does without: rotary frequencies of old Llamas, a head that drafts where it is another than
+# `mtp_tensors` says: quantised, or of several blocks.
 _DERIVED = re.compile(r"model\.layers\..*\.self_attn\.rotary_emb\.inv_freq|mtp\..*", re.DOTALL)
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
@@ -138,8 +139,9 @@ class Checkpoint:
     folder: Path
     config_dict: Mapping[str, Any]  # ``config.json``; of a wrapper (vision and text) what its text model's would be
     config: ModelConfig
-    # plain name -> info, in the order a decoder meets them: the expected ones, and ``lm_head.weight`` where a tied
-    # checkpoint stores it nevertheless. The tensors that stand for a weight in few bits take its place
+    # plain name -> info, in the order a decoder meets them: the expected ones, those of a head that drafts if it is there,
+    # and ``lm_head.weight`` where a tied checkpoint stores it nevertheless. The tensors that stand for a weight in few
+    # bits take its place
     tensors: Mapping[str, TensorInfo]
     quantised: Mapping[str, StoredWeight]  # name of every weight that is stored in few bits -> how
     vision_tensors: int  # how many tensors of a wrapper are not the text model's; 0 for a plain model
@@ -191,6 +193,11 @@ class Checkpoint:
             expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
         layout, places = config.architecture.experts, experts_in_one(config)
         together = layout is not None and layout.together is not None
+        head, head_places = mtp_tensors(config)
+        in_one = {name: one.name for name, one in head_places.items() if one.name in stored}
+        held = {in_one.get(name, name) for name in head}
+        if held == {name for name in stored if name.startswith(MTP)}:
+            expected, places = expected | head, places | head_places
         fused = {} if together or is_bundle else {name: one for name, one in places.items() if one.name in stored}
         if together:  # those that are not quantised
             apart = ((name, None if name in quantised else places.get(name), shape) for name, shape in expected.items())
@@ -336,6 +343,8 @@ class Checkpoint:
         if self.config.delta_net is not None:
             # Linear layers as well, but small ones that are no projections.
             ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
+        if f"{MTP}fc.weight" in tensors:
+            ignore.append(r"re:mtp\..*")
         form = "float-quantized" if kind == "fp8" else "pack-quantized"
         how = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
         settings = {**how, "config_groups": {"group_0": group}, "ignore": ignore}

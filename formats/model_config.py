@@ -11,6 +11,7 @@ from .architectures import ARCHITECTURES, Activation, Architecture, ExpertsLayou
 from .errors import UnsupportedModelError
 
 LM_HEAD = "lm_head.weight"
+MTP = "mtp."  # names of a head for multi-token prediction begin so
 # Of a block with experts beside its dense MLP the tensors below it, by the fields of `runtime.torch.block.Block`.
 BESIDE = {
     "experts_input": "pre_feedforward_layernorm_2.weight",
@@ -19,6 +20,7 @@ BESIDE = {
     "router_scale": "router.scale",
     "expert_scale": "router.per_expert_scale",
 }
+_SHARED = ("embed_tokens.weight", LM_HEAD)  # by the model and its head
 # Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
 _LARGEST_DIMENSION = 2**27
 LARGEST_NUM_BLOCKS = 10_000
@@ -567,6 +569,27 @@ def experts_in_one(config: ModelConfig) -> dict[str, InOne]:
             if one.bias:
                 found[f"{part}.bias"] = InOne(f"{name}_bias", (one.experts, sizes[0]), *place, (one.out_features,))
     return found
+
+
+def mtp_config(config: ModelConfig) -> ModelConfig:
+    """The one block of a head for multi-token prediction, with attention, as a model: its tensors are the head's, with
+    ``model.`` for ``mtp.``."""
+    return replace(config, num_blocks=1, blocks=(replace(config.blocks[0], recurrent=False, rotary=0),), delta_net=None)
+
+
+def mtp_tensors(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, InOne]]:
+    """Name -> shape of every tensor of such a head, and their places as of `experts_in_one`; empty in other families."""
+    if not config.architecture.mtp:
+        return {}, {}
+    hidden, one = config.hidden_size, mtp_config(config)
+    norms = dict.fromkeys([f"{MTP}pre_fc_norm_{half}.weight" for half in ("embedding", "hidden")], (hidden,))
+
+    def named(name: str) -> str:
+        return MTP + name.removeprefix("model.")
+
+    block = {named(name): shape for name, shape in expected_tensors(one).items() if not name.endswith(_SHARED)}
+    places = {named(name): replace(place, name=named(place.name)) for name, place in experts_in_one(one).items()}
+    return {**norms, f"{MTP}fc.weight": (hidden, 2 * hidden), **block}, places
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

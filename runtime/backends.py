@@ -22,8 +22,8 @@ from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, P
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.cache import memory_errors
-from .decoding.decoder import Decoder, default_limits, weight_bytes
-from .decoding.heads import HeadFiles
+from .decoding.decoder import Decoder, default_limits, states_kept, weight_bytes
+from .decoding.heads import HeadFiles, MtpFiles
 from .generation.speculation import SpeculativeConfig, make_drafter
 from .model import Model
 from .tokenizer import Tokenizer
@@ -45,9 +45,10 @@ def make_decoder(
     max_batch: int | None = 1,
     kv_cache_dtype: str = "auto",
     drafting: tuple[Bundle, str] | None = None,
+    most_drafted: int = 0,
 ) -> Decoder:
     """Build the decoder that ``backend`` names; ``auto``: the fastest that can run it. Arguments as for :func:`load`;
-    ``drafting``: for `Decoder.draft_by_steps`."""
+    ``drafting``: for `Decoder.draft_by_steps`; ``most_drafted``: as a `Decoder` has it."""
     longest = bundle.config.max_position_embeddings
     if bundle.recipe.graded and weights != "native":
         raise UsageError(f"weights: expected native for a graded bundle, which has its own, found {weights!r}")
@@ -77,7 +78,8 @@ def make_decoder(
         needed = weight_bytes(bundle, dtype, weights, chosen.keeps)
         needed += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
         with memory_errors(device, "to begin with"):
-            limits = default_limits(bundle.config, dtype, device, max_batch, max_seq_len, needed, kv_cache_dtype)
+            sizes, states = (max_batch, max_seq_len), states_kept(most_drafted)
+            limits = default_limits(bundle.config, dtype, device, *sizes, needed, kv_cache_dtype, states)
         if max_seq_len is None and limits[1] < longest:
             text = "max_seq_len %d: the model's context of %d does not fit the free memory's share for %d slots"
             log.info(text, limits[1], longest, limits[0])
@@ -95,7 +97,7 @@ def make_decoder(
     with memory_errors(device, "to load the model"):
         decoder = chosen(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch,
-            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype=kv_cache_dtype, most_drafted=most_drafted,
         )  # fmt: skip
         if drafting is not None:
             decoder.draft_by_steps(*drafting)
@@ -165,7 +167,8 @@ def load(
             ``method`` ``self``: tokens that the model drafts at another level of the bundle, ``sparsity`` or ``bits``
             (4 of a bundle that is not graded: weights rounded to int4, in memory beside the others), and
             ``num_speculative_tokens`` (4). ``method`` ``eagle3``: an EAGLE-3 head drafts, ``model`` is its folder or Hub
-            id. ``auto``: ``ngram``, where it changes no token and the model can; None: never.
+            id. ``method`` ``mtp``: the head in the bundle of a Qwen3.5 drafts. ``auto``: ``ngram``, where it changes no
+            token and the model has no recurrent blocks; None: never.
 
     Raises:
         AccessError: no such folder or repository, no permission, no network.
@@ -188,30 +191,28 @@ def load(
     start = time.perf_counter()
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(fetch_bundle(bundle, revision))
     opened = opened.chosen(sparsity, bits)
-    recurrent = opened.config.delta_net is not None
-    if recurrent and speculative not in (None, "auto"):
-        raise UsageError(
-            "speculative: expected none for this model: the state of its recurrent blocks cannot be taken back to the last "
-            "accepted token"
-        )
-    head = HeadFiles.open(config.model, opened) if config.model is not None else None
+    asked, recurrent = speculative not in (None, "auto"), opened.config.delta_net is not None
+    head: HeadFiles | MtpFiles | None = HeadFiles.open(config.model, opened) if config.model is not None else None
+    if config.method == "mtp":
+        head = MtpFiles.open(opened)
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
         max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
         drafting=drafting_level(opened, config, weights) if config.method == "self" else None,
+        most_drafted=config.num_speculative_tokens if asked else 0,
     )  # fmt: skip
     if head is not None:
         decoder.attach(head)
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
-    decoder.speculates = speculative is not None and (
-        speculative != "auto" or (decoder.verifies_alike and not recurrent)
-    )
+    # Of recurrent blocks every token of a draft takes memory: not unasked.
+    decoder.speculates = asked or (speculative == "auto" and decoder.verifies_alike and not recurrent)
     if decoder.speculates:
         log.info("speculation: %s", config)
     most = config.num_speculative_tokens
-    if config.method == "self" and not make_drafter(config, decoder.verify_costs, decoder.draft_cost, ()).propose(most):
+    costs = decoder.verify_costs, decoder.draft_cost
+    if config.method != "ngram" and not make_drafter(config, *costs, ()).propose(most):
         said = "speculative: no drafts are made: one takes %.2f of a step here, and to verify it more than it saves"
         log.warning(said, decoder.draft_cost)
     return Model(opened, decoder, text, prefill, config if decoder.speculates else None)

@@ -173,7 +173,7 @@ def make_wrapper(name: str, out: Path, *, vocab_size: int = 101) -> Path:
     model_type, settings, text, vision = WRAPPERS[name]
     text = {"vocab_size": vocab_size, **_SIZES, **text}
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **settings)
-    return _save(AutoModelForImageTextToText, config, name, out)
+    return save_random(AutoModelForImageTextToText, config, name, out)
 
 
 def make_checkpoint(variant: str, out: Path, *, vocab_size: int = 101) -> Path:
@@ -182,10 +182,10 @@ def make_checkpoint(variant: str, out: Path, *, vocab_size: int = 101) -> Path:
 
     model_type, settings = {**VARIANTS, **HYBRIDS, **EXPERTS}[variant]
     config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **{**_SIZES, **settings})
-    return _save(AutoModelForCausalLM, config, variant, out)
+    return save_random(AutoModelForCausalLM, config, variant, out)
 
 
-def _save(auto: Any, config: Any, name: str, out: Path) -> Path:
+def save_random(auto: Any, config: Any, name: str, out: Path) -> Path:
     """Random weights with which every feature is seen in the logits."""
     torch.manual_seed(len(name))
     model = auto.from_config(config).eval()

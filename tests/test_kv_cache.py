@@ -11,7 +11,7 @@ from bundle_maker import run as finish
 import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.weight_types import KV_CACHE_DTYPES
-from wisparse.runtime.decoding.cache import KVCache, bytes_per_position, quantise
+from wisparse.runtime.decoding.cache import KVCache, bytes_per_position, quantise, state_bytes
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 
@@ -87,3 +87,7 @@ def test_bytes_are_counted(variant_bundle: Callable[[str], Path]) -> None:
         cache = KVCache(config, 2, 10, torch.device("cpu"), torch.bfloat16, kind)
         tensors = [tensor for stored in cache.attention.values() for tensor in stored if tensor is not None]
         assert sum(tensor.nbytes for tensor in tensors) == 20 * bytes_per_position(config, torch.bfloat16, kind)
+    config = Bundle.open(variant_bundle("qwen3.5")).config
+    states = KVCache(config, 2, 10, torch.device("cpu"), torch.bfloat16, buffers=5).recurrent.values()
+    each = state_bytes(config, torch.bfloat16)
+    assert sum(tensor.nbytes for state in states for tensor in vars(state).values()) == 2 * 5 * each > 0

@@ -231,6 +231,12 @@ def test_default_limits(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
         available.return_value = free * 4 * position + 1000
         object.__setattr__(config, "max_position_embeddings", context)
         assert default_limits(config, torch.float32, torch.device(device), None, max_seq_len, 1000) == expected
+    # Three states of a slot take as much as 3,000 positions.
+    monkeypatch.setattr("wisparse.runtime.decoding.decoder.state_bytes", lambda *_: 1000 * position)
+    available.return_value = 40000 * 4 * position + 1000
+    object.__setattr__(config, "max_position_embeddings", 5000)
+    for max_batch, expected in ((None, (5, 5000)), (10, (10, 768))):
+        assert default_limits(config, torch.float32, cpu, max_batch, None, 1000, states=3) == expected
 
 
 def test_a_batch_as_large_as_memory_allows(tiny: Bundle) -> None:

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 from bundle_maker import cpu_decoder, run, tokens_of
-from runtime_models import make_checkpoint
+from runtime_models import make_checkpoint, save_random
 from safetensors.torch import load_file, save_file
 from tiny_bundle import tiny_recipe
 from torch.nn import functional
 
 from wisparse.converter.rotation import Rotation, rotated
 from wisparse.converter.source import full_config
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask, scale_shapes
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.manifest import RotationRecord
 from wisparse.formats.write import write_bundle
 from wisparse.runtime.decoding.decoder import Decoder
-from wisparse.runtime.decoding.heads import HeadFiles
+from wisparse.runtime.decoding.heads import HeadFiles, MtpFiles
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation import speculation
 from wisparse.runtime.generation.request import Request
@@ -115,7 +115,66 @@ def expected_draft(source: Path, head: Path, ids: list[int], count: int) -> list
     return found[len(ids) :]
 
 
-def with_head(bundle: Bundle, head: Path, backend: str, **settings: Any) -> Decoder:
+def make_mtp(variant: str, folder: Path) -> Path:
+    """A Qwen3.5 with random weights and such a head, whose block is a model of its own in ``folder / "block"``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = make_checkpoint(variant, folder / "source")
+    config = AutoConfig.from_pretrained(source)
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    block = load_file(save_random(AutoModelForCausalLM, config, "mtp", folder / "block") / "model.safetensors")
+    outside = ("model.embed_tokens.weight", "lm_head.weight")
+    tensors = {name.replace("model.", "mtp.", 1): one for name, one in block.items() if name not in outside}
+    experts, roles = "mtp.layers.0.mlp.experts.", ("gate", "up", "down")
+    if f"{experts}0.up_proj.weight" in tensors:  # in one tensor, as they may be published
+        apart = [[tensors.pop(f"{experts}{i}.{role}_proj.weight") for i in range(6)] for role in roles]
+        gate, up, tensors[f"{experts}down_proj"] = map(torch.stack, apart)
+        tensors[f"{experts}gate_up_proj"] = torch.cat((gate, up), dim=1)
+    generator = torch.Generator().manual_seed(4)
+    tensors["mtp.fc.weight"] = torch.randn(H, 2 * H, generator=generator) * H**-0.5
+    for half in ("embedding", "hidden"):
+        tensors[f"mtp.pre_fc_norm_{half}.weight"] = torch.rand(H, generator=generator) - 0.5
+    save_file(load_file(source / "model.safetensors") | tensors, source / "model.safetensors", {"format": "pt"})
+    return source
+
+
+def expected_mtp(folder: Path, ids: list[int], count: int) -> list[int]:
+    """By transformers: of the model the states after its last norm, and the head's block as a model of one."""
+    from transformers import AutoModelForCausalLM
+
+    model, block = (
+        AutoModelForCausalLM.from_pretrained(folder / one, dtype=torch.float32) for one in ("source", "block")
+    )
+    w, found = load_file(folder / "source" / "model.safetensors"), list(ids)
+
+    def norm(x: torch.Tensor, half: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + w[f"mtp.pre_fc_norm_{half}.weight"])
+
+    with torch.no_grad():
+        hidden = model.model(input_ids=torch.tensor([ids[:-1]])).last_hidden_state[0]
+        for _ in range(count):
+            e = model.get_input_embeddings()(torch.tensor(found[1:]))
+            x = functional.linear(torch.cat((norm(e, "embedding"), norm(hidden, "hidden")), -1), w["mtp.fc.weight"])
+            last = block.model(inputs_embeds=x[None]).last_hidden_state[0, -1:]
+            found.append(int(model.lm_head(last).argmax()))
+            hidden = torch.cat((hidden, last))
+    return found[len(ids) :]
+
+
+@pytest.fixture(scope="module")
+def mtp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
+    found = {}
+    for variant in ("qwen3.5", "qwen3.5-moe")[: 1 if BACKENDS == ["triton"] else 2]:
+        folder = tmp_path_factory.mktemp("mtp")
+        checkpoint = Checkpoint.open(make_mtp(variant, folder), complete=full_config)
+        shapes = scale_shapes(checkpoint.config)
+        masks = {name: ProjectionMask(torch.ones(shape), 0.0, 0.0) for name, shape in shapes.items()}
+        recipe = tiny_recipe(checkpoint.config, {0.0: masks}, default=0.0)
+        found[variant] = Bundle.open(write_bundle(checkpoint, recipe, {0.0: masks}, folder / "bundle"))
+    return found
+
+
+def with_head(bundle: Bundle, head: Path | None, backend: str, **settings: Any) -> Decoder:
     if backend == "triton":
         from wisparse.runtime.cuda.decoder import CudaDecoder
 
@@ -123,20 +182,25 @@ def with_head(bundle: Bundle, head: Path, backend: str, **settings: Any) -> Deco
         decoder: Decoder = CudaDecoder(bundle, max_seq_len=64, **settings)
     else:
         decoder = cpu_decoder(bundle, backend, max_seq_len=64, **settings)
-    decoder.attach(HeadFiles.open(head, bundle))
+    decoder.attach(MtpFiles.open(bundle) if head is None else HeadFiles.open(head, bundle))
     return decoder
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("embedding", [False, True])
-def test_drafts_are_the_heads(bundles: dict[str, Bundle], tmp_path: Path, backend: str, embedding: bool) -> None:
-    """After prompts in pieces, plain steps, verified ones and a prefix of another slot, in both coordinates."""
-    head, ids = make_head(tmp_path / "head", embedding), tokens_of(30, 5)
-    source = bundles["plain"].folder.parent / "source"
-    expected = {n: expected_draft(source, head, ids[: n + 1], 4) for n in (12, 14, 17)}
-    other = expected_draft(source, head, [*ids[:16], 7], 4)
-    for bundle in bundles.values():
-        decoder = with_head(bundle, head, backend, max_batch=2)
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 embedding", "mtp"])
+def test_drafts_are_the_heads(
+    bundles: dict[str, Bundle], mtp: dict[str, Bundle], tmp_path: Path, backend: str, kind: str
+) -> None:
+    """After prompts in pieces, plain steps, verified ones and a prefix of another slot; EAGLE-3's in both coordinates."""
+    head, ids = None if kind == "mtp" else make_head(tmp_path / "head", "embedding" in kind), tokens_of(30, 5)
+    for bundle in (bundles if head else mtp).values():
+        folder = bundle.folder.parent
+
+        def draft(tokens: list[int], folder: Path = folder) -> list[int]:
+            return expected_draft(folder / "source", head, tokens, 4) if head else expected_mtp(folder, tokens, 4)
+
+        expected, other = {n: draft(ids[: n + 1]) for n in (12, 14, 17)}, draft([*ids[:16], 7])
+        decoder = with_head(bundle, head, backend, max_batch=2, most_drafted=4)
         decoder.prefill(0, torch.tensor(ids[:12]), 12, stop=8)
         decoder.prefill(0, torch.tensor(ids[:12]), 12, start=8)
         idle = [SamplingParams()] * 2
@@ -147,21 +211,30 @@ def test_drafts_are_the_heads(bundles: dict[str, Bundle], tmp_path: Path, backen
         for token in ids[14:17]:
             decoder.decode(torch.tensor([token]))
         assert decoder.draft([ids[17]], {0: 3}, idle) == {0: expected[17][:3]}
-        decoder.copy(0, 1, 10)
-        decoder.prefill(1, torch.tensor(ids[:16]), 16, start=10)
+        shared = 10 if head else 17  # of recurrent blocks the newest state alone can be copied
+        decoder.copy(0, 1, shared)
+        if head is None:
+            decoder.prefill(1, torch.tensor(ids[:16]), 16)
+        else:
+            decoder.prefill(1, torch.tensor(ids[:16]), 16, start=shared)
         assert decoder.draft([ids[17], 7], {0: 4, 1: 4}, idle) == {0: expected[17], 1: other}
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_answers_are_those_without(
-    bundles: dict[str, Bundle], tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bundles: dict[str, Bundle], mtp: dict[str, Bundle], tmp_path: Path, backend: str, method: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(speculation, "_LEAST_GAIN", 0.0)  # it drafts although that takes longer
     monkeypatch.setattr(speculation, "_CREDIT", 1e9)
     monkeypatch.setattr(speculation, "_MOST_CREDIT", 1e9)
-    decoder = with_head(bundles["rotated"], make_head(tmp_path / "head"), backend, max_batch=2)
+    head, bundle = make_head(tmp_path / "head"), bundles["rotated"]
+    if method == "mtp":
+        head, bundle = None, mtp["qwen3.5"]
+    decoder = with_head(bundle, head, backend, max_batch=2, most_drafted=4)
     answers = []
-    for config in (None, SpeculativeConfig("eagle3", 4)):
+    for config in (None, SpeculativeConfig(method, 4)):
         scheduler = Scheduler(decoder, speculative=config)
         sampled = SamplingParams(1.0, 20, seed=2)
         requests = [Request(tokens_of(9 + i, i), 20, sampling=sampled if i % 2 else SamplingParams()) for i in range(4)]

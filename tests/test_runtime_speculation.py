@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import cpu_decoder, make_bundle, tokens_of, variant_bundles
-from runtime_models import make_checkpoint
+from bundle_maker import cpu_decoder, tokens_of, variant_bundles
 from starlette.testclient import TestClient
 
 import wisparse
@@ -17,13 +16,14 @@ from wisparse.formats.errors import UsageError
 from wisparse.options import footer
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
 from wisparse.runtime.generation import scheduler as scheduling
+from wisparse.runtime.generation import speculation
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import Chain, Drafter, Lookup, SpeculativeConfig
 from wisparse.runtime.serve.app import ServeSettings, make_app
 
 CONFIG = SpeculativeConfig()
-VARIANTS = ("llama-bias", "gemma3", "phi3-long")
+VARIANTS = ("llama-bias", "gemma3", "phi3-long", "qwen3.5")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
         ("gemma3", "numba", "bfloat16", "native"),
         ("llama-bias", "numba", "bfloat16", "int8"),
         ("llama-bias", "numba", "float32", "int4"),
+        ("qwen3.5", "torch", "float32", "native"),
+        ("qwen3.5", "numba", "float32", "native"),
+        ("qwen3.5", "numba", "bfloat16", "native"),
     ],
 )
 def test_a_verified_row_has_the_bits_of_a_plain_step(
@@ -46,7 +49,8 @@ def test_a_verified_row_has_the_bits_of_a_plain_step(
 ) -> None:
     kind = getattr(torch, dtype)
     plain, other = (
-        cpu_decoder(bundles[variant], backend, kind, weights=weights, max_seq_len=64, max_batch=3) for _ in range(2)
+        cpu_decoder(bundles[variant], backend, kind, weights=weights, max_seq_len=64, max_batch=3, most_drafted=5)
+        for _ in range(2)
     )
     for decoder in (plain, other):
         for slot in (0, 2):
@@ -99,11 +103,14 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "backend"), [("phi3-long", "torch"), ("phi3-long", "numba"), ("gemma3", "numba")])
+@pytest.mark.parametrize(
+    ("variant", "backend"),
+    [("phi3-long", "torch"), ("phi3-long", "numba"), ("gemma3", "numba"), ("qwen3.5", "torch"), ("qwen3.5", "numba")],
+)
 def test_answers_are_those_without(
     bundles: dict[str, Bundle], variant: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = cpu_decoder(bundles[variant], backend, max_seq_len=64, max_batch=3)
+    decoder = cpu_decoder(bundles[variant], backend, max_seq_len=64, max_batch=3, most_drafted=5)
 
     def answers(config: SpeculativeConfig | None) -> tuple[list[Request], Scheduler]:
         scheduler = Scheduler(decoder, speculative=config)
@@ -187,6 +194,7 @@ def test_drafts_follow_what_repeats_and_spare_what_does_not() -> None:
     [
         ("llama-bias", "torch", {"sparsity": 0.6}, 0.0),
         ("llama-bias", "numba", {"sparsity": 0.6}, 0.0),
+        ("qwen3.5", "numba", {"sparsity": 0.6}, 0.0),
         ("gemma3", "numba", {"bits": 4}, 0.3),
         ("gemma3", "numba", {"bits": 4, "sparsity": 0.6}, 0.0),
     ],
@@ -225,6 +233,7 @@ def test_a_model_drafts_for_itself(
         ("{", "expected a JSON object"),
         ('{"method": "medusa"}', "method: expected one of ngram"),
         ('{"method": "ngram", "model": "x"}', "only the method eagle3"),
+        ('{"method": "mtp", "prompt_lookup_min": 3}', "unknown to the method mtp"),
         ('{"method": "ngram", "depth": 3}', "'depth': unknown"),
         ({"method": "self"}, "a level to draft at"),
         ({"method": "self", "bits": "four"}, "bits: expected a level"),
@@ -269,9 +278,19 @@ def test_a_server_tells_what_was_drafted(chat_bundle: Path) -> None:
         answer = model.generate(prompt, max_new_tokens=40)
         assert answer.drafts.mean_length == 1 + answer.drafts.accepted_tokens / answer.drafts.drafts > 2
         assert "accepted" in footer(answer, model)
-    with pytest.raises(UsageError, match="recurrent"):
-        wisparse.load(recurrent_bundle(chat_bundle.parent), speculative={"method": "ngram"})
 
 
-def recurrent_bundle(folder: Path) -> Path:
-    return make_bundle(make_checkpoint("qwen3.5", folder / "recurrent-source"), folder / "recurrent", 0.3)
+def test_recurrent_models_speculate_where_it_is_asked_for(
+    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculation, "_LEAST_GAIN", 0.0)  # it drafts although that takes longer
+    how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "backend": "numba", "max_seq_len": 160}
+    answers, every = [], {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    for given in ("auto", every):
+        with wisparse.load(bundles["qwen3.5"], speculative=given, **how) as model:
+            assert model.decoder.speculates is (given != "auto")
+            answers.append(model.generate(list(range(3, 100)), max_new_tokens=40))
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[1].drafts.drafts > 0
+    with pytest.raises(UsageError, match=r"a head for multi-token prediction in the bundle \(mtp\.\*\), found none"):
+        wisparse.load(bundles["qwen3.5"], speculative={"method": "mtp"}, **how)

@@ -122,7 +122,8 @@ loading_options = stacked(
 
 _SPECULATIVE = (
     'Verify several tokens at a time where the text repeats itself: {"method": "ngram"} and further keys as vLLM has them, '
-    'drafts of an EAGLE-3 head: {"method": "eagle3", "model": PATH_OR_ID}, auto (ngram, where that changes no token), or off.'
+    'drafts of an EAGLE-3 head: {"method": "eagle3", "model": PATH_OR_ID}, or of the one in a bundle of Qwen3.5: {"method": "mtp"}; '
+    "auto (ngram, where that changes no token), or off."
 )
 
 

@@ -256,9 +256,10 @@ def attention(p, block, part, parts, out, scratch, tag):
 
 
 @exact
-def _convolve(new, inputs, kernel, taps, width, lo, count, out, tag):
+def _convolve(new, inputs, moved, kernel, taps, width, lo, count, out, tag):
     """out = silu(convolution) of ``count`` channels from ``lo`` on; ``inputs``, (taps - 1, width) of the base type,
-    oldest first, shift by one position. new: (width,) float32, this position's; kernel: (taps, width) float32."""
+    oldest first, shift by one position into ``moved``, which they may be. new: (width,) float32, this position's;
+    kernel: (taps, width) float32."""
     size = size_of(tag)
     out_, new_, newest_tap = floats(out), floats(new), floats(kernel + 4 * (taps - 1) * width)
     for j in range(count):
@@ -267,13 +268,14 @@ def _convolve(new, inputs, kernel, taps, width, lo, count, out, tag):
         here, tap = pointer(inputs + t * width * size, tag), floats(kernel + 4 * t * width)
         for j in range(count):
             out_[j] += tap[lo + j] * widen(here[lo + j])
+        there = pointer(moved + t * width * size, tag)
         if t + 2 < taps:
             later = pointer(inputs + (t + 1) * width * size, tag)
             for j in range(count):
-                here[lo + j] = later[lo + j]
+                there[lo + j] = later[lo + j]
         else:
             for j in range(count):
-                here[lo + j] = narrow(new_[lo + j], tag)
+                there[lo + j] = narrow(new_[lo + j], tag)
     for j in range(count):
         out_[j] = out_[j] / (ONE + exp32(-out_[j]))
 
@@ -296,8 +298,9 @@ def _scale_to(x, n, length):
 
 
 @exact
-def _update(state, q, k, v, key_dim, value_dim, decay, beta, recalled, out):
-    """Update a head's state (key_dim, value_dim) and read it into ``out`` (value_dim,); ``recalled`` is scratch."""
+def _update(state, moved, q, k, v, key_dim, value_dim, decay, beta, recalled, out):
+    """Update a head's state (key_dim, value_dim) into ``moved``, which it may be, and read that into ``out``
+    (value_dim,); ``recalled`` is scratch."""
     q_, k_, v_, recalled_, out_ = floats(q), floats(k), floats(v), floats(recalled), floats(out)
     for j in range(value_dim):
         recalled_[j] = ZERO
@@ -309,11 +312,11 @@ def _update(state, q, k, v, key_dim, value_dim, decay, beta, recalled, out):
         recalled_[j] = beta * (v_[j] - decay * recalled_[j])
         out_[j] = ZERO
     for i in range(key_dim):
-        row, here, asked = floats(state + 4 * i * value_dim), k_[i], q_[i]
+        row, there, here, asked = floats(state + 4 * i * value_dim), floats(moved + 4 * i * value_dim), k_[i], q_[i]
         for j in range(value_dim):
-            moved = decay * row[j] + here * recalled_[j]
-            row[j] = moved
-            out_[j] += asked * moved
+            new = decay * row[j] + here * recalled_[j]
+            there[j] = new
+            out_[j] += asked * new
 
 
 @exact
@@ -323,7 +326,8 @@ def delta_net(p, table, part, parts, x, mixed, out, scratch, tag):
     (rows, value_size), of which this thread writes its heads' columns; scratch: 2 * (key_dim + value_dim) float32."""
     field = words(table)
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
-    slots = words(p[StepField.SLOTS])
+    slots, positions = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS])
+    buffers, num_slots = field[DeltaField.BUFFERS], field[DeltaField.SLOTS]
     eps = floats(p[StepField.FLOATS])[FloatField.EPS]
     key_heads, value_heads = field[DeltaField.KEY_HEADS], field[DeltaField.VALUE_HEADS]
     key_dim, value_dim, taps = field[DeltaField.KEY_DIM], field[DeltaField.VALUE_DIM], field[DeltaField.TAPS]
@@ -336,25 +340,32 @@ def delta_net(p, table, part, parts, x, mixed, out, scratch, tag):
     first, last = key_heads * part // parts, key_heads * (part + 1) // parts
     for b in range(rows):
         new = mixed + 4 * b * (width + value_size)
-        inputs = field[DeltaField.INPUTS] + slots[b] * (taps - 1) * width * size_of(tag)
+        # Of this slot, the buffer that is read and the one that is written.
+        source = positions[b] % buffers * num_slots + slots[b]
+        target = (positions[b] + 1) % buffers * num_slots + slots[b]
+        inputs = field[DeltaField.INPUTS] + source * (taps - 1) * width * size_of(tag)
+        moved = field[DeltaField.INPUTS] + target * (taps - 1) * width * size_of(tag)
         for group in range(first, last):
-            _convolve(new, inputs, kernel, taps, width, group * key_dim, key_dim, q, tag)
-            _convolve(new, inputs, kernel, taps, width, key_size + group * key_dim, key_dim, k, tag)
+            _convolve(new, inputs, moved, kernel, taps, width, group * key_dim, key_dim, q, tag)
+            _convolve(new, inputs, moved, kernel, taps, width, key_size + group * key_dim, key_dim, k, tag)
             _scale_to(q, key_dim, ONE / np.float32(math.sqrt(np.float32(key_dim))))
             _scale_to(k, key_dim, ONE)
             for h in range(group * share, (group + 1) * share):
-                _convolve(new, inputs, kernel, taps, width, 2 * key_size + h * value_dim, value_dim, v, tag)
+                _convolve(
+                    new, inputs, moved, kernel, taps, width, 2 * key_size + h * value_dim, value_dim, v, tag
+                )  # fmt: skip
                 beta = ONE / (ONE + exp32(-_product(x + 4 * b * hidden, field[DeltaField.B] + 4 * h * hidden, hidden)))
                 step = _product(x + 4 * b * hidden, field[DeltaField.A] + 4 * h * hidden, hidden) + dt_bias[h]
                 # softplus, which above 20 is the number itself
                 step = np.float32(math.log1p(math.exp(np.float64(step)))) if step < np.float32(20) else step
-                target = out + 4 * (b * value_size + h * value_dim)
+                read = out + 4 * (b * value_size + h * value_dim)
                 _update(
-                    field[DeltaField.STATES] + 4 * (slots[b] * value_heads + h) * key_dim * value_dim, q, k, v,
-                    key_dim, value_dim, exp32(-rate[h] * step), beta, recalled, target,
+                    field[DeltaField.STATES] + 4 * (source * value_heads + h) * key_dim * value_dim,
+                    field[DeltaField.STATES] + 4 * (target * value_heads + h) * key_dim * value_dim, q, k, v,
+                    key_dim, value_dim, exp32(-rate[h] * step), beta, recalled, read,
                 )  # fmt: skip
-                rms_norm(target, field[DeltaField.NORM], value_dim, eps, target)
-                gate, target_ = floats(new + 4 * (width + h * value_dim)), floats(target)
+                rms_norm(read, field[DeltaField.NORM], value_dim, eps, read)
+                gate, read_ = floats(new + 4 * (width + h * value_dim)), floats(read)
                 for j in range(value_dim):
-                    target_[j] *= gate[j] / (ONE + exp32(-gate[j]))
+                    read_[j] *= gate[j] / (ONE + exp32(-gate[j]))
     return first * share * value_dim, last * share * value_dim

@@ -119,8 +119,10 @@ class DeltaField(IntEnum):
     RATE = 8  # (value_heads,)
     DT_BIAS = 9  # (value_heads,)
     NORM = 10  # (value_dim,)
-    INPUTS = 11  # (slots, taps - 1, mixed_size), the base type: the convolution's last inputs
-    STATES = 12  # (slots, value_heads, key_dim, value_dim)
+    INPUTS = 11  # (buffers, slots, taps - 1, mixed_size), the base type: the convolution's last inputs
+    STATES = 12  # (buffers, slots, value_heads, key_dim, value_dim)
+    BUFFERS = 13  # those after p positions lie in buffer p % BUFFERS
+    SLOTS = 14
 
 
 class FloatField(IntEnum):

@@ -8,9 +8,9 @@
 Each program has one value head of one row: its state (key_dim x value_dim, float32) fits in registers, and a norm needs
 all of it. Bytes: twice the state, 128 KiB a head of 128 x 128, and the weights of a and b. Roundings are transformers'.
 
-States and inputs are double buffered: at position p the buffer with p's parity is read and the other one written. So
-value heads that share a key head read the same inputs whoever writes first, and a step that was started ahead and is
-not wanted has destroyed nothing. Twin: ``runtime.torch.block``.
+States and inputs have two buffers or more: at position p buffer p % buffers is read and the next one written. So value
+heads that share a key head read the same inputs whoever writes first, and a step that was started ahead, or rows of a
+draft, that are not wanted have destroyed nothing. Twin: ``runtime.torch.block``.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class DeltaInput(NamedTuple):
 
 
 class DeltaMemory(NamedTuple):
-    """Both buffers. The second buffer lies ``…_stride`` numbers after the first."""
+    """All buffers, each ``…_stride`` numbers after the one before."""
 
-    inputs: Tensor  # (2, slots, taps - 1, mixed) dtype, oldest first
-    state: Tensor  # (2, slots, value_heads, key_dim, value_dim) float32
+    inputs: Tensor  # (buffers, slots, taps - 1, mixed) dtype, oldest first
+    state: Tensor  # (buffers, slots, value_heads, key_dim, value_dim) float32
     inputs_stride: int
     state_stride: int
 
@@ -63,6 +63,7 @@ class _Shape(NamedTuple):
     value_dim: int
     taps: int
     ssq_pad: int  # partial sums of squares at most, a multiple of 32
+    buffers: int
 
 
 @triton.jit
@@ -95,10 +96,11 @@ def _convolved(
     return _silu(total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _delta_net_kernel(
     given, weights, memory, rows, out_ptr, eps, query_scale,  # as of launch_delta_net
     ssq_parts,  # columns of given.ssq
+    first,  # row
     shape: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -113,13 +115,15 @@ def _delta_net_kernel(
     SHARE: tl.constexpr = shape.value_heads // shape.key_heads
     NORMED: tl.constexpr = given.norm is not None
     head = tl.program_id(0)
-    row = tl.program_id(1)
+    row = first + tl.program_id(1)
     key_head = head // SHARE
 
     # Tokens, positions and states are older than this step, weights than all steps: they are read while the products
     # before this launch still run.
     busy = tl.load(rows.token + row) >= 0  # an idle row moves nothing
-    side = tl.where(busy, tl.load(rows.position + row), 0).to(tl.int64) % 2
+    position = tl.where(busy, tl.load(rows.position + row), 0).to(tl.int64)
+    read = position % shape.buffers
+    written = (position + 1) % shape.buffers
     i = tl.arange(0, triton.next_power_of_2(KEY))
     j = tl.arange(0, triton.next_power_of_2(VALUE))
     keys = tl.where(busy, KEY, 0)
@@ -130,10 +134,10 @@ def _delta_net_kernel(
     own = live_key[:, None] & live_value[None, :]
     slot = tl.load(rows.slot + row).to(tl.int64)
     at = ((slot * shape.value_heads + head) * KEY + i[:, None]) * VALUE + j[None, :]
-    state = tl.load(memory.state + side * memory.state_stride + at, mask=own, other=0.0)
+    state = tl.load(memory.state + read * memory.state_stride + at, mask=own, other=0.0)
     inputs_at = slot * (TAPS - 1) * MIXED
-    before = side * memory.inputs_stride + inputs_at
-    after = (1 - side) * memory.inputs_stride + inputs_at
+    before = read * memory.inputs_stride + inputs_at
+    after = written * memory.inputs_stride + inputs_at
     q_at = key_head * KEY + i
     k_at = KEY_SIZE + q_at
     v_at = 2 * KEY_SIZE + head * VALUE + j
@@ -181,7 +185,7 @@ def _delta_net_kernel(
     k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _LENGTH_EPS)
     recalled = decay * tl.sum(k[:, None] * state, axis=0)
     state = decay * state + k[:, None] * (beta * (v - recalled))[None, :]
-    tl.store(memory.state + (1 - side) * memory.state_stride + at, state, mask=own)
+    tl.store(memory.state + written * memory.state_stride + at, state, mask=own)
     y = tl.sum(q[:, None] * state, axis=0).to(dtype).to(tl.float32)
     out_rstd = tl.rsqrt(tl.sum(y * y, axis=0) / VALUE + eps)
     y = rms_normalize(y, out_norm, out_rstd, dtype).to(tl.float32) * _silu(gate)
@@ -195,18 +199,21 @@ def delta_state_size(key_dim: int, value_dim: int) -> int:
 
 def launch_delta_net(
     given: DeltaInput, weights: DeltaTensors, memory: DeltaMemory, rows: Rows, out: Tensor, *, key_heads: int,
-    eps: float, pdl: bool = False,
+    eps: float, pdl: bool = False, in_order: bool = False,
 ) -> None:  # fmt: skip
     """Launch one block's recurrent half for B rows: out (B, value_heads * value_dim). ``key_heads``: of queries and of
-    keys; each serves a group of value heads. ``eps``: of the input's norm and of each head's output."""
-    _, _, value_heads, key_dim, value_dim = memory.state.shape
+    keys; each serves a group of value heads. ``eps``: of the input's norm and of each head's output. ``in_order``: rows may
+    continue one another, and are launched one by one."""
+    buffers, _, value_heads, key_dim, value_dim = memory.state.shape
     batch, hidden = given.hidden.shape
     parts = 1 if given.ssq is None else given.ssq.shape[1]
     ssq_pad = max(32, triton.next_power_of_2(parts))
-    shape = _Shape(hidden, key_heads, value_heads, key_dim, value_dim, weights.kernel.shape[-1], ssq_pad)
-    _delta_net_kernel[(value_heads, batch)](
-        given, weights, memory, rows, out, eps, key_dim**-0.5, parts, shape, pdl,
-        # So many that nearly nothing is spilled.
-        num_warps=max(1, min(16, delta_state_size(key_dim, value_dim) // (32 * 32))),
-        launch_pdl=pdl,
-    )  # fmt: skip
+    shape = _Shape(hidden, key_heads, value_heads, key_dim, value_dim, weights.kernel.shape[-1], ssq_pad, buffers)
+    pdl = pdl and not in_order  # a state must have been written before it is read
+    for first in range(batch) if in_order else (0,):
+        _delta_net_kernel[(value_heads, 1 if in_order else batch)](
+            given, weights, memory, rows, out, eps, key_dim**-0.5, parts, first, shape, pdl,
+            # So many that nearly nothing is spilled.
+            num_warps=max(1, min(16, delta_state_size(key_dim, value_dim) // (32 * 32))),
+            launch_pdl=pdl,
+        )  # fmt: skip

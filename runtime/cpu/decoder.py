@@ -34,7 +34,7 @@ from wisparse.kernels.cpu.layout import (
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import check_capacity, verified_settings
-from ..decoding.heads import HeadFiles
+from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.rotary import query_scales, switch_length
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
@@ -123,9 +123,9 @@ class CpuDecoder(TorchDecoder):
             self._tell(rows)
         return self._step.logits[: len(tokens)]
 
-    def attach(self, files: HeadFiles) -> None:
-        super().attach(files)
+    def attach(self, files: HeadFiles | MtpFiles) -> None:
         self._step.tap(files.taps)
+        super().attach(files)
 
     def _head_dtype(self) -> torch.dtype:
         return product_dtype(self.dtype)
@@ -215,6 +215,11 @@ class CpuDecoder(TorchDecoder):
         if len(hidden) == 1 and self._head.scale is not None:  # torch would convert the codes
             return self._step.finish(hidden)
         return finish_logits(self.config, self._head.linear(self._norm(hidden), None).float())
+
+    def _output(self, x: Tensor) -> Tensor:
+        if self._head.scale is not None:
+            return self._step.finish(x.to(self.dtype), normed=True)
+        return finish_logits(self.config, self._head.linear(x.to(self.dtype), None).float())
 
 
 def step_region(config: ModelConfig, dtype: torch.dtype) -> str:
@@ -330,22 +335,25 @@ class Step:
         hidden = self._config.hidden_size
         return self._buffers[StepField.SCRATCH][: 4 * len(tokens) * hidden].view(torch.float32).view(-1, hidden)
 
-    def finish(self, hidden: Tensor) -> Tensor:
-        """Logits (1, V) of a hidden state (1, H), valid until the next step: those of a step without blocks, whose
-        embedding it is."""
+    def finish(self, hidden: Tensor, *, normed: bool = False) -> Tensor:
+        """Logits (R, V) of a few hidden states (R, H), of the last norm's output if ``normed``; valid until the next step.
+        Those of a step without blocks, whose embedding they are."""
+        hidden, count = hidden.contiguous(), len(hidden)
         replaced = {StepField.EMBEDDING: hidden.data_ptr(), StepField.NUM_BLOCKS: 0}
+        if normed:
+            replaced[StepField.FINAL_NORM] = 0
         before = {field: self._parameters[field] for field in replaced}
         multiplier = self._floats[FloatField.EMBEDDING_MULTIPLIER].item()
         self._floats[FloatField.EMBEDDING_MULTIPLIER] = 1.0
         try:
             for field, value in replaced.items():
                 self._parameters[field] = value
-            self.run([(0, 0, 0)], [0])
+            self.run([(0, row, 0) for row in range(count)], range(count))
         finally:
             self._floats[FloatField.EMBEDDING_MULTIPLIER] = multiplier
             for field, value in before.items():
                 self._parameters[field] = value
-        return self.logits[:1]
+        return self.logits[:count]
 
     def take_masks(self) -> None:
         """Put the projections' masks into the tables; no step may run meanwhile."""
@@ -419,6 +427,8 @@ class Step:
                     DeltaField.RATE: delta.log_rate.float().exp(),
                     DeltaField.INPUTS: states.inputs,
                     DeltaField.STATES: states.state,
+                    DeltaField.BUFFERS: cache.buffers,
+                    DeltaField.SLOTS: len(cache.lengths),
                 }
                 row[BlockField.DELTA] = torch.from_numpy(self._fill(DeltaField, numbers))
             if spec.rotary is not None:

@@ -26,7 +26,7 @@ from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, memory_errors
 from ..decoding.decoder import Decoder, OnLogits, check_capacity, verified_settings
-from ..decoding.heads import HeadFiles
+from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
 from .prefill import (
@@ -88,6 +88,7 @@ class CudaDecoder(Decoder):
     verify_margin = 0.25
     verifies_alike = False  # rows beside a row change its roundings
     most_verified = MAX_ROWS
+    times_heads = False  # a draft's first calls are captured
     _drafting: CudaDecoder | None
     _attention = staticmethod(attention)
 
@@ -97,7 +98,8 @@ class CudaDecoder(Decoder):
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
         first = min(self.max_seq_len, _FIRST_POSITIONS)
-        self._cache = cache or KVCache(config, max_batch, first, device, dtype, self.kv_cache_dtype, buffers=2)
+        buffers = max(2, self._state_buffers)
+        self._cache = cache or KVCache(config, max_batch, first, device, dtype, self.kv_cache_dtype, buffers)
         self.prefill_chunk = chunk_size(config, dtype)
         self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
@@ -172,10 +174,11 @@ class CudaDecoder(Decoder):
         self._forget_ahead()
         super().copy(source, target, length)
 
-    def attach(self, files: HeadFiles) -> None:
+    def attach(self, files: HeadFiles | MtpFiles) -> None:
         super().attach(files)
         assert self.head is not None
-        self.head.capture = capture
+        if self.head.experts is None:  # which are chosen on the host
+            self.head.capture = capture
         if self._prompts is not None:
             self._prompts.attach(self.head)
             self.most_together = 0
@@ -479,7 +482,10 @@ class CudaDecoder(Decoder):
         return project(linear, x, first_sparse, self.weights.dequantized)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return finish_logits(self.config, head_products(self.weights, self.weights.norm(hidden)).float())
+        return self._output(self.weights.norm(hidden))
+
+    def _output(self, x: Tensor) -> Tensor:
+        return finish_logits(self.config, head_products(self.weights, x).float())
 
     def _count_prompt(self, linear: FusedLinear, x: Tensor, first_sparse: int) -> None:
         tail = x[first_sparse:]

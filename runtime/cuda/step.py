@@ -307,6 +307,7 @@ class DecodeStep:
                 DeltaInput(qkv, self.hidden, ssq if norm else None, norm.factors if norm else None),
                 DeltaTensors(delta.a, delta.b, delta.kernel, delta.log_rate, delta.dt_bias, delta.norm),
                 self._states[index], rows, self._recalled, key_heads=delta.config.key_heads, eps=eps, pdl=pdl,
+                in_order=self._verifies,
             )  # fmt: skip
             attended = Input(self._recalled)
         else:

@@ -27,6 +27,15 @@ def bytes_per_position(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: 
     return 2 * sum(block.kv_size + block.num_kv_heads * torch.float32.itemsize for block in blocks)
 
 
+def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one state of one slot, over all recurrent blocks."""
+    delta = config.delta_net
+    if delta is None:
+        return 0
+    inputs, state = (delta.taps - 1) * delta.mixed_size, delta.value_heads * delta.key_dim * delta.value_dim
+    return sum(block.recurrent for block in config.blocks) * (inputs * dtype.itemsize + 4 * state)
+
+
 class Stored(NamedTuple):
     """Keys and values of an attention block, uninitialised beyond each slot's length."""
 
@@ -84,9 +93,9 @@ class KVCache:
         kv_cache_dtype: str = "auto",
         buffers: int = 1,
     ) -> None:
-        """``kv_cache_dtype``: what keys and values are stored as, one of ``KV_CACHE_DTYPES``. ``buffers``: 1, or 2: the
-        state after p positions then lies in buffer p % 2, beside that of p - 1."""
-        self._buffers, self._dtype, self._kv_cache_dtype = buffers, dtype, kv_cache_dtype
+        """``kv_cache_dtype``: what keys and values are stored as, one of ``KV_CACHE_DTYPES``. ``buffers``: a recurrent
+        block's states after so many successive positions are kept: that after p positions in buffer p % buffers."""
+        self.buffers, self._dtype, self._kv_cache_dtype = buffers, dtype, kv_cache_dtype
         self.attention: dict[int, Stored] = {}  # by block
         # Recurrent block -> its states, each tensor of a DeltaState with (buffers, slots) in front.
         self.recurrent: dict[int, DeltaState] = {}
@@ -94,7 +103,8 @@ class KVCache:
         self.length = length  # positions that each has room for
         delta, copies = config.delta_net, (buffers, slots)
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
-        size = bytes_per_position(config, dtype, kv_cache_dtype) * slots * length / 1e9
+        each = bytes_per_position(config, dtype, kv_cache_dtype) * length + buffers * state_bytes(config, dtype)
+        size = slots * each / 1e9
         with memory_errors(device, f"for a cache of {size:.1f} GB, {slots} x {length} positions"):
             for index, block in enumerate(config.blocks):
                 if block.recurrent and delta is not None:
@@ -150,13 +160,13 @@ class KVCache:
 
     def state(self, block: int, slot: int, position: int) -> DeltaState:
         """Where a recurrent block's state after that many positions of a slot lies."""
-        states, buffer = self.recurrent[block], position % self._buffers
+        states, buffer = self.recurrent[block], position % self.buffers
         return DeltaState(states.inputs[buffer, slot], states.state[buffer, slot])
 
     def moving(self, block: int, slot: int, start: int, stop: int) -> DeltaState:
         """The state after ``start`` positions, in the place of the one after ``stop``, for the caller to update."""
         target = self.state(block, slot, stop)
-        if (stop - start) % self._buffers:
+        if (stop - start) % self.buffers:
             target.take(self.state(block, slot, start))
         return target
 

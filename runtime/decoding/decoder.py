@@ -24,8 +24,8 @@ from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
 from ..torch.block import Block, Positions, attention, embed, run_block
-from .cache import KVCache, bytes_per_position
-from .heads import DraftHead, HeadFiles
+from .cache import KVCache, bytes_per_position, state_bytes
+from .heads import DraftHead, HeadFiles, MtpFiles
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
 
@@ -61,6 +61,9 @@ class Decoder(ABC):
     # Of a step that verifies drafts, in steps of one token: what it takes beyond one, and for each drafted token.
     verify_costs: tuple[float, float] = (0.0, 1.0)
     draft_cost: float = 1.0  # of each token that :meth:`draft` gives, in plain steps
+    times_heads: ClassVar[bool] = (
+        True  # whether that of a head is measured; if not, it is told by the bytes that are read
+    )
     most_verified: ClassVar[int] = 16  # tokens of such a step, of all slots together
     # A verified token is what `decode` gives where the two largest logits are at least so far apart.
     verify_margin: float = 0.0
@@ -86,10 +89,13 @@ class Decoder(ABC):
         weights: str = "native",
         kv_cache_dtype: str = "auto",
         cache: KVCache | None = None,
+        most_drafted: int = 0,
     ) -> None:
         """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``;
-        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to read and append to."""
+        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to read and append to;
+        ``most_drafted``: tokens of a draft, at most, that will be verified."""
         self.config = bundle.config
+        self._state_buffers = states_kept(most_drafted)
         self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -157,6 +163,10 @@ class Decoder(ABC):
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:
         """(T, H) to (T, V) float32."""
+
+    @abstractmethod
+    def _output(self, x: Tensor) -> Tensor:
+        """The same from what the last norm gives, x (R, H) of a few rows; valid until the next step."""
 
     @torch.inference_mode()
     def prefill(
@@ -236,7 +246,7 @@ class Decoder(ABC):
     def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
         """Append several tokens to each of the slots 0..B-1, none to an idle one, with the bundle's masks: of every token,
         slot by slot, the one that follows it, as :meth:`step` chooses (R,) int64, and its logits (R, V) float32, as
-        :meth:`decode` gives them. Not where blocks are recurrent. Valid until the next call; :meth:`truncate` follows."""
+        :meth:`decode` gives them. Valid until the next call; :meth:`truncate` follows."""
         rows = []
         for slot, tokens in enumerate(token_ids):
             for token in tokens:
@@ -278,18 +288,19 @@ class Decoder(ABC):
                 bundle, device=self.device, dtype=self.dtype, max_seq_len=self.max_seq_len, max_batch=self.max_batch,
                 weights=weights, kv_cache_dtype=self.kv_cache_dtype, cache=self._cache,
             )  # fmt: skip
-        medians = []
-        for decoder in (self._drafting, self):
-            seconds, token = [], torch.zeros(1, dtype=torch.int64)
-            steps = min(_TIMED_STEPS, self.max_seq_len)
-            for step in range(steps):
-                began = time.perf_counter()
-                token = decoder.step(token, [SamplingParams()], last=step + 1 == steps).clamp(min=0)
-                seconds.append(time.perf_counter() - began)
-            self.truncate(0, 0)
-            medians.append(statistics.median(seconds))
-        self.draft_cost = medians[0] / medians[1]
+        self.draft_cost = self._drafting._step_seconds() / self._step_seconds()
         log.info("a drafted token takes %.2f of a step", self.draft_cost)
+
+    def _step_seconds(self) -> float:
+        """A step's median; the slots must be empty, and are again."""
+        seconds, token = [], torch.zeros(1, dtype=torch.int64)
+        steps = min(_TIMED_STEPS, self.max_seq_len)
+        for step in range(steps):
+            began = time.perf_counter()
+            token = self.step(token, [SamplingParams()], last=step + 1 == steps).clamp(min=0)
+            seconds.append(time.perf_counter() - began)
+        self._cache.begin(0, 0)
+        return statistics.median(seconds)
 
     @abstractmethod
     def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Decoder:
@@ -300,19 +311,27 @@ class Decoder(ABC):
         ends = zip(self._cache.lengths, token_ids, strict=False)
         return [position for end, tokens in ends for position in range(end - len(tokens) + 1, end + 1)]
 
-    def attach(self, files: HeadFiles) -> None:
-        """Load a head that drafts; before any slot is filled."""
-        self.head = DraftHead(
-            files, self._embedding, self.max_batch, (self._cache.length, self.max_seq_len), self.device,
-            self._head_dtype(),
-        )  # fmt: skip
-        self.draft_cost = self.head.bytes_read() / max(sum(self.bytes_read()), 1)
+    def attach(self, files: HeadFiles | MtpFiles) -> None:
+        """Load a head that drafts, and measure what that costs; before any slot is filled."""
+        lengths, dtype, read = (self._cache.length, self.max_seq_len), self._head_dtype(), self.bytes_read()
+        weights = files.weights(self.device, dtype)
+        self.head = DraftHead(weights, self._embedding, self._output, self.max_batch, lengths, dtype)
+        if self.times_heads:
+            step, seconds, length = self._step_seconds(), [], min(_TIMED_STEPS, self.max_seq_len)
+            for _ in range(_TIMED_STEPS):
+                began = time.perf_counter()
+                self.head.draft([length], [0], {0: 1})
+                seconds.append(time.perf_counter() - began)
+            self.head.begin(0, 0)
+            self.draft_cost = statistics.median(seconds) / step
+        else:
+            self.draft_cost = self.head.bytes_read(read[1]) / max(sum(read), 1)
 
     def _head_dtype(self) -> torch.dtype:
         return self.dtype
 
     def truncate(self, slot: int, length: int) -> None:
-        """Take the last tokens of a slot back."""
+        """Take the last tokens of a slot back; where blocks are recurrent at most ``most_drafted`` and one."""
         self._cache.lengths[slot] = length
 
     @torch.inference_mode()
@@ -357,6 +376,11 @@ class Decoder(ABC):
         self.head = None
         for name in [name for name in self.__dict__ if name.startswith("_") or name == "weights"]:
             del self.__dict__[name]
+
+
+def states_kept(most_drafted: int) -> int:
+    """Of a recurrent block, in each slot: before the newest token and a draft, and after each of them."""
+    return most_drafted + 2 if most_drafted else 1
 
 
 def verified_settings(
@@ -418,20 +442,23 @@ def peak_bytes(device: torch.device) -> int:
 
 def default_limits(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int | None, max_seq_len: int | None,
-    weight_bytes: int, kv_cache_dtype: str = "auto",
+    weight_bytes: int, kv_cache_dtype: str = "auto", states: int = 1,
 ) -> tuple[int, int]:  # fmt: skip
     """``max_batch`` and ``max_seq_len``, where they are None. The batch: as many slots as the cache's memory holds, each
     of the context or ``_SERVED_POSITIONS``, up to ``_MOST_SLOTS``. The length: the model's context, or the positions, a
-    multiple of 256, that fit that memory: a share of what the weights leave free."""
+    multiple of 256, that fit that memory: a share of what the weights leave free. ``states``: of
+    recurrent blocks, that each slot keeps."""
     on_gpu = device.type == "cuda"
     share = _SERVER_CACHE_SHARE if max_batch is None and on_gpu else _CACHE_SHARE
     free = max(available_bytes(device) - weight_bytes, 0)
-    fitting = int(free * share) // bytes_per_position(config, dtype, kv_cache_dtype)
-    longest = config.max_position_embeddings
+    memory, of_slot = int(free * share), states * state_bytes(config, dtype)
+    each, longest = bytes_per_position(config, dtype, kv_cache_dtype), config.max_position_embeddings
     if max_batch is None:
         most = _MOST_SLOTS["cuda" if on_gpu else "cpu"]
-        max_batch = min(max(fitting // (max_seq_len or min(longest, _SERVED_POSITIONS)), 1), most)
+        positions = max_seq_len or min(longest, _SERVED_POSITIONS)
+        max_batch = min(max(memory // (positions * each + of_slot), 1), most)
     if max_seq_len is None:
-        each = max(fitting // max_batch // _FEWEST_POSITIONS * _FEWEST_POSITIONS, _FEWEST_POSITIONS)
-        max_seq_len = longest if fitting // max_batch >= longest else min(each, longest)
+        fitting = max(memory // max_batch - of_slot, 0) // each
+        whole = max(fitting // _FEWEST_POSITIONS * _FEWEST_POSITIONS, _FEWEST_POSITIONS)
+        max_seq_len = longest if fitting >= longest else min(whole, longest)
     return max_batch, max_seq_len

@@ -1,10 +1,20 @@
-"""Heads that draft: one block that guesses from the model's hidden states which tokens follow, a chain of them."""
+"""Heads that draft: one block that guesses from the model's hidden states which tokens follow, a chain of them.
+
+e is a token's embedding, h the hidden state before it, the model's or the head's own; n norms by weights of its own:
+
+             h of the model       residual          the block reads   h of the head   logits
+    EAGLE-3  fc of three blocks'  h, or n(h)        [n(e), n(h)]      its output      output layer of n(h)
+    MTP      n of the last one's  fc [n(e), n(h)]   n(residual)       n(its output)   the model's output layer of h
+
+The first is in files of its own, the second, Qwen3.5's, in the model's. SGLang's ``qwen3_5_mtp.py`` computes the same.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +23,13 @@ from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import DTYPES, MAX_CONFIG_BYTES, Entry, TensorFile, open_files
-from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.guard import read_json
 from wisparse.formats.hub import fetch_source
-from wisparse.formats.model_config import ModelConfig, dimension
+from wisparse.formats.model_config import MTP, ModelConfig, dimension, mtp_config
 
-from ..torch.block import activate
+from ..torch.block import LINEARS, SHARED, Block, Norm, activate, read_spec
+from ..torch.experts import run_experts
 from .cache import KVCache
 from .rotary import Rotary, rotate
 
@@ -32,12 +43,85 @@ _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embedding
 
 
 @dataclass(frozen=True)
+class HeadWeights:
+    """A head as data; see the table above."""
+
+    config: ModelConfig  # as of a model of one block
+    taps: tuple[int, ...]  # it reads the inputs of these blocks; the number of blocks stands for the last one's output
+    # fc, qkv (rows of queries, keys, values, and of gates for what queries find), o, gate_up, down, norms, and output.
+    tensors: Mapping[str, Tensor]
+    normed_residual: bool = False
+    embedding: Tensor | None = None  # its own, (V, H)
+    ids: Tensor | None = None  # the model's, of those that its own output layer gives; None: it is an MTP head
+    experts: Block[Any] | None = None  # in place of gate_up and down
+
+
+@dataclass(frozen=True)
+class MtpFiles:
+    """A bundle's own head."""
+
+    bundle: Bundle
+
+    @classmethod
+    def open(cls, bundle: Bundle) -> MtpFiles:
+        if f"{MTP}fc.weight" not in bundle.checkpoint.tensors:
+            raise UsageError(
+                f"speculative: mtp: expected a head for multi-token prediction in the bundle ({MTP}*), found none: "
+                "convert a checkpoint of Qwen3.5 that has one, of one block and not quantised, with this version"
+            )
+        return cls(bundle)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (self.bundle.config.num_blocks,)
+
+    def weights(self, device: torch.device, dtype: torch.dtype) -> HeadWeights:
+        tensor, config = self.bundle.checkpoint.tensor, mtp_config(self.bundle.config)
+        heads, width, hidden = config.num_heads, config.head_dim, config.hidden_size
+        offset, eps = config.architecture.norm_offset, config.rms_norm_eps
+
+        def read(name: str) -> Tensor:
+            return tensor(MTP + name.removeprefix("model."), device).to(dtype)
+
+        def norm(name: str) -> Tensor:
+            return Norm(tensor(name, device), eps, offset).factors
+
+        spec = read_spec(config, 0, read)
+        shared = ([read(f"{part}.weight") for one in given for part in one.parts] for given in config.shared_inputs(0))
+        linears = dict(zip((*LINEARS, *SHARED), shared, strict=False))
+        q, k, v = linears["qkv"]
+        q, gates = q.view(heads, 2, width, hidden).unbind(1)  # each head's query, then its gate
+        sizes = ("q_norm", heads), ("k_norm", config.num_kv_heads)
+        q_norm, k_norm = (spec[name].factors.expand(count, width) for name, count in sizes)
+        tensors = {
+            "model_norm": norm("model.norm.weight"), "embedding_norm": norm(f"{MTP}pre_fc_norm_embedding.weight"),
+            "hidden_norm": norm(f"{MTP}pre_fc_norm_hidden.weight"), "fc": read("fc.weight"),
+            "input_norm": spec["attention_input"].factors, "qk_norm": torch.cat((q_norm, k_norm)), "o": linears["o"][0],
+            "qkv": torch.cat((q.flatten(0, 1), k, v, gates.flatten(0, 1))), "mlp_norm": spec["mlp_input"].factors,
+            "norm": norm(f"{MTP}norm.weight"),
+        }  # fmt: skip
+        experts = None
+        if config.blocks[0].experts is None:
+            tensors |= {"gate_up": torch.cat(linears["gate_up"]), "down": linears["down"][0]}
+        else:
+            called: dict[str, Any] = {
+                role: [partial(_dense, one) for one in linear] for role, linear in linears.items()
+            }
+            experts = Block[Any](**spec, **called)
+        return HeadWeights(config, self.taps, tensors, experts=experts)
+
+
+def _dense(weight: Tensor, x: Tensor, first_sparse: int) -> Tensor:
+    return functional.linear(x, weight)
+
+
+@dataclass(frozen=True)
 class HeadFiles:
     """A checked EAGLE-3 head on disk; no weight of it is read yet."""
 
     name: str
     config: ModelConfig  # as of a Llama of one block
-    taps: tuple[int, ...]  # it reads the inputs of these blocks; the number of blocks stands for the last one's output
+    taps: tuple[int, ...]
     normed_residual: bool
     draft_vocab: int
     rotation: Tensor | None  # of the bundle
@@ -110,12 +194,8 @@ class HeadFiles:
                 what = "unexpected" if one in stored else "missing"
                 raise error(f"{name}: the weights are no EAGLE-3 head of one Llama block: {what} tensor {one!r:.100}")
             entry = files[stored[one][0]].entries[stored[one][1]]
-            require(
-                entry.shape == expected[one] and entry.code in DTYPES,
-                one,
-                f"{expected[one]} in BF16, F16 or F32",
-                entry,
-            )
+            fits = entry.shape == expected[one] and entry.code in DTYPES
+            require(fits, one, f"{expected[one]} in BF16, F16 or F32", entry)
         if "d2t" in stored:
             entry = files[stored["d2t"][0]].entries[stored["d2t"][1]]
             require(entry == Entry("I64", (draft_vocab,)), "d2t", f"({draft_vocab},) in I64", entry)
@@ -132,45 +212,50 @@ class HeadFiles:
         dtype = getattr(torch, DTYPES[entry.code][0]) if entry.code in DTYPES else torch.int64
         return data.clone().view(dtype).reshape(entry.shape)
 
-
-class DraftHead:
-    """EAGLE-3's. A pair of a token and the model's hidden state before it lies at that state's position: the head's keys
-    and values there, and its guess of the token after. Pairs whose states are the model's own are read once."""
-
-    def __init__(
-        self, files: HeadFiles, embedding: Tensor, slots: int, lengths: tuple[int, int], device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        """``embedding``: the bundle's (V, H). ``lengths``: positions of a slot that there is room for, and at most."""
-        self.taps, config = files.taps, files.config
-        self._config, self._normed_residual = config, files.normed_residual
-        turn = None if files.rotation is None else files.rotation.to(device)
+    def weights(self, device: torch.device, dtype: torch.dtype) -> HeadWeights:
+        turn = None if self.rotation is None else self.rotation.to(device)
 
         def read(name: str) -> Tensor:
-            return files.read(f"{name}.weight").to(device).float()
+            return self.read(f"{name}.weight").to(device).float()
 
-        fc, width = read("fc"), config.hidden_size
+        fc, width, embedding = read("fc"), self.config.hidden_size, None
         qkv = torch.cat([read(f"midlayer.self_attn.{role}_proj") for role in "qkv"])
-        self._embedding, embedding_norm = embedding, read("midlayer.input_layernorm")
+        embedding_norm = read("midlayer.input_layernorm")
         if turn is not None:  # what is read is turned: so are the weights that read it
             fc = (fc.view(width, 3, -1) @ turn).reshape(fc.shape)
-        if files.has("embed_tokens.weight"):
-            self._embedding = read("embed_tokens").to(dtype)
+        if self.has("embed_tokens.weight"):
+            embedding = read("embed_tokens").to(dtype)
         elif turn is not None:  # also the norm's weight, which is tied to the coordinates
             qkv = torch.cat(((qkv[:, :width] * embedding_norm) @ turn, qkv[:, width:]), dim=1)
             embedding_norm = torch.ones_like(embedding_norm)
-        weights = {
+        tensors = {
             "fc": fc, "embedding_norm": embedding_norm, "hidden_norm": read("midlayer.hidden_norm"), "qkv": qkv,
             "o": read("midlayer.self_attn.o_proj"), "mlp_norm": read("midlayer.post_attention_layernorm"),
             "gate_up": torch.cat([read(f"midlayer.mlp.{role}_proj") for role in ("gate", "up")]),
             "down": read("midlayer.mlp.down_proj"), "norm": read("norm"), "output": read("lm_head"),
         }  # fmt: skip
-        self._weights = {name: weight.to(dtype) for name, weight in weights.items()}
-        ids = torch.arange(files.draft_vocab) + (files.read("d2t") if files.has("d2t") else 0)
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-            raise UnsupportedModelError(f"{files.name}: d2t: expected ids below {config.vocab_size}, found others")
-        self._ids = ids.to(device)  # the model's, of the draft's
-        length, most = lengths
+        ids = torch.arange(self.draft_vocab) + (self.read("d2t") if self.has("d2t") else 0)
+        if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
+            raise UnsupportedModelError(f"{self.name}: d2t: expected ids below {self.config.vocab_size}, found others")
+        return HeadWeights(self.config, self.taps, tensors, self.normed_residual, embedding, ids.to(device))
+
+
+class DraftHead:
+    """A pair of a token and the model's hidden state before it lies at that state's position: the head's keys and values
+    there, and its guess of the token after. Pairs whose states are the model's own are read once."""
+
+    def __init__(
+        self, weights: HeadWeights, embedding: Tensor, output: Callable[[Tensor], Tensor], slots: int,
+        lengths: tuple[int, int], dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """``embedding``: the model's (V, H); ``output``: its output layer, of normed states (R, H) to logits (R, V).
+        ``lengths``: positions of a slot that there is room for, and at most."""
+        self.taps, self.experts, self._ids, self._output = weights.taps, weights.experts, weights.ids, output
+        config = self._config = weights.config
+        self._mtp, self._normed_residual = weights.ids is None, weights.normed_residual
+        self._embedding = embedding if weights.embedding is None else weights.embedding
+        self._weights = {name: weight.to(dtype) for name, weight in weights.tensors.items()}
+        device, width, (length, most) = self._embedding.device, config.hidden_size, lengths
         self._tables = Rotary(config.rotaries[0], device, dtype).tables(0, most, most)
         self._cache = KVCache(config, slots + 1, length, device, dtype)  # ``lengths``: pairs that have been read
         # Of every slot's positions what the head reads of the model: fused hidden states, and tokens, on the host. The
@@ -198,9 +283,13 @@ class DraftHead:
         self._clear(max(self._cache.lengths))
         self._rounds.clear()
 
-    def bytes_read(self) -> int:
-        """For a token, after the first one."""
-        return sum(one.nbytes for name, one in self._weights.items() if name != "fc")
+    def bytes_read(self, output: int) -> int:
+        """For a token, after the first one; ``output``: of the model's output layer."""
+        own = sum(one.nbytes for name, one in self._weights.items() if name != "fc" or self._mtp)
+        if self.experts is not None:
+            of_experts = [one for one in self._config.projections(0) if one.experts or one.role.startswith("shared")]
+            own += sum(one.num_parameters for one in of_experts) * self._weights["fc"].itemsize
+        return own + output * self._mtp
 
     def take(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int], taps: Tensor) -> None:
         """The model has read these tokens: taps (R, 3 H) are the hidden states."""
@@ -215,9 +304,9 @@ class DraftHead:
         if valid is not None:
             slots = torch.where(valid, slots, len(self._hidden) - 1)
             positions = torch.where(valid, positions, 0)
-        self._hidden[slots.long(), positions.long()] = functional.linear(
-            taps.to(self._hidden.dtype), self._weights["fc"]
-        )
+        taps = taps.to(self._hidden.dtype)
+        hidden = self._normed("model_norm", taps) if self._mtp else functional.linear(taps, self._weights["fc"])
+        self._hidden[slots.long(), positions.long()] = hidden
 
     def begin(self, slot: int, start: int) -> None:
         """Before a slot's positions from ``start`` on are read anew."""
@@ -242,7 +331,7 @@ class DraftHead:
             while stop - start > pairs:  # of a prompt, or of plain steps
                 end = min(start + _CHUNK, stop - pairs)
                 row = [slot, start, end - start, *self._tokens[slot, start + 1 : end + 1].tolist()]
-                self._pairs(torch.tensor([row], device=self._ids.device), end)
+                self._pairs(torch.tensor([row], device=self._hidden.device), end)
                 start = end
             rows.append([slot, start, stop - start, *self._tokens[slot, start + 1 : stop].tolist(), tokens[slot]])
             self._cache.lengths[slot] = stop
@@ -254,12 +343,13 @@ class DraftHead:
         given = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         context = min(context, self._hidden.shape[1])
         if self.capture is None:
-            chosen = self._chain(given.to(self._ids.device), context, count)
+            chosen = self._chain(given.to(self._hidden.device), context, count)
         else:
             key = size, width, context, count
             if key not in self._rounds:
-                place, out = given.to(self._ids.device), self._ids.new_empty(size, count)
-                replay = self.capture(lambda: out.copy_(self._chain(place, context, count)), self._ids.device)
+                place = given.to(self._hidden.device)
+                out = place.new_empty(size, count)
+                replay = self.capture(lambda: out.copy_(self._chain(place, context, count)), place.device)
                 self._rounds[key] = place, out, replay
             place, chosen, replay = self._rounds[key]
             place.copy_(given, non_blocking=True)
@@ -273,14 +363,18 @@ class DraftHead:
         hidden = out[torch.arange(len(out), device=out.device), given[:, 2] - 1]
         chain: list[Tensor] = []
         while True:
-            chain.append(self._ids[functional.linear(self._normed("norm", hidden), self._weights["output"]).argmax(-1)])
+            if self._ids is None:
+                chain.append(self._output(hidden).argmax(-1))
+            else:
+                logits = functional.linear(self._normed("norm", hidden), self._weights["output"])
+                chain.append(self._ids[logits.argmax(-1)])
             if len(chain) == count:
                 return torch.stack(chain, dim=1)
             last = slots[:, None], (stop + len(chain) - 1)[:, None]
             hidden = self._read(slots, *last, chain[-1][:, None], hidden[:, None], context)[:, 0]
 
     def _pairs(self, given: Tensor, context: int) -> Tensor:
-        """Rows (R, 3 + P) of slot, first pair, number of pairs and their tokens: the block's output (R, P, H)."""
+        """Rows (R, 3 + P) of slot, first pair, number of pairs and their tokens: the head's hidden states (R, P, H)."""
         slots, ids = given[:, 0], given[:, 3:]
         offsets = torch.arange(ids.shape[1], device=given.device)
         valid, positions = offsets < given[:, 2:3], given[:, 1:2] + offsets
@@ -291,16 +385,21 @@ class DraftHead:
         self, slots: Tensor, where: Tensor, positions: Tensor, ids: Tensor, hidden: Tensor, context: int
     ) -> Tensor:
         """Pairs of tokens (R, P) and hidden states (R, P, H) of slots (R,), at ``positions`` (R, P) of the slots ``where``
-        (R, P): the block's output, by the first ``context`` positions."""
+        (R, P): the head's hidden states, by the first ``context`` positions."""
         config, (rows, count), weights = self._config, ids.shape, self._weights
-        kv_heads, width = config.num_kv_heads, config.head_dim
+        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         embedded = self._normed("embedding_norm", functional.embedding(ids, self._embedding).to(hidden.dtype))
         n = self._normed("hidden_norm", hidden)
-        x = n if self._normed_residual else hidden
-        qkv = functional.linear(torch.cat((embedded, n), dim=-1), weights["qkv"])
-        qk, v = qkv.view(rows, count, -1, width).split((config.num_heads + kv_heads, kv_heads), dim=2)
+        x, entered = n if self._normed_residual else hidden, torch.cat((embedded, n), dim=-1)
+        if self._mtp:
+            x = functional.linear(entered, weights["fc"])
+            entered = self._normed("input_norm", x)
+        qkv = functional.linear(entered, weights["qkv"]).view(rows, count, -1, width)
+        qk, v, gates = qkv.tensor_split((heads + kv_heads, heads + 2 * kv_heads), dim=2)
+        if self._mtp:
+            qk = functional.rms_norm(qk, (width,), None, config.rms_norm_eps) * weights["qk_norm"]
         cos, sin = (table[positions][:, :, None] for table in self._tables)
-        q, k = rotate(qk, cos, sin).split((config.num_heads, kv_heads), dim=2)
+        q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=2)
         keys, values = self._cache.attention[0][:2]
         keys[where, :, positions], values[where, :, positions] = k, v
         # The heads that share keys stand behind one another, as more queries.
@@ -308,12 +407,19 @@ class DraftHead:
         seen = torch.arange(context, device=ids.device) <= positions[:, None, :, None]
         attended = functional.scaled_dot_product_attention(
             q, keys[slots, :, :context], values[slots, :, :context],
-            attn_mask=seen.repeat(1, 1, config.num_heads // kv_heads, 1), scale=config.attention_scale,
+            attn_mask=seen.repeat(1, 1, heads // kv_heads, 1), scale=config.attention_scale,
         )  # fmt: skip
-        attended = attended.view(rows, config.num_heads, count, width).transpose(1, 2).reshape(rows, count, -1)
-        x = x + functional.linear(attended, weights["o"])
-        gate, up = functional.linear(self._normed("mlp_norm", x), weights["gate_up"]).chunk(2, dim=-1)
-        return x + functional.linear(activate(config, gate, up), weights["down"])
+        attended = attended.view(rows, heads, count, width).transpose(1, 2)
+        if self._mtp:
+            attended = attended * gates.sigmoid()
+        x = x + functional.linear(attended.reshape(rows, count, -1), weights["o"])
+        n = self._normed("mlp_norm", x)
+        if self.experts is not None:
+            x = x + run_experts(config, self.experts, n.flatten(0, 1), 0).view(x.shape)
+        else:
+            gate, up = functional.linear(n, weights["gate_up"]).chunk(2, dim=-1)
+            x = x + functional.linear(activate(config, gate, up), weights["down"])
+        return self._normed("norm", x) if self._mtp else x
 
     def _normed(self, norm: str, x: Tensor) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], self._weights[norm], self._config.rms_norm_eps)

@@ -15,6 +15,7 @@ METHODS: dict[str, tuple[tuple[str, ...], int]] = {
     "ngram": (("prompt_lookup_min", "prompt_lookup_max"), 7),
     "self": (("sparsity", "bits"), 4),
     "eagle3": (("model",), 4),
+    "mtp": ((), 3),
 }
 _OTHERS = {
     "model": "only the method eagle3 has a model, its head",
@@ -36,7 +37,7 @@ _LEAST_GAIN = 1.05
 class SpeculativeConfig:
     """Keys as vLLM has them where it has the method. ``ngram``: what followed the newest ``prompt_lookup_max`` (or
     ``_min``) tokens where they stood before. ``self``: steps of the same weights at another level of the bundle, or
-    rounded to int4. ``eagle3``: a head, ``model`` is its folder or Hub id."""
+    rounded to int4. ``eagle3``: a head, ``model`` is its folder or Hub id. ``mtp``: the head in the bundle."""
 
     method: str = "ngram"
     num_speculative_tokens: int = METHODS["ngram"][1]  # that a draft has at most

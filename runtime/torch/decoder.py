@@ -44,7 +44,7 @@ class TorchDecoder(Decoder):
             blocks.append(Block(**read_spec(config, index, read_tensor), **linears))
         self._norm = Norm(read_tensor("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
         size = self.max_batch, self.max_seq_len
-        self._cache = cache or KVCache(config, *size, device, dtype, self.kv_cache_dtype)
+        self._cache = cache or KVCache(config, *size, device, dtype, self.kv_cache_dtype, self._state_buffers)
         self._projections = [projection for block in blocks for linear in block.linears for projection in linear]
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
@@ -97,7 +97,10 @@ class TorchDecoder(Decoder):
         return [projection(x, first_sparse) for projection in getattr(block, role)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return finish_logits(self.config, functional.linear(self._norm(hidden), self._head).float())
+        return self._output(self._norm(hidden))
+
+    def _output(self, x: Tensor) -> Tensor:
+        return finish_logits(self.config, functional.linear(x, self._head).float())
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         for projection in self._projections:

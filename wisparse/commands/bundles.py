@@ -13,6 +13,7 @@ from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import AccessError, UsageError, printable
 from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted
 from wisparse.formats.manifest import level_name
+from wisparse.formats.model_config import MTP
 
 from ..options import FOLDER, FOLDER_OR_ID, print_table, revision_option
 
@@ -55,6 +56,7 @@ def inspect(
         ("left out", recipe.text_only),
         ("rotation", str(recipe.rotation or "none: the weights are the source's")),
         ("model", f"{config.model_type}, {shape}, {num_bytes / 1e6:,.1f} MB {'/'.join(dtypes)}"),
+        ("drafts", "by a head for multi-token prediction" if f"{MTP}fc.weight" in opened.checkpoint.tensors else None),
         ("method", recipe.method),
         ("levels", ", ".join(f"{name}{' (the default)' * (one == recipe.default)}" for one, name in levels.items())),
         ("calibration", f"{calibration.source}: {each} ({calibration.num_tokens:,} in all), seed {calibration.seed}"),
