@@ -188,10 +188,12 @@ def expert_mlp(p, block, x, part, parts, base_tag):
                 gate, up, down, inner = first + 3 * total, first + 3 * total + 1, first + 3 * total + 2, shared
             mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
             gate_and_up(p, gate, up, token if n == chosen else asked, 1, mlp_lo, mlp_hi, part, base_tag)
-            segments, at = words(p[StepField.EXPERT_COUNT] + 16 * (n * parts + part)), 4 * (n * stride + mlp_lo)
-            segments[0] = mlp_lo
+            row = p[StepField.PROJECTIONS] + down * ROW_BYTES
+            segments = words(p[StepField.EXPERT_COUNT] + 16 * (n * parts + part))
+            segments[0] = mlp_lo * words(row)[ProjectionField.PLANES]
+            at = 4 * (n * stride + segments[0])
             segments[1] = select(
-                acc - 4 * mlp_lo, acc_stride, 1, mlp_lo, mlp_hi, p[StepField.PROJECTIONS] + down * ROW_BYTES,
+                acc - 4 * mlp_lo, acc_stride, 1, mlp_lo, mlp_hi, row,
                 p[StepField.THRESHOLDS] + 8 * down, p[StepField.EXPERT_INDEX] + at, p[StepField.EXPERT_VALUE] + at,
                 stride, p[StepField.COUNTS] + 8 * (part * p[StepField.NUM_PROJECTIONS] + down),
             )  # fmt: skip

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
-from functools import partial
 from typing import ClassVar, Self
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import ContextLengthError
-from wisparse.formats.machine import usable_cores
+from wisparse.formats.machine import available_bytes, usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.cpu.launch import Team, prepare, team_size
@@ -33,14 +33,15 @@ from wisparse.kernels.cpu.layout import (
 )
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import check_capacity, verified_settings
+from ..decoding.decoder import check_capacity, verified_settings, weight_bytes
 from ..decoding.heads import HeadFiles
 from ..decoding.rotary import query_scales, switch_length
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
-from .weights import CpuProjection, has_tiles, product_dtype, read_matrix
+from .weights import CpuProjection, MappedMemory, Matrix, has_tiles, product_dtype, read_matrix
 
+log = logging.getLogger(__name__)
 _EMBEDDING = "model.embed_tokens.weight"
 # A thread that reads less than this per step waits for the others for longer than it helps.
 _BYTES_PER_THREAD = 1 << 20
@@ -51,6 +52,7 @@ _PREFIX_BLOCK = TorchDecoder.prefix_block_size
 
 class CpuDecoder(TorchDecoder):
     name: ClassVar[str] = "numba"
+    maps_experts = hasattr(os, "posix_fallocate")
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
     # Each chunk converts the weights once. Products of so many rows have the bits of those of a prefix block.
     prefill_chunk, pieces_under_load = 4 * _PREFIX_BLOCK, 4
@@ -80,10 +82,25 @@ class CpuDecoder(TorchDecoder):
             regions.append("product_bfloat16")
         prepare(*regions)
         names = [f"{part}.weight" for projection in config.projections() for part in projection.parts]
+        routed = {f"{part}.weight" for one in config.projections() if one.experts for part in one.parts}
+        needed, free = weight_bytes(bundle, dtype, weights, self.keeps), available_bytes(self.device)
+        mapped = MappedMemory() if routed and self.maps_experts and needed > free else None
         # Reading, checksums and the transposition all run without the interpreter's lock.
         with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
-            read = partial(read_matrix, bundle, dtype=dtype, weights=weights, transposed=True)
+
+            def read(name: str) -> Matrix:
+                empty = mapped.empty if mapped is not None and name in routed else torch.empty
+                return read_matrix(bundle, name, dtype, weights, transposed=True, empty=empty)
+
             matrices = dict(zip(names, pool.map(read, names), strict=True))
+        if mapped is not None:
+            share = next(one.chosen / one.experts for one in config.projections() if one.experts)
+            speed, missing = mapped.close_files(), min(1.0, (needed - free) / mapped.num_bytes)
+            log.warning(
+                "experts of %.1f GB are mapped from a file in %s, as %.1f GB of memory are free: a token reads %.2f GB of them, "
+                "about %.0f%% from disk at %.2f GB/s: expect %.2g tok/s", mapped.num_bytes / 1e9, mapped.folder, free / 1e9,
+                share * mapped.num_bytes / 1e9, 100 * missing, speed / 1e9, speed / (share * mapped.num_bytes * missing),
+            )  # fmt: skip
         self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
         graded = planes_of(bundle.masks) > 1
         self._embedding, head_type = embedding.data, "int8" if graded else WEIGHT_TYPES[weights].head
@@ -436,7 +453,8 @@ class Step:
         if config.delta_net is not None:  # out_proj's input, and a head's scratch
             delta = config.delta_net
             longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))
-        listed = longest * max(projection.weight.planes for projection in self._projections)
+        planes = max(projection.weight.planes for projection in self._projections)
+        listed = longest * planes
         layout = scratch_layout(rows, config.hidden_size, listed, max(longest, self._input_width))
         counts = torch.zeros(threads, len(self._projections), dtype=torch.int64)
         counts[0] = torch.tensor(self.kept())
@@ -454,7 +472,7 @@ class Step:
             StepField.TAPS: torch.empty(rows, len(set(self._taps)), config.hidden_size),
         }
         for experts in {block.experts for block in config.blocks if block.experts is not None}:  # alike in all blocks
-            slots, inner = experts.chosen + 1, max(experts.intermediate_size, experts.shared_size)
+            slots, inner = experts.chosen + 1, planes * max(experts.intermediate_size, experts.shared_size)
             self._buffers |= {
                 StepField.EXPERT_SCORES: torch.empty(experts.count),
                 StepField.EXPERT_CHOICE: torch.empty(threads, slots, 2, dtype=torch.int64),
