@@ -1,9 +1,6 @@
 """Train a small mixture of experts: 17.6M parameters, 6 blocks of 16 experts, 2 of which a token takes.
 
     python benchmarks/train_experts.py --output PATH --minutes 3          # on a GPU
-    python benchmarks/train_experts.py --output PATH --minutes 12 --device cpu --upcycle --megabytes 20
-
-With ``--upcycle`` the start is the example model: each of 8 experts of a block is a copy of its MLP (29M parameters).
 
 The text is the Python source of the packages installed beside torch (not transformers, whose models are evaluation text,
 nor the standard library) and sessions of an interpreter; the tokenizer is the example's. The model is not shipped.
@@ -24,7 +21,7 @@ import numpy as np
 import torch
 from quality import EXAMPLE
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from wisparse.runtime.tasks.generators import make_problems
 
@@ -37,26 +34,12 @@ def encode(texts: list[str]) -> np.ndarray:
     return np.fromiter(ids, dtype=np.int16)
 
 
-@torch.no_grad()
-def upcycled() -> MixtralForCausalLM:
-    dense = AutoModelForCausalLM.from_pretrained(EXAMPLE, dtype=torch.float32)
-    sizes = {key: value for key, value in dense.config.to_dict().items() if key in MixtralConfig().to_dict()}
-    sizes |= {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True}
-    model = MixtralForCausalLM(MixtralConfig(**sizes))
-    model.load_state_dict(dense.state_dict(), strict=False)
-    for block, source in zip(model.model.layers, dense.model.layers, strict=True):
-        block.mlp.experts.gate_up_proj.copy_(torch.cat((source.mlp.gate_proj.weight, source.mlp.up_proj.weight)))
-        block.mlp.experts.down_proj.copy_(source.mlp.down_proj.weight)
-    return model
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--megabytes", type=int, default=120, help="of text, at most")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--upcycle", action="store_true", help="start from the example model")
     options = parser.parse_args()
     packages = Path(torch.__file__).parent.parent
     files = [path for path in sorted(packages.rglob("*.py")) if "transformers" not in path.parts]
@@ -75,40 +58,38 @@ def main() -> None:
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    batch = BATCH if options.device == "cuda" else 8
-    sizes = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(
         vocab_size=8192, hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
         intermediate_size=704, moe_intermediate_size=192, num_experts=16, num_local_experts=16, num_experts_per_tok=2,
         norm_topk_prob=True, output_router_logits=True, router_aux_loss_coef=0.01, tie_word_embeddings=True,
         max_position_embeddings=2048, bos_token_id=0, eos_token_id=0, pad_token_id=3,
     )  # fmt: skip
-    model = (upcycled() if options.upcycle else Qwen3MoeForCausalLM(sizes)).to(options.device)
+    model = Qwen3MoeForCausalLM(config).to(options.device)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
-    peak, warm = (3e-4, 20) if options.upcycle else (RATE, 200)
     began, step, loss = time.monotonic(), 0, torch.zeros(())
     while (share := (time.monotonic() - began) / (60 * options.minutes)) < 1:
-        rate = peak * min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * share))
+        rate = RATE * min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * share))
         for group in optimizer.param_groups:
             group["lr"] = max(rate, 1e-5)
-        starts = torch.randint(len(tokens) - LENGTH, (batch,), device=options.device)
+        starts = torch.randint(len(tokens) - LENGTH, (BATCH,), device=options.device)
         ids = tokens[starts[:, None] + torch.arange(LENGTH, device=options.device)].long()
-        with torch.autocast(options.device, torch.bfloat16, enabled=options.device == "cuda"):
+        with torch.autocast(options.device, torch.bfloat16):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % warm == 0:
+        if step % 200 == 0:
             print(f"step {step}: loss {loss.item():.3f}, {time.monotonic() - began:.0f} s", flush=True)
         step += 1
     model.to(torch.bfloat16).save_pretrained(options.output, max_shard_size="12MB")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         shutil.copy(EXAMPLE / name, options.output / name)
-    stats = {"steps": step, "tokens": step * batch * LENGTH, "loss": loss.item(), "text_tokens": len(tokens)}
+    stats = {"steps": step, "tokens": step * BATCH * LENGTH, "loss": loss.item(), "text_tokens": len(tokens)}
     (options.output / "train_stats.json").write_text(json.dumps(stats))
     print(json.dumps(stats))
 

@@ -26,6 +26,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UnsupportedModelError
 from wisparse.formats.weight_types import round_weight
+from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.onnx_export import export_onnx
 
 PROMPT = torch.randint(3, VOCAB, (20,), generator=torch.Generator().manual_seed(5))
@@ -168,40 +169,45 @@ def test_four_bit_experts_are_widened(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen3.5-moe", "gpt-oss"])
-@torch.inference_mode()
+@torch.no_grad()
 def test_graded_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of their int8 codes at 8 bits; below, every back end as the definition in transformers' model."""
+    # Of some others a delta net's norm divides by nearly nothing, with any weights.
+    prompt = torch.randint(3, VOCAB, (20,), generator=torch.Generator().manual_seed(2))
     source = grouped(family, tmp_path / "source", monkeypatch)
     how: dict[str, Any] = {"num_samples": 8, "seq_len": 96, "rotation": "none", "device": "cpu", "progress": False}
     bundle = Bundle.open(wisparse.convert(source, tmp_path / "bundle", bits=[5, 3], weights="graded", **how))
     assert bundle.recipe.plane_bits == (4, 4)
     codes = load_source(bundle.folder, torch.float32, device="cpu", bundle=True)
     codes.model.lm_head.weight.copy_(round_weight(codes.model.lm_head.weight, "int8").dequantise(torch.float32))
-    expected, text = {8: codes.model(PROMPT[None]).logits[0]}, PROMPT
+    expected, text = {8: codes.model(prompt[None]).logits[0]}, prompt
     for _ in range(12):
         text = torch.cat((text, codes.model(text[None]).logits[0, -1:].argmax(-1)))
     matrices = {
         name: bundle.checkpoint.matrix(f"{name}.weight") for p in bundle.config.projections() for name in p.parts
     }
     read = read_in_planes(codes, matrices)
-    torch.testing.assert_close(read.model(PROMPT[None]).logits[0], expected[8], rtol=1e-4, atol=1e-4)
-    for bits in (5, 3):
-        with MaskedModel(read.projections) as masked:
-            thresholds = {}
-            for name, mask in bundle.at(bits=bits).masks.items():
-                ratios = [mask.threshold / (one or 1.0) for one in mask.plane_thresholds]
-                masked.set_scale(name, torch.cat([mask.channel_scale * ratio for ratio in ratios], dim=-1))
-                thresholds[name] = mask.threshold
-            with masked.masking(thresholds):
-                expected[bits] = read.model(PROMPT[None]).logits[0]
+    torch.testing.assert_close(read.model(prompt[None]).logits[0], expected[8], rtol=1e-4, atol=1e-4)
+    masks: Any = None
+
+    def by_plane(name: str, x: torch.Tensor) -> torch.Tensor:
+        mask, routing = masks[name], getattr(read.projections[name], "routing", None)
+        scale = mask.channel_scale if routing is None else mask.channel_scale[routing.experts]
+        planes = zip(x.chunk(2, dim=-1), mask.plane_thresholds, strict=True)
+        return torch.cat([plane * keep_mask(plane, scale, limit) for plane, limit in planes], dim=-1)
+
+    with MaskedModel(read.projections) as masked, masked.during(replacer=by_plane):
+        for bits in (5, 3):
+            masks = bundle.at(bits=bits).masks
+            expected[bits] = read.model(prompt[None]).logits[0]
     for bits, logits in expected.items():
         answers = []
         for backend in ("torch", "numba"):
             decoder = cpu_decoder(bundle.at(bits=bits), backend, max_seq_len=64)
-            assert (decoder.logits(PROMPT, 0) - logits).abs().max() < 2e-4, (bits, backend)
-            answers.append(greedy(decoder, PROMPT, 12)[0])
+            assert (decoder.logits(prompt, 0) - logits).abs().max() < 1e-4, (bits, backend)
+            answers.append(greedy(decoder, prompt, 12)[0])
         assert answers[0] == answers[1]
-        assert bits < 8 or answers[0] == text[len(PROMPT) :].tolist()
+        assert bits < 8 or answers[0] == text[len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(("family", "weights"), [("qwen3-moe", "int8"), ("qwen3-moe", "int4"), ("gpt-oss", "int4")])
@@ -264,7 +270,7 @@ def test_experts_larger_than_memory_are_mapped_from_a_file(
             for place in ("runtime.cpu.decoder", "runtime.backends", "runtime.decoding.decoder"):
                 monkeypatch.setattr(f"wisparse.{place}.available_bytes", lambda device, free=free: free)
             caplog.clear()
-            decoder = cpu_decoder(bundle, "numba", weights=weights)
+            decoder = cpu_decoder(bundle, "numba", weights=weights, max_seq_len=None)
             said = [
                 text for text in caplog.messages if re.search(r"experts of .* mapped from a file in .* tok/s", text)
             ]
@@ -279,4 +285,4 @@ def test_experts_larger_than_memory_are_mapped_from_a_file(
     with pytest.raises(
         ResourceError, match=r"has no room .*No space left on device.*: set TMPDIR to a folder on a disk"
     ):
-        cpu_decoder(bundle, "numba")
+        cpu_decoder(bundle, "numba", max_seq_len=None)
