@@ -22,7 +22,7 @@ from quality import EXAMPLE, describe_machine, print_document
 
 from wisparse.converter.gptq import quantise_weights
 from wisparse.converter.planes import read_in_planes
-from wisparse.converter.search.allocation import allocate
+from wisparse.converter.search.allocation import MAX_SPARSITY, allocate
 from wisparse.converter.search.search import Run, SearchResult, SearchSettings, SparsityLevels
 from wisparse.formats.manifest import unread
 
@@ -31,11 +31,14 @@ MASKS = {"native": (16, (0.5, 0.4, 0.3)), "int8": (8, ()), "int4": (4, (0.3,))}
 
 
 @torch.no_grad()
-def only(levels: SparsityLevels, scope: str, sparsity: float) -> SearchResult:
-    """``levels.at`` where channels are dropped in routed experts alone, or outside them alone, by `fisher`."""
+def only(levels: SparsityLevels, scope: str, sparsity: float) -> SearchResult | None:
+    """``levels.at`` where channels are dropped in routed experts alone, or outside them alone, by `fisher`; None where
+    these are too few."""
     run, sizes = Run(levels, replace(levels.settings, sparsity=sparsity)), levels.calib.sizes
     curves = run.sensitivities()
     inside = {name: size for name, size in sizes.items() if (".experts." in name) == (scope == "experts")}
+    if sparsity * sum(sizes.values()) > MAX_SPARSITY * sum(inside.values()):
+        return None
     spread = allocate(
         {name: curves[name] for name in inside}, inside, sparsity * sum(sizes.values()) / sum(inside.values())
     )
@@ -60,7 +63,8 @@ def rows(
                     for scope, sparsity in product(scopes, sparsities):
                         found = levels.at(sparsity) if scope == "all" else only(levels, scope, sparsity)
                         inside = {"scope": scope} if len(scopes) > 1 else {}
-                        yield {**about, **inside, "bits": round(width * (1 - sparsity), 4)}, trial.kl(read, found)
+                        if found is not None:
+                            yield {**about, **inside, "bits": round(width * (1 - sparsity), 4)}, trial.kl(read, found)
 
 
 def main() -> None:

@@ -27,15 +27,16 @@ class ExpertProjection(nn.Module):
     """One projection of all experts of a block: rows (R, K) in the order of `Routing` to (R, N). The weight (E, N, K) and
     the bias (E, N) are views of transformers' parameters; read in planes, see `planes`, the weight is ``numbers``."""
 
-    def __init__(self, experts: nn.Module, role: str, chosen: int) -> None:
+    def __init__(
+        self, experts: nn.Module, role: str, chosen: int, numbers: Tensor | None = None, planes: int = 1
+    ) -> None:
         super().__init__()
         self._experts, self._role = (experts,), role  # a tuple: no sub-module
-        self.numbers, self.planes = None, 1
+        self.numbers, self.planes = numbers, planes  # (E, N, planes * K)
         self.routing, self.num_experts, self.chosen = None, len(self.weight), chosen
         self.out_features, self.in_features = self.weight.shape[1:]
 
     routing: Routing | None
-    numbers: Tensor | None  # (E, N, planes * K)
 
     def part(self, stored: Callable[[str], Tensor]) -> Tensor:
         """The weight, from a function that gives transformers' parameters by name."""

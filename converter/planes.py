@@ -46,15 +46,16 @@ def read_in_planes(source: SourceModel, matrices: Mapping[str, QuantizedMatrix])
         name, module = projection.name, projections[projection.name]
         wholes: list[Tensor] = []
         for part in projection.parts:
-            matrix, shift, numbers = matrices[part], sum(PLANE_BITS), []
+            matrix, shift, planes = matrices[part], sum(PLANE_BITS), []
             for bits, plane in zip(PLANE_BITS, split_planes(matrix.codes), strict=True):
                 shift -= bits
                 codes = replace(matrix, codes=plane, scales=matrix.scales * 2.0**shift)
-                numbers.append(codes.dequantise(module.weight.dtype).to(module.weight.device))
-            wholes.append(torch.cat(numbers, dim=1))
+                planes.append(codes.dequantise(module.weight.dtype).to(module.weight.device))
+            wholes.append(torch.cat(planes, dim=1))
         if isinstance(module, ExpertProjection):
-            module.numbers, module.planes = torch.stack(wholes), len(PLANE_BITS)
-            module.in_features *= len(PLANE_BITS)
+            role, numbers = projection.role, torch.stack(wholes)
+            projections[name] = ExpertProjection(module.experts, role, module.chosen, numbers, len(PLANE_BITS))
+            module.experts._wisparse_projections[role] = projections[name]
             continue
         rows, columns = module.weight.shape
         wide = nn.Linear(len(PLANE_BITS) * columns, rows, bias=False, device="meta")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,6 @@ from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
 from .weights import CpuProjection, MappedMemory, Matrix, has_tiles, product_dtype, read_matrix
 
-log = logging.getLogger(__name__)
 _EMBEDDING = "model.embed_tokens.weight"
 # A thread that reads less than this per step waits for the others for longer than it helps.
 _BYTES_PER_THREAD = 1 << 20
@@ -84,7 +82,7 @@ class CpuDecoder(TorchDecoder):
         names = [f"{part}.weight" for projection in config.projections() for part in projection.parts]
         routed = {f"{part}.weight" for one in config.projections() if one.experts for part in one.parts}
         needed, free = weight_bytes(bundle, dtype, weights, self.keeps), available_bytes(self.device)
-        mapped = MappedMemory() if routed and self.maps_experts and needed > free else None
+        mapped = self._mapped = MappedMemory() if routed and self.maps_experts and needed > free else None
         # Reading, checksums and the transposition all run without the interpreter's lock.
         with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
 
@@ -94,13 +92,9 @@ class CpuDecoder(TorchDecoder):
 
             matrices = dict(zip(names, pool.map(read, names), strict=True))
         if mapped is not None:
-            share = next(one.chosen / one.experts for one in config.projections() if one.experts)
-            speed, missing = mapped.close_files(), min(1.0, (needed - free) / mapped.num_bytes)
-            log.warning(
-                "experts of %.1f GB are mapped from a file in %s, as %.1f GB of memory are free: a token reads %.2f GB of them, "
-                "about %.0f%% from disk at %.2f GB/s: expect %.2g tok/s", mapped.num_bytes / 1e9, mapped.folder, free / 1e9,
-                share * mapped.num_bytes / 1e9, 100 * missing, speed / 1e9, speed / (share * mapped.num_bytes * missing),
-            )  # fmt: skip
+            mapped.close_files(
+                needed, free, next(one.chosen / one.experts for one in config.projections() if one.experts)
+            )
         self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
         graded = planes_of(bundle.masks) > 1
         self._embedding, head_type = embedding.data, "int8" if graded else WEIGHT_TYPES[weights].head
@@ -299,6 +293,7 @@ class Step:
                 StepField.LOGITS: self.logits,
                 StepField.SCORES: torch.empty(config.num_heads, max_len),
                 StepField.TEAM: self._team.words.ctypes.data,
+                StepField.MAPPED: decoder._mapped is not None,
                 StepField.CACHED_AS: _CACHED_AS[decoder.kv_cache_dtype],
             },
         )

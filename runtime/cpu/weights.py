@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import math
 import mmap
 import os
@@ -45,11 +46,12 @@ from wisparse.kernels.cpu.product import PADDING, TILE
 
 from ..torch.block import MaskedLinear
 
+log = logging.getLogger(__name__)
 # Codes are dequantised in spans of this size, for which the allocator reuses memory instead of mapping fresh pages.
 _SPAN_BYTES = 8 << 20
 _CHUNK_BYTES = 4 << 20  # of a weight that is read
 _SEGMENT_BYTES = 256 << 20  # of a file that is mapped, at least
-_COLD_BYTES = 64 << 20  # that tell how fast a file is read
+_COLD_BYTES = 1 << 20  # read together to tell how fast a file is read
 _ROW_STEP = 64  # rows of a chunk: whole cache lines of the transposed weight, whatever its type
 # Types for stored scales: the first that holds them exactly is taken.
 _SCALE_TYPES = {torch.bfloat16: ScaleType.BFLOAT16, torch.float16: ScaleType.FLOAT16, torch.float32: ScaleType.FLOAT32}
@@ -99,17 +101,31 @@ class MappedMemory:
             at, self._at, self.num_bytes = self._at, self._at + size, self.num_bytes + size
             return torch.frombuffer(self._segments[-1][1], dtype=dtype, count=count, offset=at).view(shape)
 
-    def close_files(self) -> float:
-        """Bytes a second that a first touch reads from the disk, measured; the mappings stay."""
+    def close_files(self, needed: int, free: int, share: float) -> None:
+        """Say what is mapped, and the speed to expect: of ``needed`` bytes ``free`` fit, and a token reads a ``share`` of
+        the experts. Measured is what comes from the disk when a step asks for experts. The mappings stay."""
         file, memory = self._segments[0]
         memory.flush()
         memory.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        count, values = len(memory) // _COLD_BYTES, np.frombuffer(memory, np.uint8)
+        spans = [17 * i % count * _COLD_BYTES for i in range(min(count, 64))]  # scattered, as experts are
         started = time.perf_counter()
-        np.frombuffer(memory, np.uint8)[: _COLD_BYTES : mmap.PAGESIZE].sum()
+        for first in range(0, len(spans), 8):
+            for at in spans[first : first + 8]:
+                memory.madvise(mmap.MADV_WILLNEED, at, _COLD_BYTES)
+            for at in spans[first : first + 8]:
+                values[at : at + _COLD_BYTES : mmap.PAGESIZE].sum()
+        seconds = time.perf_counter() - started
         for file, _ in self._segments:
             os.close(file)
-        return min(_COLD_BYTES, len(memory)) / (time.perf_counter() - started)
+        speed, read = len(spans) * _COLD_BYTES / seconds, share * self.num_bytes
+        missing = min(1.0, (needed - free) / self.num_bytes)
+        log.warning(
+            "experts of %.1f GB are mapped from a file in %s, as %.1f GB of memory are free: a token reads %.2f GB of them, "
+            "about %.0f%% from disk at %.2f GB/s: expect %.2g tok/s",
+            self.num_bytes / 1e9, self.folder, free / 1e9, read / 1e9, 100 * missing, speed / 1e9, speed / (read * missing),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
