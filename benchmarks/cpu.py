@@ -6,6 +6,7 @@
 
     llama-1b     decoding a random model of Llama-3.2-1B's shape, over transformers
     examples     decoding the project's small models, over transformers dense in the same type
+    experts      decoding random mixtures of experts, over the fastest of transformers' ways to run these
     prompts      prompts of 5, 32 and 512 tokens of that model, over transformers in the faster of its types
     first-token  load and first token of the 1B bundle, over reading its files into memory
 
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_models import LLAMA_1B, calibrated_bundle, random_checkpoint
+from cpu_models import EXPERTS, LLAMA_1B, calibrated_bundle, random_checkpoint
 from quality import describe_machine, print_document
 from torch import Tensor
 
@@ -40,7 +41,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.runtime.cpu.decoder import CpuDecoder
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("llama-1b", "examples", "prompts", "first-token")
+SECTIONS = ("llama-1b", "examples", "experts", "prompts", "first-token")
 PROMPT_TOKENS = 32
 SPARSITY = 0.5
 
@@ -90,13 +91,15 @@ def machine() -> dict[str, Any]:
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
-def transformers_loop(model: Any, prompt: Tensor, count: int) -> Callable[[], Any]:
-    """Greedy decoding by the bare model and its cache, without the cost of ``generate``."""
+def transformers_loop(model: Any, prompt: Tensor, count: int, experts: str = "") -> Callable[[], Any]:
+    """Greedy decoding by the bare model and its cache, without the cost of ``generate``. ``experts``: how it runs them."""
 
     name = cache_argument(model)
 
     @torch.inference_mode()
     def run() -> float:
+        if experts:
+            model.set_experts_implementation(experts)
         output = model(prompt[None], use_cache=True, logits_to_keep=1)
         cache, token = output[name], output.logits[:, -1].argmax(-1, keepdim=True)
         start = clock()
@@ -132,9 +135,14 @@ def decoding(source: Path, bundle_folder: Path, count: int, repetitions: int, ki
     prompt = torch.randint(0, bundle.config.vocab_size, (PROMPT_TOKENS,), generator=generator)
     settings: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "max_seq_len": PROMPT_TOKENS + count + 1}
     decoders = {kind: CpuDecoder(bundle, weights=kind, **settings) for kind in kinds}
-    loops: dict[str, Callable[[], float]] = {"transformers": transformers_loop(dense, prompt, count)}
+    ways = ("eager", "batched_mm", "grouped_mm") if bundle.config.has_experts else ("",)
+    loops: dict[str, Callable[[], float]] = {
+        f"transformers {way}".strip(): transformers_loop(dense, prompt, count, way) for way in ways
+    }
+    theirs = list(loops)
     loops |= {f"wisparse_{kind}": decoder_loop(decoder, prompt, count) for kind, decoder in decoders.items()}
     medians = {name: statistics.median(values) for name, values in in_turns(loops, repetitions).items()}
+    medians["transformers"] = min(medians[name] for name in theirs)
     decoder = decoders["native"]
     decoder.measure_sparsity(True)
     decoder_loop(decoder, prompt, count)()
@@ -325,6 +333,12 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         if "examples" in arguments.only:
             result["examples"] = examples(work, 64, arguments.repetitions)
+        if "experts" in arguments.only:
+            for name, shape in EXPERTS.items():
+                source = random_checkpoint(shape, work / name)
+                bundle = calibrated_bundle(source, work / f"{name}-{SPARSITY:.0%}", SPARSITY)
+                found = decoding(source, bundle, 32, arguments.repetitions, ("native", "int8", "int4"))
+                result.setdefault("experts", {})[name] = found
         if {"llama-1b", "prompts", "first-token"} & set(arguments.only):
             say("making the 1B model: about a minute")
             source = random_checkpoint(LLAMA_1B, work / "llama-1b")

@@ -14,14 +14,29 @@ import shapes
 import torch
 from safetensors.torch import save_file
 
+from wisparse.converter.experts import Rows, find_experts
+from wisparse.converter.statistics import channel_scale, weight_norm
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel, unread
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.weight_types import PLANE_BITS, group_of, quantise
 from wisparse.formats.write import write_bundle
+from wisparse.kernels.reference import scores
 
 LLAMA_1B = shapes.LLAMA_1B | {"bos_token_id": 0, "eos_token_id": 1}
+# Of 16 experts 2, 17.5M parameters; of 32 experts 4, 0.67B of which a token reads 0.14B.
+_EXPERTS = {"model_type": "qwen3_moe", "norm_topk_prob": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
+_EXPERTS |= {"hidden_act": "silu", "max_position_embeddings": 2048, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_EXPERTS |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "bos_token_id": 0, "eos_token_id": 1}
+EXPERTS = {
+    name: {**_EXPERTS, **dict(zip(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "vocab_size"), sizes, strict=True))}
+    for name, sizes in {
+        "qwen3-moe-17m": (256, 6, 8, 4, 32, 704, 192, 16, 2, 8192),
+        "qwen3-moe-670m": (1024, 12, 16, 4, 64, 3072, 512, 32, 4, 32768),
+    }.items()
+}  # fmt: skip
 
 
 def random_checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> Path:
@@ -62,12 +77,14 @@ def calibrated_bundle(
     model = AutoModelForCausalLM.from_pretrained(source, dtype=checkpoint.tensors["model.norm.weight"].dtype).eval()
     levels: dict[float, dict[str, ProjectionMask]] = {unread(bits): {} for bits in graded or ()} or {sparsity: {}}
 
+    counted = torch.arange(num_tokens)[None] > 0
+
     def record(name: str, weight: torch.Tensor):
-        norms = weight.float().norm(dim=0).clamp_min(1e-20)
-        scale = (norms / norms.log().mean().exp()).clamp_min(1e-4).sqrt()
+        scale = channel_scale(weight_norm(weight), 0.5)
 
         def hook(module: Any, args: Any) -> None:
-            score = (args[0][0, 1:].float().abs() * scale).flatten()
+            rows = Rows.counted(module, args[0], counted)
+            score = scores(rows.x, rows.scale(scale)).flatten()
             for level, masks in levels.items():
                 kept = (graded or {}).get(8 * (1 - level), (1 - level,))
                 limits = [float(score.kthvalue(max(1, round((1 - share) * score.numel()))).values) for share in kept]
@@ -76,9 +93,9 @@ def calibrated_bundle(
 
         return hook
 
-    projections = list(checkpoint.config.projections())
+    projections, experts = list(checkpoint.config.projections()), find_experts(model, checkpoint.config)
     for projection in projections:
-        module = model.get_submodule(projection.name)
+        module = experts.get(projection.name) or model.get_submodule(projection.name)
         module.register_forward_pre_hook(record(projection.name, module.weight))
     generator = torch.Generator().manual_seed(0)
     model(torch.randint(0, checkpoint.config.vocab_size, (1, num_tokens), generator=generator), use_cache=False)

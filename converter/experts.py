@@ -25,11 +25,14 @@ class Routing:
 
 class ExpertProjection(nn.Module):
     """One projection of all experts of a block: rows (R, K) in the order of `Routing` to (R, N). The weight (E, N, K) and
-    the bias (E, N) are views of transformers' parameters."""
+    the bias (E, N) are views of transformers' parameters; read in planes, see `planes`, the weight is ``numbers``."""
 
-    def __init__(self, experts: nn.Module, role: str, chosen: int) -> None:
+    def __init__(
+        self, experts: nn.Module, role: str, chosen: int, numbers: Tensor | None = None, planes: int = 1
+    ) -> None:
         super().__init__()
         self._experts, self._role = (experts,), role  # a tuple: no sub-module
+        self.numbers, self.planes = numbers, planes  # (E, N, planes * K)
         self.routing, self.num_experts, self.chosen = None, len(self.weight), chosen
         self.out_features, self.in_features = self.weight.shape[1:]
 
@@ -45,7 +48,7 @@ class ExpertProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.part(partial(getattr, self.experts))
+        return self.part(partial(getattr, self.experts)) if self.numbers is None else self.numbers
 
     @property
     def bias(self) -> Tensor | None:
@@ -108,13 +111,13 @@ def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
     for module in modules.values():
         module.routing = Routing(order // each, flat[order], counts)
     # Permutations and sums alone, whose gradients a GPU adds up in one order.
-    x = hidden[:, None].expand(-1, each, -1).flatten(0, 1)[order]
+    x = hidden[:, None].expand(-1, each, -1).flatten(0, 1)[order].repeat(1, gate_proj.planes)
     gate, up = gate_proj(x), up_proj(x)
     if gate_proj.bias is None:
         half = experts.act_fn(gate) * up
     else:  # gpt-oss's, which takes the two interleaved
         half = experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
-    y = down_proj(half) * weights.flatten()[order, None]
+    y = down_proj(half.repeat(1, down_proj.planes)) * weights.flatten()[order, None]
     return y[order.argsort()].view(len(hidden), each, -1).sum(1).to(hidden.dtype)
 
 

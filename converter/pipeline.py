@@ -200,7 +200,9 @@ def _mask(scale: Tensor, found: ProjectionRecipe, planes: int) -> ProjectionMask
     thresholds = [found.threshold * ratio for ratio in plane_ratios(scale, planes)]
     # In float32 a further one must not come out below the first.
     rounded = torch.tensor(thresholds, dtype=torch.float32).cummax(0).values.tolist()
-    return ProjectionMask(scale.view(planes, -1)[0], rounded[0], found.sparsity, tuple(rounded))
+    return ProjectionMask(
+        scale.unflatten(-1, (planes, -1))[..., 0, :].contiguous(), rounded[0], found.sparsity, tuple(rounded)
+    )
 
 
 def library_versions() -> dict[str, str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wisparse.formats.weight_types import PLANE_BITS, QuantizedMatrix, split_planes
 
+from .experts import ExpertProjection
 from .source import SourceModel
 
 
@@ -41,34 +41,51 @@ class _InPlanes(nn.Module):
 @torch.no_grad()
 def read_in_planes(source: SourceModel, matrices: Mapping[str, QuantizedMatrix]) -> SourceModel:
     """``source``, in place, with projections of int8 codes read in planes: weights (N, planes * K), the high plane first."""
-    repeat, projections = _Repeat(), {}
-    for name, module in source.projections.items():
-        matrix = matrices[name]
-        numbers: list[Any] = []
-        shift = sum(PLANE_BITS)
-        for bits, plane in zip(PLANE_BITS, split_planes(matrix.codes), strict=True):
-            shift -= bits
-            codes = replace(matrix, codes=plane, scales=matrix.scales * 2.0**shift)
-            numbers.append(codes.dequantise(module.weight.dtype).to(module.weight.device))
+    repeat, projections = _Repeat(), dict(source.projections)
+    for projection in source.config.projections():
+        name, module = projection.name, projections[projection.name]
+        wholes: list[Tensor] = []
+        for part in projection.parts:
+            matrix, shift, planes = matrices[part], sum(PLANE_BITS), []
+            for bits, plane in zip(PLANE_BITS, split_planes(matrix.codes), strict=True):
+                shift -= bits
+                codes = replace(matrix, codes=plane, scales=matrix.scales * 2.0**shift)
+                planes.append(codes.dequantise(module.weight.dtype).to(module.weight.device))
+            wholes.append(torch.cat(planes, dim=1))
+        if isinstance(module, ExpertProjection):
+            role, numbers = projection.role, torch.stack(wholes)
+            projections[name] = ExpertProjection(module.experts, role, module.chosen, numbers, len(PLANE_BITS))
+            module.experts._wisparse_projections[role] = projections[name]
+            continue
         rows, columns = module.weight.shape
         wide = nn.Linear(len(PLANE_BITS) * columns, rows, bias=False, device="meta")
-        wide.weight = nn.Parameter(torch.cat(numbers, dim=1), requires_grad=False)
+        wide.weight = nn.Parameter(wholes[0], requires_grad=False)
         wide.bias = module.bias
         source.model.set_submodule(name, _InPlanes(wide, repeat))
         projections[name] = wide
     return replace(source, projections=projections, planes=len(PLANE_BITS))
 
 
+def by_plane(values: Tensor, planes: int) -> Tensor:
+    """(planes * K,), or (E, planes * K) of experts, as (planes, K) or (planes, E * K)."""
+    return values.unflatten(-1, (planes, -1)).movedim(-2, 0).flatten(1)
+
+
+def from_planes(values: Tensor, like: Tensor) -> Tensor:
+    """What `by_plane` made of ``like``, in its shape again."""
+    return values.view(len(values), *like.shape[:-1], -1).movedim(0, -2).flatten(-2)
+
+
 def tied(scale: Tensor, planes: int) -> Tensor:
-    """A scale (planes * K,) in which each further plane's is the first's divided by one number: what a bundle can hold."""
+    """A scale in which each further plane's is the first's divided by one number: what a bundle can hold."""
     if planes == 1:
         return scale
-    logs = scale.double().log().view(planes, -1)
+    logs = by_plane(scale.double().log(), planes)
     offsets = logs.mean(1, keepdim=True) - logs.mean()
-    return (logs - offsets).mean(0).add(offsets).exp().float().flatten()
+    return from_planes((logs - offsets).mean(0).add(offsets).exp().float(), scale)
 
 
 def plane_ratios(scale: Tensor, planes: int) -> list[float]:
     """Of a tied scale, what the thresholds of the planes are times the first one's, in float32; ascending from 1."""
-    logs = scale.double().log().view(planes, -1).mean(1)
+    logs = by_plane(scale.double().log(), planes).mean(1)
     return (logs[0] - logs).exp().tolist()

@@ -110,9 +110,6 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
             if quantised and value != kept:
                 stay = "the model is quantised, and its weights stay as they are"
                 raise UsageError(f"--{option} {value}: {stay}; leave it out")
-        if settings.weights == "graded" and config.has_experts:
-            unknown = f"{config.model_type} has experts, which cannot be graded yet"
-            raise UnsupportedModelError(f"--weights graded: {unknown}; choose int8")
         if settings.weights in ("int4", "graded"):
             group_size(config, settings.weights)
         context = config.max_position_embeddings
@@ -143,7 +140,9 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     free, working = available_bytes(device), working_bytes(config, dtype, settings)
     num_parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
     if settings.weights == "graded":  # a number for each plane
-        working += sum(projection.num_parameters for projection in config.projections()) * dtype.itemsize
+        held = sum(one.in_features * one.out_features * len(one.parts) for one in config.projections())
+        # Experts' are made beside transformers' own.
+        working += held * dtype.itemsize * (2 if config.has_experts else 1)
     untied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     rotated_bytes = (num_parameters + untied) * dtype.itemsize + working
     fixed = why_fixed(config, quantised)

@@ -169,14 +169,16 @@ def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator:
     return {name: sums[name].cpu() for name in masked.projections}
 
 
-def drawn_to_pool(sums: Tensor, by_channel: bool) -> Tensor:
+def drawn_to_pool(sums: Tensor, by_channel: bool, planes: int = 1) -> Tensor:
     """The mean of experts' squares (E, K) from `fisher_diagonal`'s sums (E, K + 1). Where fewer than `_ENOUGH_TOKENS`
     tokens reached an expert, those that lack are taken to be as in all experts together: of the same channel, where
-    ``by_channel``, as all read the same, else of all channels."""
+    ``by_channel``, as all read the same, else of all channels of a plane."""
     squares, counts = sums[:, :-1], sums[:, -1:]
     pool = squares.sum(0, keepdim=True) / counts.sum().clamp(min=1)
     lacking = (_ENOUGH_TOKENS - counts).clamp(min=0)
-    return (squares + lacking * (pool if by_channel else pool.mean())) / (counts + lacking)
+    if not by_channel:
+        pool = pool.unflatten(1, (planes, -1)).mean(2).repeat_interleave(pool.shape[1] // planes, dim=1)
+    return (squares + lacking * pool) / (counts + lacking)
 
 
 def loss_weighted_norm(norm: Tensor, diagonal: Tensor) -> Tensor:

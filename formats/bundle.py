@@ -193,11 +193,8 @@ class Bundle:
                 raise BundleError(f"{MANIFEST}: projections{at}: {wanted}, {what}; convert again")
             if blocks != num_blocks:
                 raise BundleError(f"{MANIFEST}: block_sparsities{at}: expected {num_blocks} values, found {blocks}")
-        if recipe.plane_bits and any(block.experts for block in checkpoint.config.blocks):
-            raise BundleError(
-                f"{MANIFEST}: plane_bits: expected none, as the model has experts, found {[*recipe.plane_bits]}"
-            )
-        for name in names if recipe.plane_bits else ():
+        parts = (part for one in checkpoint.config.projections() for part in one.parts)
+        for name in parts if recipe.plane_bits else ():
             stored = checkpoint.quantised.get(f"{name}.weight")
             packing = None if stored is None else stored.packing
             if not (

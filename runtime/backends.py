@@ -16,7 +16,7 @@ from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.hub import fetch_bundle
-from wisparse.formats.machine import choose_device
+from wisparse.formats.machine import available_bytes, choose_device
 from wisparse.formats.manifest import unread
 from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
@@ -64,6 +64,8 @@ def make_decoder(
     elif name == "triton":
         from .cuda.decoder import CudaDecoder as chosen
     refused = chosen.refusal(bundle.config, weights)
+    if refused is None and name == "triton" and bundle.recipe.graded and bundle.config.has_experts:
+        refused = "its kernels read experts' weights whole, not by planes"
     if refused is not None and backend == "auto" and name != "torch":
         reason, chosen = f"{name} cannot: {refused}", TorchDecoder
         refused = chosen.refusal(bundle.config, weights)
@@ -76,6 +78,8 @@ def make_decoder(
         raise UsageError(f"speculative: bits: back end {chosen.name} cannot: {refused}")
     if max_seq_len is None or max_batch is None:
         needed = weight_bytes(bundle, dtype, weights, chosen.keeps)
+        if chosen.maps_experts and needed > available_bytes(device):
+            needed = weight_bytes(bundle, dtype, weights, chosen.keeps, routed=False)
         needed += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
         with memory_errors(device, "to begin with"):
             sizes, states = (max_batch, max_seq_len), states_kept(most_drafted)

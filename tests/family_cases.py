@@ -61,7 +61,7 @@ def hugging_face(folder: Path) -> torch.nn.Module:
 def greedy(decoder: Decoder, prompt: Tensor, count: int, start: int | None = None) -> tuple[list[int], Tensor]:
     """Tokens, whatever the end of a text is, and the logits (count, V) that they were chosen from: a prompt read dense
     up to ``start``, then sparse tokens."""
-    logits = [decoder.prefill(0, prompt, len(prompt) if start is None else start).cpu()]
+    logits = [decoder.prefill(0, prompt, len(prompt) if start is None else start).cpu().clone()]
     while len(logits) < count:
         logits.append(decoder.decode(logits[-1].argmax().view(1))[0].cpu().clone())
     rows = torch.stack(logits)

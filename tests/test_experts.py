@@ -1,24 +1,32 @@
 """Mixtures of experts: files, refusals, statistics and quantised weights. Families are in test_every_family.py."""
 
+import errno
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bundle_maker import cpu_decoder
 from family_cases import greedy, hugging_face
 from runtime_models import EXPERTS, make_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_bundle import VOCAB, byte_tokenizer
 
 import wisparse
+from wisparse.converter.masking import MaskedModel
 from wisparse.converter.pipeline import convert
+from wisparse.converter.planes import read_in_planes
 from wisparse.converter.sensitivity import drawn_to_pool
 from wisparse.converter.source import full_config, load_source
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UnsupportedModelError
+from wisparse.formats.weight_types import round_weight
+from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.onnx_export import export_onnx
 
 PROMPT = torch.randint(3, VOCAB, (20,), generator=torch.Generator().manual_seed(5))
@@ -114,8 +122,11 @@ def test_few_tokens_of_an_expert_are_drawn_to_all_experts_together() -> None:
 
 def grouped(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A source whose projections' inputs are cut into even groups."""
+    model_type, given = EXPERTS[family]
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
-    monkeypatch.setitem(EXPERTS, "grouped", (EXPERTS[family][0], {**EXPERTS[family][1], **sizes}))
+    if family == "qwen3.5-moe":
+        sizes |= {"shared_expert_intermediate_size": 64, "linear_value_head_dim": 16}
+    monkeypatch.setitem(EXPERTS, "grouped", (model_type, {**given, **sizes}))
     source = make_checkpoint("grouped", folder, vocab_size=VOCAB)
     byte_tokenizer().save(str(source / "tokenizer.json"))
     return source
@@ -157,6 +168,48 @@ def test_four_bit_experts_are_widened(tmp_path: Path, monkeypatch: pytest.Monkey
         damaged.tensor(next(iter(whole)))
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", "qwen3.5-moe", "gpt-oss"])
+@torch.no_grad()
+def test_graded_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of their int8 codes at 8 bits; below, every back end as the definition in transformers' model."""
+    # Of some others a delta net's norm divides by nearly nothing, with any weights.
+    prompt = torch.randint(3, VOCAB, (20,), generator=torch.Generator().manual_seed(2))
+    source = grouped(family, tmp_path / "source", monkeypatch)
+    how: dict[str, Any] = {"num_samples": 8, "seq_len": 96, "rotation": "none", "device": "cpu", "progress": False}
+    bundle = Bundle.open(wisparse.convert(source, tmp_path / "bundle", bits=[5, 3], weights="graded", **how))
+    assert bundle.recipe.plane_bits == (4, 4)
+    codes = load_source(bundle.folder, torch.float32, device="cpu", bundle=True)
+    codes.model.lm_head.weight.copy_(round_weight(codes.model.lm_head.weight, "int8").dequantise(torch.float32))
+    expected, text = {8: codes.model(prompt[None]).logits[0]}, prompt
+    for _ in range(12):
+        text = torch.cat((text, codes.model(text[None]).logits[0, -1:].argmax(-1)))
+    matrices = {
+        name: bundle.checkpoint.matrix(f"{name}.weight") for p in bundle.config.projections() for name in p.parts
+    }
+    read = read_in_planes(codes, matrices)
+    torch.testing.assert_close(read.model(prompt[None]).logits[0], expected[8], rtol=1e-4, atol=1e-4)
+    masks: Any = None
+
+    def by_plane(name: str, x: torch.Tensor) -> torch.Tensor:
+        mask, routing = masks[name], getattr(read.projections[name], "routing", None)
+        scale = mask.channel_scale if routing is None else mask.channel_scale[routing.experts]
+        planes = zip(x.chunk(2, dim=-1), mask.plane_thresholds, strict=True)
+        return torch.cat([plane * keep_mask(plane, scale, limit) for plane, limit in planes], dim=-1)
+
+    with MaskedModel(read.projections) as masked, masked.during(replacer=by_plane):
+        for bits in (5, 3):
+            masks = bundle.at(bits=bits).masks
+            expected[bits] = read.model(prompt[None]).logits[0]
+    for bits, logits in expected.items():
+        answers = []
+        for backend in ("torch", "numba"):
+            decoder = cpu_decoder(bundle.at(bits=bits), backend, max_seq_len=64)
+            assert (decoder.logits(prompt, 0) - logits).abs().max() < 1e-4, (bits, backend)
+            answers.append(greedy(decoder, prompt, 12)[0])
+        assert answers[0] == answers[1]
+        assert bits < 8 or answers[0] == text[len(prompt) :].tolist()
+
+
 @pytest.mark.parametrize(("family", "weights"), [("qwen3-moe", "int8"), ("qwen3-moe", "int4"), ("gpt-oss", "int4")])
 @torch.inference_mode()
 def test_quantised_experts_give_the_tokens_of_transformers(
@@ -186,8 +239,6 @@ def test_quantised_experts_give_the_tokens_of_transformers(
 def test_what_cannot_run_experts_says_so(source: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     how: dict[str, Any] = {"num_samples": 2, "seq_len": 16, "device": "cpu"}
-    with pytest.raises(UnsupportedModelError, match="graded: qwen3_moe has experts"):
-        convert(source, bundle, bits=5, weights="graded", **how)
     convert(source, bundle, sparsity=0.5, search="uniform", rotation="none", **how)
     with pytest.raises(UnsupportedModelError, match="qwen3_moe: expected dense MLPs, found experts"):
         export_onnx(Bundle.open(bundle), tmp_path / "onnx")
@@ -202,3 +253,36 @@ def test_experts_are_not_read_from_their_files(source: Path, tmp_path: Path, mon
         monkeypatch.setattr(f"wisparse.converter.preflight.{name}", value)
     with pytest.raises(ResourceError, match="experts cannot stay in their files"):
         convert(source, tmp_path / "bundle", sparsity=0.5, device="cpu")
+
+
+def test_experts_larger_than_memory_are_mapped_from_a_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    how: dict[str, Any] = {"num_samples": 2, "seq_len": 16, "search": "uniform", "rotation": "none", "device": "cpu"}
+    bundle = Bundle.open(convert(source, tmp_path / "bundle", sparsity=0.5, **how))
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("wisparse.runtime.cpu.weights._SEGMENT_BYTES", 1 << 20)
+    for weights in ("native", "int8"):
+        found = []
+        for free in (1 << 40, 600_000):
+            for place in ("runtime.cpu.decoder", "runtime.backends", "runtime.decoding.decoder"):
+                monkeypatch.setattr(f"wisparse.{place}.available_bytes", lambda device, free=free: free)
+            caplog.clear()
+            decoder = cpu_decoder(bundle, "numba", weights=weights, max_seq_len=None)
+            said = [
+                text for text in caplog.messages if re.search(r"experts of .* mapped from a file in .* tok/s", text)
+            ]
+            assert (len(said), os.listdir(folder)) == (int(free == 600_000 and weights == "native"), [])
+            found.append(greedy(decoder, PROMPT, 8)[1])
+        assert torch.equal(*found)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        ResourceError, match=r"has no room .*No space left on device.*: set TMPDIR to a folder on a disk"
+    ):
+        cpu_decoder(bundle, "numba", max_seq_len=None)

@@ -103,7 +103,7 @@ def advise(
         rows.append(
             Row(**asdict(one), fits=one.memory_bytes < free, bundle_bytes=disk, kl=kl, quality=grade_of(max(kl)))
         )
-    given, why = _recommended(rows, stored)
+    given, why = _recommended(rows, stored, config, device)
     given += ["--device", str(device)] if device != choose_device() else []
     given += ["--revision", revision] if revision is not None else []
     line = shlex.join(["wisparse", "convert", model, *given])
@@ -135,7 +135,9 @@ def _conversion(config: ModelConfig, device: torch.device, read_gbps: float) -> 
     return searching + writing_text + writing, memory
 
 
-def _recommended(rows: Sequence[Row], stored: str | None) -> tuple[list[str], str]:
+def _recommended(
+    rows: Sequence[Row], stored: str | None, config: ModelConfig, device: torch.device
+) -> tuple[list[str], str]:
     """Options of `wisparse convert`, and why these."""
     table = {(row.weights, row.sparsity): row for row in rows}
     kinds = [kind for kind in ("int8", "int4", "native", "fp8") if (kind, 0.0) in table]
@@ -146,6 +148,8 @@ def _recommended(rows: Sequence[Row], stored: str | None) -> tuple[list[str], st
         why = f"the model is {stored} already and stays so"
     elif not fitting:
         why = "no weight type fits into the free memory; this is the smallest"
+        if config.has_experts and device.type == "cpu":
+            why += ", whose experts are then read from a file, as fast as the disk and not as stated"
     else:
         why = {"int8": "int8 costs almost no quality", "int4": "int8 does not fit into the free memory"}.get(kind, "")
         why = why or "this back end has no other weight type"

@@ -16,6 +16,7 @@ from wisparse.kernels.reference import keep_mask
 from ..calibration_state import CalibrationState
 from ..experts import Rows
 from ..masking import MaskedModel
+from ..planes import by_plane, from_planes
 from ..processes import Processes, Progress
 from ..sensitivity import DenseReference, backward
 from .allocation import mean_sparsity
@@ -99,8 +100,11 @@ class Channels:
         """The nearest change (C,) that keeps scales tied, see `planes.tied`."""
         if self.planes == 1:
             return vector
-        parts = (part.view(self.planes, -1) for part in self.split(vector).values())
-        return torch.cat([(one.mean(0) + one.mean(1, keepdim=True) - one.mean()).flatten() for one in parts])
+        found = []
+        for part in self.split(vector).values():
+            one = by_plane(part, self.planes)
+            found.append(from_planes(one.mean(0) + one.mean(1, keepdim=True) - one.mean(), part).flatten())
+        return torch.cat(found)
 
     def repeat(self, values: Tensor) -> Tensor:  # one value per projection (P,) to each of its channels
         return values.repeat_interleave(torch.tensor(self.lengths, device=values.device))

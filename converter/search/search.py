@@ -332,14 +332,19 @@ class Run:
     def measure_sensitivities(self) -> dict[str, Any]:
         calib = self.calib
         flow, masked, batches = calib.flow, calib.masked, range(calib.flow.num_batches)
+        planes = self.levels.source.planes
         with self.progress.stage("Sensitivities"):
             diagonals = self.processes.spread(batches, lambda b: fisher_diagonal(flow, masked, b, self.draw(2 * b)))
             for name, norm in self.norms.items():
                 total = sum((one[name] for one in diagonals), torch.zeros_like(diagonals[0][name]))
                 experts = norm.dim() == 2
-                mean = drawn_to_pool(total, not name.endswith("down_proj")) if experts else total / flow.num_counted
+                mean = (
+                    drawn_to_pool(total, not name.endswith("down_proj"), planes)
+                    if experts
+                    else total / flow.num_counted
+                )
                 weighted = loss_weighted_norm(norm, mean)
-                calib.set_scale(name, tied(channel_scale(weighted, 1.0), self.levels.source.planes))
+                calib.set_scale(name, tied(channel_scale(weighted, 1.0), planes))
         self.build_tables()
         with self.progress.stage("Predicted damage"):
             points = {name: [calib.thresholds({name: s})[name] for s in DAMAGE_LEVELS] for name in self.names}

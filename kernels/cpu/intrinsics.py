@@ -21,10 +21,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 # OpenMP's and libc's functions under our own names, which `launch` registers before any code is loaded.
-SYMBOLS = ("wisparse_thread_num", "wisparse_num_threads", "wisparse_usleep", "wisparse_clock_gettime")
+SYMBOLS = (
+    "wisparse_thread_num",
+    "wisparse_num_threads",
+    "wisparse_usleep",
+    "wisparse_clock_gettime",
+    "wisparse_madvise",
+)
 thread_num = types.ExternalFunction(SYMBOLS[0], types.int32())
 num_threads = types.ExternalFunction(SYMBOLS[1], types.int32())
 sleep_us = types.ExternalFunction(SYMBOLS[2], types.int32(types.uint32))
+advise_memory = types.ExternalFunction(SYMBOLS[4], types.int32(types.int64, types.int64, types.int32))
 
 ZERO, ONE = np.float32(0), np.float32(1)
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()

@@ -50,7 +50,8 @@ from .step import step
 log = logging.getLogger(__name__)
 
 _SIGNATURE = types.void(types.CPointer(types.int64))
-_OPENMP, _LIBC = ("omp_get_thread_num", "omp_get_num_threads"), ("usleep", "clock_gettime")  # in the order of SYMBOLS
+_OPENMP = "omp_get_thread_num", "omp_get_num_threads"  # both in the order of SYMBOLS
+_LIBC = "usleep", "clock_gettime", "madvise"
 _LINE_S = 10.0
 _NOT_WRITTEN = "not written: "  # how the compiling process says that the disk is full
 _COMPILER = """
@@ -295,10 +296,10 @@ def _register() -> tuple[Any, ...]:
         functions: tuple[Any, ...] = (runtime, libc)
         entries = [getattr(runtime, name) for name in _OPENMP] + [getattr(libc, name) for name in _LIBC]
         addresses = [ctypes.cast(entry, ctypes.c_void_p).value for entry in entries]
-    else:  # one thread waits for nobody: it neither sleeps nor reads the clock
+    else:  # one thread waits for nobody: it neither sleeps nor reads the clock, nor asks for memory
         functions = tuple(ctypes.CFUNCTYPE(ctypes.c_int32)(lambda number=number: number) for number in (0, 1))
         thread_num, num_threads = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-        addresses = [thread_num, num_threads, thread_num, thread_num]
+        addresses = [thread_num, num_threads, *[thread_num] * len(_LIBC)]
     for symbol, address in zip(SYMBOLS, addresses, strict=True):
         llvmlite.binding.add_symbol(symbol, address)
     return functions

@@ -240,6 +240,7 @@ class StepField(IntEnum):
     TAPS = 55  # (rows, floats of a row) float32
     BESIDE = 56  # (rows, hidden) float32: the output of a dense MLP beside experts
     TOKEN_AT = 57  # in the scratch: what one token's experts read
+    MAPPED = 58  # 1: experts lie in a file, and are asked for before they are read
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:

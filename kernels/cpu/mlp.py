@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numba
 import numpy as np
 from numba.extending import overload
 
 from .attention import BLOCK_BYTES, rms_norm
 from .barrier import barrier
-from .intrinsics import ONE, ZERO, exact, exp32, floats, span, words
-from .layout import PARTIAL_MORE, BlockField, FloatField, MlpActivation, ProjectionField, StepField
+from .intrinsics import ONE, ZERO, advise_memory, exact, exp32, floats, size_of, span, words
+from .layout import PARTIAL_MORE, BlockField, FloatField, MlpActivation, ProjectionField, StepField, StoredAs
 from .linear import gather, output_rows, project, select
 
 ROW_BYTES = 8 * len(ProjectionField)
 DENSE, EXPERTS = np.int8(0), np.int16(0)  # told apart by their types
 _NONE = np.int64(0)
+_BASE, _PAGE, _WILL_NEED = StoredAs.BASE.value, np.int64(mmap.PAGESIZE), np.int32(3)  # madvise's number
 _SILU, _CLAMPED = MlpActivation.SILU.value, MlpActivation.CLAMPED.value
 # GELU's tanh approximation: 0.5 x (1 + tanh(t / 2)) = x / (1 + e**-t) with t = sqrt(8 / pi) (x + 0.044715 x**3).
 _GELU_SLOPE, _GELU_CUBIC = np.float32(1.5957691216057308), np.float32(0.044715)
@@ -138,7 +141,8 @@ def choose_experts(scores, count, chosen, renormalised, choice):
 @exact
 def expert_mlp(p, block, x, part, parts, base_tag):
     """A token at a time: scores by all threads together, then the chosen experts, and the one for every token, which is
-    the last slot, as MLPs side by side. Their outputs are added in the order of the experts."""
+    the last slot, as MLPs side by side. Their outputs are added in the order of the experts. Of experts in a file all are
+    asked for at once: a page fault at a time costs several times as long."""
     block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
     hidden, total, chosen = p[StepField.HIDDEN], block_[BlockField.EXPERTS], block_[BlockField.CHOSEN]
     shared, eps = block_[BlockField.SHARED_SIZE], floats(p[StepField.FLOATS])[FloatField.EPS]
@@ -168,6 +172,15 @@ def expert_mlp(p, block, x, part, parts, base_tag):
         barrier(team, parts)
 
         choose_experts(scores, total, chosen, block_[BlockField.RENORMALISED], choice)
+        if p[StepField.MAPPED] != 0:
+            for i in range(part, 3 * chosen, parts):
+                expert = words(choice)[2 * (i // 3)]
+                field = words(p[StepField.PROJECTIONS] + (first + i % 3 * total + expert) * ROW_BYTES)
+                at = field[ProjectionField.WEIGHT] & -_PAGE
+                length = field[ProjectionField.K] * field[ProjectionField.PLANES] * field[ProjectionField.STRIDE]
+                if field[ProjectionField.STORED_AS] == _BASE:
+                    length *= size_of(base_tag)
+                advise_memory(at, field[ProjectionField.WEIGHT] - at + length, _WILL_NEED)
         if block_[BlockField.BESIDE] != 0:
             rms_norm(scratch + 4 * b * hidden, block_[BlockField.EXPERTS_INPUT], hidden, eps, asked)
             scale = floats(block_[BlockField.EXPERT_SCALE])
@@ -188,10 +201,12 @@ def expert_mlp(p, block, x, part, parts, base_tag):
                 gate, up, down, inner = first + 3 * total, first + 3 * total + 1, first + 3 * total + 2, shared
             mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
             gate_and_up(p, gate, up, token if n == chosen else asked, 1, mlp_lo, mlp_hi, part, base_tag)
-            segments, at = words(p[StepField.EXPERT_COUNT] + 16 * (n * parts + part)), 4 * (n * stride + mlp_lo)
-            segments[0] = mlp_lo
+            row = p[StepField.PROJECTIONS] + down * ROW_BYTES
+            segments = words(p[StepField.EXPERT_COUNT] + 16 * (n * parts + part))
+            segments[0] = mlp_lo * words(row)[ProjectionField.PLANES]
+            at = 4 * (n * stride + segments[0])
             segments[1] = select(
-                acc - 4 * mlp_lo, acc_stride, 1, mlp_lo, mlp_hi, p[StepField.PROJECTIONS] + down * ROW_BYTES,
+                acc - 4 * mlp_lo, acc_stride, 1, mlp_lo, mlp_hi, row,
                 p[StepField.THRESHOLDS] + 8 * down, p[StepField.EXPERT_INDEX] + at, p[StepField.EXPERT_VALUE] + at,
                 stride, p[StepField.COUNTS] + 8 * (part * p[StepField.NUM_PROJECTIONS] + down),
             )  # fmt: skip

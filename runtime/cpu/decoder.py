@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
-from functools import partial
 from typing import ClassVar, Self
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import ContextLengthError
-from wisparse.formats.machine import usable_cores
+from wisparse.formats.machine import available_bytes, usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.cpu.launch import Team, prepare, team_size
@@ -33,13 +32,13 @@ from wisparse.kernels.cpu.layout import (
 )
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import check_capacity, verified_settings
+from ..decoding.decoder import check_capacity, verified_settings, weight_bytes
 from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.rotary import query_scales, switch_length
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
-from .weights import CpuProjection, has_tiles, product_dtype, read_matrix
+from .weights import CpuProjection, MappedMemory, Matrix, has_tiles, product_dtype, read_matrix
 
 _EMBEDDING = "model.embed_tokens.weight"
 # A thread that reads less than this per step waits for the others for longer than it helps.
@@ -51,6 +50,7 @@ _PREFIX_BLOCK = TorchDecoder.prefix_block_size
 
 class CpuDecoder(TorchDecoder):
     name: ClassVar[str] = "numba"
+    maps_experts = hasattr(os, "posix_fallocate")
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
     # Each chunk converts the weights once. Products of so many rows have the bits of those of a prefix block.
     prefill_chunk, pieces_under_load = 4 * _PREFIX_BLOCK, 4
@@ -80,10 +80,21 @@ class CpuDecoder(TorchDecoder):
             regions.append("product_bfloat16")
         prepare(*regions)
         names = [f"{part}.weight" for projection in config.projections() for part in projection.parts]
+        routed = {f"{part}.weight" for one in config.projections() if one.experts for part in one.parts}
+        needed, free = weight_bytes(bundle, dtype, weights, self.keeps), available_bytes(self.device)
+        mapped = self._mapped = MappedMemory() if routed and self.maps_experts and needed > free else None
         # Reading, checksums and the transposition all run without the interpreter's lock.
         with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
-            read = partial(read_matrix, bundle, dtype=dtype, weights=weights, transposed=True)
+
+            def read(name: str) -> Matrix:
+                empty = mapped.empty if mapped is not None and name in routed else torch.empty
+                return read_matrix(bundle, name, dtype, weights, transposed=True, empty=empty)
+
             matrices = dict(zip(names, pool.map(read, names), strict=True))
+        if mapped is not None:
+            mapped.close_files(
+                needed, free, next(one.chosen / one.experts for one in config.projections() if one.experts)
+            )
         self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
         graded = planes_of(bundle.masks) > 1
         self._embedding, head_type = embedding.data, "int8" if graded else WEIGHT_TYPES[weights].head
@@ -287,6 +298,7 @@ class Step:
                 StepField.LOGITS: self.logits,
                 StepField.SCORES: torch.empty(config.num_heads, max_len),
                 StepField.TEAM: self._team.words.ctypes.data,
+                StepField.MAPPED: decoder._mapped is not None,
                 StepField.CACHED_AS: _CACHED_AS[decoder.kv_cache_dtype],
             },
         )
@@ -446,7 +458,8 @@ class Step:
         if config.delta_net is not None:  # out_proj's input, and a head's scratch
             delta = config.delta_net
             longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))
-        listed = longest * max(projection.weight.planes for projection in self._projections)
+        planes = max(projection.weight.planes for projection in self._projections)
+        listed = longest * planes
         layout = scratch_layout(rows, config.hidden_size, listed, max(longest, self._input_width))
         counts = torch.zeros(threads, len(self._projections), dtype=torch.int64)
         counts[0] = torch.tensor(self.kept())
@@ -464,7 +477,7 @@ class Step:
             StepField.TAPS: torch.empty(rows, len(set(self._taps)), config.hidden_size),
         }
         for experts in {block.experts for block in config.blocks if block.experts is not None}:  # alike in all blocks
-            slots, inner = experts.chosen + 1, max(experts.intermediate_size, experts.shared_size)
+            slots, inner = experts.chosen + 1, planes * max(experts.intermediate_size, experts.shared_size)
             self._buffers |= {
                 StepField.EXPERT_SCORES: torch.empty(experts.count),
                 StepField.EXPERT_CHOICE: torch.empty(threads, slots, 2, dtype=torch.int64),

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import math
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import UsageError
+from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.weight_types import (
     PLANE_BITS,
     WEIGHT_TYPES,
@@ -38,9 +46,12 @@ from wisparse.kernels.cpu.product import PADDING, TILE
 
 from ..torch.block import MaskedLinear
 
+log = logging.getLogger(__name__)
 # Codes are dequantised in spans of this size, for which the allocator reuses memory instead of mapping fresh pages.
 _SPAN_BYTES = 8 << 20
 _CHUNK_BYTES = 4 << 20  # of a weight that is read
+_SEGMENT_BYTES = 256 << 20  # of a file that is mapped, at least
+_COLD_BYTES = 1 << 20  # read together to tell how fast a file is read
 _ROW_STEP = 64  # rows of a chunk: whole cache lines of the transposed weight, whatever its type
 # Types for stored scales: the first that holds them exactly is taken.
 _SCALE_TYPES = {torch.bfloat16: ScaleType.BFLOAT16, torch.float16: ScaleType.FLOAT16, torch.float32: ScaleType.FLOAT32}
@@ -60,6 +71,63 @@ def has_tiles() -> bool:
     return HAS_TILES and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
+class MappedMemory:
+    """Memory in files without a name, for experts that do not fit the machine's: their weights lie there as the kernels
+    read them, and the system keeps in memory what is in use."""
+
+    def __init__(self) -> None:
+        self.folder = os.environ.get("TMPDIR") or "/var/tmp"  # /tmp may be in memory
+        self.num_bytes, self._lock = 0, threading.Lock()
+        self._segments: list[tuple[int, mmap.mmap]] = []
+        self._at = self._size = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """As `torch.empty`; the file lives as long as the tensor."""
+        count = math.prod(shape)
+        size = -(-count * dtype.itemsize // CACHE_LINE) * CACHE_LINE
+        with self._lock:
+            if self._at + size > self._size:
+                self._at, self._size = 0, max(size, _SEGMENT_BYTES)
+                try:
+                    file, name = tempfile.mkstemp(prefix="wisparse-", dir=self.folder)
+                    os.unlink(name)
+                    os.posix_fallocate(file, 0, self._size)
+                except OSError as error:
+                    raise ResourceError(
+                        f"experts do not fit the free memory, and {self.folder} has no room for a file of them "
+                        f"({error.strerror}): set TMPDIR to a folder on a disk with more, or load with weights int4"
+                    ) from None
+                self._segments.append((file, mmap.mmap(file, self._size)))
+            at, self._at, self.num_bytes = self._at, self._at + size, self.num_bytes + size
+            return torch.frombuffer(self._segments[-1][1], dtype=dtype, count=count, offset=at).view(shape)
+
+    def close_files(self, needed: int, free: int, share: float) -> None:
+        """Say what is mapped, and the speed to expect: of ``needed`` bytes ``free`` fit, and a token reads a ``share`` of
+        the experts. Measured is what comes from the disk when a step asks for experts. The mappings stay."""
+        file, memory = self._segments[0]
+        memory.flush()
+        memory.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        count, values = len(memory) // _COLD_BYTES, np.frombuffer(memory, np.uint8)
+        spans = [17 * i % count * _COLD_BYTES for i in range(min(count, 64))]  # scattered, as experts are
+        started = time.perf_counter()
+        for first in range(0, len(spans), 8):
+            for at in spans[first : first + 8]:
+                memory.madvise(mmap.MADV_WILLNEED, at, _COLD_BYTES)
+            for at in spans[first : first + 8]:
+                values[at : at + _COLD_BYTES : mmap.PAGESIZE].sum()
+        seconds = time.perf_counter() - started
+        for file, _ in self._segments:
+            os.close(file)
+        speed, read = len(spans) * _COLD_BYTES / seconds, share * self.num_bytes
+        missing = min(1.0, (needed - free) / self.num_bytes)
+        log.warning(
+            "experts of %.1f GB are mapped from a file in %s, as %.1f GB of memory are free: a token reads %.2f GB of them, "
+            "about %.0f%% from disk at %.2f GB/s: expect %.2g tok/s",
+            self.num_bytes / 1e9, self.folder, free / 1e9, read / 1e9, 100 * missing, speed / 1e9, speed / (read * missing),
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A weight (N, K)."""
@@ -75,17 +143,23 @@ class Matrix:
 
     @classmethod
     def int4(
-        cls, shape: tuple[int, int], group: int, scale_dtype: torch.dtype, zero_points: bool, planes: int = 1
+        cls,
+        shape: tuple[int, int],
+        group: int,
+        scale_dtype: torch.dtype,
+        zero_points: bool,
+        planes: int = 1,
+        empty: Callable[..., Tensor] = torch.empty,
     ) -> Matrix:
         """Memory for an int4 or a graded weight, to be filled by :meth:`store`; ``group``: channels that share a scale."""
         n, k = shape
         # Zeros: the second half of an odd row's last byte has no output, and no NaN may come of it.
         scale = torch.zeros(k // group, 2, (n + 1) // 2, dtype=scale_dtype)
         zero = torch.zeros_like(scale, dtype=torch.uint8) if zero_points else None
-        data = torch.empty(planes * k, (n + 1) // 2, dtype=torch.uint8)
+        width = columns = (n + 1) // 2
         if planes == 2:  # an odd number of cache lines: neighbouring rows are not in each other's way in the cache
-            lines = -(-data.shape[1] // CACHE_LINE) | 1
-            data = torch.empty(planes * k, lines * CACHE_LINE, dtype=torch.uint8)[:, : data.shape[1]]
+            width = (-(-columns // CACHE_LINE) | 1) * CACHE_LINE
+        data = empty(planes * k, width, dtype=torch.uint8)[:, :columns]
         return cls(StoredAs.INT4, data, shape, scale=scale, zero=zero, group=planes * group, planes=planes)
 
     def store(self, first: int, rows: Tensor | QuantizedMatrix) -> None:
@@ -209,10 +283,18 @@ class CpuProjection(MaskedLinear):
         return self.weight.linear(x, self.bias, low)
 
 
-def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, transposed: bool) -> Matrix:
+def read_matrix(
+    bundle: Bundle,
+    name: str,
+    dtype: torch.dtype,
+    weights: str,
+    *,
+    transposed: bool,
+    empty: Callable[..., Tensor] = torch.empty,
+) -> Matrix:
     """Read the weight ``name`` (N, K), laid out as (K, N) if ``transposed``; int4 always is. ``weights``: as at load;
     ``native`` takes int4, graded, and int8 with a scale a row, as they are on disk, and dequantises others to
-    ``dtype``."""
+    ``dtype``. ``empty``: gives the memory."""
     checkpoint, (n, k) = bundle.checkpoint, bundle.checkpoint.shape(name)
     stored, graded, packed = None, False, checkpoint.quantised.get(name)
     if packed is not None and weights in ("native", packed.packing.kind):
@@ -232,11 +314,11 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
         group, zero_points = stored.group or k, stored.zeros is not None
         scale_dtype = next(one for one in _SCALE_TYPES if torch.equal(stored.scales.to(one).float(), stored.scales))
     if stored is not None and graded:
-        matrix = Matrix.int4((n, k), group, scale_dtype, False, planes=len(PLANE_BITS))
+        matrix = Matrix.int4((n, k), group, scale_dtype, False, len(PLANE_BITS), empty)
     elif kind == "int4":
-        matrix = Matrix.int4((n, k), group, scale_dtype, zero_points)
+        matrix = Matrix.int4((n, k), group, scale_dtype, zero_points, empty=empty)
     else:
-        data = torch.empty((k, n) if transposed else (n, k), dtype=torch.int8 if kind == "int8" else dtype)
+        data = empty(*((k, n) if transposed else (n, k)), dtype=torch.int8 if kind == "int8" else dtype)
         scale = torch.empty(n) if kind == "int8" else None
         matrix = Matrix(StoredAs.BASE if scale is None else StoredAs.INT8, data, (n, k), transposed, scale)
     step = max(_ROW_STEP, _CHUNK_BYTES // (k * checkpoint.dtype.itemsize) // _ROW_STEP * _ROW_STEP)

@@ -52,6 +52,7 @@ class Decoder(ABC):
 
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # which of WEIGHT_TYPES it can hold weights as
+    maps_experts = False  # where they do not fit the free memory
     prefill_chunk: int  # positions of a prompt that are read together; chunks begin at multiples of it
     most_together = 0  # positions of short dense prompts that `prefill_together` reads; 0: it cannot
     pieces_under_load = 1  # that a chunk is read in while other sequences wait for their next token
@@ -413,11 +414,22 @@ def next_chunk(start: int, size: int) -> int:
     return (start // size + 1) * size
 
 
-def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callable[[StoredWeight, bool], bool]) -> int:
-    """What a bundle's weights take in memory as ``weights``, all else in ``dtype``; keeps: as of a `Decoder`."""
+def weight_bytes(
+    bundle: Bundle,
+    dtype: torch.dtype,
+    weights: str,
+    keeps: Callable[[StoredWeight, bool], bool],
+    *,
+    routed: bool = True,
+) -> int:
+    """What a bundle's weights take in memory as ``weights``, all else in ``dtype``; keeps: as of a `Decoder`. ``routed``:
+    with those of routed experts."""
     chosen = WEIGHT_TYPES[weights]
+    left_out = () if routed else {part for one in bundle.config.projections() if one.experts for part in one.parts}
     total = 0
     for name, shape in expected_tensors(bundle.config).items():
+        if name.removesuffix(".weight") in left_out:
+            continue
         head = "int8" if bundle.recipe.graded else chosen.head
         kind = "native" if "embed" in name else head if name == LM_HEAD else weights
         stored = bundle.checkpoint.quantised.get(name)

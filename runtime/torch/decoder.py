@@ -59,17 +59,19 @@ class TorchDecoder(Decoder):
 
         def read(p: Projection) -> list[MaskedLinear]:
             parts = enumerate(p.parts)
-            if not graded:
-                made = ((tensor(f"{part}.weight", device).to(dtype), expert) for expert, part in parts)
-                return [MaskedLinear(bundle, p, weight, device, dtype, expert) for weight, expert in made]
-            matrix = bundle.checkpoint.matrix(f"{p.name}.weight", device)
-            assert isinstance(matrix, QuantizedMatrix)
-            try:
-                _, low = split_planes(matrix.codes)
-            except ValueError as error:
-                raise bundle.checkpoint.error(f"{p.name}: {error}; convert again") from None
-            planes = tensor(f"{p.name}.weight", device).to(dtype), replace(matrix, codes=low).dequantise(dtype)
-            return [MaskedLinear(bundle, p, planes, device, dtype)]
+            made: list[MaskedLinear] = []
+            for expert, part in parts:
+                weight: Any = tensor(f"{part}.weight", device).to(dtype)
+                if graded:
+                    matrix = bundle.checkpoint.matrix(f"{part}.weight", device)
+                    assert isinstance(matrix, QuantizedMatrix)
+                    try:
+                        _, low = split_planes(matrix.codes)
+                    except ValueError as error:
+                        raise bundle.checkpoint.error(f"{part}: {error}; convert again") from None
+                    weight = weight, replace(matrix, codes=low).dequantise(dtype)
+                made.append(MaskedLinear(bundle, p, weight, device, dtype, expert))
+            return made
 
         return read
 
