@@ -208,11 +208,12 @@ def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSett
     # One block's inputs at all tokens, twice while they are put together; hidden states before and after it.
     chosen = max(1 if block.experts is None else block.experts.chosen for block in config.blocks)
     states = tokens * (4 * chosen * config.hidden_size + 2 * config.mlp_size) * dtype.itemsize
+    states += tokens * config.num_blocks * config.per_layer_size * dtype.itemsize
     # A backward pass through one micro-batch: the scores of attention in float32, some rows of logits.
     attention = 6 * 4 * config.num_heads * length * length
     logits = 6 * 4 * min(LARGEST_LOGITS, tokens * config.vocab_size)
     # Keys and values while the model writes its own text, and as they grow.
-    written = tokens * sum(block.kv_size for block in config.blocks) * dtype.itemsize
+    written = tokens * config.kv_size * dtype.itemsize
     cache = min(2 * written, 4 << 30) * 5 // 4 if settings.calibration == ("self",) else 0
     return max(states, attention + logits, cache) + _BASE_BYTES
 

@@ -37,6 +37,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": _NEAR,
         },
     }),
+    "gemma4-small": ("gemma4_text", {
+        **_WINDOWS, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "head_dim": 16,
+        "global_head_dim": 24, "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+            "sliding_attention": _NEAR,
+        },
+    }),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {**_WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": _NEAR}}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
@@ -187,7 +195,8 @@ def make_checkpoint(variant: str, out: Path, *, vocab_size: int = 101) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, settings = {**VARIANTS, **HYBRIDS, **EXPERTS}[variant]
-    config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **{**_SIZES, **settings})
+    sizes = {"vocab_size": vocab_size, "vocab_size_per_layer_input": vocab_size} if "gemma4" in variant else {"vocab_size": vocab_size}
+    config = AutoConfig.for_model(model_type, **sizes, **{**_SIZES, **settings})
     return _save(AutoModelForCausalLM, config, variant, out)
 
 

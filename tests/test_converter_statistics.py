@@ -71,5 +71,5 @@ def test_an_error_counts_only_the_tokens_that_count() -> None:
         assert error > 0
         # By hand: the first token of every sequence dense and not counted.
         with calib.masked.masking(thresholds), calib.masked.during(dense_tokens=~tokens.keep):
-            out = calib.flow.block(0, 0, view.hidden[0])
-        assert error == pytest.approx(float((out - view.out[0])[tokens.keep].square().mean()), rel=1e-5)
+            out = calib.flow.block(0, 0, view.hidden[0]).hidden
+        assert error == pytest.approx(float((out - view.out[0].hidden)[tokens.keep].square().mean()), rel=1e-5)
