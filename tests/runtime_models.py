@@ -185,7 +185,7 @@ def make_wrapper(name: str, out: Path, *, vocab_size: int = 101) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     model_type, settings, text, vision = WRAPPERS[name]
-    text = {"vocab_size": vocab_size, **_SIZES, **text}
+    text = {"vocab_size": vocab_size, "vocab_size_per_layer_input": vocab_size, **_SIZES, **text}
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **settings)
     return _save(AutoModelForImageTextToText, config, name, out)
 
@@ -195,8 +195,8 @@ def make_checkpoint(variant: str, out: Path, *, vocab_size: int = 101) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, settings = {**VARIANTS, **HYBRIDS, **EXPERTS}[variant]
-    sizes = {"vocab_size": vocab_size, "vocab_size_per_layer_input": vocab_size} if "gemma4" in variant else {"vocab_size": vocab_size}
-    config = AutoConfig.for_model(model_type, **sizes, **{**_SIZES, **settings})
+    rows = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input")[: 2 if "gemma4" in variant else 1], vocab_size)
+    config = AutoConfig.for_model(model_type, **rows, **{**_SIZES, **settings})
     return _save(AutoModelForCausalLM, config, variant, out)
 
 
