@@ -244,6 +244,10 @@ class ModelConfig:
             for index, one in enumerate(experts)
         )
 
+    @property
+    def shares_kv(self) -> bool:
+        return any(block.kv_from is not None for block in self.blocks)
+
     def dense_size(self, block: int) -> int:
         """Width of a block's dense MLP."""
         return self.intermediate_size * (2 if self.blocks[block].wide_mlp else 1)

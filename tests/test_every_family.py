@@ -15,7 +15,7 @@ import torch
 import triton_worker
 from bundle_maker import make_bundle
 from family_cases import COUNT, PLAIN, ROUTED, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
-from runtime_models import NOT_ON_GPUS, WRAPPERS
+from runtime_models import NOT_ON_GPUS, SMALL, WRAPPERS
 from safetensors import safe_open
 
 import wisparse
@@ -26,16 +26,17 @@ from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import expected_tensors
+from wisparse.runtime.onnx_export import export_onnx
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 # One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values,
 # experts, and a shared one.
 FEATURES = ("llama", "seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")
-FEATURES += ("qwen3-moe", "qwen3.5-moe", "gpt-oss", "gemma4-moe")
+FEATURES += ("qwen3-moe", "qwen3.5-moe", "gpt-oss", "gemma4-moe", *SMALL)
 # ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default, with the rotation.
 CASES = [
     pytest.param(name, search, marks=() if search == "uniform" and name in FEATURES else pytest.mark.exhaustive)
-    for name in (*PLAIN, *ROUTED)
+    for name in (*PLAIN, *SMALL, *ROUTED)
     for search in ("uniform", "refine")
 ]
 SMALL = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]
@@ -50,7 +51,7 @@ TRITON_CASES = [
         for variant in (*PLAIN, *ROUTED)
         if variant not in NOT_ON_GPUS
     ),
-    *(pytest.param(name, "wrapper", marks=pytest.mark.exhaustive) for name in WRAPPERS),
+    *(pytest.param(name, "wrapper", marks=pytest.mark.exhaustive) for name in WRAPPERS if name not in SMALL),
 ]
 
 
@@ -175,6 +176,17 @@ def test_a_family_that_gpus_lack_is_refused_there(name: str, bundles: Bundles) -
 
     config = Checkpoint.open(bundles.source(name, "uniform"), complete=full_config).config
     assert CudaDecoder.refusal(config, "native") == NOT_ON_GPUS[name]
+
+
+def test_gpus_and_the_onnx_export_refuse_small_gemma4(bundles: Bundles, tmp_path: Path) -> None:
+    bundle = Bundle.open(bundles.bundle("gemma4-small", "uniform"))
+    if importlib.util.find_spec("triton") is not None:
+        from wisparse.runtime.cuda.decoder import CudaDecoder
+
+        refused = CudaDecoder.refusal(bundle.config, "native")
+        assert refused == "its kernels have neither embeddings for each block nor keys and values that blocks share"
+    with pytest.raises(UnsupportedModelError, match="keys and values that blocks share, which have no ONNX"):
+        export_onnx(bundle, tmp_path / "onnx")
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-architecture.md"

@@ -182,7 +182,7 @@ def _attend(q, heads, first, block, row, start, end, dim, scale, cap, scores, ma
 
 @exact
 def attention(p, block, part, parts, out, scratch, tag):
-    """Attention of this thread's heads, for every row, appending k and v, if the block has its own, to the cache; returns its columns of ``out``.
+    """Attention of this thread's heads, for every row, appending the block's own k and v, if any; returns its columns of ``out``.
     out: (rows, q_size), of which this thread writes its heads' columns; scratch: (heads, dim) float32."""
     rows, heads, max_len = p[StepField.ROWS], p[StepField.HEADS], p[StepField.MAX_LEN]
     block_, constants = words(p[StepField.BLOCKS] + block * BLOCK_BYTES), floats(p[StepField.FLOATS])

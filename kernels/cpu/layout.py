@@ -72,7 +72,7 @@ class BlockField(IntEnum):
     WINDOW = 7  # 0: attends to all positions
     KV_HEADS = 8
     HEAD_DIM = 9
-    KEYS = 10  # (max_batch, kv_heads, max_len, head_dim), as CACHED_AS says; another block's where only q reads the input
+    KEYS = 10  # (max_batch, kv_heads, max_len, head_dim), as CACHED_AS says; maybe another block's
     VALUES = 11
     ROTARY_HALF = 12  # rotated pairs of a head; 0: no rotary embedding
     COS = 13  # (max_len, rotary_half) float32
