@@ -57,9 +57,10 @@ def compare(case: tuple[str, str], count: int) -> dict[str, Any]:
 
 def main() -> None:
     from family_cases import COUNT, PLAIN
-    from runtime_models import WRAPPERS
+    from runtime_models import SMALL, WRAPPERS
 
-    cases = {name: (name, "source") for name in PLAIN} | {f"{name}-text": (name, "wrapper") for name in WRAPPERS}
+    cases = {name: (name, "source") for name in PLAIN}
+    cases |= {f"{name}-text": (name, "wrapper") for name in WRAPPERS if name not in SMALL}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=cases, default=list(cases), metavar="FAMILY")
     parser.add_argument("--count", type=int, default=COUNT, choices=range(2, COUNT + 1), help="tokens", metavar="N")

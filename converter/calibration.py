@@ -255,7 +255,7 @@ def write_calibration(
     longest = max(row.seq_len for row in rows)
     # Keys and values at most about 4 GB, 8 where memory is plenty. Heads may differ from block to block.
     most = (8 if available_bytes(device) > 24 << 30 else 4) << 30
-    numbers = 2 * sum(block.kv_size for block in ModelConfig.from_dict(config.to_dict()).blocks)
+    numbers = 2 * ModelConfig.from_dict(config.to_dict()).kv_size
     batch = max(1, min(len(rows), most // (numbers * longest * next(model.parameters()).element_size())))
     # One thread for a small model on a CPU: its steps are so short that threads would mostly wait for each other.
     threads = torch.get_num_threads()

@@ -165,7 +165,7 @@ class BlockView:
     index: int
     names: tuple[str, ...]
     inputs: dict[str, Rows]  # what enters each projection, counted tokens only
-    hidden: Hidden  # the block's input by micro-batch, (B, L, hidden_size); ``out``: its output
+    hidden: Hidden  # the block's input by micro-batch; ``out``: its output
     out: Hidden
 
     def build_tables(self) -> None:
@@ -187,9 +187,9 @@ class BlockView:
             for batch, hidden in enumerate(self.hidden):
                 counted = flow.counted[batch]
                 with masked.during(dense_tokens=~counted):
-                    difference = flow.block(self.index, batch, hidden) - self.out[batch]
+                    difference = flow.block(self.index, batch, hidden).hidden - self.out[batch].hidden
                 total += float(difference[counted.to(difference.device)].float().square().sum(dtype=torch.float64))
-        return total / (flow.num_counted * self.out[0].shape[-1])
+        return total / (flow.num_counted * self.out[0].hidden.shape[-1])
 
 
 class _Stop(Exception):

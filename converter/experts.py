@@ -168,7 +168,10 @@ class Rows:
 
 
 def at_rows(module: nn.Module, x: Tensor, values: Tensor) -> Tensor:
-    """Values of a batch's tokens (B, L), at the rows of a projection's input x: (B, L, K), (B * L, K), or of experts."""
+    """Values of a batch's tokens (B, L), at the rows of a projection's input x: (B, L, K), (B * L, K), or of experts. Of
+    Gemma 4's blocks that share keys and values these may be a prompt's last tokens alone."""
+    tokens = x.shape[1] if x.dim() == 3 else len(x) // (len(values) * getattr(module, "chosen", 1))
+    values = values[:, -tokens:]
     if x.dim() == 3:
         return values
     routing = getattr(module, "routing", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,17 @@ from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.reference import soft_cap
 
-Hidden = list[Tensor]
+
+@dataclass(frozen=True)
+class State:
+    """What enters a block, or leaves it, of one micro-batch: hidden states (B, L, hidden_size), and the keys and values
+    that later blocks share with earlier ones, by transformers' key for them. A block in between changes neither."""
+
+    hidden: Tensor
+    shared: Mapping[Any, tuple[Tensor, ...]] = field(default_factory=dict)
+
+
+Hidden = list[State]
 
 
 def input_device(model: Any) -> torch.device:
@@ -41,17 +53,14 @@ class BlockFlow:
         self.input_ids = [part.to(self.device) for part in input_ids.split(batch_size) if len(part)]
         self.counted = [part.to(self.device) for part in keep.split(batch_size) if len(part)]
         self.num_batches, self.num_counted = len(self.input_ids), int(keep.sum())
-        # One pass in which blocks return their input: the embeddings, and each block's keyword arguments by micro-batch.
+        # One pass in which blocks return their input: the embeddings, and each block's other arguments by micro-batch.
         self._start: Hidden = []
-        self._kwargs: list[list[dict[str, Any]]] = [[] for _ in self.blocks]
+        self._arguments: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = [[] for _ in self.blocks]
 
         def record(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if any(one is not None for one in args):
-                wanted = f"expected keyword arguments after the hidden state, found {len(args)} positional ones"
-                raise UnsupportedModelError(f"{type(self.blocks[index]).__name__}: {wanted}")
             if index == 0:
-                self._start.append(hidden)
-            self._kwargs[index].append(kwargs)
+                self._start.append(State(hidden))
+            self._arguments[index].append((args, kwargs))
             return hidden
 
         before = [vars(block).get("forward") for block in self.blocks]  # accelerate puts one of its own there
@@ -68,25 +77,30 @@ class BlockFlow:
                     block.forward = forward
 
     def start(self) -> Hidden:
-        """The hidden states that enter block 0: per micro-batch (B, L, hidden_size)."""
+        """What enters block 0, per micro-batch."""
         return list(self._start)
 
-    def block(self, index: int, batch: int, hidden: Tensor) -> Tensor:
-        """Block ``index`` on one micro-batch: (B, L, hidden_size) to the same shape."""
-        out = self.blocks[index](hidden, **self._kwargs[index][batch])
-        return out[0] if isinstance(out, tuple) else out
+    def block(self, index: int, batch: int, state: State) -> State:
+        """Block ``index`` on one micro-batch."""
+        args, kwargs = self._arguments[index][batch]
+        shared = kwargs.get("shared_kv_states")
+        if shared is not None:  # transformers' blocks put theirs in
+            shared = type(shared)(state.shared)
+            kwargs = {**kwargs, "shared_kv_states": shared}
+        out = self.blocks[index](state.hidden, *args, **kwargs)
+        return State(out[0] if isinstance(out, tuple) else out, dict(shared or {}))
 
-    def run(self, batch: int, hidden: Tensor, start: int, stop: int) -> Tensor:
+    def run(self, batch: int, state: State, start: int, stop: int) -> State:
         """Blocks ``start`` to ``stop - 1`` on one micro-batch."""
         for index in range(start, stop):
-            hidden = self.block(index, batch, hidden)
-        return hidden
+            state = self.block(index, batch, state)
+        return state
 
-    def final(self, batch: int, start: int = 0, hidden: Tensor | None = None) -> Tensor:
-        """The last hidden states of a micro-batch's counted tokens, normalised: (T, hidden_size). ``hidden`` is what
+    def final(self, batch: int, start: int = 0, state: State | None = None) -> Tensor:
+        """The last hidden states of a micro-batch's counted tokens, normalised: (T, hidden_size). ``state`` is what
         enters block ``start``; without it, everything is run."""
-        hidden = self._start[batch] if hidden is None else hidden
-        out = self.norm(self.run(batch, hidden, start, len(self.blocks)))
+        state = self._start[batch] if state is None else state
+        out = self.norm(self.run(batch, state, start, len(self.blocks)).hidden)
         return out[self.counted[batch].to(out.device)]
 
     def logits(self, final: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from wisparse.formats.checkpoint import Checkpoint, read_config
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
 from wisparse.formats.machine import available_bytes, choose_device
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
 from wisparse.formats.quantization import read_quantisation
 from wisparse.formats.write import check_output, copied_files, parse_size
 
@@ -43,6 +43,7 @@ class Plan:
     config: ModelConfig
     text_of: str | None  # the source's own model_type where only its text model is converted
     num_parameters: int
+    num_in_memory: int  # of these: the others are looked up in their file
     projection_parameters: int
     device: torch.device
     dtype: torch.dtype  # of the computation
@@ -63,7 +64,7 @@ class Plan:
         """Where the weights are during the conversion, in words."""
         if self.max_memory is None:
             return str(self.device)
-        left, used = self.num_parameters * self.dtype.itemsize, []
+        left, used = self.num_in_memory * self.dtype.itemsize, []
         for place, room in self.max_memory.items():
             if left > 0 and room > 0:
                 used.append(f"cuda:{place}" if isinstance(place, int) else "memory")
@@ -138,13 +139,15 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         stage.advance()
     dtype = choose_dtype(config.dtype, device)
     free, working = available_bytes(device), working_bytes(config, dtype, settings)
-    num_parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    expected = expected_tensors(config)
+    num_parameters = sum(map(math.prod, expected.values()))
+    num_in_memory = num_parameters - math.prod(expected.get(PER_LAYER_EMBEDDING, (0,)))
     if settings.weights == "graded":  # a number for each plane
         held = sum(one.in_features * one.out_features * len(one.parts) for one in config.projections())
         # Experts' are made beside transformers' own.
         working += held * dtype.itemsize * (2 if config.has_experts else 1)
     untied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
-    rotated_bytes = (num_parameters + untied) * dtype.itemsize + working
+    rotated_bytes = (num_in_memory + untied) * dtype.itemsize + working
     fixed = why_fixed(config, quantised)
     if settings.rotation == "pca" and fixed:
         raise UnsupportedModelError(f"--rotation pca: {fixed}; leave it out, or give none")
@@ -162,7 +165,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     elif settings.rotation == "auto" and settings.weights != "int4":  # for int4 it is measured
         settings = replace(settings, rotation="pca")
     untied = untied if settings.rotation != "none" else 0
-    needed = (num_parameters + untied) * dtype.itemsize + working
+    needed = (num_in_memory + untied) * dtype.itemsize + working
     out = Path(os.path.abspath(settings.output_dir))
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
     plan = Plan(
@@ -171,6 +174,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         config=config,
         text_of=read["model_type"] if read["model_type"] in WRAPPERS else None,
         num_parameters=num_parameters,
+        num_in_memory=num_in_memory,
         projection_parameters=sum(projection.num_parameters for projection in config.projections()),
         device=device,
         dtype=dtype,
@@ -207,11 +211,12 @@ def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSett
     # One block's inputs at all tokens, twice while they are put together; hidden states before and after it.
     chosen = max(1 if block.experts is None else block.experts.chosen for block in config.blocks)
     states = tokens * (4 * chosen * config.hidden_size + 2 * config.mlp_size) * dtype.itemsize
+    states += tokens * config.num_blocks * config.per_layer_size * dtype.itemsize
     # A backward pass through one micro-batch: the scores of attention in float32, some rows of logits.
     attention = 6 * 4 * config.num_heads * length * length
     logits = 6 * 4 * min(LARGEST_LOGITS, tokens * config.vocab_size)
     # Keys and values while the model writes its own text, and as they grow.
-    written = tokens * sum(block.kv_size for block in config.blocks) * dtype.itemsize
+    written = tokens * config.kv_size * dtype.itemsize
     cache = min(2 * written, 4 << 30) * 5 // 4 if settings.calibration == ("self",) else 0
     return max(states, attention + logits, cache) + _BASE_BYTES
 
@@ -240,7 +245,7 @@ def _check_resources(plan: Plan) -> None:
     if plan.bundle_bytes > plan.disk_free_bytes:
         few = f"the bundle takes about {bundle} of disk, {disk} are free"
         raise ResourceError(f"{settings.output_dir}: {few}; free some space or choose another --output-dir")
-    left = plan.num_parameters * plan.dtype.itemsize - sum((plan.max_memory or {}).values())
+    left = plan.num_in_memory * plan.dtype.itemsize - sum((plan.max_memory or {}).values())
     if plan.max_memory is not None and plan.config.has_experts and left > 0:
         large = f"{name} is larger than all memory here, by {left / 1e9:.1f} GB"
         raise ResourceError(

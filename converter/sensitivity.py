@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from wisparse.kernels.reference import scores
 
 from .experts import Rows, at_rows
-from .flow import BlockFlow
+from .flow import BlockFlow, State
 from .masking import MaskedModel
 from .statistics import channel_scale
 
@@ -110,8 +110,11 @@ def backward(
             for start in range(0, last, span):
                 states[start + span] = flow.run(batch, states[start], start, start + span)
         gradient = torch.empty(0)
+        of_shared: dict[Any, Sequence[Tensor]] = {}  # gradients of keys and values, from the blocks that share them
         for start in sorted(states, reverse=True):
-            below = states.pop(start).detach().requires_grad_(True)
+            state = states.pop(start)
+            below = state.hidden.detach().requires_grad_(True)
+            shared = {key: tuple(x.detach().requires_grad_(True) for x in kv) for key, kv in state.shared.items()}
             inputs: dict[str, Tensor] = {}
             seen: dict[str, Tensor] = {}
 
@@ -121,12 +124,25 @@ def backward(
                 return inputs[name]
 
             with masked.during(observer=seen.__setitem__, replacer=split):
-                out = flow.run(batch, below, start, min(start + span, len(flow.blocks)))
+                above = flow.run(batch, State(below, shared), start, min(start + span, len(flow.blocks)))
+            out = above.hidden
             if start == last:
                 out = flow.norm(out)
                 out = out[counted.to(out.device)]
                 gradient = gradient_of(out.detach())
-            gradient, *at_inputs = torch.autograd.grad(out, [below, *inputs.values()], gradient)
+            made = {key: kv for key, kv in above.shared.items() if key not in shared and key in of_shared}
+            leaves = [x for kv in shared.values() for x in kv]
+            gradient, *others = torch.autograd.grad(
+                [out, *(x for kv in made.values() for x in kv)],
+                [below, *leaves, *inputs.values()],
+                [gradient, *(one for key in made for one in of_shared[key])],
+                allow_unused=bool(leaves),  # by blocks that have keys and values of their own
+            )
+            found, at_inputs = iter(others[: len(leaves)]), others[len(leaves) :]
+            for key, kv in shared.items():
+                more = [torch.zeros_like(x) if one is None else one for x, one in zip(kv, found, strict=False)]
+                so_far = of_shared.get(key)
+                of_shared[key] = more if so_far is None else [a + b for a, b in zip(more, so_far, strict=True)]
             for name, at_input in zip(inputs, at_inputs, strict=True):
                 module = masked.projections[name]
                 rows = Rows.counted(module, seen[name].detach(), counted)

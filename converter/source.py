@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wisparse.formats.architectures import ARCHITECTURES, RENAMED, WRAPPERS, why_refused
 from wisparse.formats.bundle import SMALL_FILES
@@ -26,7 +26,14 @@ from wisparse.formats.checkpoint import INDEX, Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError, first_line
 from wisparse.formats.guard import list_files, open_regular, read_bounded, shown
 from wisparse.formats.machine import choose_device
-from wisparse.formats.model_config import LARGEST_NUM_BLOCKS, LM_HEAD, ModelConfig, dimension, expected_tensors
+from wisparse.formats.model_config import (
+    LARGEST_NUM_BLOCKS,
+    LM_HEAD,
+    PER_LAYER_EMBEDDING,
+    ModelConfig,
+    dimension,
+    expected_tensors,
+)
 from wisparse.formats.write import copied_files
 
 from .experts import ExpertProjection, find_experts
@@ -55,6 +62,34 @@ def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
     names = [*checkpoint.identities]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+class StoredEmbedding(nn.Module):
+    """Gemma 4's embedding for each block: every look-up reads its rows from the checkpoint's file, as most of the model's
+    numbers are in it, and a token needs one row."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.checkpoint, self.dtype = checkpoint, dtype
+        self.scale = float(torch.tensor(checkpoint.config.per_layer_size**0.5, dtype=dtype))
+        checkpoint.require_finite(PER_LAYER_EMBEDDING)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.checkpoint.rows(PER_LAYER_EMBEDDING, ids.flatten().cpu()).to(ids.device, self.dtype)
+        return rows.view(*ids.shape, -1) * self.scale
+
+
+def _without_embedding(config_class: type, stored: StoredEmbedding) -> Any:
+    """transformers' class of causal LMs, with ``stored`` in place of the embedding, which is not loaded then."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+
+    def make(self: Any, config: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, **kwargs)
+        self.get_decoder().embed_tokens_per_layer = stored
+
+    return type(base.__name__, (base,), {"__init__": make, "__module__": base.__module__})
 
 
 # The first that reads a model wholly from its files; earlier ones refuse it in words that would be taken for its own.
@@ -159,19 +194,25 @@ def load_source(
             # Of a wrapper the text model's, which the folder's config.json is not.
             plain = {key: value for key, value in checkpoint.config_dict.items() if key != "quantization_config"}
             hf_config = CONFIG_MAPPING[config.model_type].from_dict(plain)
+            loader: Any = AutoModelForCausalLM
+            from_config = loader.from_config
+            if config.per_layer_size:
+                loader = _without_embedding(type(hf_config), StoredEmbedding(checkpoint, dtype))
+                from_config, hf_config.vocab_size_per_layer_input = loader._from_config, 1  # a row that is thrown away
             if checkpoint.quantised or checkpoint.is_made:
                 if max_memory is not None:
                     large = f"{shown(folder)}: the dequantised weights do not fit into the memory of {device}"
                     advice = "choose a larger device, or convert the unquantised model"
                     raise ResourceError(f"{large}, and quantised ones cannot stay in their files; {advice}")
-                model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
+                model: Any = from_config(hf_config, dtype=dtype, attn_implementation=attention)
                 # Tensor by tensor: the plain numbers are never there twice.
                 parameters = weights_of(model.to(device), config)
                 with torch.no_grad():
-                    for name in expected_tensors(config) if checkpoint.quantised else checkpoint.tensors:
+                    every = expected_tensors(config) if checkpoint.quantised else checkpoint.tensors
+                    for name in (one for one in every if one != PER_LAYER_EMBEDDING):
                         parameters[name].copy_(checkpoint.tensor(name))
             else:
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = loader.from_pretrained(
                     folder,
                     config=hf_config,
                     dtype=dtype,
@@ -185,6 +226,8 @@ def load_source(
                 )
                 model, info = loaded
                 missing = sorted(info["missing_keys"])
+            if config.per_layer_size:
+                model.config.vocab_size_per_layer_input = config.vocab_size
     except WisparseError:
         raise
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:

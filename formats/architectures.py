@@ -90,6 +90,11 @@ class Architecture:
     shared_values: str | None = None
     value_norm: bool = False  # each head's values are divided by their root mean square; there is no weight
     block_scalar: str | None = None  # name of a tensor (1,) of each block that the block's output is multiplied by
+    # Config keys. Of how many last blocks each attends to the keys and values of the last block of its kind before them,
+    # and whether their MLPs are twice as wide; and the width of an embedding that every block has of each token.
+    shared_kv: str | None = None
+    wide_mlp: str | None = None
+    per_layer: str | None = None
     # ``q_proj`` gives each head its query and then a gate of the same width, whose sigmoid multiplies the head's output.
     attention_gate: bool = False
     sinks: bool = False  # the softmax of each head's scores has one more, learned, which no position gets
@@ -194,6 +199,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         shared_values="attention_k_eq_v",
         value_norm=True,
         block_scalar="layer_scalar",
+        shared_kv="num_kv_shared_layers",
+        wide_mlp="use_double_wide_mlp",
+        per_layer="hidden_size_per_layer_input",
         local_rope=True,
         experts=ExpertsLayout(
             True,

@@ -221,7 +221,14 @@ class Checkpoint:
             parts |= {prefix + end: part for end, part in of_weight.items() if part.required or prefix + end in stored}
         missing = [name for name in parts if name not in stored and name not in fused]
         whole = {one.name for one in fused.values()}
-        ignored = whole.__contains__ if is_bundle else lambda name: name in whole or _DERIVED.fullmatch(name)
+        # Files have keys and values of blocks that share those of others, too.
+        shared = {f"model.layers.{at}.self_attn" for at, block in enumerate(config.blocks) if block.kv_from is not None}
+        unused = {f"{module}.{name}.weight" for module in shared for name in ("k_proj", "v_proj", "k_norm")}
+        ignored = (
+            whole.__contains__
+            if is_bundle
+            else lambda name: name in whole or name in unused or _DERIVED.fullmatch(name)
+        )
         extra = [name for name in stored if name not in parts and not ignored(name)]
         if missing or extra:
             differs = [
@@ -345,6 +352,8 @@ class Checkpoint:
             ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
         if f"{MTP}fc.weight" in tensors:
             ignore.append(r"re:mtp\..*")
+        if self.config.per_layer_size:
+            ignore.append(r"re:.*\.per_layer_(input_gate|projection|model_projection)$")
         form = "float-quantized" if kind == "fp8" else "pack-quantized"
         how = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
         settings = {**how, "config_groups": {"group_0": group}, "ignore": ignore}
@@ -402,6 +411,12 @@ class Checkpoint:
         """Read one tensor into fresh memory; a quantised weight is dequantised to float32."""
         found = self.matrix(name)
         return (self._dequantised(name, found) if isinstance(found, QuantizedMatrix) else found).to(device)
+
+    def rows(self, name: str, index: Tensor) -> Tensor:
+        """Some rows (n,) of a stored matrix, in fresh memory; no others are read, nor checked."""
+        info = self.tensors[name]
+        source = self._files[info.file].read_bytes(info.stored)
+        return source.view(info.dtype).view(info.shape)[index]
 
     def require_finite(self, name: str) -> None:
         """Raise ``error`` for a tensor, or a quantised weight put together, that holds NaN or infinity."""

@@ -21,6 +21,15 @@ BESIDE = {
     "expert_scale": "router.per_expert_scale",
 }
 _SHARED = ("embed_tokens.weight", LM_HEAD)  # by the model and its head
+# Of a model with an embedding for each block its tensors, and those of a block below it, by fields of the same.
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # (V, blocks * width): never read whole after loading
+PER_LAYER_PROJECTION = "model.per_layer_model_projection.weight"
+PER_LAYER_NORM = "model.per_layer_projection_norm.weight"
+PER_LAYER = {
+    "per_layer_gate": "per_layer_input_gate.weight",
+    "per_layer_projection": "per_layer_projection.weight",
+    "per_layer_output": "post_per_layer_input_norm.weight",
+}
 # Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
 _LARGEST_DIMENSION = 2**27
 LARGEST_NUM_BLOCKS = 10_000
@@ -39,13 +48,6 @@ _ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
     ),
     "proportional": ((), ("factor",)),
-}
-
-# What a smaller or sparser Gemma 4 has that the large dense one has not.
-_OF_SMALL = "not supported: {}; of this family the dense models without are"
-_NOT_GEMMA4 = {
-    "hidden_size_per_layer_input": _OF_SMALL.format("every block has an embedding of its own"),
-    "num_kv_shared_layers": _OF_SMALL.format("some blocks have no keys and values of their own"),
 }
 
 
@@ -80,6 +82,13 @@ def _listed(config: Mapping[str, Any], key: str, length: int, what: str = "entri
     values: Any = config.get(key.rpartition(".")[2])
     require(isinstance(values, list) and len(values) == length, key, f"{length} {what}", values)
     return list(values)
+
+
+def _count(config: Mapping[str, Any], key: str | None) -> int:
+    """A number that may be 0 or missing; 0 without a key."""
+    value = 0 if key is None or config.get(key) is None else config[key]
+    require(type(value) is int and 0 <= value <= _LARGEST_DIMENSION, str(key), "0 or a positive integer", value)
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -176,6 +185,8 @@ class Block:
     num_kv_heads: int
     recurrent: bool = False  # it has a gated DeltaNet instead of attention, and neither a window nor a rotary embedding
     shared_values: bool = False  # it has no ``v_proj``; its values are the output of ``k_proj``
+    kv_from: int | None = None  # an earlier block, to whose keys and values it attends; it has ``q_proj`` alone
+    wide_mlp: bool = False  # its dense MLP is twice as wide as the model's ``intermediate_size``
     experts: Experts | None = None  # in place of a dense MLP
 
     @property
@@ -216,6 +227,7 @@ class ModelConfig:
     # (beta, n): queries at position p are multiplied by 1 + beta * log(1 + floor(p / n))
     query_scaling: tuple[float, int] | None
     delta_net: DeltaNet | None = None  # of the recurrent blocks; None where there are none
+    per_layer_size: int = 0  # of the embedding that each block has of a token; 0: there is none
 
     @property
     def architecture(self) -> Architecture:
@@ -230,9 +242,22 @@ class ModelConfig:
         """The most numbers between the MLP's two halves that a token has in any block."""
         experts = [block.experts for block in self.blocks]
         return max(
-            self.intermediate_size if one is None else one.chosen * one.intermediate_size + one.shared_size
-            for one in experts
+            self.dense_size(index) if one is None else one.chosen * one.intermediate_size + one.shared_size
+            for index, one in enumerate(experts)
         )
+
+    @property
+    def shares_kv(self) -> bool:
+        return any(block.kv_from is not None for block in self.blocks)
+
+    def dense_size(self, block: int) -> int:
+        """Width of a block's dense MLP."""
+        return self.intermediate_size * (2 if self.blocks[block].wide_mlp else 1)
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers of one position's keys, or values, in all blocks that have their own."""
+        return sum(block.kv_size for block in self.blocks if block.kv_from is None and not block.recurrent)
 
     def q_size(self, block: int) -> int:
         """Width of a block's queries; also K of its ``o_proj``."""
@@ -240,14 +265,16 @@ class ModelConfig:
 
     def qkv(self, block: int) -> tuple[str, ...]:
         """Roles of the projections that read the input of a block's attention; not for recurrent blocks."""
-        return tuple(one for one in self.architecture.qkv if one != "v_proj" or not self.blocks[block].shared_values)
+        spec = self.blocks[block]
+        lacks = ("k_proj", "v_proj") if spec.kv_from is not None else ("v_proj",) if spec.shared_values else ()
+        return tuple(one for one in self.architecture.qkv if one not in lacks)
 
     def projections(self, block: int | None = None) -> Iterator[Projection]:
         """The projections in scope, in the order of execution: all of them, or one block's. In scope are all linear
         layers inside the blocks, never ``lm_head`` nor the embeddings."""
-        arch, hidden, inner, delta = self.architecture, self.hidden_size, self.intermediate_size, self.delta_net
+        arch, hidden, delta = self.architecture, self.hidden_size, self.delta_net
         for index in range(self.num_blocks) if block is None else (block,):
-            q, kv = self.q_size(index), self.blocks[index].kv_size
+            q, kv, inner = self.q_size(index), self.blocks[index].kv_size, self.dense_size(index)
             if delta is not None and self.blocks[index].recurrent:
                 part = "linear_attn"
                 outputs = {"in_proj_qkv": delta.mixed_size, "in_proj_z": delta.value_size}
@@ -320,12 +347,6 @@ class ModelConfig:
                 raise UnsupportedModelError(f"config.json: {key}: expected a number or null, found no such key")
             return None if key is None or config[key] is None else _number(config, key)
 
-        for key, what in _NOT_GEMMA4.items() if arch.full_heads else ():
-            if config.get(key):
-                found = f"{key} {config[key]!r:.20}"
-                raise UnsupportedModelError(
-                    f"unsupported architecture: model_type {model_type!r} with {found} is {what}"
-                )
         for key in arch.without:
             require(config.get(key) is None, key, "null, the only value known here", config.get(key))
         sizes = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
@@ -340,6 +361,12 @@ class ModelConfig:
         blocks = _blocks(config, arch, num_blocks, head_dim, num_kv_heads)
         if arch.experts is not None and (arch.experts.beside is None or _switch(config, arch.experts.beside)):
             blocks = _with_experts(config, arch.experts, blocks)
+            narrow = not any(block.wide_mlp for block in blocks)
+            require(narrow, str(arch.wide_mlp), "false where blocks have experts", True)
+        per_layer_size = _count(config, arch.per_layer)
+        if per_layer_size:
+            rows, key = config.get("vocab_size_per_layer_input"), "vocab_size_per_layer_input"
+            require(rows == dimensions["vocab_size"], key, f"vocab_size ({dimensions['vocab_size']})", rows)
         for heads, width in {(num_kv_heads, head_dim), *((one.num_kv_heads, one.head_dim) for one in blocks)}:
             multiple = f"a multiple of num_key_value_heads ({heads})"
             require(num_heads % heads == 0, "num_attention_heads", multiple, num_heads)
@@ -384,6 +411,7 @@ class ModelConfig:
             **multipliers,
             query_scaling=query_scaling,
             delta_net=_delta_net(config) if any(block.recurrent for block in blocks) else None,
+            per_layer_size=per_layer_size,
         )
 
 
@@ -406,7 +434,20 @@ def _blocks(
         rotary = 1 if arch.local_rope and own is not None else 0
         recurrent = arch.recurrent and kind == other
         blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, recurrent))
-    return tuple(_with_full_heads(config, arch, blocks) if arch.full_heads else blocks)
+    if arch.full_heads:
+        blocks = _with_full_heads(config, arch, blocks)
+    shared = _count(config, arch.shared_kv)
+    require(shared < num_blocks, str(arch.shared_kv), f"fewer than num_hidden_layers ({num_blocks})", shared)
+    wide = arch.wide_mlp is not None and _switch(config, arch.wide_mlp)
+    first = num_blocks - shared
+    for index in range(first, num_blocks):
+        of_kind = [earlier for earlier in range(first) if kinds[earlier] == kinds[index]]
+        before = f"a block of {kinds[index]} before block {first}, whose keys and values block {index} shares"
+        require(bool(of_kind), "layer_types", before, kinds[:first])
+        source, own = blocks[of_kind[-1]].num_kv_heads, blocks[index].num_kv_heads
+        require(own == source, "per_layer_config", f"{source} num_key_value_heads in block {index}", own)
+        blocks[index] = replace(blocks[index], kv_from=of_kind[-1], wide_mlp=wide)
+    return tuple(blocks)
 
 
 def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list[Block]) -> list[Block]:
@@ -597,6 +638,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     and experts are apart, see `experts_in_one`."""
     hidden, vocab = (config.hidden_size,), (config.vocab_size, config.hidden_size)
     expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocab}
+    per_layer = config.per_layer_size
+    if per_layer:
+        every = config.num_blocks * per_layer
+        expected |= {PER_LAYER_EMBEDDING: (config.vocab_size, every), PER_LAYER_NORM: (per_layer,)}
+        expected[PER_LAYER_PROJECTION] = (every, config.hidden_size)
     arch = config.architecture
     # The norm before each of these projections, and after.
     first, last = arch.norms.attention_input, arch.norms.attention_output
@@ -609,7 +655,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 expected[f"{prefix}{norm}.weight"] = hidden
             if projection.role == "o_proj" and arch.qk_norm is not None:
                 for name, size in zip(arch.qk_norm.names, (config.q_size(index), block.kv_size), strict=True):
-                    expected[f"{prefix}self_attn.{name}.weight"] = (block.head_dim if arch.qk_norm.per_head else size,)
+                    if block.kv_from is None or name == arch.qk_norm.names[0]:
+                        shape = (block.head_dim if arch.qk_norm.per_head else size,)
+                        expected[f"{prefix}self_attn.{name}.weight"] = shape
             if projection.role == "o_proj" and arch.sinks:
                 expected[f"{prefix}self_attn.sinks"] = (config.num_heads,)
             if projection.role == "out_proj" and config.delta_net is not None:
@@ -630,6 +678,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 expected |= dict.fromkeys([f"{part}.bias" for part in projection.parts], (projection.out_features,))
             if norm := after.get(projection.role):
                 expected[f"{prefix}{norm}.weight"] = hidden
+        if per_layer:
+            shapes = ((per_layer, config.hidden_size), (config.hidden_size, per_layer), hidden)
+            expected |= {prefix + name: shape for name, shape in zip(PER_LAYER.values(), shapes, strict=True)}
         if arch.block_scalar is not None:
             expected[prefix + arch.block_scalar] = (1,)
     expected["model.norm.weight"] = hidden

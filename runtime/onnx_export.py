@@ -78,6 +78,9 @@ def export_onnx(
     other = "blocks with attention, found recurrent ones" if config.delta_net is not None else None
     if config.has_experts:
         other = "dense MLPs, found experts"
+    if config.per_layer_size or config.shares_kv:
+        own = "one embedding, and keys and values of every block's own"
+        other = f"{own}, found embeddings for each block or keys and values that blocks share"
     if other is not None:
         raise UnsupportedModelError(
             f"{config.model_type}: expected {other}, which have no ONNX export yet; run the bundle with wisparse generate"

@@ -132,10 +132,16 @@ def watch_inputs(model: torch.nn.Module, bundle: Bundle) -> Inputs:
     it sees what they look at."""
     seen: Inputs = {name: [] for name, mask in bundle.masks.items() if mask.sparsity > 0}
 
+    at_prompt = [True]  # which is read dense; blocks that share keys see its last token alone
+
+    def notice(_: torch.nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        at_prompt[0] = kwargs["input_ids"].shape[1] == LENGTH
+
     def look(name: str, module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        if args[0].shape[-2] < LENGTH:  # the prompt is read dense
+        if not at_prompt[0]:
             seen[name].extend(args[0].flatten(0, -2).clone())
 
+    model.get_decoder().register_forward_pre_hook(notice, with_kwargs=True)
     experts = find_experts(model, bundle.config)
     for name in seen:
         (experts.get(name) or model.get_submodule(name)).register_forward_pre_hook(partial(look, name))

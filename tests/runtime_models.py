@@ -70,6 +70,18 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }
 
+# Blocks of them share keys and values, and have embeddings; neither GPUs nor the ONNX export have such models.
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4-small": ("gemma4_text", {
+        **_WINDOWS, "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "head_dim": 16,
+        "global_head_dim": 24, "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+            "sliding_attention": _NEAR,
+        },
+    }),
+}
+
 # name -> as above: models with experts, in all blocks but the second of the first one.
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {
@@ -149,6 +161,11 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         "gemma4", {}, {"model_type": "gemma4_text", **FAMILIES["gemma4"][1]},
         {**_VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64},
     ),
+    "gemma4-small": (
+        "gemma4", {"audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}},
+        {"model_type": "gemma4_text", **SMALL["gemma4-small"][1]},
+        {**_VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64},
+    ),
     "qwen2-vl": ("qwen2_vl", {}, {"rope_parameters": _mrope(2, 3, 3)}, {**_QWEN_VISION, "embed_dim": 16}),
     "qwen2.5-vl": (
         "qwen2_5_vl", {"tie_word_embeddings": True}, {"rope_parameters": _mrope(2, 3, 3), "tie_word_embeddings": True},
@@ -171,7 +188,7 @@ def make_wrapper(name: str, out: Path, *, vocab_size: int = 101) -> Path:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     model_type, settings, text, vision = WRAPPERS[name]
-    text = {"vocab_size": vocab_size, **_SIZES, **text}
+    text = {"vocab_size": vocab_size, "vocab_size_per_layer_input": vocab_size, **_SIZES, **text}
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **settings)
     return save_random(AutoModelForImageTextToText, config, name, out)
 
@@ -180,8 +197,9 @@ def make_checkpoint(variant: str, out: Path, *, vocab_size: int = 101) -> Path:
     """A model of 3 blocks with random weights, saved as transformers saves it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, settings = {**VARIANTS, **HYBRIDS, **EXPERTS}[variant]
-    config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **{**_SIZES, **settings})
+    model_type, settings = {**VARIANTS, **HYBRIDS, **SMALL, **EXPERTS}[variant]
+    rows = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input")[: 2 if "gemma4" in variant else 1], vocab_size)
+    config = AutoConfig.for_model(model_type, **rows, **{**_SIZES, **settings})
     return save_random(AutoModelForCausalLM, config, variant, out)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from family_cases import runtime_tokens
-from runtime_models import HYBRIDS, VARIANTS, make_checkpoint
+from runtime_models import HYBRIDS, SMALL, VARIANTS, make_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
@@ -41,7 +41,7 @@ def generate(model: Any, prompts: list[list[int]], count: int, **kwargs: Any) ->
 
 
 @pytest.mark.parametrize("policy", ["dense", "half", "all"])
-@pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
+@pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS, *SMALL])
 def test_tokens_are_our_runtimes(variant: str, policy: str, variant_bundle: Callable[[str], Path]) -> None:
     tiny = variant_bundle(variant)
     model = sparsify(load(tiny), tiny, prefill=policy)

@@ -15,7 +15,7 @@ import torch
 import triton_worker
 from bundle_maker import make_bundle
 from family_cases import COUNT, PLAIN, ROUTED, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
-from runtime_models import WRAPPERS
+from runtime_models import SMALL, WRAPPERS
 from safetensors import safe_open
 
 import wisparse
@@ -26,18 +26,20 @@ from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import expected_tensors
+from wisparse.runtime.onnx_export import export_onnx
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 # One family a feature: biases, norms of whole vectors, windows and soft caps, fused projections, DeltaNet, shared keys and
 # values, experts and a shared one, attention sinks. Experts alone are in test_experts.py.
 FEATURES = ("seed-oss", "olmo2", "gemma2", "phi3-partial", "qwen3.5", "gemma4", "qwen3.5-moe", "gpt-oss", "gemma4-moe")
+FEATURES += (*SMALL,)
 # ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default, with the rotation.
 CASES = [
     pytest.param(name, search, marks=() if search == "uniform" and name in FEATURES else pytest.mark.exhaustive)
-    for name in (*PLAIN, *ROUTED)
+    for name in (*PLAIN, *SMALL, *ROUTED)
     for search in ("uniform", "refine")
 ]
-SMALL = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]
+QUICK = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]
 
 # An interpreted token takes seconds, a compiled one none.
 INTERPRETED = not torch.cuda.is_available()
@@ -48,7 +50,7 @@ TRITON_CASES = [
         pytest.param(variant, "uniform", marks=() if variant in INTERPRETED_BY_DEFAULT else pytest.mark.exhaustive)
         for variant in (*PLAIN, *ROUTED)
     ),
-    *(pytest.param(name, "wrapper", marks=pytest.mark.exhaustive) for name in WRAPPERS),
+    *(pytest.param(name, "wrapper", marks=pytest.mark.exhaustive) for name in WRAPPERS if name not in SMALL),
 ]
 
 
@@ -111,7 +113,7 @@ def test_a_wrapper_is_converted_as_text(name: str, bundles: Bundles, run: Callab
     from transformers import AutoModelForImageTextToText
 
     source, bundle = bundles.source(name, "wrapper"), bundles.folder(name, "wrapper") / "bundle"
-    code, shown, err = run("convert", source, "-o", bundle, "--sparsity", "0.5", "--search", "uniform", *SMALL)
+    code, shown, err = run("convert", source, "-o", bundle, "--sparsity", "0.5", "--search", "uniform", *QUICK)
     assert code == 0, err
     stored = safe_open(source / "model.safetensors", "pt").keys()
     # The rotation gives tied embeddings an output layer of its own.
@@ -164,6 +166,17 @@ def test_triton_gives_the_tokens_of_transformers(name: str, kind: str, bundles: 
     tokens, logits = by_triton(name, kind)
     assert len(tokens) == TRITON_COUNT
     assert_answers(bundles.answer(name, kind), "triton", tokens, torch.tensor(logits))
+
+
+def test_gpus_and_the_onnx_export_refuse_small_gemma4(bundles: Bundles, tmp_path: Path) -> None:
+    bundle = Bundle.open(bundles.bundle("gemma4-small", "uniform"))
+    if importlib.util.find_spec("triton") is not None:
+        from wisparse.runtime.cuda.decoder import CudaDecoder
+
+        refused = CudaDecoder.refusal(bundle.config, "native")
+        assert refused == "its kernels have neither embeddings for each block nor keys and values that blocks share"
+    with pytest.raises(UnsupportedModelError, match="keys and values that blocks share, which have no ONNX"):
+        export_onnx(bundle, tmp_path / "onnx")
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-architecture.md"

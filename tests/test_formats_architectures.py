@@ -103,8 +103,17 @@ def test_what_blocks_have_is_read() -> None:
         ({"model_type": "llamma"}, "did you mean 'llama'"),
         ({"model_type": None}, "unsupported architecture"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder"),
-        ({**GEMMA4, "hidden_size_per_layer_input": 256}, "input 256 is not supported: every block has an embedding"),
-        ({**GEMMA4, "num_kv_shared_layers": 2}, "num_kv_shared_layers 2 is not supported: some blocks have no keys"),
+        (
+            {**GEMMA4, "hidden_size_per_layer_input": 8},
+            "vocab_size_per_layer_input: expected vocab_size .*, found None",
+        ),
+        ({**GEMMA4, "num_kv_shared_layers": 4}, r"num_kv_shared_layers: expected fewer than num_hidden_layers \(4\)"),
+        (
+            {**GEMMA4, "num_kv_shared_layers": 3},
+            "layer_types: expected a block of full_attention before block 1, whose",
+        ),
+        ({**GEMMA4, "num_kv_shared_layers": 2, "per_layer_config": {"3": {"num_key_value_heads": 1}}}, "in block 3, f"),
+        ({**GEMMA4, "num_kv_shared_layers": "2"}, "num_kv_shared_layers: expected 0 or a positive integer, found '2'"),
         ({**GEMMA4, "enable_moe_block": True}, "num_experts: expected a positive integer"),
         ({**GEMMA4, "use_bidirectional_attention": "all"}, "is an encoder"),
         ({**GEMMA4, "per_layer_config": []}, "per_layer_config: expected an object, found"),
@@ -143,7 +152,13 @@ JUNK = st.recursive(
     max_leaves=5,
 )
 _keys = [*LLAMA, "head_dim", "sliding_window", "layer_types", "dtype"]
-_keys += ["per_layer_config", "global_head_dim", "attention_k_eq_v", "hidden_size_per_layer_input"]
+_keys += [
+    "per_layer_config",
+    "global_head_dim",
+    "attention_k_eq_v",
+    "hidden_size_per_layer_input",
+    "num_kv_shared_layers",
+]
 
 
 @given(change=st.dictionaries(st.sampled_from(_keys), JUNK, max_size=3), model_type=st.sampled_from([*ARCHITECTURES]))

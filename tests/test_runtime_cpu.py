@@ -14,7 +14,7 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from family_cases import PLAIN
-from runtime_models import HYBRIDS
+from runtime_models import HYBRIDS, SMALL
 from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
@@ -31,7 +31,7 @@ from wisparse.runtime.torch import block as torch_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 # Every feature once: also biases, odd head sizes, other windows and rotary scalings, tied weights.
-VARIANTS = ("llama-bias", "llama-head-dim", "qwen3", "phi3-window", "phi3-long", *PLAIN)
+VARIANTS = ("llama-bias", "llama-head-dim", "qwen3", "phi3-window", "phi3-long", *PLAIN, *SMALL)
 CPU = torch.device("cpu")
 
 

@@ -9,7 +9,7 @@ from bundle_maker import cpu_decoder, make_bundle, run
 from family_cases import greedy, hugging_face
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_models import FAMILIES, HYBRIDS, VARIANTS
+from runtime_models import FAMILIES, HYBRIDS, SMALL, VARIANTS
 from torch import Tensor
 
 import wisparse
@@ -62,7 +62,7 @@ def greedy_by_transformers(folder: Path, tokens: Tensor, policy: str, count: int
     return ids[len(tokens) :]
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
+@pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS, *SMALL])
 def test_dense_logits_equal_transformers(variant: str, variant_bundle: Callable[[str], Path]) -> None:
     folder = variant_bundle(variant)
     tokens = random_tokens(48)

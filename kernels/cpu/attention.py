@@ -182,7 +182,7 @@ def _attend(q, heads, first, block, row, start, end, dim, scale, cap, scores, ma
 
 @exact
 def attention(p, block, part, parts, out, scratch, tag):
-    """Attention of this thread's heads, for every row, appending k and v to the cache; returns its columns of ``out``.
+    """Attention of this thread's heads, for every row, appending the block's own k and v, if any; returns its columns of ``out``.
     out: (rows, q_size), of which this thread writes its heads' columns; scratch: (heads, dim) float32."""
     rows, heads, max_len = p[StepField.ROWS], p[StepField.HEADS], p[StepField.MAX_LEN]
     block_, constants = words(p[StepField.BLOCKS] + block * BLOCK_BYTES), floats(p[StepField.FLOATS])
@@ -193,7 +193,7 @@ def attention(p, block, part, parts, out, scratch, tag):
     q_size, share = heads * dim, heads // kv_heads
     stride = 2 * dim if p[StepField.GATED] != 0 else dim  # from a query to the next: the gate lies between
     keys_from, width = heads * stride, block_[BlockField.INPUT_WIDTH]
-    values_from = width - kv_heads * dim
+    values_from, own = width - kv_heads * dim, width > keys_from
     q_norm, k_norm, v_norm = block_[BlockField.Q_NORM], block_[BlockField.K_NORM], block_[BlockField.VALUE_NORM]
     whole, after = p[StepField.QK_WHOLE], p[StepField.QK_AFTER]
     norm_bytes = 4 * dim if whole != 0 else 0  # from a head's weights to the next
@@ -206,25 +206,26 @@ def attention(p, block, part, parts, out, scratch, tag):
             scale *= floats(p[StepField.QUERY_SCALES])[position]
         q_factor = k_factor = ZERO
         if whole != 0:
-            q_factor, k_factor = _rms_factor(qkv, q_size, eps), _rms_factor(qkv + 4 * keys_from, kv_heads * dim, eps)
+            q_factor = _rms_factor(qkv, q_size, eps)
+            k_factor = _rms_factor(qkv + 4 * keys_from, kv_heads * dim, eps) if own else ZERO
         start = max(0, position + 1 - window) if window > 0 else 0
         h = first
         while h < last:
             group = h // share
             stop = min(last, (group + 1) * share)
             row = (slots[b] * kv_heads + group) * max_len
-            # Two threads that share a group both append it, with the same bits.
-            _place(
-                qkv + 4 * (keys_from + group * dim), dim, block_, position, k_norm + group * norm_bytes, k_factor,
-                after, eps, scratch,
-            )  # fmt: skip
-            at = row + position
-            _store(scratch, dim, block_[BlockField.KEYS], block_[BlockField.KEY_SCALES], at, kind, tag)
-            fresh = qkv + 4 * (values_from + group * dim)
-            if v_norm != 0:
-                rms_norm(fresh, v_norm, dim, eps, scratch)
-                fresh = scratch
-            _store(fresh, dim, block_[BlockField.VALUES], block_[BlockField.VALUE_SCALES], at, kind, tag)
+            if own:  # two threads that share a group both append it, with the same bits
+                _place(
+                    qkv + 4 * (keys_from + group * dim), dim, block_, position, k_norm + group * norm_bytes, k_factor,
+                    after, eps, scratch,
+                )  # fmt: skip
+                at = row + position
+                _store(scratch, dim, block_[BlockField.KEYS], block_[BlockField.KEY_SCALES], at, kind, tag)
+                fresh = qkv + 4 * (values_from + group * dim)
+                if v_norm != 0:
+                    rms_norm(fresh, v_norm, dim, eps, scratch)
+                    fresh = scratch
+                _store(fresh, dim, block_[BlockField.VALUES], block_[BlockField.VALUE_SCALES], at, kind, tag)
             for i in range(h, stop):
                 _place(
                     qkv + 4 * i * stride, dim, block_, position, q_norm + i * norm_bytes, q_factor, after, eps,

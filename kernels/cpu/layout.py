@@ -72,7 +72,7 @@ class BlockField(IntEnum):
     WINDOW = 7  # 0: attends to all positions
     KV_HEADS = 8
     HEAD_DIM = 9
-    KEYS = 10  # (max_batch, kv_heads, max_len, head_dim), as CACHED_AS says
+    KEYS = 10  # (max_batch, kv_heads, max_len, head_dim), as CACHED_AS says; maybe another block's
     VALUES = 11
     ROTARY_HALF = 12  # rotated pairs of a head; 0: no rotary embedding
     COS = 13  # (max_len, rotary_half) float32
@@ -103,6 +103,10 @@ class BlockField(IntEnum):
     SHARED_OUTPUT = 35
     ROUTER_SCALE = 36  # (hidden,) float32: the weight of the norm before the router
     EXPERT_SCALE = 37  # (EXPERTS,) float32: multiplies the weights of the chosen ones
+    # Of a model with an embedding for each block, the base type but the norm, which is float32 (hidden,).
+    PER_LAYER_GATE = 38  # (PER_LAYER, hidden)
+    PER_LAYER_PROJECTION = 39  # (hidden, PER_LAYER)
+    PER_LAYER_OUTPUT = 40
 
 
 class DeltaField(IntEnum):
@@ -182,7 +186,7 @@ class StepField(IntEnum):
     POSITIONS = 3  # (rows,) int64
     # The model.
     HIDDEN = 4
-    INTERMEDIATE = 5
+    PER_LAYER = 5  # numbers that each block has of its own of a token, 0 or more
     HEADS = 6
     MAX_LEN = 7
     VOCAB = 8
@@ -240,7 +244,14 @@ class StepField(IntEnum):
     TAPS = 55  # (rows, floats of a row) float32
     BESIDE = 56  # (rows, hidden) float32: the output of a dense MLP beside experts
     TOKEN_AT = 57  # in the scratch: what one token's experts read
-    MAPPED = 58  # 1: experts lie in a file, and are asked for before they are read
+    # With PER_LAYER.
+    PER_LAYER_PROJECTION = 58  # (blocks * PER_LAYER, hidden), the base type
+    PER_LAYER_NORM = 59  # (PER_LAYER,) float32
+    PER_LAYER_INPUTS = 60  # (rows, blocks * PER_LAYER) float32: of the tokens alone, until the step adds the other part
+    PER_LAYER_PROJECTED = 61  # (rows, blocks * PER_LAYER) float32: that part
+    PER_LAYER_GATED = 62  # (rows, PER_LAYER) float32: of one block
+    ROW_NUMBERS = 63  # (rows,) int64: 0, 1, ...
+    MAPPED = 64  # 1: experts lie in a file, and are asked for before they are read
 
 
 def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:

@@ -76,20 +76,21 @@ def gate_and_up(p, gate, up, x, rows, lo, hi, part, base_tag):
 @exact
 def dense_mlp(p, block, x, part, parts, base_tag):
     block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
-    rows, hidden, inner = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.INTERMEDIATE]
+    rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
     scratch = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
     acc, acc_stride = scratch + p[StepField.ACC_AT], p[StepField.ACC_LENGTH]
     index, value, length = scratch + p[StepField.INDEX_AT], scratch + p[StepField.VALUE_AT], p[StepField.LIST_LENGTH]
     seg_index, seg_value, seg_count = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE], p[StepField.SEGMENT_COUNT]
     segments = words(seg_count)
     lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
+    gate = block_[BlockField.FIRST] + block_[BlockField.NUM_INPUTS] + 1
+    i = gate + p[StepField.NUM_GATE_UP]
+    row = p[StepField.PROJECTIONS] + i * ROW_BYTES
+    inner = words(row)[ProjectionField.K]
     mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
 
     # The kept channels of gate and up's product are listed for down.
-    gate = block_[BlockField.FIRST] + block_[BlockField.NUM_INPUTS] + 1
     gate_and_up(p, gate, gate + p[StepField.NUM_GATE_UP] - 1, x, rows, mlp_lo, mlp_hi, part, base_tag)
-    i = gate + p[StepField.NUM_GATE_UP]
-    row = p[StepField.PROJECTIONS] + i * ROW_BYTES
     begin = mlp_lo * words(row)[ProjectionField.PLANES]
     segments[2 * part] = begin
     # The accumulator begins at column mlp_lo, select counts from column 0.

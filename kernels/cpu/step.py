@@ -1,10 +1,12 @@
 """Compiled: one decode step of the whole model, run by every thread of a team. Activations are float32.
 
-A block takes five barriers, one of experts three and two a token. After each half every thread adds all of it to a residual of its own, since a norm and the
+A block takes five barriers, one of experts three and two a token, two more with PER_LAYER. After each half every thread adds all of it to a residual of its own, since a norm and the
 next half's selection need all of it.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -26,9 +28,9 @@ from .intrinsics import (
 )
 from .layout import PARTIAL_MORE, BlockField, FloatField, ProjectionField, StepField
 from .linear import gather, output_rows, project, select
-from .mlp import ROW_BYTES, mlp
+from .mlp import ROW_BYTES, activate_times, mlp
 
-_INT8 = np.int8(0)
+_INT8, _NONE, _ROOT_OF_HALF = np.int8(0), np.int64(0), np.float32(0.5**0.5)
 
 
 @exact
@@ -84,6 +86,53 @@ def _logits(p, x, part, parts, base_tag):
 
 
 @exact
+def _per_layer_inputs(p, x, part, parts, base_tag):
+    """Add to PER_LAYER_INPUTS, which hold the tokens' rows, what this thread's blocks have of the embeddings x."""
+    rows, hidden, size = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.PER_LAYER]
+    blocks, eps = p[StepField.NUM_BLOCKS], floats(p[StepField.FLOATS])[FloatField.EPS]
+    width, lo, hi = blocks * size, blocks * part // parts * size, blocks * (part + 1) // parts * size
+    projected, factor = p[StepField.PER_LAYER_PROJECTED], ONE / np.float32(math.sqrt(np.float32(hidden)))
+    output_rows(
+        p[StepField.PER_LAYER_PROJECTION], hidden, lo, hi, x, hidden, rows, _NONE, projected, p[StepField.ROW_NUMBERS],
+        width, base_tag,
+    )  # fmt: skip
+    for b in range(rows):
+        for at in range(b * width + lo, b * width + hi, size):
+            here, inputs = floats(projected + 4 * at), floats(p[StepField.PER_LAYER_INPUTS] + 4 * at)
+            for j in range(size):
+                here[j] *= factor
+            rms_norm(projected + 4 * at, p[StepField.PER_LAYER_NORM], size, eps, projected + 4 * at)
+            for j in range(size):
+                inputs[j] = (here[j] + inputs[j]) * _ROOT_OF_HALF
+
+
+@exact
+def _add_per_layer(p, block, residual, normed, part, parts, base_tag):
+    """Add a block's own part: norm(projection @ (activation(gate @ x) * inputs))."""
+    block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
+    rows, hidden, size = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.PER_LAYER]
+    gated, half, numbers = p[StepField.PER_LAYER_GATED], p[StepField.HALF], p[StepField.ROW_NUMBERS]
+    constants = floats(p[StepField.FLOATS])
+    lo, hi = span(size, part, parts), span(size, part + 1, parts)
+    output_rows(
+        block_[BlockField.PER_LAYER_GATE], hidden, lo, hi, residual, hidden, rows, _NONE, gated, numbers, size, base_tag
+    )
+    for b in range(rows):
+        inputs = p[StepField.PER_LAYER_INPUTS] + 4 * ((b * p[StepField.NUM_BLOCKS] + block) * size + lo)
+        activate_times(gated + 4 * (b * size + lo), inputs, size, 1, hi - lo, p[StepField.ACTIVATION], constants)
+    barrier(p[StepField.TEAM], parts)
+
+    lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
+    output_rows(
+        block_[BlockField.PER_LAYER_PROJECTION], size, lo, hi, gated, size, rows, _NONE, half, numbers, hidden, base_tag
+    )
+    barrier(p[StepField.TEAM], parts)
+
+    x = _normed(half, block_[BlockField.PER_LAYER_OUTPUT], rows, hidden, constants[FloatField.EPS], normed)
+    _add(residual, x, rows * hidden, ONE)
+
+
+@exact
 def step(p, base_tag, kind):
     """One token for every row: embedding, blocks, final norm, logits. ``kind``: see `mlp`."""
     parts, part = np.int64(num_threads()), np.int64(thread_num())
@@ -114,6 +163,8 @@ def step(p, base_tag, kind):
         target = floats(residual + 4 * b * hidden)
         for j in range(hidden):
             target[j] = widen(source[j]) * constants[FloatField.EMBEDDING_MULTIPLIER]
+    if p[StepField.PER_LAYER] != 0:
+        _per_layer_inputs(p, residual, part, parts, base_tag)
 
     for block in range(p[StepField.NUM_BLOCKS]):
         block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
@@ -182,6 +233,8 @@ def step(p, base_tag, kind):
                 _add(mine, other, hidden, ONE)
         x = _normed(x, block_[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
         _add(residual, x, rows * hidden, multiplier)
+        if p[StepField.PER_LAYER] != 0:
+            _add_per_layer(p, block, residual, normed, part, parts, base_tag)
         if block_[BlockField.SCALAR] != 0:
             scalar, r = floats(block_[BlockField.SCALAR])[0], floats(residual)
             for j in range(rows * hidden):

@@ -241,6 +241,7 @@ class Step:
     def __init__(self, decoder: CpuDecoder) -> None:
         config, embedding, output, blocks = decoder.config, decoder._embedding, decoder._head, decoder._blocks
         self._region, self._config = step_region(config, decoder.dtype), config
+        self._per_layer, self._dtype = decoder._per_layer, decoder.dtype
         self._kept_alive: list[Tensor] = []
         self._team = Team()
         self._threads = self._capacity = 0  # what the buffers were allocated for
@@ -275,7 +276,10 @@ class Step:
                 StepField.POSITIONS: rows[2],
                 StepField.OUTPUTS: rows[3],
                 StepField.HIDDEN: config.hidden_size,
-                StepField.INTERMEDIATE: config.intermediate_size,
+                StepField.PER_LAYER: config.per_layer_size,
+                StepField.PER_LAYER_PROJECTION: None if self._per_layer is None else self._per_layer.projection,
+                StepField.PER_LAYER_NORM: None if self._per_layer is None else self._per_layer.norm.factors.float(),
+                StepField.ROW_NUMBERS: torch.arange(rows.shape[1]),
                 StepField.HEADS: config.num_heads,
                 StepField.MAX_LEN: max_len,
                 StepField.VOCAB: config.vocab_size,
@@ -328,6 +332,9 @@ class Step:
         self._rows[:3, : len(rows)] = np.array(rows).T
         self._rows[3, : len(outputs)] = outputs
         self._parameters[StepField.ROWS] = len(rows)
+        if self._per_layer is not None:
+            of_tokens = self._per_layer.of_tokens(torch.from_numpy(self._rows[1, : len(rows)]), self._dtype)
+            self._buffers[StepField.PER_LAYER_INPUTS].view(-1)[: of_tokens.numel()] = of_tokens.flatten()
         self._team.launch(self._region, self._parameters, threads)
 
     def read(self, slot: int, tokens: Sequence[int], start: int, *, masked: bool) -> Tensor:
@@ -404,6 +411,8 @@ class Step:
                 BlockField.INPUT_WIDTH: sum(projection.out_features for projection in block.qkv),
                 BlockField.SINKS: None if block.sinks is None else block.sinks.float(),
                 BlockField.SCALAR: None if block.scalar is None else block.scalar.float(),
+                BlockField.PER_LAYER_GATE: block.per_layer_gate,
+                BlockField.PER_LAYER_PROJECTION: block.per_layer_projection,
             }
             if spec.experts is not None:
                 row |= {
@@ -421,11 +430,11 @@ class Step:
             if block.router_scale is not None:
                 row[BlockField.ROUTER_SCALE] = block.router_scale.float() * self._config.hidden_size**-0.5
             norms = ("attention_input", "attention_output", "mlp_input", "mlp_output", "q_norm", "k_norm")
-            for name in (*norms, "experts_input", "experts_output", "shared_output"):
+            for name in (*norms, "experts_input", "experts_output", "shared_output", "per_layer_output"):
                 norm: Norm | None = getattr(block, name)
                 row[BlockField[name.upper()]] = None if norm is None else norm.factors.float()
             if block.delta is None:
-                stored = cache.attention[index]
+                stored = cache.attention[index if spec.kv_from is None else spec.kv_from]
                 row[BlockField.KEYS], row[BlockField.VALUES] = stored.keys, stored.values
                 row[BlockField.KEY_SCALES], row[BlockField.VALUE_SCALES] = stored.key_scales, stored.value_scales
             else:
@@ -474,6 +483,9 @@ class Step:
             StepField.COUNTS: counts,
             StepField.SPARE_COUNTS: torch.empty(threads, dtype=torch.int64),
             StepField.SCRATCH: torch.empty(threads * layout[StepField.SCRATCH_BYTES], dtype=torch.uint8),
+            StepField.PER_LAYER_INPUTS: torch.empty(rows, config.num_blocks * config.per_layer_size),
+            StepField.PER_LAYER_PROJECTED: torch.empty(rows, config.num_blocks * config.per_layer_size),
+            StepField.PER_LAYER_GATED: torch.empty(rows, config.per_layer_size),
             StepField.TAPS: torch.empty(rows, len(set(self._taps)), config.hidden_size),
         }
         for experts in {block.experts for block in config.blocks if block.experts is not None}:  # alike in all blocks

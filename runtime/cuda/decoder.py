@@ -131,6 +131,8 @@ class CudaDecoder(Decoder):
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
             return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"
+        if config.per_layer_size or config.shares_kv:
+            return "its kernels have neither embeddings for each block nor keys and values that blocks share"
         delta = config.delta_net
         if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
             return (

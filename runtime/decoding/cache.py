@@ -20,10 +20,10 @@ _CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
 def bytes_per_position(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> int:
-    """Bytes that one position of one slot takes over all blocks."""
-    blocks = [block for block in config.blocks if not block.recurrent]
+    """Bytes that one position of one slot takes over all blocks that have keys and values of their own."""
     if kv_cache_dtype == "auto":
-        return 2 * sum(block.kv_size for block in blocks) * dtype.itemsize
+        return 2 * config.kv_size * dtype.itemsize
+    blocks = [block for block in config.blocks if not block.recurrent and block.kv_from is None]
     return 2 * sum(block.kv_size + block.num_kv_heads * torch.float32.itemsize for block in blocks)
 
 
@@ -96,7 +96,7 @@ class KVCache:
         """``kv_cache_dtype``: what keys and values are stored as, one of ``KV_CACHE_DTYPES``. ``buffers``: a recurrent
         block's states after so many successive positions are kept: that after p positions in buffer p % buffers."""
         self.buffers, self._dtype, self._kv_cache_dtype = buffers, dtype, kv_cache_dtype
-        self.attention: dict[int, Stored] = {}  # by block
+        self.attention: dict[int, Stored] = {}  # by block that has keys and values of its own
         # Recurrent block -> its states, each tensor of a DeltaState with (buffers, slots) in front.
         self.recurrent: dict[int, DeltaState] = {}
         self.lengths = [0] * slots  # positions filled in each slot
@@ -113,7 +113,7 @@ class KVCache:
                         torch.zeros(*copies, delta.taps - 1, delta.mixed_size, dtype=dtype, device=device),
                         torch.zeros(*copies, *heads, dtype=accumulator, device=device),
                     )
-                else:
+                elif block.kv_from is None:
                     shape = (2, slots, block.num_kv_heads, length, block.head_dim)
                     if kv_cache_dtype == "auto":
                         self.attention[index] = Stored(*torch.empty(shape, dtype=dtype, device=device))
@@ -144,17 +144,22 @@ class KVCache:
                 state.state.zero_()
         self.lengths[slot] = 0
 
-    def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put keys and values (num_kv_heads, T, head_dim) at ``start``; returns the slot's own up to start + T, as they
-        are stored."""
+    def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values (num_kv_heads, T, head_dim) at ``start``."""
         stop, stored = start + keys.shape[1], self.attention[block]
-        own = []
         for new, numbers, scales in zip((keys, values), stored[:2], stored[2:], strict=True):
             if scales is None:
                 numbers[slot, :, start:stop] = new
-                own.append(numbers[slot, :, :stop])
             else:
                 numbers[slot, :, start:stop], scales[slot, :, start:stop] = quantise(new, self._kv_cache_dtype)
+
+    def read(self, block: int, slot: int, stop: int) -> tuple[Tensor, Tensor]:
+        """A slot's keys and values up to ``stop``, as they are stored."""
+        own, stored = [], self.attention[block]
+        for numbers, scales in zip(stored[:2], stored[2:], strict=True):
+            if scales is None:
+                own.append(numbers[slot, :, :stop])
+            else:
                 own.append((numbers[slot, :, :stop].float() * scales[slot, :, :stop, None]).to(self._dtype))
         return own[0], own[1]
 

@@ -20,10 +20,10 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.machine import available_bytes
-from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
+from wisparse.formats.model_config import LM_HEAD, PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
-from ..torch.block import Block, Positions, attention, embed, run_block
+from ..torch.block import Block, PerLayer, Positions, attention, embed, run_block
 from .cache import KVCache, bytes_per_position, state_bytes
 from .heads import DraftHead, HeadFiles, MtpFiles
 from .rotary import Rotary, query_scales
@@ -73,6 +73,7 @@ class Decoder(ABC):
     running_ahead = False  # whether the step for the newest tokens is under way already
     head: DraftHead | None = None  # that drafts
     _embedding: Tensor  # (V, H)
+    _per_layer: PerLayer | None = None
     _blocks: Sequence[Block]
     _cache: KVCache
     _drafting: Decoder | None = None  # whose steps are drafts: the same slots at another level, or of rounded weights
@@ -145,8 +146,9 @@ class Decoder(ABC):
         config, stop = self.config, start + len(ids)
         self._sparse_positions += len(ids) - first_sparse
         tables = [rotary.tables(start, stop, total) for rotary in self._rotaries]
-        at = Positions(cache, slot, start, tables, query_scales(config, start, stop, self.device))
         x = embed(config, self._embedding, ids)
+        per_layer = None if self._per_layer is None else self._per_layer(ids, x)
+        at = Positions(cache, slot, start, tables, query_scales(config, start, stop, self.device), per_layer)
         head = self.head if cache is self._cache else None
         inputs = []
         for index, block in enumerate(self._blocks):
@@ -432,13 +434,15 @@ def weight_bytes(
             continue
         head = "int8" if bundle.recipe.graded else chosen.head
         kind = "native" if "embed" in name else head if name == LM_HEAD else weights
+        # Embeddings for each block stay in the type that they are stored in.
+        held = getattr(torch, bundle.config.dtype, dtype) if name == PER_LAYER_EMBEDDING else dtype
         stored = bundle.checkpoint.quantised.get(name)
         if stored is not None and kind in ("native", stored.packing.kind) and keeps(stored, bundle.recipe.graded):
             packing = stored.packing
             bits = 4 if packing.kind == "int4" else 8
             total += code_bytes(bits, shape, packing.group, zero_points=packing.zero_points)
         else:
-            total += WEIGHT_TYPES[kind].nbytes(shape, dtype) * (2 if bundle.recipe.graded and stored else 1)
+            total += WEIGHT_TYPES[kind].nbytes(shape, held) * (2 if bundle.recipe.graded and stored else 1)
     if bundle.config.tie_word_embeddings and chosen.head != "native":  # the output layer is a second copy
         total += WEIGHT_TYPES[chosen.head].nbytes((bundle.config.vocab_size, bundle.config.hidden_size), dtype)
     return total

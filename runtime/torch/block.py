@@ -12,7 +12,15 @@ from torch.nn import functional
 
 from wisparse.formats import model_config
 from wisparse.formats.bundle import Bundle, ProjectionMask
-from wisparse.formats.model_config import BESIDE, DeltaNet, ModelConfig
+from wisparse.formats.model_config import (
+    BESIDE,
+    PER_LAYER,
+    PER_LAYER_EMBEDDING,
+    PER_LAYER_NORM,
+    PER_LAYER_PROJECTION,
+    DeltaNet,
+    ModelConfig,
+)
 from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..decoding.cache import DeltaState, KVCache
@@ -191,6 +199,10 @@ class Block(Generic[Linear]):
     shared_output: Norm | None = None
     router_scale: Tensor | None = None
     expert_scale: Tensor | None = None
+    # Of a model with an embedding for each block: (P, H), (H, P), (H,).
+    per_layer_gate: Tensor | None = None
+    per_layer_projection: Tensor | None = None
+    per_layer_output: Norm | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -204,6 +216,8 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
     norms = asdict(arch.norms)
     if arch.qk_norm is not None and not block.recurrent:
         norms |= zip(("q_norm", "k_norm"), (f"self_attn.{name}" for name in arch.qk_norm.names), strict=True)
+        if block.kv_from is not None:
+            del norms["k_norm"]
     found = {field: f"{prefix}{name}.weight" for field, name in norms.items() if name is not None}
     if config.delta_net is not None and block.recurrent:
         found |= {name: f"{prefix}linear_attn.{name}" for name in config.delta_net.tensors(config.hidden_size)}
@@ -217,6 +231,8 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
             found |= {field: prefix + name for field, name in BESIDE.items()}
         elif block.experts.shared_size:
             found["shared_gate"] = prefix + block.experts.shared_gate
+    if config.per_layer_size:
+        found |= {field: prefix + name for field, name in PER_LAYER.items()}
     return found if arch.block_scalar is None else found | {"scalar": prefix + arch.block_scalar}
 
 
@@ -229,6 +245,7 @@ def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) ->
         names |= {"dt_bias": "dt_bias", "norm": "norm.weight"}
         delta = DeltaWeights(config.delta_net, eps=eps, **{field: tensors.pop(name) for field, name in names.items()})
     plain = ("scalar", "sinks", "router", "router_bias", "shared_gate", "router_scale", "expert_scale")
+    plain += ("per_layer_gate", "per_layer_projection")
     offset = config.architecture.norm_offset
     norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items() if field not in plain}
     return {"spec": config.blocks[index], "delta": delta, **norms} | {name: tensors.get(name) for name in plain}
@@ -243,6 +260,7 @@ class Positions:
     start: int
     tables: Sequence[tuple[Tensor, Tensor]]  # cos and sin of every rotary embedding
     scales: Tensor | None  # (T,), multiply the queries
+    per_layer: Tensor | None = None  # (T, blocks, P), what each block has of its own of each token
 
 
 def attention(
@@ -299,30 +317,39 @@ def run_block(
 
     spec, heads, gated = block.spec, config.num_heads, config.architecture.attention_gate
     q_size = heads * spec.head_dim
-    sizes = (q_size * (2 if gated else 1), *[spec.kv_size] * (1 if spec.shared_values else 2))
-    q, k, *own = _split(apply("qkv", n), sizes)
-    v = own[0] if own else k
+    num_kv = 0 if spec.kv_from is not None else 1 if spec.shared_values else 2
+    sizes = (q_size * (2 if gated else 1), *[spec.kv_size] * num_kv)
+    q, *own = _split(apply("qkv", n), sizes)
     gates = None
     if gated:  # each head's query, then its gate
         q, gates = (half.reshape(-1, q_size) for half in q.view(len(q), heads, 2 * spec.head_dim).chunk(2, dim=-1))
     norm = config.architecture.qk_norm
-    if norm is not None and not norm.per_head:
-        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
-    q, k, v = (part.view(len(part), -1, spec.head_dim).transpose(0, 1) for part in (q, k, v))
-    if config.architecture.value_norm:
-        v = Norm(v.new_ones(()), config.rms_norm_eps, offset=False)(v)
-    if norm is not None and norm.per_head and not norm.after_rotary:
-        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
-    if spec.rotary is not None:
-        (cos, sin), rope = at.tables[spec.rotary], config.rotaries[spec.rotary]
-        q, k = (rotate(x, cos, sin, interleaved=rope.interleaved) for x in (q, k))
-    if norm is not None and norm.per_head and norm.after_rotary:
-        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
+
+    def place(x: Tensor, weight: Norm | None) -> Tensor:
+        """Queries or keys (T, heads * head_dim) to (heads, T, head_dim), normalised and rotated."""
+        if norm is not None and not norm.per_head:
+            x = _maybe(weight, x)
+        x = x.view(len(x), -1, spec.head_dim).transpose(0, 1)
+        if norm is not None and norm.per_head and not norm.after_rotary:
+            x = _maybe(weight, x)
+        if spec.rotary is not None:
+            cos, sin = at.tables[spec.rotary]
+            x = rotate(x, cos, sin, interleaved=config.rotaries[spec.rotary].interleaved)
+        return _maybe(weight, x) if norm is not None and norm.per_head and norm.after_rotary else x
+
+    q = place(q, block.q_norm)
     if at.scales is not None:
         q = q * at.scales[:, None].to(q.dtype)
-    keys, values = at.cache.write(index, at.slot, at.start, k, v)
+    if spec.kv_from is None:
+        v = own[-1].view(len(x), -1, spec.head_dim).transpose(0, 1)
+        if config.architecture.value_norm:
+            v = Norm(v.new_ones(()), config.rms_norm_eps, offset=False)(v)
+        at.cache.write(index, at.slot, at.start, place(own[0], block.k_norm), v)
+    source = index if spec.kv_from is None else spec.kv_from
+    keys, values = at.cache.read(source, at.slot, at.start + len(x))
     attended = attend(config, q, keys, values, at.start, spec.window, block.sinks).transpose(0, 1).reshape(len(x), -1)
-    return finish_block(config, block, x, attended if gates is None else attended * gates.sigmoid(), apply)
+    attended = attended if gates is None else attended * gates.sigmoid()
+    return finish_block(config, block, x, attended, apply, None if at.per_layer is None else at.per_layer[:, index])
 
 
 def finish_block(
@@ -331,8 +358,9 @@ def finish_block(
     x: Tensor,
     attended: Tensor,
     apply: Callable[[str, Tensor], Sequence[Tensor]],
+    per_layer: Tensor | None = None,
 ) -> Tensor:
-    """A block from its input x and its attention's output (T, heads * head_dim) on, to (T, H)."""
+    """A block from its input x and its attention's output (T, heads * head_dim) on, to (T, H). ``per_layer``: (T, P)."""
 
     def add(x: Tensor, half: Tensor, norm: Norm | None) -> Tensor:
         half = _maybe(norm, half)
@@ -343,11 +371,15 @@ def finish_block(
     experts = block.spec.experts
     n = x if experts is not None and experts.beside else _maybe(block.mlp_input, x)
     if experts is None:
-        gate, up = _split(apply("gate_up", n), (config.intermediate_size,) * 2)
+        parts = apply("gate_up", n)
+        gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
         (half,) = apply("down", activate(config, gate, up))
     else:
         (half,) = apply("experts", n)
     x = add(x, half, block.mlp_output)
+    if per_layer is not None and block.per_layer_gate is not None and block.per_layer_projection is not None:
+        gated = activate(config, functional.linear(x, block.per_layer_gate), per_layer)
+        x = x + _maybe(block.per_layer_output, functional.linear(gated, block.per_layer_projection))
     return x if block.scalar is None else x * block.scalar
 
 
@@ -375,6 +407,34 @@ def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
         return x
     # As a number: a tensor would have to be copied, which no CUDA graph may capture.
     return x * float(torch.tensor(config.embedding_multiplier, dtype=x.dtype))
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """What makes the numbers that every block has of its own of each token, from the token and from its embedding."""
+
+    embedding: Tensor  # (V, blocks * P), as it is stored: rows are converted when they are looked up
+    projection: Tensor  # (blocks * P, H)
+    norm: Norm  # (P,)
+
+    @classmethod
+    def read(cls, config: ModelConfig, read: Callable[[str], Tensor], tensor: Callable[..., Tensor]) -> PerLayer | None:
+        """``read``: a tensor in the activations' type; ``tensor``: as it is stored. None for a model without."""
+        if not config.per_layer_size:
+            return None
+        norm = Norm(read(PER_LAYER_NORM), config.rms_norm_eps, config.architecture.norm_offset)
+        return cls(tensor(PER_LAYER_EMBEDDING), read(PER_LAYER_PROJECTION), norm)
+
+    def of_tokens(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """(T,) ids to (T, blocks * P), multiplied by the root of P, which is rounded to their type."""
+        rows = functional.embedding(token_ids, self.embedding).to(dtype)
+        return rows * float(torch.tensor(len(self.norm.weight) ** 0.5, dtype=dtype))
+
+    def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        """(T,) ids and their embeddings (T, H) to (T, blocks, P)."""
+        projected = functional.linear(x, self.projection) * x.shape[1] ** -0.5
+        of_tokens = self.of_tokens(token_ids, x.dtype).view(len(x), -1, len(self.norm.weight))
+        return (self.norm(projected.view_as(of_tokens)) + of_tokens) * 2**-0.5
 
 
 def finish_logits(config: ModelConfig, logits: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,7 +18,7 @@ from wisparse.formats.weight_types import QuantizedMatrix, round_weight, split_p
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder, check_capacity
-from .block import LINEARS, SHARED, Block, MaskedLinear, Norm, finish_logits, read_spec
+from .block import LINEARS, SHARED, Block, MaskedLinear, Norm, PerLayer, finish_logits, read_spec
 from .experts import run_experts
 
 
@@ -42,6 +43,7 @@ class TorchDecoder(Decoder):
             projections = ([one for p in shared for one in read(p)] for shared in config.shared_inputs(index))
             linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), projections, strict=False))
             blocks.append(Block(**read_spec(config, index, read_tensor), **linears))
+        self._per_layer = PerLayer.read(config, read_tensor, partial(bundle.checkpoint.tensor, device=device))
         self._norm = Norm(read_tensor("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
         size = self.max_batch, self.max_seq_len
         self._cache = cache or KVCache(config, *size, device, dtype, self.kv_cache_dtype, self._state_buffers)
