@@ -25,7 +25,7 @@ from wisparse.formats.weight_types import Kind, QuantizedMatrix, pack_int4, quan
 from .calibration import CalibrationTokens
 from .evaluation import evaluate_text
 from .experts import ExpertProjection
-from .flow import BlockFlow
+from .flow import BlockFlow, State
 from .measurement import MaskedLogits
 from .rotation import load_weights, rotate
 from .search.search import SearchSettings, SparsityLevels
@@ -245,7 +245,7 @@ def _fitted(
 
 
 def _expert_inputs(
-    flow: BlockFlow, block: int, hidden: Sequence[Tensor], name: str, module: ExpertProjection
+    flow: BlockFlow, block: int, hidden: Sequence[State], name: str, module: ExpertProjection
 ) -> Iterator[tuple[Tensor, list[int]]]:
     """Of each micro-batch the rows that enter a projection of experts, expert by expert, and how many each has."""
     for batch, state in enumerate(hidden):

@@ -656,8 +656,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if projection.role == "o_proj" and arch.qk_norm is not None:
                 for name, size in zip(arch.qk_norm.names, (config.q_size(index), block.kv_size), strict=True):
                     if block.kv_from is None or name == arch.qk_norm.names[0]:
-                        shape = (block.head_dim if arch.qk_norm.per_head else size,)
-                        expected[f"{prefix}self_attn.{name}.weight"] = shape
+                        width = block.head_dim if arch.qk_norm.per_head else size
+                        expected[f"{prefix}self_attn.{name}.weight"] = (width,)
             if projection.role == "o_proj" and arch.sinks:
                 expected[f"{prefix}self_attn.sinks"] = (config.num_heads,)
             if projection.role == "out_proj" and config.delta_net is not None:
@@ -680,7 +680,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 expected[f"{prefix}{norm}.weight"] = hidden
         if per_layer:
             shapes = ((per_layer, config.hidden_size), (config.hidden_size, per_layer), hidden)
-            expected |= {prefix + name: shape for name, shape in zip(PER_LAYER.values(), shapes, strict=True)}
+            expected |= zip((prefix + name for name in PER_LAYER.values()), shapes, strict=True)
         if arch.block_scalar is not None:
             expected[prefix + arch.block_scalar] = (1,)
     expected["model.norm.weight"] = hidden
