@@ -24,7 +24,7 @@ from .intrinsics import (
     narrow,
     num_threads,
     pointer,
-    prefetch,
+    prefetch_l2,
     size_of,
     thread_num,
     widen,
@@ -39,7 +39,7 @@ _WORDS = ir.VectorType(_I32, 16)
 _BYTE, _BF16, _HALF = np.uint8(0), np.uint16(0), np.int16(0)
 _ZERO_CODE = np.float32(8)
 TILE = 32  # rows, or twice as many as there are, and columns of `multiply_tiles`, and channels of one of its steps
-_AHEAD = 8  # channels, whose weights are prefetched: a block's rows are too short for the processor to foresee the next
+_AHEAD = 32  # channels, whose weights are prefetched: rows of a block are too short for the processor to foresee more
 PADDING = 16  # words between rows of a panel: rows a power of two apart share a set of the cache
 
 
@@ -180,13 +180,6 @@ def _group_scales(field, g, lo, hi, scale, zero, tag):
 
 
 @exact
-def _prefetch_pair(first, stride, size):
-    for at in range(0, size, CACHE_LINE):
-        prefetch(first + at)
-        prefetch(first + stride + at)
-
-
-@exact
 def _pack(field, k0, k1, lo, hi, panel, stride, scale, zero):
     """Channels k0..k1 of outputs lo..hi as pairs: ((k1 - k0) / 2, stride bytes)."""
     kind, n = field[ProjectionField.STORED_AS], field[ProjectionField.N]
@@ -204,20 +197,28 @@ def _pack(field, k0, k1, lo, hi, panel, stride, scale, zero):
                 else:
                     _group_scales(field, g, lo, hi, scale, zero, ZERO)
             to, from_ = panel + (k - k0) // 2 * stride, weight + k * row + lo // 2
-            _prefetch_pair(weight + min(k + _AHEAD, last) * row + lo // 2, row, (hi - lo) // 2)
+            ahead = weight + min(k + _AHEAD, last) * row + lo // 2
             for j in range(0, hi - lo, 16):
+                if j % (2 * CACHE_LINE) == 0:
+                    prefetch_l2(ahead + j // 2)
+                    prefetch_l2(ahead + row + j // 2)
                 pair_nibbles(to + 4 * j, from_ + j // 2, from_ + row + j // 2, scale + 4 * j, zero + 4 * j)
     elif kind == StoredAs.INT8:
         for k in range(k0, k1, 2):
             to, from_ = panel + (k - k0) // 2 * stride, weight + k * n + lo
-            _prefetch_pair(weight + min(k + _AHEAD, last) * n + lo, n, hi - lo)
+            ahead = weight + min(k + _AHEAD, last) * n + lo
             for j in range(0, hi - lo, 16):
+                if j % CACHE_LINE == 0:
+                    prefetch_l2(ahead + j)
+                    prefetch_l2(ahead + n + j)
                 pair_codes(to + 4 * j, from_ + j, from_ + n + j)
     else:
         for k in range(k0, k1, 2):
             to, from_ = panel + (k - k0) // 2 * stride, weight + 2 * (k * n + lo)
-            _prefetch_pair(weight + 2 * (min(k + _AHEAD, last) * n + lo), 2 * n, 2 * (hi - lo))
+            ahead = weight + 2 * (min(k + _AHEAD, last) * n + lo)
             for j in range(0, hi - lo, 32):
+                prefetch_l2(ahead + 2 * j)
+                prefetch_l2(ahead + 2 * (n + j))
                 pair_numbers(to + 4 * j, from_ + 2 * j, from_ + 2 * (n + j))
 
 
