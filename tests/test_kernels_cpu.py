@@ -366,7 +366,7 @@ def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:
 
 
 @pytest.mark.parametrize("kind", ["native", "int8", "int4", "int4 with zero points"])
-@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("rows", [1, 40, 70])
 def test_tiles_multiply_many_rows(kind: str, rows: int) -> None:
     """The whole product, with AMX's tiles or what they compute; bits that do not depend on the number of rows."""
     if intrinsics.HAS_TILES and not cpu_weights.has_tiles():

@@ -291,15 +291,24 @@ def prefetch_rows(builder, rows, offset):
         _prefetch(builder, builder.add(builder.extract_value(rows, i), offset))
 
 
-def _prefetch(builder, address):
+def _prefetch(builder, address, locality=3):
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    words = [ir.Constant(_I32, value) for value in (0, 3, 1)]  # read, nearest cache, data
+    words = [ir.Constant(_I32, value) for value in (0, locality, 1)]  # read, 3: nearest cache, data
     builder.call(function, [builder.inttoptr(address, byte), *words])
 
 
-prefetch = fixed(types.void(types.int64))(_prefetch)  # the cache line at an address; any address is fine
+@fixed(types.void(types.int64))
+def prefetch(builder, address):
+    """The cache line at an address; any address is fine."""
+    _prefetch(builder, address)
+
+
+@fixed(types.void(types.int64))
+def prefetch_l2(builder, address):
+    """The same into the second-level cache, where lines a power of two apart do not push each other out."""
+    _prefetch(builder, address, 2)
 
 
 @fixed(types.int64(types.int64, types.int64))

@@ -158,7 +158,7 @@ class ProductField(IntEnum):
     PROJECTION = 0
     X = 1  # (ROWS, X_STRIDE) bfloat16
     X_STRIDE = 2
-    ROWS = 3  # a multiple of `product.TILE`
+    ROWS = 3  # a multiple of half of `product.TILE`
     KEPT = 4  # of these, rows of Y
     Y = 5  # (KEPT, N) bfloat16
     COLUMNS = 6  # of a block, multiples of `product.TILE`

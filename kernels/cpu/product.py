@@ -13,7 +13,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from .intrinsics import (
     HAS_TILES,
@@ -25,7 +24,7 @@ from .intrinsics import (
     narrow,
     num_threads,
     pointer,
-    prefetch,
+    prefetch_l2,
     size_of,
     thread_num,
     widen,
@@ -37,10 +36,10 @@ from .layout import CACHE_LINE, ProductField, ProjectionField, ScaleType, Stored
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOATS = ir.VectorType(ir.FloatType(), 16)
 _WORDS = ir.VectorType(_I32, 16)
-_BYTE, _INT8, _BF16, _HALF = np.uint8(0), np.int8(0), np.uint16(0), np.int16(0)
+_BYTE, _BF16, _HALF = np.uint8(0), np.uint16(0), np.int16(0)
 _ZERO_CODE = np.float32(8)
-TILE = 32  # rows and columns of `multiply_tiles`, and channels of one of its steps
-_AHEAD = 8  # channels, whose weights are prefetched: a block's rows are too short for the processor to foresee the next
+TILE = 32  # rows, or twice as many as there are, and columns of `multiply_tiles`, and channels of one of its steps
+_AHEAD = 32  # channels, whose weights are prefetched: rows of a block are too short for the processor to foresee more
 PADDING = 16  # words between rows of a panel: rows a power of two apart share a set of the cache
 
 
@@ -67,40 +66,45 @@ def release_tiles(builder):
     _call(builder, "tilerelease", [])
 
 
-@fixed(types.void(*[types.int64] * 7))
-def multiply_tiles(builder, a, a_stride, b, b_stride, steps, c, c_stride):
-    """c (32, 32) float32 += a (32, 32 * steps) times b, pairs of channels (16 * steps, 32, 2); strides in bytes."""
-    kinds, byte = [_I8, _I8.as_pointer(), _I64], _I8.as_pointer()
+@fixed(types.void(*[types.int64] * 8))
+def multiply_tiles(builder, rows, a, a_stride, b, b_stride, steps, c, c_stride):
+    """c (rows, 32) float32 += a (rows, 32 * steps) times b, pairs of channels (16 * steps, 32, 2); rows are 16 or 32,
+    strides bytes."""
 
-    def constant(value):
-        return ir.Constant(_I64, value)
+    def place(base, stride, row, column):
+        below = builder.add(base, builder.mul(stride, ir.Constant(_I64, 16 * row)))
+        return builder.inttoptr(builder.add(below, ir.Constant(_I64, 64 * column)), _I8.as_pointer())
 
-    def places(base, stride):  # a tile's, the one's below it, and the same 16 columns on
-        below = builder.add(base, builder.mul(stride, constant(16)))
-        return [builder.inttoptr(x, byte) for x in (base, builder.add(base, constant(64)), below)], builder.inttoptr(
-            builder.add(below, constant(64)), byte
-        )
+    def move(name, tile, at, stride):
+        _call(builder, name, [_I8, _I8.as_pointer(), _I64], _tile(tile), at, stride)
 
-    (c00, c01, c10), c11 = places(c, c_stride)
-    for tile, place in enumerate((c00, c01, c10, c11)):
-        _call(builder, "tileloadd64", kinds, _tile(tile), place, c_stride)
-    with cgutils.for_range(builder, steps) as loop:
-        at = builder.add(a, builder.mul(loop.index, constant(64)))
-        bt = builder.add(b, builder.mul(loop.index, builder.mul(b_stride, constant(16))))
-        (a0, _, a1), _ = places(at, a_stride)
-        (b0, b1, _), _ = places(bt, b_stride)
-        for tile, place, stride in ((4, a0, a_stride), (5, a1, a_stride), (6, b0, b_stride), (7, b1, b_stride)):
-            _call(builder, "tileloadd64", kinds, _tile(tile), place, stride)
-        for tile in range(4):
-            _call(builder, "tdpbf16ps", [_I8] * 3, _tile(tile), _tile(4 + tile // 2), _tile(6 + tile % 2))
-    for tile, place in enumerate((c00, c01, c10, c11)):
-        _call(builder, "tilestored64", kinds, _tile(tile), place, c_stride)
+    def multiply(high):
+        sums = [(2 * row + column, place(c, c_stride, row, column)) for row in range(high) for column in range(2)]
+        for tile, at in sums:
+            move("tileloadd64", tile, at, c_stride)
+        with cgutils.for_range(builder, steps) as loop:
+            at = builder.add(a, builder.mul(loop.index, ir.Constant(_I64, 64)))
+            bt = builder.add(b, builder.mul(loop.index, builder.mul(b_stride, ir.Constant(_I64, 16))))
+            for row in range(high):
+                move("tileloadd64", 4 + row, place(at, a_stride, row, 0), a_stride)
+            for column in range(2):
+                move("tileloadd64", 6 + column, place(bt, b_stride, 0, column), b_stride)
+            for tile, _ in sums:
+                _call(builder, "tdpbf16ps", [_I8] * 3, _tile(tile), _tile(4 + tile // 2), _tile(6 + tile % 2))
+        for tile, at in sums:
+            move("tilestored64", tile, at, c_stride)
+
+    with builder.if_else(builder.icmp_signed(">", rows, ir.Constant(_I64, TILE // 2))) as (two, one):
+        with two:
+            multiply(2)
+        with one:
+            multiply(1)
 
 
 @exact
-def _multiply_plainly(a, a_stride, b, b_stride, steps, c, c_stride):
+def _multiply_plainly(rows, a, a_stride, b, b_stride, steps, c, c_stride):
     """`multiply_tiles` without the tiles: what it computes, to test the rest anywhere."""
-    for t in range(TILE):
+    for t in range(rows):
         x, sums = pointer(a + t * a_stride, _BF16), floats(c + t * c_stride)
         for i in range(16 * steps):
             pair = pointer(b + i * b_stride, _BF16)
@@ -126,16 +130,22 @@ def _store_pairs(builder, to, first, second):
     builder.store(builder.or_(low, high), builder.inttoptr(to, _WORDS.as_pointer())).align = 4
 
 
-@intrinsic
-def pair_channels(typingctx, to, first, second, tag):
-    """to[j] = number j of both rows of 16, bfloat16 or int8."""
+@fixed(types.void(*[types.int64] * 3))
+def pair_numbers(builder, to, first, second):
+    """to[j] = number j of both rows of 32 bfloat16."""
+    rows = [load(builder, row, ir.VectorType(ir.IntType(16), 32)) for row in (first, second)]
+    for half in range(2):
+        lanes = [16 * half + lane // 2 + lane % 2 * 32 for lane in range(32)]
+        words = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(_I32, 32), lanes))
+        place = builder.inttoptr(builder.add(to, ir.Constant(_I64, 64 * half)), words.type.as_pointer())
+        builder.store(words, place).align = 4
 
-    def codegen(context, builder, signature, args):
-        kind = ir.VectorType(context.get_value_type(tag), 16)
-        _store_pairs(builder, args[0], *(widened(builder, load(builder, row, kind), tag) for row in args[1:3]))
-        return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, tag), codegen
+@fixed(types.void(*[types.int64] * 3))
+def pair_codes(builder, to, first, second):
+    """The same of two rows of 16 int8."""
+    rows = (load(builder, row, ir.VectorType(_I8, 16)) for row in (first, second))
+    _store_pairs(builder, to, *(widened(builder, row, types.int8) for row in rows))
 
 
 @fixed(types.void(*[types.int64] * 5))
@@ -170,13 +180,6 @@ def _group_scales(field, g, lo, hi, scale, zero, tag):
 
 
 @exact
-def _prefetch_pair(first, stride, size):
-    for at in range(0, size, CACHE_LINE):
-        prefetch(first + at)
-        prefetch(first + stride + at)
-
-
-@exact
 def _pack(field, k0, k1, lo, hi, panel, stride, scale, zero):
     """Channels k0..k1 of outputs lo..hi as pairs: ((k1 - k0) / 2, stride bytes)."""
     kind, n = field[ProjectionField.STORED_AS], field[ProjectionField.N]
@@ -194,26 +197,34 @@ def _pack(field, k0, k1, lo, hi, panel, stride, scale, zero):
                 else:
                     _group_scales(field, g, lo, hi, scale, zero, ZERO)
             to, from_ = panel + (k - k0) // 2 * stride, weight + k * row + lo // 2
-            _prefetch_pair(weight + min(k + _AHEAD, last) * row + lo // 2, row, (hi - lo) // 2)
+            ahead = weight + min(k + _AHEAD, last) * row + lo // 2
             for j in range(0, hi - lo, 16):
+                if j % (2 * CACHE_LINE) == 0:
+                    prefetch_l2(ahead + j // 2)
+                    prefetch_l2(ahead + row + j // 2)
                 pair_nibbles(to + 4 * j, from_ + j // 2, from_ + row + j // 2, scale + 4 * j, zero + 4 * j)
     elif kind == StoredAs.INT8:
         for k in range(k0, k1, 2):
             to, from_ = panel + (k - k0) // 2 * stride, weight + k * n + lo
-            _prefetch_pair(weight + min(k + _AHEAD, last) * n + lo, n, hi - lo)
+            ahead = weight + min(k + _AHEAD, last) * n + lo
             for j in range(0, hi - lo, 16):
-                pair_channels(to + 4 * j, from_ + j, from_ + n + j, _INT8)
+                if j % CACHE_LINE == 0:
+                    prefetch_l2(ahead + j)
+                    prefetch_l2(ahead + n + j)
+                pair_codes(to + 4 * j, from_ + j, from_ + n + j)
     else:
         for k in range(k0, k1, 2):
             to, from_ = panel + (k - k0) // 2 * stride, weight + 2 * (k * n + lo)
-            _prefetch_pair(weight + 2 * (min(k + _AHEAD, last) * n + lo), 2 * n, 2 * (hi - lo))
-            for j in range(0, hi - lo, 16):
-                pair_channels(to + 4 * j, from_ + 2 * j, from_ + 2 * (n + j), _BF16)
+            ahead = weight + 2 * (min(k + _AHEAD, last) * n + lo)
+            for j in range(0, hi - lo, 32):
+                prefetch_l2(ahead + 2 * j)
+                prefetch_l2(ahead + 2 * (n + j))
+                pair_numbers(to + 4 * j, from_ + 2 * j, from_ + 2 * (n + j))
 
 
 @exact
 def product(p):
-    """See `ProductField`. Rows are a multiple of TILE, K and N too."""
+    """See `ProductField`. K and N are multiples of TILE."""
     parts, part = np.int64(num_threads()), np.int64(thread_num())
     field, rows = words(p[ProductField.PROJECTION]), p[ProductField.ROWS]
     n, channels = field[ProjectionField.N], field[ProjectionField.K]
@@ -239,7 +250,7 @@ def product(p):
             for t in range(0, rows, TILE):
                 for j in range(0, hi - lo, TILE):
                     multiply_tiles(
-                        x + t * x_stride + 2 * k0, x_stride, panel + 4 * j, stride, (k1 - k0) // TILE,
+                        rows - t, x + t * x_stride + 2 * k0, x_stride, panel + 4 * j, stride, (k1 - k0) // TILE,
                         sums + t * stride + 4 * j, stride,
                     )  # fmt: skip
         scales, bias = floats(field[ProjectionField.COLUMN_SCALE]), floats(field[ProjectionField.BIAS])

@@ -66,7 +66,7 @@ class CpuDecoder(TorchDecoder):
         if not codes:  # of codes a row more takes as long as the first
             self.verify_costs = 0.3, 0.5
         tiled = self.dtype == torch.bfloat16 and has_tiles()
-        few = 6 if codes else 5
+        few = 4 if codes else 2
         self._step_rows = few if tiled else 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
         self._step = Step(self)
 

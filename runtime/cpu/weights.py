@@ -237,7 +237,7 @@ class Matrix:
         return fits and dtype == torch.bfloat16 and has_tiles()
 
     def _multiply_tiles(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        (n, k), threads, rows = self.shape, team_size(), -(-len(x) // TILE) * TILE
+        (n, k), threads, rows = self.shape, team_size(), -(-2 * len(x) // TILE) * TILE // 2
         columns, depth = (512, 128) if rows <= 2 * TILE else (256, 512)  # measured
         padded = x.new_zeros(rows, k + TILE)  # rows a power of two apart share a set of the cache
         padded[: len(x), :k] = x
