@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ from wisparse.kernels.cpu.layout import (
 )
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import check_capacity, verified_settings
+from ..decoding.decoder import OnLogits, check_capacity, verified_settings
 from ..decoding.heads import HeadFiles
 from ..decoding.rotary import query_scales, switch_length
 from ..decoding.sampling import SamplingParams, sample
@@ -52,6 +53,9 @@ _PREFIX_BLOCK = TorchDecoder.prefix_block_size
 class CpuDecoder(TorchDecoder):
     name: ClassVar[str] = "numba"
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
+    # A screen shows no more. Delivering takes two cores from the step, and what it needs is no longer in the caches: for each
+    # token it would be a third of a small model's step.
+    together_seconds: ClassVar[float] = 1 / 60
     # Each chunk converts the weights once. Products of so many rows have the bits of those of a prefix block.
     prefill_chunk, pieces_under_load = 4 * _PREFIX_BLOCK, 4
 
@@ -121,7 +125,17 @@ class CpuDecoder(TorchDecoder):
                 lengths[slot] = length + 1
             self._sparse_positions += len(rows)
             self._tell(rows)
-        return self._step.logits[: len(tokens)]
+        return self._step.first_logits[len(tokens)]
+
+    def step(
+        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, last: bool = False
+    ) -> Tensor:
+        """Greedy tokens are valid until the next call. They are chosen without torch, whose every operation takes ten to
+        thirty microseconds where a step has just filled the caches with weights."""
+        if adjust is not None or not all(setting.greedy for setting in settings):
+            return super().step(token_ids, settings, adjust, last)
+        self.decode(token_ids)
+        return self._step.choose(len(settings))
 
     def attach(self, files: HeadFiles) -> None:
         super().attach(files)
@@ -235,6 +249,10 @@ class Step:
 
         max_batch, max_len = decoder.max_batch, decoder.max_seq_len
         self.logits = torch.empty(max(max_batch, decoder.most_verified), config.vocab_size)  # float32
+        self._numpy_logits, self._chosen = self.logits.numpy(), np.zeros(max_batch, dtype=np.int64)
+        # Of the first rows, by their number.
+        self.first_logits = [self.logits[:count] for count in range(max_batch + 1)]
+        self._first_chosen = [torch.from_numpy(self._chosen)[:count] for count in range(max_batch + 1)]
         # Slot, token and position of every row, and the row of its logits.
         rows = torch.zeros(4, max(max_batch, MOST_ROWS), dtype=torch.int64)
         self._rows = rows.numpy()
@@ -308,10 +326,20 @@ class Step:
         threads = min(team_size(), self._most_threads)
         if threads > self._threads or len(rows) > self._capacity:
             self._allocate(max(threads, self._threads), max(len(rows), self._capacity))
-        self._rows[:3, : len(rows)] = np.array(rows).T
-        self._rows[3, : len(outputs)] = outputs
+        table = self._rows
+        for row, (slot, token, position) in enumerate(rows):
+            table[0, row], table[1, row], table[2, row] = slot, token, position
+        table[3, : len(outputs)] = outputs
         self._parameters[StepField.ROWS] = len(rows)
         self._team.launch(self._region, self._parameters, threads)
+
+    def choose(self, count: int) -> Tensor:
+        """The greedy tokens (count,) of the first rows' logits, as of `sample`; valid until the next call."""
+        for row in range(count):
+            logits = self._numpy_logits[row]
+            token = logits.argmax()  # the lowest id of the largest logit, or a NaN's
+            self._chosen[row] = token if math.isfinite(logits[token]) else -1
+        return self._first_chosen[count]
 
     def read(self, slot: int, tokens: Sequence[int], start: int, *, masked: bool) -> Tensor:
         """Read part of a prompt, a row a token: hidden states (T, H) float32, valid until the next step."""
