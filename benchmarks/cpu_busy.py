@@ -6,10 +6,10 @@
 The verbs as they are typed, with the threads they choose themselves, quiet and beside 1, 2 and 4 foreign processes that
 do nothing but spin; each of those in a session of its own, as if other users had started it. Every figure is tokens
 after the first over their time: `bench`'s and `generate`'s as they print it, `serve`'s on the clock of a client that
-only reads its socket. ``--bundle`` takes about three minutes on two cores (``--busy`` names fewer rows), ``--model`` (a
+only reads its socket. ``--bundle`` takes about eight minutes on two cores (``--busy 0`` three), ``--model`` (a
 conversion, quiet and beside four) eight. Nothing else may run meanwhile: the last row is quiet again, and tells whether
-the machine kept its speed. A fair share for one thread beside B spinning
-processes on C cores is min(1, C / (B + 1)) of a core. The last line is all of it as JSON.
+the machine kept its speed. A fair share for one thread beside B spinning processes on C cores is min(1, C / (B + 1)) of
+a core. The last line is all of it as JSON.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from quality import describe_machine
 
 BUSY = (0, 1, 2, 4)
 PROMPT = "def mean(values):\n"
-NEW_TOKENS = 200, 1500
-ROUNDS = 3
+NEW_TOKENS = 200, 800
+ROUNDS = 2
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def main() -> None:
     found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     found["machine"] = describe_machine(torch.device("cpu"))
     if arguments.bundle:
-        decode(arguments.bundle, 0)  # compiles, and fills the files' cache
+        generate(arguments.bundle, 8)  # compiles, and fills the files' cache
         found["decode"] = rows = [decode(arguments.bundle, busy) for busy in (*arguments.busy, 0)]
         for row in rows:
             row["over_quiet"] = {

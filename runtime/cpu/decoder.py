@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ from ..decoding.cache import KVCache
 from ..decoding.decoder import OnLogits, check_capacity, verified_settings
 from ..decoding.heads import HeadFiles
 from ..decoding.rotary import query_scales, switch_length
-from ..decoding.sampling import SamplingParams, sample
+from ..decoding.sampling import SamplingParams, greedy, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
 from .weights import CpuProjection, has_tiles, product_dtype, read_matrix
@@ -336,9 +335,7 @@ class Step:
     def choose(self, count: int) -> Tensor:
         """The greedy tokens (count,) of the first rows' logits, as of `sample`; valid until the next call."""
         for row in range(count):
-            logits = self._numpy_logits[row]
-            token = logits.argmax()  # the lowest id of the largest logit, or a NaN's
-            self._chosen[row] = token if math.isfinite(logits[token]) else -1
+            self._chosen[row] = greedy(self._numpy_logits[row])
         return self._first_chosen[count]
 
     def read(self, slot: int, tokens: Sequence[int], start: int, *, masked: bool) -> Tensor:
