@@ -36,7 +36,7 @@ from ..decoding.cache import KVCache
 from ..decoding.decoder import OnLogits, check_capacity, verified_settings
 from ..decoding.heads import HeadFiles
 from ..decoding.rotary import query_scales, switch_length
-from ..decoding.sampling import SamplingParams, greedy, sample
+from ..decoding.sampling import SamplingParams, choose, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
 from .weights import CpuProjection, has_tiles, product_dtype, read_matrix
@@ -129,12 +129,12 @@ class CpuDecoder(TorchDecoder):
     def step(
         self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, last: bool = False
     ) -> Tensor:
-        """Greedy tokens are valid until the next call. They are chosen without torch, whose every operation takes ten to
-        thirty microseconds where a step has just filled the caches with weights."""
-        if adjust is not None or not all(setting.greedy for setting in settings):
+        """The tokens are valid until the next call. They are chosen without torch, whose every operation takes ten to thirty
+        microseconds where a step has just filled the caches with weights."""
+        if adjust is not None:
             return super().step(token_ids, settings, adjust, last)
         self.decode(token_ids)
-        return self._step.choose(len(settings))
+        return self._step.choose(settings, self._cache.lengths)
 
     def attach(self, files: HeadFiles) -> None:
         super().attach(files)
@@ -332,11 +332,11 @@ class Step:
         self._parameters[StepField.ROWS] = len(rows)
         self._team.launch(self._region, self._parameters, threads)
 
-    def choose(self, count: int) -> Tensor:
-        """The greedy tokens (count,) of the first rows' logits, as of `sample`; valid until the next call."""
-        for row in range(count):
-            self._chosen[row] = greedy(self._numpy_logits[row])
-        return self._first_chosen[count]
+    def choose(self, settings: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+        """`sample` of the first rows' logits; valid until the next call."""
+        for row, setting in enumerate(settings):
+            self._chosen[row] = choose(self._numpy_logits[row], setting, positions[row])
+        return self._first_chosen[len(settings)]
 
     def read(self, slot: int, tokens: Sequence[int], start: int, *, masked: bool) -> Tensor:
         """Read part of a prompt, a row a token: hidden states (T, H) float32, valid until the next step."""
