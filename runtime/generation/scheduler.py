@@ -374,6 +374,7 @@ class Scheduler:
             verified = bool(drafts) and not self.decoder.running_ahead
             if verified:
                 self._verify(rows, drafts)
+                now = time.perf_counter()
             else:
                 if scored:
                     chosen = self._sample(self.decoder.decode(tokens), rows, self.decoder.lengths[: len(rows)])
@@ -387,7 +388,6 @@ class Scheduler:
                             request.drafter.settle(0, 0)
                         self._append(request, token, now)
                         self.stats.tokens += 1
-            now = time.perf_counter()
             finished = any(request.finish_reason is not None for request in running)
             if one_token or finished or now >= until or (interrupted is not None and interrupted()):
                 self._culprits = []
