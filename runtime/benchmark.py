@@ -177,9 +177,9 @@ def time_run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
         last = decoder.prefill(slot, prompt, len(prompt)).argmax()
     wait(decoder.device)
     middle = time.perf_counter()
-    ids = torch.full((workload.batch,), int(last))
+    ids, settings = torch.full((workload.batch,), int(last)), [SamplingParams()] * workload.batch
     for _ in range(workload.new_tokens):
-        ids = decoder.step(ids, [SamplingParams()] * workload.batch)
+        ids = decoder.step(ids, settings)
         ids.tolist()
     wait(decoder.device)
     return middle - began, time.perf_counter() - middle

@@ -20,7 +20,7 @@ from wisparse.runtime.generation.engine import Engine, EngineState, QueueFullErr
 from wisparse.runtime.generation.request import Chunk, Generation, Request
 from wisparse.runtime.tokenizer import Detokenizer
 
-TOGETHER = "wisparse.runtime.generation.scheduler._TOGETHER_SECONDS"
+TOGETHER = "wisparse.runtime.decoding.decoder.Decoder.together_seconds"
 IDLE = EngineState(0, 0)
 
 

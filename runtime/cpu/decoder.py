@@ -32,10 +32,10 @@ from wisparse.kernels.cpu.layout import (
 )
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import check_capacity, verified_settings, weight_bytes
+from ..decoding.decoder import OnLogits, check_capacity, verified_settings, weight_bytes
 from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.rotary import query_scales, switch_length
-from ..decoding.sampling import SamplingParams, sample
+from ..decoding.sampling import SamplingParams, choose, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
 from .weights import CpuProjection, MappedMemory, Matrix, has_tiles, product_dtype, read_matrix
@@ -52,6 +52,9 @@ class CpuDecoder(TorchDecoder):
     name: ClassVar[str] = "numba"
     maps_experts = hasattr(os, "posix_fallocate")
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
+    # A screen shows no more. Delivering takes two cores from the step, and what it needs is no longer in the caches: for each
+    # token it would be a third of a small model's step.
+    together_seconds: ClassVar[float] = 1 / 60
     # Each chunk converts the weights once. Products of so many rows have the bits of those of a prefix block.
     prefill_chunk, pieces_under_load = 4 * _PREFIX_BLOCK, 4
 
@@ -132,7 +135,17 @@ class CpuDecoder(TorchDecoder):
                 lengths[slot] = length + 1
             self._sparse_positions += len(rows)
             self._tell(rows)
-        return self._step.logits[: len(tokens)]
+        return self._step.first_logits[len(tokens)]
+
+    def step(
+        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, last: bool = False
+    ) -> Tensor:
+        """The tokens are valid until the next call. They are chosen without torch, whose every operation takes ten to thirty
+        microseconds where a step has just filled the caches with weights."""
+        if adjust is not None:
+            return super().step(token_ids, settings, adjust, last)
+        self.decode(token_ids)
+        return self._step.choose(settings, self._cache.lengths)
 
     def attach(self, files: HeadFiles | MtpFiles) -> None:
         self._step.tap(files.taps)
@@ -252,6 +265,10 @@ class Step:
 
         max_batch, max_len = decoder.max_batch, decoder.max_seq_len
         self.logits = torch.empty(max(max_batch, decoder.most_verified), config.vocab_size)  # float32
+        self._numpy_logits, self._chosen = self.logits.numpy(), np.zeros(max_batch, dtype=np.int64)
+        # Of the first rows, by their number.
+        self.first_logits = [self.logits[:count] for count in range(max_batch + 1)]
+        self._first_chosen = [torch.from_numpy(self._chosen)[:count] for count in range(max_batch + 1)]
         # Slot, token and position of every row, and the row of its logits.
         rows = torch.zeros(4, max(max_batch, MOST_ROWS), dtype=torch.int64)
         self._rows = rows.numpy()
@@ -329,13 +346,21 @@ class Step:
         threads = min(team_size(), self._most_threads)
         if threads > self._threads or len(rows) > self._capacity:
             self._allocate(max(threads, self._threads), max(len(rows), self._capacity))
-        self._rows[:3, : len(rows)] = np.array(rows).T
-        self._rows[3, : len(outputs)] = outputs
+        table = self._rows
+        for row, (slot, token, position) in enumerate(rows):
+            table[0, row], table[1, row], table[2, row] = slot, token, position
+        table[3, : len(outputs)] = outputs
         self._parameters[StepField.ROWS] = len(rows)
         if self._per_layer is not None:
             of_tokens = self._per_layer.of_tokens(torch.from_numpy(self._rows[1, : len(rows)]), self._dtype)
             self._buffers[StepField.PER_LAYER_INPUTS].view(-1)[: of_tokens.numel()] = of_tokens.flatten()
         self._team.launch(self._region, self._parameters, threads)
+
+    def choose(self, settings: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+        """`sample` of the first rows' logits; valid until the next call."""
+        for row, setting in enumerate(settings):
+            self._chosen[row] = choose(self._numpy_logits[row], setting, positions[row])
+        return self._first_chosen[len(settings)]
 
     def read(self, slot: int, tokens: Sequence[int], start: int, *, masked: bool) -> Tensor:
         """Read part of a prompt, a row a token: hidden states (T, H) float32, valid until the next step."""

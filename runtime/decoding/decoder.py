@@ -55,6 +55,7 @@ class Decoder(ABC):
     maps_experts = False  # where they do not fit the free memory
     prefill_chunk: int  # positions of a prompt that are read together; chunks begin at multiples of it
     most_together = 0  # positions of short dense prompts that `prefill_together` reads; 0: it cannot
+    together_seconds: ClassVar[float] = 0.001  # tokens that are decoded within this time are delivered together
     pieces_under_load = 1  # that a chunk is read in while other sequences wait for their next token
     # The first positions of a slot can serve another prompt up to a multiple of this. Where it is the prefill chunk,
     # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.

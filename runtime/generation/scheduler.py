@@ -25,8 +25,6 @@ from .request import Request
 from .speculation import DraftCounts, SpeculativeConfig, make_drafter
 
 _IDLE = SamplingParams()
-# Tokens decoded within this time are delivered together: delivering one costs a tenth of a small model's step.
-_TOGETHER_SECONDS = 0.001
 # Logits of this many prompt positions are held at a time to score them.
 _SCORE_CHUNK = 256
 # A sparsity level is decoded for at most this long while rows of another level wait.
@@ -219,7 +217,8 @@ class Scheduler:
             self.decoder.measure_sparsity(False)
 
     def step(self, interrupted: Callable[[], object] | None = None) -> list[Request]:
-        """Prefill a chunk, or decode: one token, or until ``interrupted()``, a request's end, or for a millisecond."""
+        """Prefill a chunk, or decode: one token, or until ``interrupted()``, a request's end, or for
+        ``Decoder.together_seconds``."""
         if self.prefilling is None and self.waiting and None in self.slots:
             self._admit()
         if self.prefilling is not None:
@@ -368,13 +367,14 @@ class Scheduler:
         scored = any(request.sampling.logprobs is not None for request in running)
         settings = [request.sampling if request else _IDLE for request in rows]
         process = partial(self._process, rows=rows) if any(one.processor.active for one in running) else None
-        until = time.perf_counter() + _TOGETHER_SECONDS
+        until = time.perf_counter() + self.decoder.together_seconds
         one_token = scored or interrupted is None or self.prefilling is not None or self._switch is not None
         while True:
             drafts = self._drafts(rows)
             verified = bool(drafts) and not self.decoder.running_ahead
             if verified:
                 self._verify(rows, drafts)
+                now = time.perf_counter()
             else:
                 if scored:
                     chosen = self._sample(self.decoder.decode(tokens), rows, self.decoder.lengths[: len(rows)])
@@ -388,7 +388,6 @@ class Scheduler:
                             request.drafter.settle(0, 0)
                         self._append(request, token, now)
                         self.stats.tokens += 1
-            now = time.perf_counter()
             finished = any(request.finish_reason is not None for request in running)
             if one_token or finished or now >= until or (interrupted is not None and interrupted()):
                 self._culprits = []
