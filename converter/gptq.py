@@ -8,7 +8,7 @@ wins depends on the model and the sparsity (benchmarks/coordinates.py), so it is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from wisparse.formats.weight_types import Kind, QuantizedMatrix, pack_int4, quan
 from .calibration import CalibrationTokens
 from .evaluation import evaluate_text
 from .experts import ExpertProjection
-from .flow import BlockFlow, State
+from .flow import BlockFlow, Hidden
 from .measurement import MaskedLogits
 from .rotation import load_weights, rotate
 from .search.search import SearchSettings, SparsityLevels
@@ -245,7 +245,7 @@ def _fitted(
 
 
 def _expert_inputs(
-    flow: BlockFlow, block: int, hidden: Sequence[State], name: str, module: ExpertProjection
+    flow: BlockFlow, block: int, hidden: Hidden, name: str, module: ExpertProjection
 ) -> Iterator[tuple[Tensor, list[int]]]:
     """Of each micro-batch the rows that enter a projection of experts, expert by expert, and how many each has."""
     for batch, state in enumerate(hidden):

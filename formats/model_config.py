@@ -654,10 +654,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if norm := before.get(projection.role):
                 expected[f"{prefix}{norm}.weight"] = hidden
             if projection.role == "o_proj" and arch.qk_norm is not None:
-                for name, size in zip(arch.qk_norm.names, (config.q_size(index), block.kv_size), strict=True):
-                    if block.kv_from is None or name == arch.qk_norm.names[0]:
-                        width = block.head_dim if arch.qk_norm.per_head else size
-                        expected[f"{prefix}self_attn.{name}.weight"] = (width,)
+                sizes = (config.q_size(index), block.kv_size)[: 1 if block.kv_from is not None else 2]
+                for name, size in zip(arch.qk_norm.names, sizes, strict=False):
+                    expected[f"{prefix}self_attn.{name}.weight"] = (block.head_dim if arch.qk_norm.per_head else size,)
             if projection.role == "o_proj" and arch.sinks:
                 expected[f"{prefix}self_attn.sinks"] = (config.num_heads,)
             if projection.role == "out_proj" and config.delta_net is not None:

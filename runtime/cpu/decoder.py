@@ -352,8 +352,9 @@ class Step:
         table[3, : len(outputs)] = outputs
         self._parameters[StepField.ROWS] = len(rows)
         if self._per_layer is not None:
-            of_tokens = self._per_layer.of_tokens(torch.from_numpy(self._rows[1, : len(rows)]), self._dtype)
-            self._buffers[StepField.PER_LAYER_INPUTS].view(-1)[: of_tokens.numel()] = of_tokens.flatten()
+            with torch.inference_mode():
+                of_tokens = self._per_layer.of_tokens(torch.from_numpy(self._rows[1, : len(rows)]), self._dtype)
+                self._buffers[StepField.PER_LAYER_INPUTS][: len(rows)] = of_tokens
         self._team.launch(self._region, self._parameters, threads)
 
     def choose(self, settings: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:

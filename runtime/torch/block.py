@@ -244,10 +244,8 @@ def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) ->
         names = {"a": "in_proj_a.weight", "b": "in_proj_b.weight", "kernel": "conv1d.weight", "log_rate": "A_log"}
         names |= {"dt_bias": "dt_bias", "norm": "norm.weight"}
         delta = DeltaWeights(config.delta_net, eps=eps, **{field: tensors.pop(name) for field, name in names.items()})
-    plain = [
-        "scalar", "sinks", "router", "router_bias", "shared_gate", "router_scale", "expert_scale", "per_layer_gate",
-        "per_layer_projection",
-    ]  # fmt: skip
+    plain = ["scalar", "sinks", "router", "router_bias", "shared_gate", "router_scale", "expert_scale"]
+    plain += ["per_layer_gate", "per_layer_projection"]
     offset = config.architecture.norm_offset
     norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items() if field not in plain}
     return {"spec": config.blocks[index], "delta": delta, **norms} | {name: tensors.get(name) for name in plain}
