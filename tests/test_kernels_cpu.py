@@ -29,7 +29,6 @@ from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cpu import weights as cpu_weights
 from wisparse.runtime.cpu.weights import Matrix
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 # The kernel for float16 would be compiled for its tests alone.
 DTYPES = (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive))
 # (N, K, group of int4): both odd, tiny, around the width of a pass (8 rows) and of a thread's span (32 columns), larger.
@@ -272,7 +271,7 @@ assert launch.team_size() == 1
 weight, x = torch.randn(70, 50), torch.randn(50)
 torch.testing.assert_close(sparse_linear(x, transpose(weight), None, torch.ones(50), 0.0), weight @ x)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(BENCHMARKS), *sys.path)))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "one thread" in done.stderr

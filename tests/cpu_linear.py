@@ -1,5 +1,4 @@
-"""One projection on the CPU, by the very kernels that a decode step is made of: tests hold it to the definition, and
-``cpu.py`` times it.
+"""One projection on the CPU, by the very kernels that a decode step is made of, for tests to hold to the definition.
 
     weight_t = transpose(weight)                       # (N, K) -> (K, N): a kept channel becomes one contiguous row
     y = sparse_linear(x, weight_t, bias, channel_scale, threshold)
