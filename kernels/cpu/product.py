@@ -68,8 +68,8 @@ def release_tiles(builder):
 
 @fixed(types.void(*[types.int64] * 8))
 def multiply_tiles(builder, rows, a, a_stride, b, b_stride, steps, c, c_stride):
-    """c (rows, 32) float32 += a (rows, 32 * steps) times b, pairs of channels (16 * steps, 32, 2); rows are 16 or 32,
-    strides bytes."""
+    """c (R, 32) float32 += a (R, 32 * steps) times b, pairs of channels (16 * steps, 32, 2); R is 32, or 16 where ``rows``
+    are no more; strides are bytes."""
 
     def place(base, stride, row, column):
         below = builder.add(base, builder.mul(stride, ir.Constant(_I64, 16 * row)))
@@ -104,7 +104,7 @@ def multiply_tiles(builder, rows, a, a_stride, b, b_stride, steps, c, c_stride):
 @exact
 def _multiply_plainly(rows, a, a_stride, b, b_stride, steps, c, c_stride):
     """`multiply_tiles` without the tiles: what it computes, to test the rest anywhere."""
-    for t in range(rows):
+    for t in range(min(rows, TILE)):
         x, sums = pointer(a + t * a_stride, _BF16), floats(c + t * c_stride)
         for i in range(16 * steps):
             pair = pointer(b + i * b_stride, _BF16)
