@@ -33,7 +33,6 @@ from .intrinsics import (
     num_threads,
     pointer,
     prefetch,
-    prefetch_l2,
     prefetch_rows,
     size_of,
     thread_num,
@@ -47,7 +46,6 @@ _ZERO_CODE = np.float32(8)  # where there are no zero points
 _HIGH = np.float32(16)  # what a code of the high plane counts
 _LARGEST_NUMBER, _LARGEST_VALUE = np.float32(8128), np.float32(1e30)
 _SPARE = PARTIAL_MORE - 32  # words from a row's end in PARTIAL
-_OUTPUTS_AHEAD, _OUTPUT_SPAN = 8, 512  # rows of the output layer, and channels between prefetches
 _MOST_LISTED = 256  # planes of a group: a graded weight's have up to 128 channels
 
 
@@ -373,8 +371,7 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
 
 @dot
 def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, outputs, vocab, tag):
-    """out[outputs[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8. Rows are
-    prefetched while others are computed: of several rows in a page the processor foresees one."""
+    """out[outputs[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
     size = size_of(tag)
     outputs_ = words(outputs)
     v = lo
@@ -382,7 +379,6 @@ def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, outputs, vocab
         # The last group overlaps the one before it, within this thread's span.
         group = min(v, max(lo, hi - 4))
         last = hi - 1
-        ahead = weight + max(lo, min(group + _OUTPUTS_AHEAD, hi - 4)) * k * size
         r0 = pointer(weight + group * k * size, tag)
         r1 = pointer(weight + min(group + 1, last) * k * size, tag)
         r2 = pointer(weight + min(group + 2, last) * k * size, tag)
@@ -390,18 +386,12 @@ def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, outputs, vocab
         for b in range(rows):
             x_ = floats(x + 4 * b * x_stride)
             s0, s1, s2, s3 = ZERO, ZERO, ZERO, ZERO
-            for first in range(0, k, _OUTPUT_SPAN):
-                stop = min(first + _OUTPUT_SPAN, k)
-                if b == 0:
-                    for line in range(first * size, stop * size, CACHE_LINE):
-                        for row in range(4):
-                            prefetch_l2(ahead + row * k * size + line)
-                for i in range(first, stop):
-                    y = x_[i]
-                    s0 += y * widen(r0[i])
-                    s1 += y * widen(r1[i])
-                    s2 += y * widen(r2[i])
-                    s3 += y * widen(r3[i])
+            for i in range(k):
+                y = x_[i]
+                s0 += y * widen(r0[i])
+                s1 += y * widen(r1[i])
+                s2 += y * widen(r2[i])
+                s3 += y * widen(r3[i])
             if scale != 0:
                 scale_ = floats(scale)
                 s0 *= scale_[group]
