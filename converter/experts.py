@@ -111,13 +111,17 @@ def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
     for module in modules.values():
         module.routing = Routing(order // each, flat[order], counts)
     # Permutations and sums alone, whose gradients a GPU adds up in one order.
-    x = hidden[:, None].expand(-1, each, -1).flatten(0, 1)[order].repeat(1, gate_proj.planes)
+    x = hidden[:, None].expand(-1, each, -1).flatten(0, 1)[order]
+    if gate_proj.planes > 1:
+        x = x.repeat(1, gate_proj.planes)
     gate, up = gate_proj(x), up_proj(x)
     if gate_proj.bias is None:
         half = experts.act_fn(gate) * up
     else:  # gpt-oss's, which takes the two interleaved
         half = experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
-    y = down_proj(half.repeat(1, down_proj.planes)) * weights.flatten()[order, None]
+    if down_proj.planes > 1:
+        half = half.repeat(1, down_proj.planes)
+    y = down_proj(half) * weights.flatten()[order, None]
     return y[order.argsort()].view(len(hidden), each, -1).sum(1).to(hidden.dtype)
 
 

@@ -83,9 +83,12 @@ class CpuDecoder(TorchDecoder):
             regions.append("product_bfloat16")
         prepare(*regions)
         names = [f"{part}.weight" for projection in config.projections() for part in projection.parts]
-        routed = {f"{part}.weight" for one in config.projections() if one.experts for part in one.parts}
-        needed, free = weight_bytes(bundle, dtype, weights, self.keeps), available_bytes(self.device)
-        mapped = self._mapped = MappedMemory() if routed and self.maps_experts and needed > free else None
+        of_experts = [projection for projection in config.projections() if projection.experts]
+        routed = {f"{part}.weight" for projection in of_experts for part in projection.parts}
+        mapped = self._mapped = None
+        if of_experts and self.maps_experts:
+            needed, free = weight_bytes(bundle, dtype, weights, self.keeps), available_bytes(self.device)
+            mapped = self._mapped = MappedMemory() if needed > free else None
         # Reading, checksums and the transposition all run without the interpreter's lock.
         with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
 
@@ -95,9 +98,7 @@ class CpuDecoder(TorchDecoder):
 
             matrices = dict(zip(names, pool.map(read, names), strict=True))
         if mapped is not None:
-            mapped.close_files(
-                needed, free, next(one.chosen / one.experts for one in config.projections() if one.experts)
-            )
+            mapped.close_files(needed, free, of_experts[0].chosen / of_experts[0].experts)
         self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
         graded = planes_of(bundle.masks) > 1
         self._embedding, head_type = embedding.data, "int8" if graded else WEIGHT_TYPES[weights].head

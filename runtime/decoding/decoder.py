@@ -63,9 +63,7 @@ class Decoder(ABC):
     # Of a step that verifies drafts, in steps of one token: what it takes beyond one, and for each drafted token.
     verify_costs: tuple[float, float] = (0.0, 1.0)
     draft_cost: float = 1.0  # of each token that :meth:`draft` gives, in plain steps
-    times_heads: ClassVar[bool] = (
-        True  # whether that of a head is measured; if not, it is told by the bytes that are read
-    )
+    times_heads: ClassVar[bool] = True  # that of a head is measured; else it follows from the bytes that are read
     most_verified: ClassVar[int] = 16  # tokens of such a step, of all slots together
     # A verified token is what `decode` gives where the two largest logits are at least so far apart.
     verify_margin: float = 0.0
