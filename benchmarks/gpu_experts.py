@@ -1,11 +1,13 @@
 """A mixture of experts on an NVIDIA GPU: the Qwen3-30B-A3B shape, random weights, by weight type, dense and at 50%.
 
     PYTHONPATH=. python benchmarks/gpu_experts.py --blocks 8 --weights native int8 int4 --rows 1 4
+    PYTHONPATH=. python benchmarks/gpu_experts.py --rows 1 2 4 8 --peer 'vllm serve {model} --port {port} --load-format dummy'
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu_experts.py --tiny   # without a GPU: does it run
 
 Steps are graphs of all blocks and of none, their difference is scaled to the model's 48 blocks; the bytes are those
 that a step reads (experts that rows share are counted again), beside the bandwidth of a plain read in the same run.
-Thresholds are the median scores of random tokens. Prints a line for each row of the table and JSON last.
+Thresholds are the median scores of random tokens. The peer answers as many requests at once over HTTP, 200 tokens after
+5. Prints a line for each row of the table and JSON last.
 """
 
 # ruff: noqa: C408 (tables of keyword arguments read better)
@@ -14,14 +16,20 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import random
+import shlex
 import statistics
+import tempfile
 import time
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from gpu_bundle import endless_source
+from gpu_first import server
 from gpu_models import need_gpu, random_bundle, set_sparsity
 
 from wisparse.kernels.backend import compiling_side_by_side
@@ -29,6 +37,7 @@ from wisparse.kernels.reference import scores
 from wisparse.runtime.benchmark import Workload, read_bandwidth_gbps, time_run, wait
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import capture
+from wisparse.runtime.serve.transport import open_socket
 
 BLOCKS = 48
 SHAPE = dict(
@@ -77,6 +86,35 @@ def step_ms(decoder: CudaDecoder, rows: int, blocks: int, runs: int) -> float:
     return statistics.median(times[1:])
 
 
+def ask(command: str, rows: list[int], prompt: int) -> dict[str, Any]:
+    """What another server does with the same shape."""
+    with tempfile.TemporaryDirectory() as folder, open_socket("127.0.0.1", 0) as listener:
+        model, port, dice = (
+            endless_source(Path(folder, "model"), SHAPE["vocab_size"]),
+            listener.getsockname()[1],
+            random.Random(1),
+        )
+        config = SHAPE | dict(architectures=["Qwen3MoeForCausalLM"], torch_dtype="bfloat16")
+        (model / "config.json").write_text(json.dumps(config), "utf-8")
+        listener.close()
+        found: dict[str, Any] = {"tok_per_s": {}}
+        with server(shlex.split(command.format(model=model, port=port)), port, Path(folder, "log")) as (client, ready):
+
+            def ids(count: int) -> list[int]:
+                return [dice.randrange(10, SHAPE["vocab_size"] - 10) for _ in range(count)]
+
+            more = {"model": str(model), "ignore_eos": True}
+            times = [1e3 * client.stream(ids(prompt), most=2, **more).first for _ in range(6)]
+            for count in rows:
+                rates = []
+                for _ in range(3):
+                    answers = client.together([ids(5) for _ in range(count)], **more)
+                    seconds = max(one.at[-1] for one in answers) - min(one.began for one in answers)
+                    rates.append(sum(one.tokens for one in answers) / seconds)
+                found["tok_per_s"][count] = statistics.median(rates)
+        return found | {"ready_s": ready, "first_ms": times}
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,6 +124,7 @@ def main() -> None:
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.0, 0.5])
     parser.add_argument("--prompt", type=int, default=1000, help="tokens; at least 150")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, by the interpreter")
+    parser.add_argument("--peer", help="command of a server to measure too, with {model} and {port}")
     options = parser.parse_args()
     if not options.tiny:
         need_gpu(parser)
@@ -163,7 +202,11 @@ def main() -> None:
         del decoder, settings
         gc.collect()
         torch.cuda.empty_cache()
-    print(json.dumps({"device": name, "gbps": gbps, "torch": torch.__version__, "rows": table}))
+    result = {"device": name, "gbps": gbps, "torch": torch.__version__, "rows": table}
+    if options.peer:
+        result["peer"] = ask(options.peer, options.rows, options.prompt)
+        print("peer:", json.dumps(result["peer"]), flush=True)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
