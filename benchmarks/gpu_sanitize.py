@@ -25,12 +25,14 @@ from pathlib import Path
 
 from gpu_models import need_gpu
 
-KERNELS = (
-    "sparse_gemv", "masked_gemm", "packed_gemv", "_attention", "_delta_net", "_embed", "_logits", "_argmax", "_count",
-    "_threshold", "_draw",
-)  # fmt: skip
-TESTS = Path(__file__).resolve().parent.parent / "tests"
-FILES = ("triton_cases.py", "triton_codes_cases.py", "triton_sample_cases.py", "triton_decoder_cases.py")
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+KERNELS = [
+    name
+    for file in sorted((ROOT / "kernels" / "gpu").glob("*.py"))
+    for name in re.findall(r"^def (\w+_kernel)\(", file.read_text("utf-8"), re.MULTILINE)
+]
+FILES = [f"triton_{one}cases.py" for one in ("", "codes_", "experts_", "sample_", "decoder_")]
 # Reads far beyond the end of a tensor, through one of our kernels.
 CONTROL = """
 import torch
@@ -57,7 +59,7 @@ def sanitizer(tool: str) -> list[str]:
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "500", "--launch-timeout", "60"]
     command += ["--target-processes", "application-only"]
     for kernel in KERNELS:
-        command += ["--kernel-name", f"kns={kernel}_kernel"]
+        command += ["--kernel-name", f"kns={kernel}"]
     return command
 
 
