@@ -4,8 +4,9 @@
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/gpu_graded.py --tiny   # without a GPU: does it run
 
 Random weights; speed depends on how many planes are kept, so thresholds are put where a converted model keeps as many
-(``KEPT``). With fewer blocks than the shape has, a step is scaled: the head's time once, a block's as often as there
-are. Under each level the step is compared with the prompt's path over the same weights.
+(``KEPT``). ``--blocks``: fewer than the shape has, whose step is what is timed. ``share``: the time that the bytes read
+take at the speed of a plain read, over the step's. Under each level the step is compared with the prompt's path over the
+same weights.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def levels_of(kind: str, masks: dict[float, Masks]) -> dict[str, Masks]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has; a step is scaled to all of them")
+    parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -101,6 +102,7 @@ def main() -> None:
             bundle, device=device, dtype=dtype, max_seq_len=PROMPT + tokens + 8,
             weights="native" if kind == "graded" else kind,
         )  # fmt: skip
+        inside, head = decoder.bytes_read()
         for level, of_level in levels.items():
             decoder.set_masks(of_level)
             work = Workload(PROMPT, tokens, 1, runs)
@@ -111,9 +113,11 @@ def main() -> None:
             step, other = decoder.decode(ids[-1:])[0].clone(), decoder.logits(ids, PROMPT)[-1]
             decoder.measure_sparsity(True)
             decoder.logits(ids, 0)
+            unread = decoder.realised_sparsity() or 0.0
             row = {
                 "step_ms": step_ms,
-                "unread": decoder.realised_sparsity(),
+                "unread": unread,
+                "share": (inside * (1 - unread) + head) / document["read_gbps"] / step_ms * 1e-6,
                 "step_against_prompt": float((step - other).norm() / other.norm()),
             }
             decoder.measure_sparsity(False)

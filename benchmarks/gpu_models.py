@@ -37,6 +37,10 @@ SHAPES = {
         num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768, rope_parameters=_PLAIN,
         rms_norm_eps=1e-6, hidden_act="silu", layer_types=["full_attention"] * 28,
     ),
+    "llama-3.1-70b": LLAMA_8B
+    | dict(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, rope_parameters=_LLAMA3
+    ),
     "qwen3-32b": dict(
         model_type="qwen3", hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
         num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=32768, rope_parameters=_PLAIN,
