@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -225,10 +227,17 @@ def rotate(
 def load_weights(model: Any, checkpoint: Checkpoint, advance: Callable[[], None] = lambda: None) -> None:
     """Copy a checkpoint's tensors into a model of its shapes; its embeddings into an output layer that is not tied."""
     parameters, output = weights_of(model, checkpoint.config), model.get_output_embeddings()
-    for name in checkpoint.tensors:
-        if name.startswith(MTP):  # transformers leaves the head that drafts out
-            continue
+    names = [
+        name for name in checkpoint.tensors if not name.startswith(MTP)
+    ]  # transformers leaves the head that drafts out
+
+    @torch.no_grad()  # of this thread
+    def load(name: str) -> None:
         (output.weight if name == LM_HEAD else parameters[name]).copy_(checkpoint.tensor(name))
-        advance()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        # A GPU waits for files to be read; a CPU's products have threads of their own.
+        for _ in (pool.map if output.weight.is_cuda else map)(load, names):
+            advance()
     if LM_HEAD not in checkpoint.tensors:
         output.weight.copy_(checkpoint.tensor(_EMBEDDING))

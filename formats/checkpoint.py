@@ -324,6 +324,7 @@ class Checkpoint:
         packing: Packed | Plain = Plain("fp8") if kind == "fp8" else Packed(kind, grouping)
         tensors: dict[str, TensorInfo] = {}
         made: dict[str, Callable[[], Tensor]] = {}
+        layouts: dict[tuple[int, int], dict[str, Tensor]] = {}
         quantised: dict[str, StoredWeight] = {}
         apart: dict[str, list[str]] = {}
         for name, stood in self._places.items():
@@ -336,10 +337,13 @@ class Checkpoint:
                 tensors[whole] = self.tensors[whole]
                 continue
             quantised[name] = StoredWeight(packing, *matrix.shape)
-            for part, tensor in packing.encode(matrix, scale_dtype).items():
-                stored = name.removesuffix("weight") + part
-                made[stored] = partial(lambda made: made, tensor)
-                tensors[stored] = TensorInfo(stored, "", stored, tuple(tensor.shape), code_of(tensor.dtype))
+            parts = packing.encode(matrix, scale_dtype)
+            if matrix.shape not in layouts:  # matrices of one shape are stored alike
+                layouts[matrix.shape] = {part: make() for part, make in parts.items()}
+            for part, make in parts.items():
+                stored, like = name.removesuffix("weight") + part, layouts[matrix.shape][part]
+                made[stored] = make
+                tensors[stored] = TensorInfo(stored, "", stored, tuple(like.shape), code_of(like.dtype))
         number = {"num_bits": 4 if kind == "int4" else 8, "type": "float" if kind == "fp8" else "int"}
         spread = {"strategy": "channel" if grouping is None else "group", "group_size": grouping, "dynamic": False}
         weights = {**number, "symmetric": True, **spread}
