@@ -64,7 +64,7 @@ class Entry:
 
 class TensorFile:
     def __init__(self, folder: Path, name: str, error: type[WisparseError]) -> None:
-        self._folder, self._name, self._error = folder, name, error
+        self._folder, self._name, self._error, self._place = folder, name, error, os.path.join(folder, name)
         with guard.open_regular(folder, name, error) as file:
             self.identity = guard.identity(file)
             prefix = file.read(8) or b""
@@ -96,7 +96,13 @@ class TensorFile:
     def read_bytes(self, tensor: str) -> Tensor:
         """The bytes of a tensor, (n,) uint8, in the mapped file: read when they are used. A file that changed since it
         was opened is refused; one that is truncated while it is read ends the process."""
-        guard.open_regular(self._folder, self._name, self._error, self.identity).close()
+        # Of the file that was checked one look is enough: an expert's weights are thousands of reads.
+        try:
+            same = guard.identity(self._place) == self.identity
+        except OSError:
+            same = False
+        if not same:
+            guard.open_regular(self._folder, self._name, self._error, self.identity).close()
         found: Tensor = self._file.get_tensor(tensor)
         return found.view(-1).view(torch.uint8)
 
