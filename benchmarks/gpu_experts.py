@@ -31,6 +31,7 @@ import torch
 from gpu_bundle import endless_source
 from gpu_first import server
 from gpu_models import need_gpu, random_bundle, set_sparsity
+from shapes import QWEN3_30B_A3B
 
 from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.reference import scores
@@ -39,13 +40,7 @@ from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import capture
 from wisparse.runtime.serve.transport import open_socket
 
-BLOCKS = 48
-SHAPE = dict(
-    model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
-    num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], num_hidden_layers=BLOCKS,
-    num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
-    rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=False, rope_parameters=dict(rope_type="default", rope_theta=1e6),
-)  # fmt: skip
+BLOCKS, SHAPE = QWEN3_30B_A3B["num_hidden_layers"], QWEN3_30B_A3B
 TINY = dict(hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, head_dim=16, vocab_size=70)
 CONTEXT = 150  # positions before the one that a step appends
 

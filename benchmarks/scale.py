@@ -17,6 +17,7 @@ import os
 import resource
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from shapes import LLAMA, LLAMA_1B, LLAMA_8B
+from shapes import LLAMA, LLAMA_1B, LLAMA_8B, QWEN3_30B_A3B
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from wisparse.converter.pipeline import run
@@ -37,6 +38,11 @@ _ENDS = dict(bos_token_id=256, eos_token_id=257)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B | _ENDS,
     "llama-3.2-1b": LLAMA_1B | _ENDS,
+    "qwen3-30b-a3b": QWEN3_30B_A3B | _ENDS,
+    "tiny-experts": QWEN3_30B_A3B | _ENDS | dict(
+        hidden_size=256, moe_intermediate_size=128, num_experts=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, vocab_size=512, max_position_embeddings=512,
+    ),
     "tiny": LLAMA | _ENDS | dict(
         hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=512, max_position_embeddings=512,
@@ -87,16 +93,30 @@ class Meter(Progress):
         self.device = device
         self.peaks: dict[str, tuple[int, int]] = {}
         self.ends: list[tuple[str, float]] = []
+        self.own_bytes: dict[
+            str, int
+        ] = {}  # by stage, at most: memory without files' pages, which the system takes back
+        self._title = "between stages"
         self._began = time.perf_counter()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            status = Path("/proc/self/status").read_text()
+            found = int(status.partition("RssAnon:")[2].split()[0]) << 10
+            self.own_bytes[self._title] = max(found, self.own_bytes.get(self._title, 0))
+            time.sleep(0.1)
 
     @contextmanager
     def stage(self, title: str, total: int | None = None) -> Iterator[Stage]:
         self._note("between stages")
+        outer, self._title = self._title, title
         with super().stage(title, total) as stage:
             yield stage
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._note(title)
+        self._title = outer
         self.ends.append((title, time.perf_counter() - self._began))
         print(f"{self.ends[-1][1]:7.1f} s  {title}", file=sys.stderr, flush=True)
 
@@ -128,6 +148,8 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--calibration", nargs="+", default=["self"])
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--make", action="store_true", help="make the model, and no more")
+    parser.add_argument("--keep", action="store_true", help="go on with the run that was interrupted")
     args = parser.parse_args()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     gpu = torch.cuda.is_available() and args.device != "cpu"
@@ -140,8 +162,10 @@ def main() -> None:
         print(f"model made in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     while not model.exists():
         time.sleep(0.2)
+    if args.make:
+        return
     out = args.folder / f"out-{size}"
-    if rank == 0:
+    if rank == 0 and not args.keep:
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(out.with_name(out.name + ".work"), ignore_errors=True)
     if gpu:
@@ -183,7 +207,8 @@ def main() -> None:
         "search_seconds": round(meter.search_seconds(), 2),
         "stage_seconds": {name: round(value, 2) for name, value in stages.items()},
         "weights_gb": round(weights / 1e9, 2),
-        "host_peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+        "host_own_gb": {name: round(value / 1e9, 2) for name, value in meter.own_bytes.items()},
+        "host_with_mapped_files_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
         "recipe_sha256": hashlib.sha256(recipe.encode()).hexdigest(),
     }
     if gpu:

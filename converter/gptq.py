@@ -8,11 +8,11 @@ wins depends on the model and the sparsity (benchmarks/coordinates.py), so it is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -167,10 +167,21 @@ def quantise_weights(
     graded = weights == "graded"
     kind = cast(Kind, "int8" if graded else weights)
     group = group_size(source.config, weights) if weights in ("int4", "graded") else None
+    projections = [(one, source.projections[one.name].weight) for one in source.config.projections()]
     matrices: dict[str, QuantizedMatrix] = {}
+    if kind != "int4":  # rounded again as fast as a state of it is read
+        with stages.progress.stage("Quantising", len(projections)) as stage:
+            for projection, weight in projections:
+                flat = weight.flatten(0, -2)  # of experts all together: each row is rounded for itself
+                matrix = quantise(kind, flat, group=group, scale_dtype=scale_dtype, graded=graded)
+                weight.copy_(matrix.dequantise(weight.dtype).view_as(weight))
+                kept, rows = replace(matrix, codes=matrix.codes.cpu(), scales=matrix.scales.cpu()), weight.shape[-2]
+                parts = enumerate(projection.parts)
+                matrices |= {part: kept.rows(i * rows, (i + 1) * rows) for i, part in parts}
+                stage.advance()
+        return matrices
     weights_by_name: dict[str, Tensor] = {}
-    for projection in source.config.projections():
-        weight = source.projections[projection.name].weight
+    for projection, weight in projections:
         weights_by_name |= zip(projection.parts, weight if projection.experts else (weight,), strict=True)
 
     def put(name: str, codes: Tensor, scales: Tensor) -> None:
@@ -179,14 +190,9 @@ def quantise_weights(
         weight.copy_(matrices[name].dequantise(weight.dtype))
 
     def compute() -> dict[str, list[Tensor]]:
-        found: Iterable[tuple[str, QuantizedMatrix]]
-        if kind == "int4" and group is not None:
-            found = _fitted(source, tokens, group, scale_dtype)
-        else:
-            options: dict[str, Any] = {"group": group, "scale_dtype": scale_dtype, "graded": graded}
-            found = ((name, quantise(kind, weight, **options)) for name, weight in weights_by_name.items())
+        assert group is not None
         with stages.progress.stage("Quantising", len(weights_by_name)) as stage:
-            for name, matrix in found:
+            for name, matrix in _fitted(source, tokens, group, scale_dtype):
                 put(name, matrix.codes.cpu(), matrix.scales.cpu())
                 stage.advance()
         return {name: [matrix.codes, matrix.scales] for name, matrix in matrices.items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -107,6 +109,10 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     q = rotation.residual.to(device)
     head = _EMBEDDING if config.tie_word_embeddings else LM_HEAD
 
+    @cache  # of the norms that the weights of many experts meet
+    def norm_of(name: str) -> Tensor:
+        return _norm(checkpoint, name, device)
+
     def embedding(name: str, weight: Tensor | float) -> Tensor:
         stored = checkpoint.tensor(name)
         pieces = (rows.to(device).float() for rows in stored.split(_ROWS))
@@ -116,21 +122,21 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         if name == _EMBEDDING:
             return embedding(_EMBEDDING, 1.0)
         if name == LM_HEAD:
-            return embedding(head, _norm(checkpoint, _FINAL_NORM, device))
+            return embedding(head, norm_of(_FINAL_NORM))
         if name == _FINAL_NORM or name in readers.values():
             return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
         projection, _, kind = name.rpartition(".")
         if name in together and name.endswith("down_proj"):  # of all experts, transposed
             return torch.stack([(one.to(device).float() @ q).cpu() for one in checkpoint.tensor(name)])
         if name in together and name.endswith("gate_up_proj"):
-            norm = _norm(checkpoint, readers[together[name][0].removesuffix(".weight")], device)[:, None]
+            norm = norm_of(readers[together[name][0].removesuffix(".weight")])[:, None]
             return torch.stack([(q.T @ (norm * one.to(device).float())).cpu() for one in checkpoint.tensor(name)])
         value = checkpoint.tensor(name, device).float()
         if name in together:  # biases
             return value @ q if "down_proj" in name else value
         if projection not in by_name:  # a router, its bias, sinks, or the norms of queries and keys
             reads = projection in readers and kind == "weight"
-            return (value * _norm(checkpoint, readers[projection], device)) @ q if reads else value
+            return (value * norm_of(readers[projection])) @ q if reads else value
         role = by_name[projection].role
         heads = rotation.heads[by_name[projection].block].to(device)
         if role in ("o_proj", "down_proj"):
@@ -139,7 +145,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
                 value = torch.einsum("nkri,kij->nkrj", shaped, heads).reshape(len(value), -1)
             return q.T @ value
         if kind == "weight":
-            value = (value * _norm(checkpoint, readers[projection], device)) @ q
+            value = (value * norm_of(readers[projection])) @ q
         if role in ("v_proj", "qkv_proj"):
             width = config.blocks[by_name[projection].block].kv_size
             kept, values = value.split([len(value) - width, width])
@@ -225,10 +231,17 @@ def rotate(
 def load_weights(model: Any, checkpoint: Checkpoint, advance: Callable[[], None] = lambda: None) -> None:
     """Copy a checkpoint's tensors into a model of its shapes; its embeddings into an output layer that is not tied."""
     parameters, output = weights_of(model, checkpoint.config), model.get_output_embeddings()
-    for name in checkpoint.tensors:
-        if name.startswith(MTP):  # transformers leaves the head that drafts out
-            continue
+    names = [
+        name for name in checkpoint.tensors if not name.startswith(MTP)
+    ]  # transformers leaves the head that drafts out
+
+    @torch.no_grad()  # of this thread
+    def load(name: str) -> None:
         (output.weight if name == LM_HEAD else parameters[name]).copy_(checkpoint.tensor(name))
-        advance()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        # A GPU waits for files to be read; a CPU's products have threads of their own.
+        for _ in (pool.map if output.weight.is_cuda else map)(load, names):
+            advance()
     if LM_HEAD not in checkpoint.tensors:
         output.weight.copy_(checkpoint.tensor(_EMBEDDING))

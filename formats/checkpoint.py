@@ -64,7 +64,7 @@ class Entry:
 
 class TensorFile:
     def __init__(self, folder: Path, name: str, error: type[WisparseError]) -> None:
-        self._folder, self._name, self._error = folder, name, error
+        self._folder, self._name, self._error, self._place = folder, name, error, os.path.join(folder, name)
         with guard.open_regular(folder, name, error) as file:
             self.identity = guard.identity(file)
             prefix = file.read(8) or b""
@@ -96,7 +96,13 @@ class TensorFile:
     def read_bytes(self, tensor: str) -> Tensor:
         """The bytes of a tensor, (n,) uint8, in the mapped file: read when they are used. A file that changed since it
         was opened is refused; one that is truncated while it is read ends the process."""
-        guard.open_regular(self._folder, self._name, self._error, self.identity).close()
+        # Of the file that was checked one look is enough: an expert's weights are thousands of reads.
+        try:
+            same = guard.identity(self._place) == self.identity
+        except OSError:
+            same = False
+        if not same:
+            guard.open_regular(self._folder, self._name, self._error, self.identity).close()
         found: Tensor = self._file.get_tensor(tensor)
         return found.view(-1).view(torch.uint8)
 
@@ -324,6 +330,7 @@ class Checkpoint:
         packing: Packed | Plain = Plain("fp8") if kind == "fp8" else Packed(kind, grouping)
         tensors: dict[str, TensorInfo] = {}
         made: dict[str, Callable[[], Tensor]] = {}
+        layouts: dict[tuple[int, int], dict[str, Tensor]] = {}
         quantised: dict[str, StoredWeight] = {}
         apart: dict[str, list[str]] = {}
         for name, stood in self._places.items():
@@ -336,10 +343,13 @@ class Checkpoint:
                 tensors[whole] = self.tensors[whole]
                 continue
             quantised[name] = StoredWeight(packing, *matrix.shape)
-            for part, tensor in packing.encode(matrix, scale_dtype).items():
-                stored = name.removesuffix("weight") + part
-                made[stored] = partial(lambda made: made, tensor)
-                tensors[stored] = TensorInfo(stored, "", stored, tuple(tensor.shape), code_of(tensor.dtype))
+            parts = packing.encode(matrix, scale_dtype)
+            if matrix.shape not in layouts:  # matrices of one shape are stored alike
+                layouts[matrix.shape] = {part: make() for part, make in parts.items()}
+            for part, make in parts.items():
+                stored, like = name.removesuffix("weight") + part, layouts[matrix.shape][part]
+                made[stored] = make
+                tensors[stored] = TensorInfo(stored, "", stored, tuple(like.shape), code_of(like.dtype))
         number = {"num_bits": 4 if kind == "int4" else 8, "type": "float" if kind == "fp8" else "int"}
         spread = {"strategy": "channel" if grouping is None else "group", "group_size": grouping, "dynamic": False}
         weights = {**number, "symmetric": True, **spread}

@@ -118,8 +118,8 @@ def place(name: str, value: Any) -> str:
 Identity = tuple[int, int, int, int]
 
 
-def identity(file: io.FileIO) -> Identity:
-    status = os.fstat(file.fileno())
+def identity(file: io.FileIO | str) -> Identity:
+    status = os.stat(file) if isinstance(file, str) else os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from .errors import UnsupportedModelError
@@ -37,6 +38,7 @@ class Part:
 #   parts(rows, columns): last part of a tensor's name -> what is expected there; ValueError for a shape that cannot be so
 #   check(parts, rows, columns): checks those of the small tensors ``weight_shape`` and ``g_idx`` that there are
 #   decode(parts, rows, columns): the weight (rows, columns) from the tensors of `parts`
+# and those that are written encode(matrix, scale_dtype): last part of a tensor's name -> what makes it
 
 
 def _groups(group: int | None, columns: int) -> int:
@@ -82,15 +84,17 @@ class Packed:
             codes = codes[:, : (columns + 1) // 2]
         return QuantizedMatrix(self.kind, codes.contiguous(), scales, zeros, self.group, (rows, columns))
 
-    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        codes = matrix.codes if self.kind == "int4" else _signed(matrix.codes.view(torch.uint8)).view(torch.uint8)
+    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+        def packed() -> Tensor:
+            codes = matrix.codes if self.kind == "int4" else _signed(matrix.codes.view(torch.uint8)).view(torch.uint8)
+            return torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)).contiguous().view(torch.int32)
+
         if self.kind == "int4" and matrix.shape[1] % 2:
             raise ValueError(f"rows of {matrix.shape[1]} codes end in half a byte")
-        padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4))
         return {
-            "weight_packed": padded.contiguous().view(torch.int32),
-            "weight_scale": matrix.scales.to(scale_dtype),
-            "weight_shape": torch.tensor(matrix.shape),
+            "weight_packed": packed,
+            "weight_scale": partial(matrix.scales.to, scale_dtype),
+            "weight_shape": partial(torch.tensor, matrix.shape),
         }
 
 
@@ -138,8 +142,8 @@ class Plain:
         zeros = by_row(parts["weight_zero_point"]) if self.zero_points else None
         return QuantizedMatrix(self.kind, codes, scales, zeros, self.group, (rows, columns))
 
-    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        return {"weight": matrix.codes, self.scale: matrix.scales.to(scale_dtype)}
+    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+        return {"weight": lambda: matrix.codes, self.scale: partial(matrix.scales.to, scale_dtype)}
 
 
 @dataclass(frozen=True)
