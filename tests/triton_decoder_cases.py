@@ -232,17 +232,18 @@ def rounded(bundle: SimpleNamespace, weights: str, dtype: torch.dtype = torch.fl
 
 
 def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 1) -> None:
-    """Greedy tokens and logits of a prompt in each row and of some steps: more of them where kernels are compiled."""
+    """Greedy tokens and logits of a prompt in each row and of some steps: more of them where kernels are compiled. Codes
+    are multiplied in float32, in which the plain decoder itself is off by up to 1.4e-6 (gemma4-moe in fp8)."""
     expected, found = (
         torch.stack([decoder.prefill(row, PROMPT[:5] + row, sparse_from).view(-1).clone() for row in range(rows)])
         for decoder in (slow, fast)
     )
     for _ in range(2 if DEVICE.type == "cpu" else 18):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
         tokens = expected.argmax(-1)
         assert torch.equal(found.argmax(-1), tokens)
         expected, found = slow.decode(tokens), fast.decode(tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
