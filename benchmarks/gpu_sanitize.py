@@ -50,8 +50,9 @@ _SHORT = (
 SELECTION = {
     # A graph cannot be captured where every tensor is an allocation.
     "memcheck": f"{_SHORT} and not short_pieces_of_codes and not many_rows_of_codes",
-    # No list of float32 weights lies in shared memory.
-    "racecheck": f"{_SHORT} and not float32 and not (triton_cases and dtype0)",
+    # No list of float32 weights lies in shared memory. Whole decoders end in an error of the sanitizer itself, and in float64
+    # lanes that hold the same sum write it to the same place.
+    "racecheck": f"{_SHORT} and not float32 and not (triton_cases and dtype0) and not decoder_cases",
 }
 
 
