@@ -5,8 +5,8 @@
         --load-format dummy --max-model-len 20480 --no-enable-prefix-caching'
 
 The Llama-3.1-8B shape: a bundle of random weights with thresholds calibrated to 50%, as ``gpu_bundle.py`` makes it. Each
-server runs with its defaults but for the context; the peer gets the same ``config.json``, for int4 with the
-quantisation of compressed-tensors, groups of 128. Every prompt is token ids that no prompt before it had.
+server runs with its defaults but for the context; the peer gets the same ``config.json``, for codes with
+compressed-tensors' quantisation: int4 in groups of 128, int8 and fp8 by channel, fp8 with activations in fp8. Every prompt is token ids that no prompt before it had.
 
     first_ms    to the first token's event: the first request's after the start, and the median of those behind it
     streams     greedy answers of 200 tokens after 5, started together: tokens over the time from start to the last one
@@ -48,10 +48,15 @@ LENGTHS = (100, 1000, 4000, 16000)
 STREAMS = (1, 8, 16, 32)
 TOKENS = 200  # of an answer
 SECONDS = 45.0  # for one answer
-INT4 = {
-    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
-        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}}},
+_BYTE = {"num_bits": 8, "symmetric": True}
+# The peer's weights by the type of ours: compressed-tensors' format, how weights are stored, and activations.
+PEER = {
+    "int8": ("pack-quantized", _BYTE | {"type": "int", "strategy": "channel"}, None),
+    "int4": ("pack-quantized", _BYTE | {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, None),
+    "fp8": (
+        "float-quantized", _BYTE | {"type": "float", "strategy": "channel"},
+        _BYTE | {"type": "float", "strategy": "token", "dynamic": True},
+    ),
 }  # fmt: skip
 
 
@@ -265,7 +270,13 @@ def main() -> None:
             for file in bundle.glob("*token*.json"):
                 os.symlink(file, model / file.name)
             plain = {key: value for key, value in config.items() if key not in ("wisparse", "quantization_config")}
-            plain |= {"quantization_config": INT4} if weights == "int4" else {}
+            if weights in PEER:
+                kind, stored, given = PEER[weights]
+                group = {"targets": ["Linear"], "weights": stored, "input_activations": given}
+                plain["quantization_config"] = {
+                    "quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head"],
+                    "config_groups": {"group_0": group},
+                }  # fmt: skip
             (model / "config.json").write_text(json.dumps(plain), "utf-8")
 
             def peer(port: int, model: Path = model) -> list[Any]:
