@@ -142,8 +142,8 @@ def memory_gb() -> float | None:
     if shutil.which("nvidia-smi") is None:
         return None
     found = subprocess.run(
-        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True,
-        check=True,
+        ["nvidia-smi", "-i", os.environ.get("CUDA_VISIBLE_DEVICES", "0"), "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     return float(found.stdout.splitlines()[0]) * 2**20 / 1e9
 
