@@ -32,6 +32,7 @@ from .torch.decoder import TorchDecoder
 log = logging.getLogger(__name__)
 
 _LARGEST_BATCH = 2**16  # far above what any device holds
+_HEADED_POSITIONS = 16384  # that each of a server's slots can have, beside a head that drafts
 
 
 def make_decoder(
@@ -44,6 +45,7 @@ def make_decoder(
     weights: str = "native",
     max_batch: int | None = 1,
     kv_cache_dtype: str = "auto",
+    kv_cache_memory_bytes: int | None = None,
     drafting: tuple[Bundle, str] | None = None,
     most_drafted: int = 0,
 ) -> Decoder:
@@ -76,18 +78,19 @@ def make_decoder(
     rounded = drafting[1] if drafting is not None and drafting[1] != "native" else None
     if rounded is not None and (refused := chosen.refusal(bundle.config, rounded)):
         raise UsageError(f"speculative: bits: back end {chosen.name} cannot: {refused}")
-    if max_seq_len is None or max_batch is None:
-        needed = weight_bytes(bundle, dtype, weights, chosen.keeps)
-        if chosen.maps_experts and needed > available_bytes(device):
-            needed = weight_bytes(bundle, dtype, weights, chosen.keeps, routed=False)
-        needed += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
-        with memory_errors(device, "to begin with"):
-            sizes, states = (max_batch, max_seq_len), states_kept(most_drafted)
-            limits = default_limits(bundle.config, dtype, device, *sizes, needed, kv_cache_dtype, states)
-        if max_seq_len is None and limits[1] < longest:
-            text = "max_seq_len %d: the model's context of %d does not fit the free memory's share for %d slots"
-            log.info(text, limits[1], longest, limits[0])
-        max_batch, max_seq_len = limits
+    needed = weight_bytes(bundle, dtype, weights, chosen.keeps)
+    if chosen.maps_experts and needed > available_bytes(device):
+        needed = weight_bytes(bundle, dtype, weights, chosen.keeps, routed=False)
+    needed += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
+    with memory_errors(device, "to begin with"):
+        limits = default_limits(
+            bundle.config, dtype, device, max_batch, max_seq_len, needed, kv_cache_dtype, states_kept(most_drafted),
+            page_bytes=chosen.page_bytes, memory_bytes=kv_cache_memory_bytes,
+        )  # fmt: skip
+    if max_seq_len is None and limits[1] < longest:
+        text = "max_seq_len %d: the model's context of %d does not fit the free memory's share"
+        log.info(text, limits[1], longest)
+    max_batch, max_seq_len, pages = limits
     log.info("back end %s on %s in %s: %s", chosen.name, device, str(dtype).removeprefix("torch."), reason)
     dequantized = {
         stored.packing.kind if stored.packing.group is None else f"{stored.packing.kind} (groups)"
@@ -101,8 +104,9 @@ def make_decoder(
     with memory_errors(device, "to load the model"):
         decoder = chosen(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch,
-            kv_cache_dtype=kv_cache_dtype, most_drafted=most_drafted,
+            kv_cache_dtype=kv_cache_dtype, most_drafted=most_drafted, pages=pages,
         )  # fmt: skip
+        log.info("keys and values: %s, taken as sequences grow", decoder.cache)
         if drafting is not None:
             decoder.draft_by_steps(*drafting)
         return decoder
@@ -141,6 +145,7 @@ def load(
     max_seq_len: int | None = None,
     max_batch: int | None = 1,
     kv_cache_dtype: str = "auto",
+    kv_cache_memory_bytes: int | None = None,
     revision: str | None = None,
     speculative: Mapping[str, Any] | str | None = None,
 ) -> Model:
@@ -159,12 +164,14 @@ def load(
         bits: the same of a graded bundle, by the bits read of a weight; 8 is the dense model, of int8. ``model.bits``
             changes it.
         prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
-        max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as a quarter
-            of the memory that the weights leave free can hold.
+        max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as the memory
+            for keys and values can hold.
         max_batch: prompts decoded side by side; more of them wait their turn. Sparsity pays most at 1. None: as many as
-            memory holds, up to 32 (8 on a CPU).
+            memory holds with 2,048 tokens each, up to 32 (8 on a CPU).
         kv_cache_dtype: what keys and values are stored as: ``auto`` (``dtype``), or in a byte a number with a scale for
             each position and head: ``int8``, or ``fp8`` (e4m3), which costs more quality at the same size.
+        kv_cache_memory_bytes: what keys and values may take, as sequences grow. None: 70% of the memory that the weights
+            leave free, or a quarter on a CPU unless both sizes are given.
         revision: branch, tag or commit on the Hub.
         speculative: verify several tokens at a time, a mapping or its JSON. ``method`` ``ngram``, where the text repeats
             itself, with vLLM's keys ``num_speculative_tokens`` (7), ``prompt_lookup_min`` (3), ``prompt_lookup_max`` (8).
@@ -190,6 +197,8 @@ def load(
     guard.choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     max_batch = None if max_batch is None else guard.integer("max_batch", max_batch, 1, _LARGEST_BATCH)
     max_seq_len = None if max_seq_len is None else guard.integer("max_seq_len", max_seq_len, 1)
+    if kv_cache_memory_bytes is not None:
+        kv_cache_memory_bytes = guard.integer("kv_cache_memory_bytes", kv_cache_memory_bytes, 1)
     revision = None if revision is None else guard.text("revision", revision, empty=False)
     config = SpeculativeConfig() if speculative in (None, "auto") else SpeculativeConfig.parse(speculative)
     start = time.perf_counter()
@@ -199,11 +208,13 @@ def load(
     head: HeadFiles | MtpFiles | None = HeadFiles.open(config.model, opened) if config.model is not None else None
     if config.method == "mtp":
         head = MtpFiles.open(opened)
+    if head is not None and max_batch is None and max_seq_len is None:  # it has memory for every slot's whole length
+        max_seq_len = min(opened.config.max_position_embeddings, _HEADED_POSITIONS)
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
-        max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
+        max_batch=max_batch, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=kv_cache_memory_bytes,
         drafting=drafting_level(opened, config, weights) if config.method == "self" else None,
         most_drafted=config.num_speculative_tokens if asked else 0,
     )  # fmt: skip

@@ -32,7 +32,7 @@ from wisparse.kernels.cpu.layout import (
 )
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import OnLogits, check_capacity, verified_settings, weight_bytes
+from ..decoding.decoder import OnLogits, verified_settings, weight_bytes
 from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.rotary import query_scales, switch_length
 from ..decoding.sampling import SamplingParams, choose, sample
@@ -128,7 +128,7 @@ class CpuDecoder(TorchDecoder):
 
     def decode(self, token_ids: Tensor) -> Tensor:
         lengths, tokens = self._cache.lengths, token_ids.tolist()
-        check_capacity(tokens, lengths, self.max_seq_len)
+        self._grow_one(tokens)
         rows = [(slot, token, lengths[slot]) for slot, token in enumerate(tokens) if token >= 0]
         if rows:
             self._step.run(rows, [slot for slot, _, _ in rows])
@@ -170,6 +170,8 @@ class CpuDecoder(TorchDecoder):
                 raise ContextLengthError(
                     f"slot {slot}: expected at most {self.max_seq_len} positions, found {lengths[slot]}"
                 )
+            if tokens:
+                self._grow(slot, lengths[slot])
         self._step.run(rows, range(len(rows)))
         self._sparse_positions += len(rows)
         self._tell(rows)

@@ -25,10 +25,11 @@ from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, memory_errors
-from ..decoding.decoder import Decoder, OnLogits, check_capacity, verified_settings
+from ..decoding.decoder import Decoder, OnLogits, verified_settings
 from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
+from .pages import CudaPages, PlainPages
 from .prefill import (
     PIECE,
     Observer,
@@ -49,8 +50,6 @@ log = logging.getLogger(__name__)
 
 # Which of the steps that serve a batch together, rows, KV splits.
 _StepKey = tuple[int, int, int]
-# Positions that a cache has room for before more are asked for.
-_FIRST_POSITIONS = 1024
 
 
 class TokenReadback:
@@ -89,6 +88,7 @@ class CudaDecoder(Decoder):
     verifies_alike = False  # rows beside a row change its roundings
     most_verified = MAX_ROWS
     times_heads = False  # a draft's first calls are captured
+    page_bytes = CudaPages.page_bytes
     _drafting: CudaDecoder | None
     _attention = staticmethod(attention)
 
@@ -97,9 +97,9 @@ class CudaDecoder(Decoder):
         self.weights = load_weights(bundle, device, dtype, weights)
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
-        first = min(self.max_seq_len, _FIRST_POSITIONS)
-        buffers = max(2, self._state_buffers)
-        self._cache = cache or KVCache(config, max_batch, first, device, dtype, self.kv_cache_dtype, buffers)
+        how = max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, max(2, self._state_buffers)
+        memory = CudaPages if device.type == "cuda" else PlainPages
+        self._cache = cache or KVCache(config, *how, memory=memory, pages=self._pages)
         self.prefill_chunk = chunk_size(config, dtype)
         self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
@@ -163,8 +163,8 @@ class CudaDecoder(Decoder):
     def prefill_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
         assert self._prompts is not None
         self._forget_ahead()
-        self.reserve(max(len(ids) for _, ids, _ in prompts))
-        for slot, _, start in prompts:
+        for slot, ids, start in prompts:
+            self._grow(slot, len(ids))
             self._cache.begin(slot, start)
         logits = self._prompts.read_together(prompts)
         for slot, ids, _ in prompts:
@@ -201,7 +201,8 @@ class CudaDecoder(Decoder):
         tokens, positions, slots = zip(*rows, strict=True)
         if max(positions) >= self.max_seq_len:
             raise ContextLengthError(f"expected at most {self.max_seq_len} positions, found {max(positions) + 1}")
-        self.reserve(max(positions) + 1)
+        for slot, one in enumerate(token_ids):
+            self._grow(slot, lengths[slot] + len(one))
         step, counts = self._verifying_step(len(rows), max(positions) + 1), self._counts_next()
         chosen_by = verified_settings(token_ids, settings)
         on_device = self.dtype in SAMPLED_DTYPES or all(setting.greedy for setting in settings)
@@ -256,7 +257,8 @@ class CudaDecoder(Decoder):
             for step, slots in zip(steps, groups, strict=True):
                 step.tokens[: len(slots)] = adjusted[step.slots[: len(slots)]]
         self._readback.send([step.tokens[: len(slots)] for step, slots in zip(steps, groups, strict=True)])
-        room = all(lengths[slot] < self._cache.length for slot in active)
+        most = self.max_seq_len if self.head is None else self.head.length
+        room = all(lengths[slot] < most and self._cache.grow(slot, lengths[slot] + 1) for slot in active)
         follows = room and not last and self._steps_for(groups) == steps
         counts = follows and self._counts_next()
         if follows:
@@ -269,12 +271,9 @@ class CudaDecoder(Decoder):
         return chosen
 
     @torch.inference_mode()
-    def reserve(self, positions: int) -> None:
-        positions, held = min(positions, self.max_seq_len), self._cache.length
-        if positions <= held:
-            return
+    def _grow_head(self, positions: int) -> None:
         self._forget_ahead()
-        # Captured steps keep the addresses of the smaller cache, and the counts of what their rows have kept.
+        # Captured steps keep the addresses of the head's smaller cache, and the counts of what their rows have kept.
         captured = [steps for _, steps in self._by_dense.values()]
         if self._drafting is not None:
             captured += [steps for _, steps in self._drafting._by_dense.values()]
@@ -284,20 +283,18 @@ class CudaDecoder(Decoder):
             steps.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        with memory_errors(self.device, f"for a cache of {self.max_batch} x {positions} positions"):
-            self._cache.grow(min(max(positions, 2 * held), self.max_seq_len))
-            if self.head is not None:
-                self.head.grow(self._cache.length)
+        with memory_errors(self.device, f"for a head's cache of {positions} positions"):
+            super()._grow_head(positions)
 
     @torch.inference_mode()
     def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
         sampled = sampled and self.dtype in SAMPLED_DTYPES
         for index, group in enumerate(self._groups(slots)):
-            for context in contexts_between(first, min(last, self._cache.length)):
+            for context in contexts_between(first, last):
                 step = self.step_for(len(group), context, index)
                 for count in {self._observe is not None, self._observe is not None and self._every == 1}:
                     step.prepare(sampled=sampled, count=count)
-        for step in self._all_verifying(first, min(last, self._cache.length)):
+        for step in self._all_verifying(first, last):
             for count in {self._observe is not None, self._observe is not None and self._every == 1}:
                 step.prepare(sampled=sampled, count=count)
         if self._drafting is not None:
@@ -310,7 +307,8 @@ class CudaDecoder(Decoder):
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:
-        self.reserve(self.max_seq_len)  # graphs keep the cache's addresses
+        if self.head is not None and self.head.length < self.max_seq_len:  # graphs keep its addresses
+            self._grow_head(self.max_seq_len)
         lower_right()
         refusal = too_little_memory(self.device) or PromptReader.refusal(self.config, self.dtype)
         if self._prompts is None or refusal is not None:
@@ -421,10 +419,9 @@ class CudaDecoder(Decoder):
         if not 1 <= len(tokens) <= self.max_batch:
             raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {len(tokens)}")
         lengths = self._cache.lengths
-        check_capacity(tokens, lengths, self.max_seq_len)
         self._forget_ahead()
+        self._grow_one(tokens)
         active, counts = [slot for slot, token in enumerate(tokens) if token >= 0], self._counts_next()
-        self.reserve(max((lengths[slot] + 1 for slot in active), default=0))
         groups = self._groups(active)
         steps = self._steps_for(groups)
         for step, slots in zip(steps, groups, strict=True):

@@ -41,9 +41,8 @@ from ..decoding.cache import KVCache
 from ..decoding.decoder import PROMPTS_TOGETHER
 from ..decoding.heads import DraftHead
 from ..decoding.rotary import switch_length
-from ..torch.block import Block, drop_channels, embed
+from ..torch.block import Block, drop_channels, embed, router_input
 from ..torch.block import attention as plain_attention
-from ..torch.experts import router_input
 from .step import PositionTables, attention_arguments, capture, router_of
 from .weights import AnyLinear, CudaWeights
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import StoredWeight
-from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.formats.errors import ContextLengthError, ResourceError, UsageError
 from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import LM_HEAD, PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
 from ..torch.block import Block, PerLayer, Positions, attention, embed, run_block
-from .cache import KVCache, bytes_per_position, state_bytes
+from .cache import KVCache, mapped_bytes, paging_of, state_bytes
 from .heads import DraftHead, HeadFiles, MtpFiles
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
@@ -32,13 +32,14 @@ from .sampling import SamplingParams, sample
 log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 12
-_CACHE_SHARE = 0.25  # of the memory that the weights leave free
-# Where a server chooses its batch, on a GPU: activations and graphs take 1 to 2 GB of the rest.
-_SERVER_CACHE_SHARE = 0.7
+# Of the memory that the weights leave free, what keys and values may take. Activations and graphs take 1 to 2 GB of a
+# GPU's; other programs share a CPU's, so that it has the larger share only where both sizes are given.
+_CACHE_SHARES = {"cuda": 0.7, "cpu": 0.25}
 _FEWEST_POSITIONS = 256
 _LOGITS_ROWS = 512  # that are worked out at a time
-_SERVED_POSITIONS = 16384  # that each of a server's slots has room for, before there are more slots
+_SERVED_POSITIONS = 2048  # for which there is memory for each of a server's slots, before there are more slots
 _MOST_SLOTS = {"cuda": 32, "cpu": 8}
+_HEAD_POSITIONS = 1024  # that a head's cache has room for before more are asked for
 
 PROMPTS_TOGETHER = 32  # at most, of `prefill_together`
 
@@ -62,6 +63,7 @@ class Decoder(ABC):
     prefix_block_size: int
     # Of a step that verifies drafts, in steps of one token: what it takes beyond one, and for each drafted token.
     verify_costs: tuple[float, float] = (0.0, 1.0)
+    page_bytes: ClassVar[int | None] = None  # of memory that the cache maps; None: its pages are only counted
     draft_cost: float = 1.0  # of each token that :meth:`draft` gives, in plain steps
     times_heads: ClassVar[bool] = True  # that of a head is measured; else it follows from the bytes that are read
     most_verified: ClassVar[int] = 16  # tokens of such a step, of all slots together
@@ -91,11 +93,12 @@ class Decoder(ABC):
         kv_cache_dtype: str = "auto",
         cache: KVCache | None = None,
         most_drafted: int = 0,
+        pages: int | None = None,
     ) -> None:
         """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``;
         ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to read and append to;
-        ``most_drafted``: tokens of a draft, at most, that will be verified."""
-        self.config = bundle.config
+        ``most_drafted``: tokens of a draft, at most, that will be verified; ``pages``: of the cache, None: all."""
+        self.config, self._pages = bundle.config, pages
         self._state_buffers = states_kept(most_drafted)
         self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
@@ -123,6 +126,11 @@ class Decoder(ABC):
     def lengths(self) -> list[int]:
         """Positions filled in each slot, counted on the host."""
         return list(self._cache.lengths)
+
+    @property
+    def cache(self) -> KVCache:
+        """Its pages are given to slots, and taken from idle ones, by whoever runs the decoder."""
+        return self._cache
 
     @abstractmethod
     def bytes_read(self) -> tuple[int, int]:
@@ -191,7 +199,7 @@ class Decoder(ABC):
         stop = total if stop is None else stop
         if not 0 <= start < stop <= total:
             raise UsageError(f"start, stop: expected 0 <= start < stop <= {total}, found {start} and {stop}")
-        self.reserve(stop)
+        self._grow(slot, stop)
         self._cache.begin(slot, start)
         if self.head is not None:
             self.head.begin(slot, start)
@@ -264,11 +272,12 @@ class Decoder(ABC):
         """By slot, up to ``counts`` tokens that are likely to follow the newest one, ``tokens`` (of the slots 0..B-1),
         as ``settings`` choose, or a head without them. The slots stay as they are; :meth:`verify` of the same slots
         follows."""
-        if self.head is not None:
-            return self.head.draft(self.lengths, tokens, counts)
-        assert self._drafting is not None
         starts, newest, found = self.lengths, list(tokens), {slot: list[int]() for slot in counts}
-        self.reserve(max(starts[slot] + count for slot, count in counts.items()))
+        for slot, count in counts.items():
+            self._grow(slot, starts[slot] + count)
+        if self.head is not None:
+            return self.head.draft(starts, tokens, counts)
+        assert self._drafting is not None
         for step in range(max(counts.values())):
             wanted = [step < counts.get(slot, 0) and newest[slot] >= 0 for slot in range(len(tokens))]
             given = torch.tensor([token if drafts else -1 for token, drafts in zip(newest, wanted, strict=True)])
@@ -315,7 +324,8 @@ class Decoder(ABC):
 
     def attach(self, files: HeadFiles | MtpFiles) -> None:
         """Load a head that drafts, and measure what that costs; before any slot is filled."""
-        lengths, dtype, read = (self._cache.length, self.max_seq_len), self._head_dtype(), self.bytes_read()
+        lengths = min(self.max_seq_len, _HEAD_POSITIONS), self.max_seq_len
+        dtype, read = self._head_dtype(), self.bytes_read()
         weights = files.weights(self.device, dtype)
         self.head = DraftHead(weights, self._embedding, self._output, self.max_batch, lengths, dtype)
         if self.times_heads:
@@ -339,13 +349,37 @@ class Decoder(ABC):
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Fill a slot with the first ``length`` positions of another one."""
+        self._grow(target, length)
         self._cache.copy(source, target, length)
         if self.head is not None:
             self.head.copy(source, target, length)
 
-    def reserve(self, positions: int) -> None:
-        """Make room for so many positions in every slot ahead; without it room is made as sequences grow."""
-        return None
+    def _grow(self, slot: int, positions: int) -> None:
+        """Make room for so many positions of a slot, before they are filled."""
+        if self.head is not None and positions > self.head.length:
+            self._grow_head(positions)
+        if not self._cache.grow(slot, positions):
+            cache, others = self._cache, sum(self._cache.taken) - self._cache.taken[slot]
+            raise ResourceError(
+                f"slot {slot}: expected memory for {positions} positions, {cache.paging.pages(positions)} pages, found "
+                f"{cache.pages} pages, of which other slots hold {others}: end what else uses the device's memory, or load with a smaller max_batch"
+            )
+
+    def _grow_one(self, token_ids: Sequence[int]) -> None:
+        """Make room for a token in each slot that is given one (none is negative); ContextLengthError if it is full."""
+        lengths = self._cache.lengths
+        full = next(
+            (slot for slot, one in enumerate(token_ids) if one >= 0 and lengths[slot] >= self.max_seq_len), None
+        )
+        if full is not None:
+            raise ContextLengthError(f"slot {full} is full: it holds {self.max_seq_len} positions")
+        for slot, token in enumerate(token_ids):
+            if token >= 0:
+                self._grow(slot, lengths[slot] + 1)
+
+    def _grow_head(self, positions: int) -> None:
+        assert self.head is not None
+        self.head.grow(min(max(positions, 2 * self.head.length), self.max_seq_len))
 
     def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
         """Compile and capture what steps of these slots need while their longest context grows from first to last."""
@@ -376,6 +410,8 @@ class Decoder(ABC):
     def close(self) -> None:
         """Free the memory. Closing twice is fine."""
         self.head = None
+        if "_cache" in self.__dict__:
+            self._cache.close()
         for name in [name for name in self.__dict__ if name.startswith("_") or name == "weights"]:
             del self.__dict__[name]
 
@@ -401,13 +437,6 @@ def check_prompt(length: int, max_seq_len: int) -> None:
             f"the prompt has {length} tokens and the context holds {max_seq_len}: "
             "shorten it, or load with a larger max_seq_len if the model allows one"
         )
-
-
-def check_capacity(token_ids: Sequence[int], lengths: Sequence[int], max_seq_len: int) -> None:
-    """Raise ContextLengthError if a slot that is given a token (none is negative) holds ``max_seq_len`` positions."""
-    for slot, token in enumerate(token_ids):
-        if token >= 0 and lengths[slot] >= max_seq_len:
-            raise ContextLengthError(f"slot {slot} is full: it holds {max_seq_len} positions")
 
 
 def next_chunk(start: int, size: int) -> int:
@@ -450,30 +479,39 @@ def weight_bytes(
 def peak_bytes(device: torch.device) -> int:
     """The most memory used so far: of a GPU, else the resident memory of this process."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        return int(torch.cuda.max_memory_allocated(device)) + mapped_bytes[device]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def default_limits(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int | None, max_seq_len: int | None,
-    weight_bytes: int, kv_cache_dtype: str = "auto", states: int = 1,
-) -> tuple[int, int]:  # fmt: skip
-    """``max_batch`` and ``max_seq_len``, where they are None. The batch: as many slots as the cache's memory holds, each
-    of the context or ``_SERVED_POSITIONS``, up to ``_MOST_SLOTS``. The length: the model's context, or the positions, a
-    multiple of 256, that fit that memory: a share of what the weights leave free. ``states``: of
-    recurrent blocks, that each slot keeps."""
-    on_gpu = device.type == "cuda"
-    share = _SERVER_CACHE_SHARE if max_batch is None and on_gpu else _CACHE_SHARE
-    free = max(available_bytes(device) - weight_bytes, 0)
-    memory, of_slot = int(free * share), states * state_bytes(config, dtype)
-    each, longest = bytes_per_position(config, dtype, kv_cache_dtype), config.max_position_embeddings
+    weight_bytes: int, kv_cache_dtype: str = "auto", states: int = 1, *, page_bytes: int | None = None,
+    memory_bytes: int | None = None,
+) -> tuple[int, int, int]:  # fmt: skip
+    """``max_batch`` and ``max_seq_len``, where they are None, and the cache's pages. The batch: as many slots as have
+    ``_SERVED_POSITIONS`` each, up to ``_MOST_SLOTS``. The length: the model's context, or the positions, a multiple of
+    256, that all pages hold of one sequence. ``states``: of recurrent blocks, that each slot keeps. ``page_bytes``: as of
+    a `Decoder`; ``memory_bytes``: of the cache, else a share of what the weights leave free."""
+    paging, of_slot = paging_of(config, dtype, kv_cache_dtype, page_bytes), states * state_bytes(config, dtype)
+    longest = config.max_position_embeddings
+    memory = memory_bytes
+    if memory is None:
+        given = max_batch is not None and max_seq_len is not None
+        share = _CACHE_SHARES["cuda" if given else device.type]
+        memory = int(max(available_bytes(device) - weight_bytes, 0) * share)
     if max_batch is None:
-        most = _MOST_SLOTS["cuda" if on_gpu else "cpu"]
-        positions = max_seq_len or min(longest, _SERVED_POSITIONS)
-        max_batch = min(max(memory // (positions * each + of_slot), 1), most)
+        each = paging.pages(min(max_seq_len or longest, _SERVED_POSITIONS)) * paging.page_bytes + of_slot
+        max_batch = min(max(memory // each, 1), _MOST_SLOTS[device.type])
+    pages = max(memory - max_batch * of_slot, 0) // paging.page_bytes
+    fitting = paging.positions(pages, longest)
+    if memory_bytes is not None and fitting < min(max_seq_len or _FEWEST_POSITIONS, longest):
+        raise ResourceError(
+            f"kv_cache_memory_bytes: {memory_bytes} bytes hold {fitting} positions of one sequence, expected "
+            f"{min(max_seq_len or _FEWEST_POSITIONS, longest)}: give more, or a smaller max_seq_len"
+        )
     if max_seq_len is None:
-        fitting = max(memory // max_batch - of_slot, 0) // each
         whole = max(fitting // _FEWEST_POSITIONS * _FEWEST_POSITIONS, _FEWEST_POSITIONS)
         max_seq_len = longest if fitting >= longest else min(whole, longest)
-    return max_batch, max_seq_len
+    one = paging.pages(max_seq_len)
+    return max_batch, max_seq_len, min(max(pages, one + paging.least), max_batch * one)

@@ -28,8 +28,7 @@ from wisparse.formats.guard import read_json
 from wisparse.formats.hub import fetch_source
 from wisparse.formats.model_config import MTP, ModelConfig, dimension, mtp_config
 
-from ..torch.block import LINEARS, SHARED, Block, Norm, activate, read_spec
-from ..torch.experts import run_experts
+from ..torch.block import LINEARS, SHARED, Block, Norm, activate, read_spec, run_experts
 from .cache import KVCache
 from .rotary import Rotary, rotate
 
@@ -273,14 +272,21 @@ class DraftHead:
         for tensor in (*self._cache.attention[0][:2], self._hidden[:, None]):
             tensor[:, :, filled:].zero_()
 
+    @property
+    def length(self) -> int:
+        """Positions that each slot has room for."""
+        return self._hidden.shape[1]
+
     def grow(self, length: int) -> None:
         """Make room for ``length`` positions in each slot."""
-        filled = self._hidden.shape[1]
-        self._cache.grow(length)
-        wider = self._hidden.new_empty(len(self._hidden), length, self._hidden.shape[2])
-        wider[:, :filled] = self._hidden
-        self._hidden = wider
-        self._clear(max(self._cache.lengths))
+        filled, old, hidden = self.length, self._cache, self._hidden
+        self._cache = KVCache(self._config, len(hidden), length, hidden.device, hidden.dtype)
+        self._hidden = hidden.new_empty(len(hidden), length, hidden.shape[2])
+        self._cache.lengths = old.lengths
+        for new, held in zip(self._cache.attention[0][:2], old.attention[0][:2], strict=True):
+            new[:, :, :filled] = held
+        self._hidden[:, :filled] = hidden
+        self._clear(filled)
         self._rounds.clear()
 
     def bytes_read(self, output: int) -> int:

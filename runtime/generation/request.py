@@ -241,6 +241,7 @@ class Request:
     measure_sparsity: bool = False  # give the realised sparsity with the answer; the engine has to be measuring
     speculative: bool = True  # where the scheduler speculates
 
+    number: int = field(default=0, init=False)  # in the order of arrival; by the scheduler
     running: bool = field(default=False, init=False)  # it has a slot of the decoder; set by the scheduler
     # None while under way; ``stop``, ``length``, ``cancelled`` or ``error``
     finish_reason: str | None = field(default=None, init=False)

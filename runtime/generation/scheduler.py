@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import eq
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import UsageError, WisparseError
+from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.formats.weight_types import sparse_from
 
 from ..decoding.decoder import PROMPTS_TOGETHER, Decoder, check_prompt, next_chunk
@@ -23,6 +24,8 @@ from ..decoding.sampling import SamplingParams, sample
 from .logits import LogitsProcessor, score_tokens
 from .request import Request
 from .speculation import DraftCounts, SpeculativeConfig, make_drafter
+
+log = logging.getLogger(__name__)
 
 _IDLE = SamplingParams()
 # Logits of this many prompt positions are held at a time to score them.
@@ -38,6 +41,7 @@ class Stats:
     tokens: int = 0
     seconds: float = 0.0
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    preemptions: int = 0  # requests that went back to the queue for want of cache memory
 
     @property
     def tok_per_s(self) -> float:
@@ -79,7 +83,7 @@ class PrefixCache:
             common = next((at for at in range(common, most) if held.tokens[at] != tokens[at]), most)
             if self._whole(common) > length:
                 source, length = slot, self._whole(common)
-        oldest = min(idle, key=lambda slot: (self._held[slot].used, slot))
+        oldest = self.oldest(idle)
         if length == 0:
             return oldest, oldest, 0
         # Reusing a slot in place loses what follows the common part; copying loses what the oldest slot holds.
@@ -91,6 +95,13 @@ class PrefixCache:
         """The slot now holds these tokens, computed as the beginning of a sequence of ``total``."""
         self._clock += 1
         self._held[slot] = _CachedPrefix(tokens, sparse_from, sparsity, self._long(total), self._clock)
+
+    def oldest(self, slots: Iterable[int]) -> int:
+        """The least recently used."""
+        return min(slots, key=lambda slot: (self._held[slot].used, slot))
+
+    def forget(self, slot: int) -> None:
+        self._held[slot] = _CachedPrefix()
 
     def touch(self, slot: int) -> None:
         self._clock += 1
@@ -122,6 +133,8 @@ class Scheduler:
         self.slots: list[Request | None] = [None] * decoder.max_batch
         self.prefilling: Request | None = None
         self._sequence = torch.empty(0, dtype=torch.int64)  # tokens of the request that is being prefilled
+        self._added = 0  # requests so far
+        self._full = False  # the first in the queue waits for memory, which only a request's end can give
         self._culprits: list[Request] = []  # the requests that an error concerns; none: the whole batch
         self._turn: float | None = None  # the level that is decoded
         self._turn_began: dict[float | None, float] = {}  # when each level's last turn began
@@ -138,6 +151,13 @@ class Scheduler:
     @property
     def running(self) -> list[Request]:
         return [request for request in self.slots if request is not None]
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache's pages that running requests hold."""
+        cache = self.decoder.cache
+        used = sum(taken for taken, one in zip(cache.taken, self.slots, strict=True) if one is not None)
+        return used / max(cache.pages, 1)
 
     def validate(self, request: Request) -> None:
         """Raise ContextLengthError or UsageError unless the request can be queued."""
@@ -161,6 +181,8 @@ class Scheduler:
         limit = self.decoder.max_seq_len
         request.most_positions = min(len(request.prompt_token_ids) + (request.max_new_tokens or limit) - 1, limit)
         request.processor = LogitsProcessor(request.sampling, request.prompt_token_ids, request.constraint)
+        self._added += 1
+        request.number = self._added
         self.waiting.append(request)
         return request
 
@@ -168,15 +190,19 @@ class Scheduler:
         """Take a request out, wherever it is; one that has finished stays as it is."""
         if request.finish_reason is not None:
             return
-        request.finish_reason, request.running = reason, False
+        request.finish_reason = reason
+        self._full = False
         if request in self.slots:
-            slot = self.slots.index(request)
-            self.slots[slot] = None
-            self.prefixes.touch(slot)
-            if self.prefilling is request:
-                self.prefilling = None
+            self._take_out(request)
         else:
             self.waiting = deque(other for other in self.waiting if other is not request)
+
+    def _take_out(self, request: Request) -> None:
+        slot = self.slots.index(request)
+        self.slots[slot], request.running, self._full = None, False, False
+        self.prefixes.touch(slot)
+        if self.prefilling is request:
+            self.prefilling = None
 
     def fail(self) -> list[Request]:
         """After :meth:`step` has raised: finish and return the requests it failed for, and queue the others again. An
@@ -193,7 +219,7 @@ class Scheduler:
             request.running = False
             self.waiting.appendleft(request)
         self.slots = [None] * len(self.slots)
-        self.prefilling, self._culprits = None, []
+        self.prefilling, self._culprits, self._full = None, [], False
         self.prefixes.clear()
 
     def set_sparsity(self, sparsity: float | None) -> None:
@@ -219,7 +245,7 @@ class Scheduler:
     def step(self, interrupted: Callable[[], object] | None = None) -> list[Request]:
         """Prefill a chunk, or decode: one token, or until ``interrupted()``, a request's end, or for
         ``Decoder.together_seconds``."""
-        if self.prefilling is None and self.waiting and None in self.slots:
+        if self.prefilling is None and self.waiting and None in self.slots and not self._full:
             self._admit()
         if self.prefilling is not None:
             alone = len(self.running) == 1
@@ -248,7 +274,41 @@ class Scheduler:
             self._turn_began[self._turn] = now
         return [self._turn]
 
-    def _admit(self) -> None:
+    def _make_room(self, slot: int, positions: int, *kept: int) -> bool:
+        """Room for so many positions of a slot, at the cost of idle slots' prefixes but ``kept``, least recently used
+        first; False, and none is given up, if all of them would not do."""
+        cache = self.decoder.cache
+        while not cache.grow(slot, positions):
+            idle = [i for i, one in enumerate(self.slots) if one is None and i not in (slot, *kept) and cache.spare(i)]
+            if sum(map(cache.spare, idle)) < cache.lacking(slot, positions):
+                return False
+            oldest = self.prefixes.oldest(idle)
+            cache.release(oldest)
+            self.prefixes.forget(oldest)
+        return True
+
+    def _make_room_to_decode(self, request: Request) -> None:
+        """Room for one token more of a running request. If memory is short, the youngest goes back to the queue with what
+        it has generated: maybe this one. One alone has all memory."""
+        while request.running and not self._make_room(self.slots.index(request), request.num_tokens):
+            youngest = max(self.running, key=lambda one: one.number)
+            if youngest is request and len(self.running) == 1:
+                self._culprits = [request]
+                raise ResourceError(self._too_little(request.num_tokens))
+            if not self.stats.preemptions:
+                log.warning("memory for keys and values is short: requests go back to the queue, to be read again")
+            self.stats.preemptions += 1
+            self._take_out(youngest)
+            self.waiting.appendleft(youngest)
+
+    def _too_little(self, positions: int) -> str:
+        return (
+            f"no memory for {positions} positions of a sequence, found it for {self.decoder.cache.peak_positions}: end what "
+            "else uses the device, or load with a smaller max_batch or max_seq_len"
+        )
+
+    def _admit(self) -> bool:
+        """Give the first in the queue a slot, if there is memory for its tokens so far and one more."""
         request = self.waiting.popleft()
         self._culprits = [request]
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
@@ -257,9 +317,18 @@ class Scheduler:
         slot, source, length = self.prefixes.choose(tokens, sparse, request.sparsity, idle)
         if request.needs_prompt_scores:
             request.prompt_scores, source, length = [], slot, 0
+        positions = min(len(tokens) + 1, request.most_positions)
+        room = self._make_room(slot, positions, source)
+        if not room and source != slot and source in idle:  # there is none for a copy
+            slot = source
+            room = self._make_room(slot, positions)
+        if not room and not self.running:
+            raise ResourceError(self._too_little(positions))
+        if not room:
+            self.waiting.appendleft(request)
+            self._full, self._culprits = True, []
+            return False
         self.slots[slot], request.running = request, True
-        # An answer of unknown length makes room as it grows.
-        self.decoder.reserve(len(tokens) if request.max_new_tokens is None else request.most_positions)
         # Compile and capture what the batch needs once the requests that came together have been admitted.
         if len(idle) == 1 or not self.waiting or self.waiting[0].sparsity != request.sparsity:
             batch = {i: one for i, one in enumerate(self.slots) if one is not None and one.sparsity == request.sparsity}
@@ -278,6 +347,7 @@ class Scheduler:
         request.num_computed_tokens = length
         self._sequence = torch.tensor(tokens, dtype=torch.int64)
         self.prefilling, self._culprits = request, []
+        return True
 
     def _prefill_together(self, size: int) -> list[Request]:
         """Read the prompt that is being prefilled beside others that wait, up to ``size`` positions, if all are short; one
@@ -298,10 +368,7 @@ class Scheduler:
             follows = (
                 self.waiting and None in self.slots and len(together) < PROMPTS_TOGETHER and joins(self.waiting[0])
             )
-            request = None
-            if follows:
-                self._admit()
-                request = self.prefilling
+            request = self.prefilling if follows and self._admit() else None
         requests = self._culprits = [request for request, _ in together]
         prompts = [(self.slots.index(one), sequence, one.num_computed_tokens) for one, sequence in together]
         logits = self.decoder.prefill_together(prompts)
@@ -348,13 +415,16 @@ class Scheduler:
 
     def _decode(self, level: float | None, interrupted: Callable[[], object] | None) -> list[Request]:
         """One token, or several, for every request of a level that is not being prefilled."""
+        for one in sorted(self.running, key=lambda one: one.number):
+            if one is not self.prefilling and one.sparsity == level:
+                self._make_room_to_decode(one)
         rows = [None if one is None or one is self.prefilling or one.sparsity != level else one for one in self.slots]
         if self._switch is not None:
             # LongRoPE: keys cached with the short factors do not fit a longer sequence; prefill it anew.
             for slot, request in enumerate(rows):
                 if request is not None and request.num_tokens - 1 == self._switch:
-                    rows[slot] = self.slots[slot] = None
-                    request.running = False
+                    rows[slot] = None
+                    self._take_out(request)
                     self.waiting.appendleft(request)
         while rows and rows[-1] is None:
             rows.pop()
@@ -388,8 +458,12 @@ class Scheduler:
                             request.drafter.settle(0, 0)
                         self._append(request, token, now)
                         self.stats.tokens += 1
-            finished = any(request.finish_reason is not None for request in running)
-            if one_token or finished or now >= until or (interrupted is not None and interrupted()):
+            over = any(
+                request.finish_reason is not None or not self.decoder.cache.grow(slot, request.num_tokens)
+                for slot, request in enumerate(rows)
+                if request is not None
+            )
+            if one_token or over or now >= until or (interrupted is not None and interrupted()):
                 self._culprits = []
                 return running
             # Tokens of idle rows are undefined.
@@ -413,6 +487,9 @@ class Scheduler:
             if self._switch is not None and request.num_tokens <= self._switch:
                 most = min(most, self._switch - request.num_tokens)
             if draft := request.drafter.propose(min(most, room)):
+                # No neighbour is disturbed for the sake of a draft.
+                if not self.decoder.cache.grow(slot, request.num_tokens + len(draft)):
+                    continue
                 drafts[slot] = draft
                 room -= len(draft)
         return drafts

@@ -353,7 +353,7 @@ class Server:
     async def metrics_page(self) -> Response:
         unread = await asyncio.wrap_future(self._engine.ask(self._model.decoder.realised_sparsity))
         return Response(
-            self.metrics.page(unread, self._engine.scheduler.stats.drafts),
+            self.metrics.page(unread, self._engine.scheduler),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 

@@ -31,7 +31,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
 from ..generation.engine import EngineState
-from ..generation.speculation import DraftCounts
+from ..generation.scheduler import Scheduler
 from ..protocol.messages import PATH, error_answer
 from ..protocol.requests import ApiError, as_api_error, from_validation
 
@@ -79,25 +79,28 @@ class Metrics:
             "wisparse_time_per_token_seconds", "Mean time of an answer's tokens after its first", buckets=_TOKEN_SECONDS
         )
         # vLLM's names and meaning.
-        self._drafts = [
+        self._totals = [
             counter("wisparse:spec_decode_num_drafts", "Drafts verified"),
             counter("wisparse:spec_decode_num_draft_tokens", "Tokens of drafts"),
             counter("wisparse:spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted"),
+            counter("wisparse:num_preemptions", "Requests that went back to the queue for want of cache memory"),
         ]
-        self._drafted = [0, 0, 0]  # what they were told
+        self._told = [0, 0, 0, 0]  # what they were told
+        self._cache = gauge("wisparse:kv_cache_usage_perc", "Share of the KV cache that running requests hold, 0 to 1")
         self._unread = gauge(
             "wisparse_weights_unread_ratio", "Share of the projections' weights left unread at sparse positions"
         )
         gauge("wisparse_running", "Requests in the batch").set_function(lambda: state().running)
         gauge("wisparse_waiting", "Requests that wait for a place in the batch").set_function(lambda: state().waiting)
 
-    def page(self, unread: float | None, drafts: DraftCounts) -> bytes:
-        """The text of ``/metrics``; ``unread``: the share of weights left unread, None if nothing was decoded; ``drafts``:
-        all so far."""
-        totals = [drafts.drafts, drafts.drafted_tokens, drafts.accepted_tokens]
-        for one, total, before in zip(self._drafts, totals, self._drafted, strict=True):
+    def page(self, unread: float | None, scheduler: Scheduler) -> bytes:
+        """The text of ``/metrics``; ``unread``: the share of weights left unread, None if nothing was decoded."""
+        drafts = scheduler.stats.drafts
+        totals = [drafts.drafts, drafts.drafted_tokens, drafts.accepted_tokens, scheduler.stats.preemptions]
+        for one, total, before in zip(self._totals, totals, self._told, strict=True):
             one.inc(total - before)
-        self._drafted = totals
+        self._told = totals
+        self._cache.set(scheduler.cache_usage)
         self._unread.set(float("nan") if unread is None else unread)
         return generate_latest(self._registry)
 

@@ -17,9 +17,8 @@ from wisparse.formats.model_config import Projection
 from wisparse.formats.weight_types import QuantizedMatrix, round_weight, split_planes
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import Decoder, check_capacity
-from .block import LINEARS, SHARED, Block, MaskedLinear, Norm, PerLayer, finish_logits, read_spec
-from .experts import run_experts
+from ..decoding.decoder import Decoder
+from .block import LINEARS, SHARED, Block, MaskedLinear, Norm, PerLayer, finish_logits, read_spec, run_experts
 
 
 class TorchDecoder(Decoder):
@@ -45,8 +44,8 @@ class TorchDecoder(Decoder):
             blocks.append(Block(**read_spec(config, index, read_tensor), **linears))
         self._per_layer = PerLayer.read(config, read_tensor, partial(bundle.checkpoint.tensor, device=device))
         self._norm = Norm(read_tensor("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
-        size = self.max_batch, self.max_seq_len
-        self._cache = cache or KVCache(config, *size, device, dtype, self.kv_cache_dtype, self._state_buffers)
+        how = self.max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, self._state_buffers
+        self._cache = cache or KVCache(config, *how, pages=self._pages)
         self._projections = [projection for block in blocks for linear in block.linears for projection in linear]
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
@@ -84,7 +83,7 @@ class TorchDecoder(Decoder):
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
         lengths, tokens, rows = self._cache.lengths, token_ids.tolist(), []
-        check_capacity(tokens, lengths, self.max_seq_len)
+        self._grow_one(tokens)
         for slot, token in enumerate(tokens):
             if token < 0:
                 rows.append(torch.zeros(1, self.config.vocab_size, device=self.device))

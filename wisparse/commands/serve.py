@@ -43,6 +43,8 @@ class BatchSize(click.IntRange):
     ("--port", click.IntRange(0, 65535), 8000, "0 takes a free one."),
     ("--alias", str, None, "Name of the model in requests and answers.  [default: the folder's, or the Hub id]"),
     ("--max-batch", BatchSize(), "auto", "Requests answered side by side: 1 to 64, or as many as memory holds, up to 32 (8 on a CPU)."),
+    ("--kv-cache-memory-bytes", click.IntRange(min=1), None,
+     "What keys and values may take.  [default: 70% of what the weights leave free, on a CPU a quarter]"),
     ("--max-queue", click.IntRange(0, 100_000), 64, "Requests that may wait beside them; more are refused (429)."),
     ("--api-key-file", click.Path(exists=True, dir_okay=False), None,
      f"File with the key that clients have to show.  [default: the variable {_KEY}, else none]"),
@@ -56,7 +58,8 @@ class BatchSize(click.IntRange):
 @click.option("--cors", multiple=True, help="Origin whose pages may ask, * for all; may be given several times.")
 @loading_options
 def command(
-    bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, max_queue: int, api_key_file: str | None,
+    bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, kv_cache_memory_bytes: int | None,
+    max_queue: int, api_key_file: str | None,
     hosts: tuple[str, ...], cors: tuple[str, ...], speculative_config: str | None, verbose: bool, **loading: Any,
 ) -> None:  # fmt: skip
     """Serve BUNDLE, a folder or a Hub id, to OpenAI's clients.
@@ -88,11 +91,13 @@ def command(
 
     with open_socket(host, port) as listener:
         settings = ServeSettings(name, max_queue, key, allowed_hosts(listener, hosts), cors)
-        model = load(opened, max_batch=max_batch, speculative=speculative_config, **loading)
+        memory = {"kv_cache_memory_bytes": kv_cache_memory_bytes}
+        model = load(opened, max_batch=max_batch, speculative=speculative_config, **memory, **loading)
         address = f"[{host}]" if ":" in host else host
         serving = (
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "
-            f"({model.decoder.name} on {model.decoder.device}, {model.decoder.max_batch} at a time, context {model.max_seq_len}; "
+            f"({model.decoder.name} on {model.decoder.device}, {model.decoder.max_batch} at a time, context {model.max_seq_len}, "
+            f"keys and values {model.decoder.cache}; "
             f"{'with' if key else 'without'} a key); Ctrl-C ends it"
         )
         if model.decoder.device.type == "cuda":
