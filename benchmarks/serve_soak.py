@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ MALFORMED = (
     b'{"prompt": "a", "grammar": "start: /(/"}',
 )
 SECONDS = 120.0
+_PREEMPTIONS = "wisparse:num_preemptions_total"
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,14 @@ class Case:
 @click.option("--requests", default=10_000, show_default=True)
 @click.option("--clients", default=32, show_default=True)
 @click.option("--max-batch", default=4, show_default=True)
+@click.option("--memory", type=int, help="Bytes of the server's cache; if they are few, requests go back to its queue.")
 @click.option("--seed", default=0, show_default=True)
-def main(bundle: str, requests: int, clients: int, max_batch: int, seed: int) -> None:
+def main(bundle: str, requests: int, clients: int, max_batch: int, memory: int | None, seed: int) -> None:
     """Print JSON: counts of each kind, failures, times of answers, and the server's memory after each tenth."""
     cases = direct_answers(bundle)
     command = [sys.executable, "-m", "wisparse", "serve", bundle, "--port", "0", "--max-batch", str(max_batch)]
+    if memory is not None:
+        command += ["--max-seq-len", "256", "--kv-cache-memory-bytes", str(memory)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         port = int(address_of(server).split(":")[2].partition("/")[0])
@@ -94,6 +99,9 @@ def main(bundle: str, requests: int, clients: int, max_batch: int, seed: int) ->
         log = (line for line in server.stderr or () if line.startswith("Traceback"))
         threading.Thread(target=tracebacks.extend, args=[log], daemon=True).start()
         found = soak(port, cases, requests, clients, seed, lambda: psutil.Process(server.pid).memory_info().rss)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            (line,) = (one for one in page.read().decode().splitlines() if one.startswith(_PREEMPTIONS))
+        found |= {"preemptions": int(float(line.split()[1])), "cache_bytes": memory}
     finally:
         server.terminate()
         code = server.wait(90)

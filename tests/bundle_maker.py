@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from runtime_models import make_checkpoint
 from tiny_bundle import tiny_recipe
@@ -15,6 +16,8 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord
 from wisparse.formats.write import write_bundle
 from wisparse.runtime.backends import make_decoder
+from wisparse.runtime.cuda.pages import PlainPages
+from wisparse.runtime.decoding import cache
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
@@ -83,6 +86,50 @@ def variant_bundles(folder: Path, names: Iterable[str]) -> dict[str, Bundle]:
         name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name, 0.3, 0.6))
         for name in names
     }
+
+
+def scarce(bundle: Bundle, backend: str, patch: pytest.MonkeyPatch, max_batch: int = 3, **settings: Any) -> Decoder:
+    """`small_chunks` with memory for one sequence alone, in pages of eight positions that hold no numbers before they
+    are written, nor again when they are given back."""
+    patch.setattr(cache, "_PAGE_POSITIONS", 8)
+    patch.setattr(cache, "_give_back", lambda x: x.view(torch.uint8).fill_(0xFF))
+    paging = cache.paging_of(bundle.config, settings.get("dtype", torch.float32), "auto", None)
+    size = paging.pages(64) * paging.page_bytes
+    decoder = small_chunks(bundle, backend, max_batch, kv_cache_memory_bytes=size, **settings)
+    for slot in range(max_batch):
+        assert decoder.cache.grow(slot, 1)
+        decoder.cache.release(slot)
+    return decoder
+
+
+class PoisonedPages(PlainPages):
+    """Pages hold no numbers before they are written, nor again when they are given back."""
+
+    page_bytes = 256
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__(size, device)
+        self.mapped = torch.zeros(size // self.page_bytes, dtype=torch.bool)
+        self._bytes.fill_(0xFF)  # NaN in every floating type
+
+    def map(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        self._mark(ranges, True)
+        return super().map(ranges)
+
+    def unmap(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._mark(ranges, False)
+
+    def _mark(self, ranges: Iterable[tuple[int, int]], mapped: bool) -> None:
+        for offset, count in ranges:
+            first, rest = divmod(offset, self.page_bytes)
+            assert rest == 0
+            assert (self.mapped[first : first + count] != mapped).all()
+            self.mapped[first : first + count] = mapped
+            self._bytes[offset : offset + count * self.page_bytes] = 0xFF
+
+    def check(self) -> None:
+        """Nobody has written what is not mapped."""
+        assert (self._bytes.view(-1, self.page_bytes)[~self.mapped] == 0xFF).all()
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:

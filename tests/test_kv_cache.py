@@ -1,17 +1,22 @@
-"""Keys and values stored in 8 bits: the codes, the back ends' agreement, what it costs and what it saves."""
+"""Keys and values: those stored in 8 bits (the codes, the back ends' agreement, what it costs and what it saves), and the
+pages that slots take and give back."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from bundle_maker import cpu_decoder, small_chunks
+from bundle_maker import cpu_decoder, scarce, small_chunks, tokens_of
 from bundle_maker import run as finish
 
 import wisparse
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import ContextLengthError, ResourceError
 from wisparse.formats.weight_types import KV_CACHE_DTYPES
-from wisparse.runtime.decoding.cache import KVCache, bytes_per_position, quantise, state_bytes
+from wisparse.runtime.cuda import pages
+from wisparse.runtime.decoding.cache import KVCache, bytes_per_position, mapped_bytes, quantise, state_bytes
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 
@@ -91,3 +96,152 @@ def test_bytes_are_counted(variant_bundle: Callable[[str], Path]) -> None:
     states = KVCache(config, 2, 10, torch.device("cpu"), torch.bfloat16, buffers=5).recurrent.values()
     each = state_bytes(config, torch.bfloat16)
     assert sum(tensor.nbytes for state in states for tensor in vars(state).values()) == 2 * 5 * each > 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_the_queue_waits_in_order_for_memory(
+    variant_bundle: Callable[[str], Path], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight pages of eight positions in each block. Who ends, or is cancelled, gives memory back; idle prefixes do."""
+    scheduler = Scheduler(scarce(Bundle.open(variant_bundle("llama")), backend, monkeypatch))
+    with pytest.raises(ContextLengthError, match="the prompt has 65 tokens and the context holds 64"):
+        scheduler.validate(Request(tokens_of(65), 1))
+    first, large, small = (scheduler.add(Request(tokens_of(size, size), 9)) for size in (30, 40, 5))
+    for _ in range(8):
+        scheduler.step()
+    assert scheduler.slots == [first, None, None]  # the small one does not overtake the one that has no room
+    assert (list(scheduler.waiting), scheduler.cache_usage) == ([large, small], 5 / 8)
+    scheduler.finish(first, "cancelled")
+    scheduler.step()
+    assert large in scheduler.slots
+    finish(scheduler)
+    assert large.first_token_time < small.first_token_time
+    assert (scheduler.cache_usage, scheduler.stats.preemptions) == (0, 0)
+    assert finish(scheduler, Request(tokens_of(63), 2)).cached_tokens == 0  # it has what all others held
+    assert finish(scheduler, Request(tokens_of(40, 40), 9)).output_token_ids == large.output_token_ids
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_the_youngest_makes_room(
+    variant_bundle: Callable[[str], Path], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has decoded is decoded again: in half precision a prompt's products have other bits."""
+    bundle, half = Bundle.open(variant_bundle("llama")), {"dtype": torch.bfloat16}
+    monkeypatch.setattr("wisparse.runtime.cpu.decoder.CpuDecoder.pieces_under_load", 1)  # of a chunk of 8
+    scheduler = Scheduler(scarce(bundle, backend, monkeypatch, **half))
+    requests = [scheduler.add(Request(tokens_of(20, seed), 40)) for seed in range(3)]
+    ended = []
+    while scheduler.busy:
+        ended += [request for request in scheduler.step() if request.finish_reason is not None]
+    assert ended == requests
+    assert scheduler.stats.preemptions >= 2
+    for request in requests:
+        alone = finish(Scheduler(small_chunks(bundle, backend, **half)), Request(request.prompt_token_ids, 40))
+        assert request.output_token_ids == alone.output_token_ids
+
+
+def test_memory_for_the_cache_is_checked(variant_bundle: Callable[[str], Path]) -> None:
+    with pytest.raises(ResourceError, match="kv_cache_memory_bytes: 1000 bytes hold 0 positions of one sequence"):
+        wisparse.load(variant_bundle("llama"), kv_cache_memory_bytes=1000)
+    with wisparse.load(variant_bundle("llama"), max_batch=None, kv_cache_memory_bytes=1 << 20) as model:
+        cache = model.decoder.cache
+        assert cache.pages * cache.paging.page_bytes <= 1 << 20
+        assert cache.peak_positions >= model.max_seq_len == 256
+
+
+class FakeDriver:
+    """The functions of libcuda.so.1 over so many pages; each address is mapped once, each page in one place."""
+
+    def __init__(self, left: int) -> None:
+        self.left, self.reserved = left, 0
+        self.mapped: dict[int, int] = {}
+        self.existing: set[int] = set()
+
+    def cuMemGetAllocationGranularity(self, size: Any, *_: Any) -> int:
+        size._obj.value = 2 << 20
+        return 0
+
+    def cuMemAddressReserve(self, address: Any, size: Any, *_: Any) -> int:
+        address._obj.value, self.reserved = 1 << 40, size.value
+        return 0
+
+    def cuMemCreate(self, handle: Any, *_: Any) -> int:
+        if len(self.existing) == self.left:
+            return 2
+        handle._obj.value = 1 + max(self.existing, default=0)
+        self.existing.add(handle._obj.value)
+        return 0
+
+    def cuMemMap(self, address: Any, size: Any, offset: Any, handle: Any, flags: Any) -> int:
+        assert (1 << 40) <= address.value < (1 << 40) + self.reserved
+        assert address.value not in self.mapped
+        assert handle.value in self.existing - set(self.mapped.values())
+        self.mapped[address.value] = handle.value
+        return 0
+
+    def cuMemSetAccess(self, address: Any, size: Any, *_: Any) -> int:
+        assert all(at in self.mapped for at in range(address.value, address.value + size.value, 2 << 20))
+        return 0
+
+    def cuMemUnmap(self, address: Any, size: Any) -> int:
+        del self.mapped[address.value]
+        return 0
+
+    def cuMemRelease(self, handle: Any) -> int:
+        self.existing.remove(handle.value)
+        return 0
+
+    def cuMemAddressFree(self, address: Any, size: Any) -> int:
+        self.reserved -= size.value
+        return 0
+
+    def cuGetErrorName(self, code: int, name: Any) -> int:
+        name._obj.value = b"CUDA_ERROR_INVALID_VALUE"
+        return 0
+
+
+@pytest.mark.parametrize("left", [100, 20])
+def test_pages_of_a_gpu_are_where_they_are_counted(
+    variant_bundle: Callable[[str], Path], left: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``left``: pages that the device has; the cache thinks of 25. In the end all are free."""
+    driver, device = FakeDriver(left), torch.device("cuda", 0)
+    monkeypatch.setattr(pages, "load_driver", lambda: driver)
+    for name in ("init", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+
+    class Faked(pages.CudaPages):
+        def tensor(self) -> torch.Tensor:
+            return torch.empty(self._size.value, dtype=torch.uint8)
+
+    config = Bundle.open(variant_bundle("gemma4")).config  # whose blocks differ in the bytes of a position
+    cache = KVCache(config, 4, 40000, device, torch.float32, memory=Faked, pages=25)
+    keys = cache.attention[0].keys
+    assert keys.stride(0) * 4 % (2 << 20) == 0
+    dice, refused = random.Random(0), 0
+    for _ in range(300):
+        slot, positions = dice.randrange(4), dice.randrange(1, 40001)
+        fits = cache.lacking(slot, positions) <= 0
+        if dice.random() < 0.3:
+            cache.release(slot)
+        elif cache.grow(slot, positions):
+            assert fits
+            assert cache.held[slot] >= positions
+        else:
+            refused += fits
+        assert len(driver.mapped) == sum(cache.taken) == cache.pages - cache.free
+        assert len(driver.existing) <= cache.pages
+        for size, (first, span, _) in zip(cache.paging.sizes, cache._regions, strict=True):
+            for number, held in enumerate(cache.held):
+                begin = (1 << 40) + first + number * span
+                assert all(at in driver.mapped for at in range(begin, begin + held * size, 2 << 20))
+    assert (refused > 0, cache.pages) == ((True, 20) if left == 20 else (False, 25))
+    assert ("others have taken the device's memory" in caplog.text) == (left == 20)
+    monkeypatch.setattr(driver, "cuMemMap", lambda *_: 1)
+    for slot in range(4):
+        cache.release(slot)
+    with pytest.raises(ResourceError, match="cuMemMap failed: CUDA_ERROR_INVALID_VALUE"):
+        cache.grow(0, 40000)
+    for _ in range(2):
+        cache.close()
+    assert (driver.mapped, driver.existing, driver.reserved, mapped_bytes[device]) == ({}, set(), 0, 0)

@@ -211,32 +211,33 @@ def test_the_speed_told_is_that_of_the_clock(model: Model, monkeypatch: pytest.M
 
 
 def test_default_limits(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``free``: positions that four times the share of the cache holds; the fewest are 256."""
-    position = 2 * 3 * 2 * 16 * 4  # keys and values, blocks, heads, head_dim, float32
-    for context, free, max_batch, expected in (
-        (256, 10**6, 1, 256), (256, 0, 1, 256), (5000, 10**6, 1, 5000), (5000, 1000, 1, 768), (5000, 1000, 3, 256),
-        (5000, 1200, 1, 1024),
+    """``free``: pages of 256 positions that four times the share of the cache holds; it has one at least."""
+    page = 256 * 2 * 3 * 2 * 16 * 4  # keys and values, blocks, heads, head_dim, float32
+    available = Mock()
+    monkeypatch.setattr("wisparse.runtime.decoding.decoder.available_bytes", available)
+    monkeypatch.setattr("wisparse.runtime.decoding.cache._PAGE_POSITIONS", 256)
+    config = Bundle.open(tiny.folder).config
+    for device, context, free, max_batch, max_seq_len, expected in (
+        ("cpu", 256, 4000, 1, None, (1, 256, 1)), ("cpu", 256, 0, 1, None, (1, 256, 1)),
+        ("cpu", 5000, 3, 1, None, (1, 768, 3)), ("cpu", 5000, 3, 4, None, (4, 768, 3)),
+        ("cpu", 5000, 4000, 3, None, (3, 5000, 60)),
+        # A server's batch: slots of 2,048 positions, or the context, or what was asked for, up to 8 on a CPU, 32 on a GPU.
+        ("cpu", 5000, 400, None, None, (8, 5000, 160)), ("cpu", 5000, 20, None, None, (2, 5000, 20)),
+        ("cpu", 5000, 1, None, 4000, (1, 4000, 16)), ("cpu", 10**5, 40, None, None, (5, 10240, 40)),
+        ("cuda", 5000, 400, None, None, (32, 5000, 640)), ("cuda", 5000, 1, None, 10, (2, 10, 2)),
+        # Where both are given a CPU's share is the larger one too.
+        ("cpu", 5000, 10, 3, 5000, (3, 5000, 28)), ("cpu", 5000, 10, 1, 200, (1, 200, 1)),
     ):  # fmt: skip
-        available = Mock(return_value=free * 4 * position + 1000)
-        monkeypatch.setattr("wisparse.runtime.decoding.decoder.available_bytes", available)
-        config = Bundle.open(tiny.folder).config
+        available.return_value = free * 4 * page + 1000
         object.__setattr__(config, "max_position_embeddings", context)
-        cpu = torch.device("cpu")
-        assert default_limits(config, torch.float32, cpu, max_batch, None, 1000) == (max_batch, expected)
-    # A server's batch: slots of 16,384 positions, or the context, or what was asked for, up to 8 on a CPU, 32 on a GPU.
-    for device, context, free, max_seq_len, expected in (
-        ("cpu", 5000, 10**6, None, (8, 5000)), ("cpu", 5000, 15500, None, (3, 5000)), ("cpu", 5000, 10, 4000, (1, 4000)),
-        ("cpu", 10**5, 40000, None, (2, 19968)), ("cuda", 5000, 10**6, None, (32, 5000)), ("cuda", 5000, 10, 10, (2, 10)),
-    ):  # fmt: skip
-        available.return_value = free * 4 * position + 1000
-        object.__setattr__(config, "max_position_embeddings", context)
-        assert default_limits(config, torch.float32, torch.device(device), None, max_seq_len, 1000) == expected
-    # Three states of a slot take as much as 3,000 positions.
-    monkeypatch.setattr("wisparse.runtime.decoding.decoder.state_bytes", lambda *_: 1000 * position)
-    available.return_value = 40000 * 4 * position + 1000
-    object.__setattr__(config, "max_position_embeddings", 5000)
-    for max_batch, expected in ((None, (5, 5000)), (10, (10, 768))):
-        assert default_limits(config, torch.float32, cpu, max_batch, None, 1000, states=3) == expected
+        found = default_limits(config, torch.float32, torch.device(device), max_batch, max_seq_len, 1000)
+        assert (*found[:2], found[2] / 3) == expected
+    # Three states of a slot take as much as a page.
+    monkeypatch.setattr("wisparse.runtime.decoding.decoder.state_bytes", lambda *_: page // 3)
+    available.return_value = 40 * 4 * page + 1000
+    for max_batch, expected in ((None, (4, 5000, 36)), (10, (10, 5000, 30))):
+        found = default_limits(config, torch.float32, torch.device("cpu"), max_batch, None, 1000, states=3)
+        assert (*found[:2], found[2] / 3) == expected
 
 
 def test_a_batch_as_large_as_memory_allows(tiny: Bundle) -> None:

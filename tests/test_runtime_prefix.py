@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import run, small_chunks, tokens_of, variant_bundles
+from bundle_maker import run, scarce, small_chunks, tokens_of, variant_bundles
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -204,19 +204,21 @@ ACTIONS = st.lists(
 @given(
     actions=ACTIONS, variant=st.sampled_from(["llama", "phi3-long", "gemma3"]), max_batch=st.integers(1, 3),
     policy=st.sampled_from(["dense", "half", "all"]), turn=st.sampled_from([0.0, 0.25]),
-    together=st.sampled_from([0, 45]),
+    together=st.sampled_from([0, 45]), short=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
-    bundles: dict[str, Bundle], decoders: dict[tuple[str, int], Decoder], monkeypatch: pytest.MonkeyPatch,
-    actions: list[tuple[Any, ...]], variant: str, policy: str, max_batch: int, turn: float, together: int,
+    bundles: dict[str, Bundle], decoders: dict[tuple[str, int, bool], Decoder], monkeypatch: pytest.MonkeyPatch,
+    actions: list[tuple[Any, ...]], variant: str, policy: str, max_batch: int, turn: float, together: int, short: bool,
 ) -> None:  # fmt: skip
-    """Whatever sparsity levels the others name, and the first tokens come in the order of the requests."""
+    """Whatever sparsity levels the others name, and if memory is ``short``; the first tokens come in the order of the
+    requests."""
     monkeypatch.setattr("wisparse.runtime.generation.scheduler.TURN_SECONDS", turn)
     bundle = bundles[variant]
-    if (variant, max_batch) not in decoders:
-        decoders[variant, max_batch] = small_chunks(bundle, max_batch=max_batch)
-    decoder = decoders[variant, max_batch]
+    if (variant, max_batch, short) not in decoders:
+        more = (monkeypatch,) if short else ()
+        decoders[variant, max_batch, short] = (scarce if short else small_chunks)(bundle, "torch", *more, max_batch)
+    decoder, cache = decoders[variant, max_batch, short], decoders[variant, max_batch, short].cache
     decoder.most_together = together
 
     def fresh() -> Scheduler:
@@ -247,6 +249,8 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
         elif action == "step":
             for _ in range(values[0]):
                 scheduler.step()
+                assert cache.free + sum(cache.taken) == cache.pages
+                assert all(map(int.__ge__, cache.held, cache.lengths))
         elif action == "cancel" and values[0] < len(requests):
             scheduler.finish(requests[values[0]], "cancelled")
         elif action == "start over":
@@ -264,5 +268,5 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
 
 
 @pytest.fixture(scope="module")
-def decoders() -> dict[tuple[str, int], Decoder]:
+def decoders() -> dict[tuple[str, int, bool], Decoder]:
     return {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bundle_maker import PoisonedPages
 from triton_decoder_cases import DEVICE, assert_as_exact, make_bundle, within_half_precision
 
 from wisparse.formats.errors import ContextLengthError, UsageError
@@ -17,8 +18,12 @@ from wisparse.runtime.cuda import step as cuda_step
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.cuda.wide import WideStep
+from wisparse.runtime.decoding.cache import paging_of
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
+from wisparse.runtime.generation.request import Request
+from wisparse.runtime.generation.scheduler import Scheduler
+from wisparse.runtime.generation.speculation import SpeculativeConfig
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 GREEDY = SamplingParams()
@@ -249,25 +254,33 @@ def test_a_prompts_beginning_serves_again_and_slots_are_decoded_where_they_are(l
     assert sorted({step.rows for step in launches}) == [1, 4]
 
 
-def test_the_cache_grows_as_sequences_do(monkeypatch):
-    """Behind a step that ran ahead, in the middle of a prompt, with counts; what other slots hold stays."""
-    monkeypatch.setattr(cuda_decoder, "_FIRST_POSITIONS", 4)
-
-    def story(decoder: Decoder) -> Iterator[object]:
-        start(decoder, 0, PROMPT[:3])
-        decoder.measure_sparsity(True)
-        yield run(decoder, torch.tensor([3]), 3)
-        decoder.prefill(1, PROMPT.repeat(3), 15, stop=6)
-        yield decoder.prefill(1, PROMPT.repeat(3), 15, start=6).argmax().item()
-        yield run(decoder, torch.tensor([4, 5]), 2)
-        yield pytest.approx(decoder.realised_sparsity(), abs=1e-9)
-        yield decoder.lengths
-
-    fast, _ = told(story, max_batch=2)
-    assert fast._cache.length == 24  # 4, 8, 16 and the most
-    small = make(CudaDecoder)
-    small.reserve(9)
-    assert small._cache.length == 9
+@pytest.mark.parametrize("stored", ["auto", "int8"])
+def test_scarce_memory_changes_no_token(stored, monkeypatch, launches):
+    """Prompts read together and one by one, copied beginnings, steps ahead, drafts' rows, slots that are given up. What is
+    not mapped holds no number and is written by nobody."""
+    monkeypatch.setattr(cuda_decoder, "PlainPages", PoisonedPages)
+    bundle = make_bundle("llama", 0.5, num_hidden_layers=1)
+    prompts = [PROMPT.tolist(), [*PROMPT.tolist()[:4], 9, 9], [5, 6], PROMPT.tolist()[:3]]
+    paging, found = paging_of(bundle.config, torch.float16, stored, PoisonedPages.page_bytes), {}
+    scarce = paging.pages(24) + paging.least
+    for pages in (None, scarce):
+        settings = {"dtype": torch.float16, "max_batch": 3, "max_seq_len": 24, "kv_cache_dtype": stored, "pages": pages}
+        decoder = CudaDecoder(bundle, device=DEVICE, **settings)
+        memory, cache = decoder.cache._memory, decoder.cache
+        decoder.prepare_prompts()
+        decoder.speculates = True
+        scheduler = Scheduler(decoder, speculative=SpeculativeConfig(prompt_lookup_min=1, prompt_lookup_max=2))
+        requests = [scheduler.add(Request(prompt, 9)) for prompt in prompts]
+        while scheduler.busy:
+            scheduler.step()
+            memory.check()
+            assert cache.free + sum(cache.taken) == cache.pages
+            assert all(map(int.__ge__, cache.held, cache.lengths))
+        found[pages] = [request.output_token_ids for request in requests]
+        assert (scheduler.stats.preemptions > 0) == (pages is not None)
+        assert scheduler.stats.drafts.drafts > 0
+        decoder.close()
+    assert found[scarce] == found[None]
 
 
 def test_a_step_ahead_is_forgotten_when_something_else_is_asked_for():

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 # What keys and values can be stored as beside the decoder's dtype, and the largest code.
 _CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-_PAGE_POSITIONS = 256  # of the largest block in a page that is only counted
+_PAGE_POSITIONS = 16  # of the largest block in a page that is only counted, as many as in a block of vLLM
 # Bytes of pages that exist, by device: torch's allocator does not know of them.
 mapped_bytes: Counter[torch.device] = Counter()
 

@@ -182,7 +182,7 @@ class Scheduler:
         request.most_positions = min(len(request.prompt_token_ids) + (request.max_new_tokens or limit) - 1, limit)
         request.processor = LogitsProcessor(request.sampling, request.prompt_token_ids, request.constraint)
         self._added += 1
-        request.number = self._added
+        request.number, request.num_prefilled = self._added, len(request.prompt_token_ids)
         self.waiting.append(request)
         return request
 
@@ -312,12 +312,14 @@ class Scheduler:
         request = self.waiting.popleft()
         self._culprits = [request]
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        positions = min(len(tokens) + 1, request.most_positions)
+        if self.decoder.verifies_alike:  # what was decoded will be decoded again: a prompt's products round otherwise
+            tokens = tokens[: request.num_prefilled]
         sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
         idle = [slot for slot, other in enumerate(self.slots) if other is None]
         slot, source, length = self.prefixes.choose(tokens, sparse, request.sparsity, idle)
         if request.needs_prompt_scores:
             request.prompt_scores, source, length = [], slot, 0
-        positions = min(len(tokens) + 1, request.most_positions)
         room = self._make_room(slot, positions, source)
         if not room and source != slot and source in idle:  # there is none for a copy
             slot = source
@@ -385,9 +387,23 @@ class Scheduler:
         return requests
 
     def _prefill_chunk(self, request: Request, size: int) -> list[Request]:
-        """Compute positions up to the next multiple of ``size``; after the last of them sample a token."""
+        """Compute positions up to the next multiple of ``size``; after the last of them sample a token. Of a request that
+        was taken out while it was decoded, decode some of its tokens again."""
         self._culprits = [request]
         slot, start, total = self.slots.index(request), request.num_computed_tokens, len(self._sequence)
+        if start == total:
+            done = start - len(request.prompt_token_ids)
+            again = request.output_token_ids[done:-1][: self.decoder.most_verified]
+            if again:
+                self.set_sparsity(request.sparsity)
+                self.decoder.verify([*[[]] * slot, again], [_IDLE] * (slot + 1))
+                self._sequence = torch.cat((self._sequence, torch.tensor(again)))
+                request.num_computed_tokens += len(again)
+                self._prefilled += size
+            else:
+                self.prefilling = None
+            self._culprits = []
+            return []
         sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
         score = partial(self._score_prompt, request) if request.needs_prompt_scores else None
         stop = min(next_chunk(start, size), total)
@@ -398,12 +414,12 @@ class Scheduler:
         self.prefixes.note(slot, list(request.prompt_token_ids[:stop]), total, sparse, request.sparsity)
         self._prefilled += stop - start
         request.num_computed_tokens = stop
-        if stop == total:
+        if stop == total == request.num_tokens:
             chosen = self._sample(logits[None], [request], [total])[0]
             self.prefilling = None
             self._append(request, chosen, time.perf_counter())
         self._culprits = []
-        return [request] if stop == total else []
+        return [request] if self.prefilling is None else []
 
     def _score_prompt(self, request: Request, logits: Tensor) -> None:
         """Score the next positions of a prompt, whose logits (n, V) these are, by the tokens that follow them."""
@@ -423,7 +439,7 @@ class Scheduler:
             # LongRoPE: keys cached with the short factors do not fit a longer sequence; prefill it anew.
             for slot, request in enumerate(rows):
                 if request is not None and request.num_tokens - 1 == self._switch:
-                    rows[slot] = None
+                    rows[slot], request.num_prefilled = None, request.num_tokens
                     self._take_out(request)
                     self.waiting.appendleft(request)
         while rows and rows[-1] is None:
