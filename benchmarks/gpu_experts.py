@@ -56,7 +56,8 @@ def calibrate(decoder: CudaDecoder, sparsity: float, tokens: int) -> list:
         settings.append((group, group.thresholds.clone()))
 
     ids = torch.randint(decoder.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(1))
-    decoder._cache.begin(0, 0)
+    decoder.cache.grow(0, tokens)
+    decoder.cache.begin(0, 0)
     decoder._observe = observe
     for _ in decoder._read(decoder._cache, 0, ids.to(decoder.device), tokens, 0, tokens):
         pass
@@ -66,6 +67,8 @@ def calibrate(decoder: CudaDecoder, sparsity: float, tokens: int) -> list:
 
 def step_ms(decoder: CudaDecoder, rows: int, blocks: int, runs: int) -> float:
     """Milliseconds of a captured step of the first ``blocks``."""
+    for slot in range(rows):
+        decoder.cache.grow(slot, CONTEXT + 12)
     step = decoder.step_for(rows, CONTEXT + 1)
     step.place(list(range(1, rows + 1)), [CONTEXT] * rows, list(range(rows)))
     replay = capture(partial(step.launch, indices=range(blocks)), decoder.device)

@@ -121,7 +121,8 @@ def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, 
             settings.append((group, group.thresholds.clone()))
 
         _switch_dense(decoder, False)
-        decoder._cache.begin(0, 0)
+        decoder.cache.grow(0, tokens)
+        decoder.cache.begin(0, 0)
         decoder._observe = observe
         for _ in decoder._read(decoder._cache, 0, ids, 0, 0, tokens):
             pass

@@ -289,6 +289,8 @@ class CudaDecoder(Decoder):
     @torch.inference_mode()
     def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
         sampled = sampled and self.dtype in SAMPLED_DTYPES
+        if self.head is not None and last > self.head.length:  # which would have the steps captured anew
+            self._grow_head(last)
         for index, group in enumerate(self._groups(slots)):
             for context in contexts_between(first, last):
                 step = self.step_for(len(group), context, index)

@@ -124,6 +124,7 @@ def _read_prompts(decoder: CudaDecoder, batch: int) -> None:
     ids = torch.randint(decoder.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
     for slot in range(batch):
         decoder.prefill(slot, ids, length)
+        decoder.cache.grow(slot, min(length + 2, decoder.max_seq_len))  # what the steps write
 
 
 def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None) -> DecodeStep:

@@ -103,8 +103,8 @@ class CudaPages:
                 where = ctypes.c_uint64(self._address + offset), ctypes.c_size_t(self.page_bytes), ctypes.c_size_t(0)
                 self._call("cuMemMap", *where, ctypes.c_uint64(self._unused[-1]), ctypes.c_uint64(0))
                 self._mapped[offset] = self._unused.pop()
-            where = ctypes.c_uint64(self._address + first), ctypes.c_size_t(count * self.page_bytes)
-            self._call("cuMemSetAccess", *where, ctypes.byref(self._access), ctypes.c_size_t(1))
+            begin, size = ctypes.c_uint64(self._address + first), ctypes.c_size_t(count * self.page_bytes)
+            self._call("cuMemSetAccess", begin, size, ctypes.byref(self._access), ctypes.c_size_t(1))
         return True
 
     def unmap(self, ranges: Iterable[tuple[int, int]]) -> None:

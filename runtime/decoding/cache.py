@@ -91,12 +91,15 @@ def _padded(size: int, multiple: int) -> int:
 
 
 class PagedMemory(Protocol):
-    """Addresses for ``size`` bytes on a device, of which pages are mapped; ``taken``: pages that exist."""
+    """Addresses for ``size`` bytes on a device, of which pages are mapped."""
 
     page_bytes: int
-    taken: int
 
     def __init__(self, size: int, device: torch.device) -> None: ...
+
+    @property
+    def taken(self) -> int:
+        """Pages that exist."""
 
     def tensor(self) -> Tensor:
         """(size,) uint8 over all of it; the first page must be mapped."""

@@ -367,15 +367,13 @@ class Decoder(ABC):
 
     def _grow_one(self, token_ids: Sequence[int]) -> None:
         """Make room for a token in each slot that is given one (none is negative); ContextLengthError if it is full."""
-        lengths = self._cache.lengths
-        full = next(
-            (slot for slot, one in enumerate(token_ids) if one >= 0 and lengths[slot] >= self.max_seq_len), None
-        )
-        if full is not None:
-            raise ContextLengthError(f"slot {full} is full: it holds {self.max_seq_len} positions")
+        lengths, held, head = self._cache.lengths, self._cache.held, self.head
         for slot, token in enumerate(token_ids):
-            if token >= 0:
-                self._grow(slot, lengths[slot] + 1)
+            length = lengths[slot]
+            if token >= 0 and (length >= held[slot] or (head is not None and length >= head.length)):
+                if length >= self.max_seq_len:
+                    raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
+                self._grow(slot, length + 1)
 
     def _grow_head(self, positions: int) -> None:
         assert self.head is not None

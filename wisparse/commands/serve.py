@@ -91,8 +91,9 @@ def command(
 
     with open_socket(host, port) as listener:
         settings = ServeSettings(name, max_queue, key, allowed_hosts(listener, hosts), cors)
-        memory = {"kv_cache_memory_bytes": kv_cache_memory_bytes}
-        model = load(opened, max_batch=max_batch, speculative=speculative_config, **memory, **loading)
+        model = load(
+            opened, max_batch=max_batch, kv_cache_memory_bytes=kv_cache_memory_bytes, speculative=speculative_config, **loading
+        )  # fmt: skip
         address = f"[{host}]" if ":" in host else host
         serving = (
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "
