@@ -1,6 +1,6 @@
 """Bundles with thresholds that really drop half of the channels, and a scheduler run to its end."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord
 from wisparse.formats.write import write_bundle
 from wisparse.runtime.backends import make_decoder
-from wisparse.runtime.cuda.pages import PlainPages
 from wisparse.runtime.decoding import cache
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.generation.request import Request
@@ -102,7 +101,7 @@ def scarce(bundle: Bundle, backend: str, patch: pytest.MonkeyPatch, max_batch: i
     return decoder
 
 
-class PoisonedPages(PlainPages):
+class PoisonedPages(cache.Pages):
     """Pages hold no numbers before they are written, nor again when they are given back."""
 
     page_bytes = 256
@@ -112,14 +111,14 @@ class PoisonedPages(PlainPages):
         self.mapped = torch.zeros(size // self.page_bytes, dtype=torch.bool)
         self._bytes.fill_(0xFF)  # NaN in every floating type
 
-    def map(self, ranges: Iterable[tuple[int, int]]) -> bool:
+    def map(self, ranges: Sequence[tuple[int, int]]) -> bool:
         self._mark(ranges, True)
         return super().map(ranges)
 
-    def unmap(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def unmap(self, ranges: Sequence[tuple[int, int]]) -> None:
         self._mark(ranges, False)
 
-    def _mark(self, ranges: Iterable[tuple[int, int]], mapped: bool) -> None:
+    def _mark(self, ranges: Sequence[tuple[int, int]], mapped: bool) -> None:
         for offset, count in ranges:
             first, rest = divmod(offset, self.page_bytes)
             assert rest == 0

@@ -259,7 +259,7 @@ def test_a_prompts_beginning_serves_again_and_slots_are_decoded_where_they_are(l
 def test_scarce_memory_changes_no_token(stored, monkeypatch, launches):
     """Prompts read together and one by one, copied beginnings, steps ahead, drafts' rows, slots that are given up. What is
     not mapped holds no number and is written by nobody."""
-    monkeypatch.setattr(cuda_decoder, "PlainPages", PoisonedPages)
+    monkeypatch.setattr(cuda_decoder, "Pages", PoisonedPages)
     bundle = make_bundle("llama", 0.5, num_hidden_layers=1)
     prompts = [PROMPT.tolist(), [*PROMPT.tolist()[:4], 9, 9], [5, 6], PROMPT.tolist()[:3]]
     paging, found = paging_of(bundle.config, torch.float16, stored, PoisonedPages.page_bytes), {}

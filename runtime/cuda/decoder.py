@@ -24,12 +24,12 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
-from ..decoding.cache import KVCache, memory_errors
+from ..decoding.cache import KVCache, Pages, memory_errors
 from ..decoding.decoder import Decoder, OnLogits, verified_settings
 from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
-from .pages import CudaPages, PlainPages
+from .pages import CudaPages
 from .prefill import (
     PIECE,
     Observer,
@@ -98,7 +98,7 @@ class CudaDecoder(Decoder):
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
         how = max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, max(2, self._state_buffers)
-        memory = CudaPages if device.type == "cuda" else PlainPages
+        memory = CudaPages if device.type == "cuda" else Pages
         self._cache = cache or KVCache(config, *how, memory=memory, pages=self._pages)
         self.prefill_chunk = chunk_size(config, dtype)
         self.pieces_under_load = max(2, self.prefill_chunk // PIECE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wisparse.formats.errors import ResourceError
 
-from ..decoding.cache import mapped_bytes
+from ..decoding.cache import Pages, mapped_bytes
 
 _OUT_OF_MEMORY = 2
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # of cuda.h's enumerations
@@ -47,9 +47,7 @@ def load_driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-class CudaPages:
-    """Addresses for ``size`` bytes; see ``decoding.cache.PagedMemory``."""
-
+class CudaPages(Pages):
     page_bytes = 2 << 20  # the granularity of every GPU that the decoder runs on; checked
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -76,18 +74,13 @@ class CudaPages:
         self._finalizer.atexit = False
 
     @property
-    def taken(self) -> int:
-        return len(self._mapped) + len(self._unused)
-
-    @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"shape": (self._size.value,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
     def tensor(self) -> Tensor:
         return torch.as_tensor(self, device=self._device)
 
-    def map(self, ranges: Iterable[tuple[int, int]]) -> bool:
-        ranges = list(ranges)
+    def map(self, ranges: Sequence[tuple[int, int]]) -> bool:
         lacking = sum(count for _, count in ranges) - len(self._unused)
         for _ in range(lacking):
             handle = ctypes.c_uint64()
@@ -97,6 +90,7 @@ class CudaPages:
                 if self._call("cuMemCreate", *how, allowed=_OUT_OF_MEMORY) == _OUT_OF_MEMORY:
                     return False
             self._unused.append(handle.value)
+            self.taken += 1
             mapped_bytes[self._device] += self.page_bytes
         for first, count in ranges:
             for offset in range(first, first + count * self.page_bytes, self.page_bytes):
@@ -107,7 +101,7 @@ class CudaPages:
             self._call("cuMemSetAccess", begin, size, ctypes.byref(self._access), ctypes.c_size_t(1))
         return True
 
-    def unmap(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def unmap(self, ranges: Sequence[tuple[int, int]]) -> None:
         torch.cuda.synchronize(self._device)
         for first, count in ranges:
             for offset in range(first, first + count * self.page_bytes, self.page_bytes):
@@ -146,24 +140,3 @@ def _free(
     mapped.clear()
     unused.clear()
     _checked(driver, "cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
-
-
-class PlainPages:
-    """The same where there is no GPU: ordinary memory, all of it there. Kernels are interpreted over it."""
-
-    page_bytes = 1 << 14
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._bytes, self.taken = torch.empty(size, dtype=torch.uint8, device=device), 0
-
-    def tensor(self) -> Tensor:
-        return self._bytes
-
-    def map(self, ranges: Iterable[tuple[int, int]]) -> bool:
-        return True
-
-    def unmap(self, ranges: Iterable[tuple[int, int]]) -> None:
-        return None
-
-    def close(self) -> None:
-        return None

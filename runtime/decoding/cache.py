@@ -13,10 +13,10 @@ import logging
 import mmap
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,26 +90,28 @@ def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-class PagedMemory(Protocol):
-    """Addresses for ``size`` bytes on a device, of which pages are mapped."""
+class Pages:
+    """Addresses for ``size`` bytes on a device, of which pages are mapped. Here, where kernels are interpreted, all are."""
 
-    page_bytes: int
+    page_bytes = 1 << 14
+    taken = 0  # pages that exist
 
-    def __init__(self, size: int, device: torch.device) -> None: ...
-
-    @property
-    def taken(self) -> int:
-        """Pages that exist."""
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._bytes = torch.empty(size, dtype=torch.uint8, device=device)
 
     def tensor(self) -> Tensor:
         """(size,) uint8 over all of it; the first page must be mapped."""
+        return self._bytes
 
-    def map(self, ranges: Iterable[tuple[int, int]]) -> bool:
+    def map(self, ranges: Sequence[tuple[int, int]]) -> bool:
         """Map pages at (offset, count); False, and nothing is mapped, if the device has no memory for them."""
+        return True
 
-    def unmap(self, ranges: Iterable[tuple[int, int]]) -> None: ...
+    def unmap(self, ranges: Sequence[tuple[int, int]]) -> None:
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return None
 
 
 class Stored(NamedTuple):
@@ -169,7 +171,7 @@ class KVCache:
         kv_cache_dtype: str = "auto",
         buffers: int = 1,
         *,
-        memory: type[PagedMemory] | None = None,
+        memory: type[Pages] | None = None,
         pages: int | None = None,
     ) -> None:
         """``kv_cache_dtype``: what keys and values are stored as, one of ``KV_CACHE_DTYPES``. ``buffers``: a recurrent
@@ -224,10 +226,12 @@ class KVCache:
         size, held = self.pages * self.paging.page_bytes / 1e9, self.pages / max(self.paging.pages(self.length), 1)
         return f"up to {size:.1f} GB, {int(held * self.length):,} positions"
 
-    @property
-    def peak_positions(self) -> int:
-        """Of one sequence that has all pages for itself."""
-        return self.paging.positions(self.pages, self.length)
+    def too_little(self, positions: int) -> ResourceError:
+        """What to raise where a sequence has no room for so many positions."""
+        return ResourceError(
+            f"no memory for {positions} positions of a sequence: all of the cache, {self}, holds "
+            f"{self.paging.positions(self.pages, self.length)} of one; end what else uses the device, or load with a smaller max_batch or max_seq_len"
+        )
 
     def lacking(self, slot: int, positions: int) -> int:
         """Pages that would have to be free for so many positions of a slot, and are not."""

@@ -359,11 +359,7 @@ class Decoder(ABC):
         if self.head is not None and positions > self.head.length:
             self._grow_head(positions)
         if not self._cache.grow(slot, positions):
-            cache, others = self._cache, sum(self._cache.taken) - self._cache.taken[slot]
-            raise ResourceError(
-                f"slot {slot}: expected memory for {positions} positions, {cache.paging.pages(positions)} pages, found "
-                f"{cache.pages} pages, of which other slots hold {others}: end what else uses the device's memory, or load with a smaller max_batch"
-            )
+            raise self._cache.too_little(positions)
 
     def _grow_one(self, token_ids: Sequence[int]) -> None:
         """Make room for a token in each slot that is given one (none is negative); ContextLengthError if it is full."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import ResourceError, UsageError, WisparseError
+from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.weight_types import sparse_from
 
 from ..decoding.decoder import PROMPTS_TOGETHER, Decoder, check_prompt, next_chunk
@@ -294,18 +294,12 @@ class Scheduler:
             youngest = max(self.running, key=lambda one: one.number)
             if youngest is request and len(self.running) == 1:
                 self._culprits = [request]
-                raise ResourceError(self._too_little(request.num_tokens))
+                raise self.decoder.cache.too_little(request.num_tokens)
             if not self.stats.preemptions:
                 log.warning("memory for keys and values is short: requests go back to the queue, to be read again")
             self.stats.preemptions += 1
             self._take_out(youngest)
             self.waiting.appendleft(youngest)
-
-    def _too_little(self, positions: int) -> str:
-        return (
-            f"no memory for {positions} positions of a sequence, found it for {self.decoder.cache.peak_positions}: end what "
-            "else uses the device, or load with a smaller max_batch or max_seq_len"
-        )
 
     def _admit(self) -> bool:
         """Give the first in the queue a slot, if there is memory for its tokens so far and one more."""
@@ -325,7 +319,7 @@ class Scheduler:
             slot = source
             room = self._make_room(slot, positions)
         if not room and not self.running:
-            raise ResourceError(self._too_little(positions))
+            raise self.decoder.cache.too_little(positions)
         if not room:
             self.waiting.appendleft(request)
             self._full, self._culprits = True, []
