@@ -64,8 +64,6 @@ def make_decoder(
     elif name == "triton":
         from .cuda.decoder import CudaDecoder as chosen
     refused = chosen.refusal(bundle.config, weights)
-    if refused is None and name == "triton" and bundle.recipe.graded and bundle.config.has_experts:
-        refused = "its kernels read experts' weights whole, not by planes"
     if refused is not None and backend == "auto" and name != "torch":
         reason, chosen = f"{name} cannot: {refused}", TorchDecoder
         refused = chosen.refusal(bundle.config, weights)
