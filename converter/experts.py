@@ -69,8 +69,8 @@ class ExpertProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.routing is not None
-        if x.is_cuda and self.bias is None and not (self.in_features % 8 or self.out_features % 8):
-            # One launch for all experts. It takes rows of 16 bytes and no bias.
+        if self.bias is None and not (self.in_features % 8 or self.out_features % 8):
+            # One launch for all experts, of a GPU. It takes rows of 16 bytes and no bias.
             return functional.grouped_mm(x, self.weight.transpose(1, 2), offs=self.routing.ends)
         biases = [None] * self.num_experts if self.bias is None else self.bias
         parts = zip(x.split(self.routing.counts), self.weight, biases, strict=True)
@@ -118,8 +118,9 @@ def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
     sorted_experts = flat[order]
     every = torch.arange(gate_proj.num_experts, device=flat.device)
     ends = torch.searchsorted(sorted_experts, every, right=True, out_int32=True)
+    routing = Routing(order // each, sorted_experts, ends)
     for module in modules.values():
-        module.routing = Routing(order // each, sorted_experts, ends)
+        module.routing = routing
     # Permutations and sums alone, whose gradients a GPU adds up in one order.
     x = hidden[:, None].expand(-1, each, -1).flatten(0, 1)[order]
     if gate_proj.planes > 1:
@@ -132,7 +133,8 @@ def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
     if down_proj.planes > 1:
         half = half.repeat(1, down_proj.planes)
     y = down_proj(half) * weights.flatten()[order, None]
-    return y[order.argsort()].view(len(hidden), each, -1).sum(1).to(hidden.dtype)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))  # the inverse
+    return y[back].view(len(hidden), each, -1).sum(1).to(hidden.dtype)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import cast
 
 import torch
@@ -42,7 +43,9 @@ _PANEL = 128
 # Of the change that makes up for the inputs' own error: all of it follows the calibration text too closely
 # (benchmarks/LOG.md). And what is added to the moments' diagonal for it, of its mean.
 _CORRECTION, _RIDGE = 0.5, 0.05
-# Rows whose scales are solved for together.
+# Numbers of the experts that are fitted together.
+_TOGETHER = 1 << 25
+# Rows whose scales are solved for together, of each expert.
 _ROWS = 1024
 _ENOUGH_TOKENS = 256  # of an expert to fit its weights to
 # To choose coordinates by: sequences and tokens of each, to fit and to mask with, and others to measure on.
@@ -54,93 +57,99 @@ _log = logging.getLogger("wisparse")
 def fit_int4(
     weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtype, cross: Tensor | None = None
 ) -> QuantizedMatrix:
-    """int4 codes without zero points for a weight (N, K), finite; ``group`` neighbouring channels share a scale.
+    """int4 codes without zero points for a weight (N, K), finite; ``group`` neighbouring channels share a scale. Of several
+    experts' weights (E, N, K) all at once, with moments (E, K, K): codes (E * N, K).
 
     ``moments`` (K, K) float32 is the sum of x xᵀ over the inputs x that the projection gets here, and ``cross`` that of
     z xᵀ with its inputs z in the dense model. GPTQ (arXiv:2210.17323) of the weight that, on x, comes nearer to W z
     (as arXiv:2504.02692 does), then scales of least squares for the codes found.
     """
-    rows, columns = weight.shape
-    target = weight.to(torch.float32)
+    columns = weight.shape[-1]
+    target, diagonal = weight.to(torch.float32), moments.diagonal(dim1=-2, dim2=-1)
     if cross is not None:
-        ridge = moments.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny) * _RIDGE
-        damped = moments + torch.diag(ridge.expand(columns))
-        target = target + _CORRECTION * torch.linalg.solve(damped, (target @ (cross - moments)).t()).t()
-    scales = search_scales(target, moments.diagonal(), group, scale_dtype)
-    order = torch.argsort(moments.diagonal(), descending=True, stable=True)
-    factor = _inverse_factor(moments[order][:, order])
-    left = target[:, order]
-    by_channel = scales.repeat_interleave(group, dim=1)[:, order]
+        ridge = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) * _RIDGE
+        damped = moments + torch.diag_embed(ridge.expand_as(diagonal))
+        target = target + _CORRECTION * torch.linalg.solve(damped, (target @ (cross - moments)).mT).mT
+    scales = search_scales(target, diagonal, group, scale_dtype)
+    order = torch.argsort(diagonal, descending=True, stable=True, dim=-1)
+    by_column, by_row = order.unsqueeze(-2), order.unsqueeze(-1)
+    sorted_moments = moments.gather(-2, by_row.expand_as(moments)).gather(-1, by_column.expand_as(moments))
+    factor = _inverse_factor(sorted_moments)
+    by_column = by_column.expand_as(target)
+    left = target.gather(-1, by_column)
+    by_channel = scales.repeat_interleave(group, dim=-1).gather(-1, by_column)
     codes = torch.empty_like(left)
     for first in range(0, columns, _PANEL):
         last = min(first + _PANEL, columns)
-        panel, lost = left[:, first:last], torch.empty(rows, last - first, device=weight.device)
+        panel = left[..., first:last]
+        lost = torch.empty_like(panel)
         for k in range(last - first):
-            scale, row = by_channel[:, first + k], factor[first + k, first:last]
-            code = torch.round(panel[:, k] / scale).clamp_(-8, 7)
-            codes[:, first + k] = code
-            lost[:, k] = (panel[:, k] - code * scale) / row[k]
-            panel[:, k:] -= torch.outer(lost[:, k], row[k:])
-        left[:, last:] -= lost @ factor[first:last, last:]
-    found = torch.empty_like(codes)
-    found[:, order] = codes
-    scales = _least_squares(target, moments, found, scales, scale_dtype)
-    return QuantizedMatrix("int4", pack_int4((found + 8).to(torch.uint8)), scales, None, group, (rows, columns))
+            scale, row = by_channel[..., first + k], factor[..., first + k, None, first:last]
+            code = torch.round(panel[..., k] / scale).clamp_(-8, 7)
+            codes[..., first + k] = code
+            lost[..., k] = (panel[..., k] - code * scale) / row[..., k]
+            panel[..., k:] -= lost[..., k, None] * row[..., k:]
+        left[..., last:] -= lost @ factor[..., first:last, last:]
+    found = torch.empty_like(codes).scatter_(-1, by_column, codes)
+    scales = _least_squares(target, moments, found, scales, scale_dtype).flatten(0, -2)
+    found = found.flatten(0, -2)
+    return QuantizedMatrix("int4", pack_int4((found + 8).to(torch.uint8)), scales, None, group, (len(found), columns))
 
 
 def _least_squares(target: Tensor, moments: Tensor, codes: Tensor, scales: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """Scales (N, G) that bring codes (N, K) nearest to the target on the moments' inputs, row by row: of the group's
-    own columns C_g, A_gh = C_gᵀ H C_h and b_g = C_gᵀ H w. Those that change by half or more stay as they were."""
-    groups, found = scales.shape[1], scales.clone()
-    group = codes.shape[1] // groups
-    for first in range(0, len(codes), _ROWS):
-        rows = slice(first, first + _ROWS)
-        code = codes[rows]
-        matrix = torch.empty(len(code), groups, groups, device=codes.device)
+    """Scales (..., N, G) that bring codes (..., N, K) nearest to the target on the moments' inputs, row by row: of the
+    group's own columns C_g, A_gh = C_gᵀ H C_h and b_g = C_gᵀ H w. Those that change by half or more stay as they were."""
+    groups, found = scales.shape[-1], scales.clone()
+    group = codes.shape[-1] // groups
+    for first in range(0, codes.shape[-2], _ROWS):
+        rows = (..., slice(first, first + _ROWS), slice(None))
+        code, given = codes[rows], scales[rows]
+        matrix = torch.empty(*code.shape[:-1], groups, groups, device=codes.device)
         for g in range(groups):
             columns = slice(g * group, (g + 1) * group)
-            matrix[:, g] = ((code[:, columns] @ moments[columns]) * code).unflatten(1, (groups, group)).sum(2)
-        wanted = ((target[rows] @ moments) * code).unflatten(1, (groups, group)).sum(2)
+            matrix[..., g, :] = (
+                ((code[..., columns] @ moments[..., columns, :]) * code).unflatten(-1, (groups, group)).sum(-1)
+            )
+        wanted = ((target[rows] @ moments) * code).unflatten(-1, (groups, group)).sum(-1)
         # Towards the scales that there are, where the codes do not say.
-        ridge = matrix.diagonal(dim1=1, dim2=2).mean(1, keepdim=True) * 1e-3 + 1e-20
-        matrix.diagonal(dim1=1, dim2=2).add_(ridge)
-        solved = torch.linalg.solve(matrix, wanted + ridge * scales[rows])
-        ratio = solved / scales[rows]
-        found[rows] = torch.where((ratio > 0.5) & (ratio < 1.5), solved, scales[rows])
+        ridge = matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) * 1e-3 + 1e-20
+        matrix.diagonal(dim1=-2, dim2=-1).add_(ridge)
+        solved = torch.linalg.solve(matrix, wanted + ridge * given)
+        ratio = solved / given
+        found[rows] = torch.where((ratio > 0.5) & (ratio < 1.5), solved, given)
     return found.to(scale_dtype).to(torch.float32)
 
 
 def search_scales(weight: Tensor, importance: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
-    """Scales (N, K / group), float32, of least rounding error, each channel's weighted by ``importance`` (K,)."""
-    groups = weight.to(torch.float32).unflatten(1, (-1, group))
-    weights = importance.to(torch.float32).clamp(min=0).unflatten(0, (-1, group))
+    """Scales (..., N, K / group), float32, of least rounding error, each channel's weighted by ``importance`` (..., K)."""
+    groups = weight.to(torch.float32).unflatten(-1, (-1, group))
+    weights = importance.to(torch.float32).clamp(min=0).unflatten(-1, (-1, group))
     # A channel that was never used still counts a little: a group of such has to have a scale.
-    weights = weights + weights.mean().clamp(min=1e-30) * 1e-6
-    largest = groups.abs().amax(2)
+    weights = (weights + weights.mean((-2, -1), keepdim=True).clamp(min=1e-30) * 1e-6).unsqueeze(-3)
+    largest = groups.abs().amax(-1)
     best = torch.full_like(largest, float("inf"))
     scales = torch.ones_like(largest)
     smallest = max(torch.finfo(scale_dtype).tiny, torch.finfo(torch.float32).tiny)
     for clip in _CLIPS:
         scale = (largest * (clip / _STEPS)).clamp(min=smallest).to(scale_dtype).to(torch.float32)
-        step = scale.unsqueeze(2)
-        loss = ((torch.round(groups / step).clamp_(-8, 7) * step - groups).square_() * weights).sum(2)
+        step = scale.unsqueeze(-1)
+        loss = ((torch.round(groups / step).clamp_(-8, 7) * step - groups).square_() * weights).sum(-1)
         better = loss < best
         best, scales = torch.where(better, loss, best), torch.where(better, scale, scales)
     return torch.where(largest > 0, scales, 1.0).contiguous()
 
 
 def _inverse_factor(moments: Tensor) -> Tensor:
-    """Upper Cholesky factor of the damped moments' inverse; more damping where rounding leaves them not definite."""
-    diagonal = moments.diagonal()
-    mean = diagonal.mean().clamp(min=torch.finfo(torch.float32).tiny)
-    damping = _DAMPING
+    """Upper Cholesky factors of the damped moments' inverses; more damping where rounding leaves them not definite."""
+    diagonal = moments.diagonal(dim1=-2, dim2=-1)
+    damping = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) * _DAMPING
     while True:
-        factor, failed = torch.linalg.cholesky_ex(moments + torch.diag((mean * damping).expand(len(moments))))
-        if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
-            if not failed:
-                return upper
-        damping *= 10
+        factor, failed = torch.linalg.cholesky_ex(moments + torch.diag_embed(damping.expand_as(diagonal)))
+        upper, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+        wrong = (failed != 0) | (failed_too != 0)
+        if not wrong.any():
+            return upper
+        damping = torch.where(wrong.unsqueeze(-1), 10 * damping, damping)
 
 
 def group_size(config: ModelConfig, weights: str = "int4") -> int:
@@ -186,20 +195,21 @@ def quantise_weights(
 
     def put(name: str, codes: Tensor, scales: Tensor) -> None:
         weight = weights_by_name[name]
-        matrices[name] = QuantizedMatrix(kind, codes, scales, None, group, (weight.shape[0], weight.shape[1]))
-        weight.copy_(matrices[name].dequantise(weight.dtype))
+        matrix = QuantizedMatrix(kind, codes, scales, None, group, (weight.shape[0], weight.shape[1]))
+        weight.copy_(matrix.dequantise(weight.dtype))
+        matrices[name] = replace(matrix, codes=codes.cpu(), scales=scales.cpu())
 
     def compute() -> dict[str, list[Tensor]]:
         assert group is not None
         with stages.progress.stage("Quantising", len(weights_by_name)) as stage:
             for name, matrix in _fitted(source, tokens, group, scale_dtype):
-                put(name, matrix.codes.cpu(), matrix.scales.cpu())
+                put(name, matrix.codes, matrix.scales)
                 stage.advance()
         return {name: [matrix.codes, matrix.scales] for name, matrix in matrices.items()}
 
     for name, (codes, scales) in stages.run("weights", compute).items():
         if name not in matrices:
-            put(name, codes, scales)
+            put(name, codes.to(source.device), scales.to(source.device))
     return matrices
 
 
@@ -223,16 +233,22 @@ def _fitted(
             if sharing[0].experts:
                 # Without ``cross``: in the dense model other tokens may have reached an expert.
                 inputs = [rows.split(counts) for rows, counts in _expert_inputs(flow, block, hidden, first, module)]
-                for expert in range(sharing[0].experts):
-                    x = torch.cat([rows[expert] for rows in inputs]).to(torch.float32)
-                    moments, total = x.t() @ x, total + 1
-                    rounded += len(x) < _ENOUGH_TOKENS
+                reached = [sum(len(rows[expert]) for rows in inputs) for expert in range(sharing[0].experts)]
+                few = [expert for expert, count in enumerate(reached) if count < _ENOUGH_TOKENS]
+                rounded, total = rounded + len(few), total + len(reached)
+                for projection, expert in product(sharing, few):
+                    weight = source.projections[projection.name].weight[expert]
+                    yield projection.parts[expert], quantise("int4", weight, group=group, scale_dtype=scale_dtype)
+                many = [expert for expert, count in enumerate(reached) if count >= _ENOUGH_TOKENS]
+                step = max(1, _TOGETHER // (module.in_features * module.out_features))
+                for some in (many[i : i + step] for i in range(0, len(many), step)):
+                    every = (torch.cat([rows[expert] for rows in inputs]).to(torch.float32) for expert in some)
+                    moments = torch.stack([x.t() @ x for x in every])
                     for projection in sharing:
-                        weight, part = source.projections[projection.name].weight[expert], projection.parts[expert]
-                        if len(x) < _ENOUGH_TOKENS:
-                            yield part, quantise("int4", weight, group=group, scale_dtype=scale_dtype)
-                        else:
-                            yield part, fit_int4(weight, moments, group, scale_dtype)
+                        weight = source.projections[projection.name].weight[some]
+                        matrix, rows = fit_int4(weight, moments, group, scale_dtype), weight.shape[1]
+                        for i, expert in enumerate(some):
+                            yield projection.parts[expert], matrix.rows(i * rows, (i + 1) * rows)
                 continue
             moments, cross = torch.zeros(2, module.in_features, module.in_features, device=module.weight.device)
             for batch, state in enumerate(hidden):

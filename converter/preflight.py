@@ -215,10 +215,12 @@ def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSett
     # A backward pass through one micro-batch: the scores of attention in float32, some rows of logits.
     attention = 6 * 4 * config.num_heads * length * length
     logits = 6 * 4 * min(LARGEST_LOGITS, tokens * config.vocab_size)
+    # The refinement's sums over four micro-batches, and its state, in float64: of experts many channels.
+    channels = 160 * sum(map(math.prod, scale_shapes(config).values()))
     # Keys and values while the model writes its own text, and as they grow.
     written = tokens * config.kv_size * dtype.itemsize
     cache = min(2 * written, 4 << 30) * 5 // 4 if settings.calibration == ("self",) else 0
-    return max(states, attention + logits, cache) + _BASE_BYTES
+    return max(states, attention + logits + channels, cache) + _BASE_BYTES
 
 
 def _spread_over(device: torch.device, free: int, working: int) -> dict[int | str, int] | None:

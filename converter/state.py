@@ -41,16 +41,21 @@ class Stages:
         """What ``compute`` gives (numbers, strings and tensors in containers), or gave to an interrupted run."""
         path, data = self.folder / f"{name}.stage" if self.folder is not None else None, None
         if path is not None and path.exists():
-            digest, data = path.read_bytes()[:64], path.read_bytes()[64:]
-            if digest != _digest(name, data):
+            read = memoryview(path.read_bytes())  # codes of a large model take gigabytes: few copies
+            data = read[64:] if self.processes.size == 1 else bytes(read[64:])
+            if read[:64] != _digest(name, data):
                 _log.warning("the state of stage %s is damaged and will be computed again (%s)", name, path)
                 data = None
         if (data := self.processes.broadcast(data)) is not None:
             return torch.load(io.BytesIO(data), weights_only=True)
         value = compute()
         if path is not None:
-            torch.save(value, buffer := io.BytesIO())
-            self._write(path.name, _digest(name, buffer.getvalue()) + buffer.getvalue())
+            buffer = io.BytesIO()
+            buffer.write(bytes(64))
+            torch.save(value, buffer)
+            content = buffer.getbuffer()
+            content[:64] = _digest(name, content[64:])
+            self._write(path.name, content)
         return value
 
     def open(self, folder: Path, fingerprint: dict[str, Any], *, default: bool = False) -> Stages:
@@ -80,7 +85,7 @@ class Stages:
         """Note which bundle is about to be renamed to its place."""
         self._write("state.json", json.dumps({**self.state, "bundle": manifest_sha256}).encode())
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _write(self, name: str, content: bytes | memoryview) -> None:
         if self.folder is not None:
             with _disk_errors(self.folder):
                 write_file(self.folder / name, content)
@@ -123,8 +128,10 @@ def _lock(folder: Path) -> IO[str]:
     return lock_file(folder / "lock", UsageError(busy))
 
 
-def _digest(name: str, data: bytes) -> bytes:  # with the name: a file that was renamed counts as damaged too
-    return hashlib.sha256(name.encode() + b"\0" + data).hexdigest().encode()
+def _digest(name: str, data: bytes | memoryview) -> bytes:
+    digest = hashlib.sha256(name.encode() + b"\0")  # with the name: a file that was renamed counts as damaged too
+    digest.update(data)
+    return digest.hexdigest().encode()
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

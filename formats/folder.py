@@ -165,7 +165,7 @@ def remove_files(folder: Path, names: Collection[str], last: Iterable[str] = (),
                 path.rmdir()
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes | memoryview) -> None:
     """Put a file in place, replacing what was there; a kill at any moment leaves the old one or the new one."""
     partial = path.with_name(path.name + PARTIAL)
     try:

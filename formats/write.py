@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
@@ -24,6 +25,7 @@ from .manifest import BUNDLE, FILE_NAME, FORMAT_VERSION, MANIFEST, SIDECAR, Mani
 from .model_config import LM_HEAD
 
 _MAX_COPIED_BYTES, _CHUNK_BYTES = 16 << 20, 32 << 20
+_SIDE_BY_SIDE = 4  # files of weights that are written at the same time
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -73,7 +75,18 @@ def write_bundle(
         free = shutil.disk_usage(out.parent).free
         if free < needed:
             raise ResourceError(f"{out.parent}: expected {needed:,} bytes of free disk, found {free:,}; make room")
-        sha256 = {name: _write_hashed(partial / name, _shard(source, shard, dtype)) for name, shard in weights.items()}
+        stopped = threading.Event()
+
+        def write(name: str) -> str:
+            return _write_hashed(partial / name, _shard(source, weights[name], dtype, stopped))
+
+        # A digest is the slowest part: one core each. A failure or an interrupt ends the others at their next piece.
+        pool = ThreadPoolExecutor(min(_SIDE_BY_SIDE, os.cpu_count() or 1))
+        try:
+            sha256 = dict(zip(weights, pool.map(write, weights), strict=True))
+        finally:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
         if second:
             embedding = "model.embed_tokens.weight"
             same = source.tensors[embedding].dtype == source.tensors[LM_HEAD].dtype
@@ -159,12 +172,14 @@ def _nbytes(info: TensorInfo, dtype: str) -> int:
     return info.nbytes // info.dtype.itemsize * _target(info, dtype).itemsize
 
 
-def _shard(source: Checkpoint, names: list[str], dtype: str) -> Iterator[bytes | memoryview]:
+def _shard(source: Checkpoint, names: list[str], dtype: str, stopped: threading.Event) -> Iterator[bytes | memoryview]:
     infos = [source.tensors[name] for name in names]
     yield build_header({info.name: (_target(info, dtype), info.shape) for info in infos}, {"format": "pt"})
     for info in infos:
         target = _target(info, dtype)
         for chunk in source.chunks(info.name, _CHUNK_BYTES):
+            if stopped.is_set():
+                return
             if target != info.dtype:
                 chunk = chunk.to(target)
                 if not is_finite(chunk):

@@ -16,7 +16,7 @@ from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.hub import fetch_bundle
-from wisparse.formats.machine import available_bytes, choose_device
+from wisparse.formats.machine import choose_device
 from wisparse.formats.manifest import unread
 from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
@@ -66,8 +66,6 @@ def make_decoder(
     elif name == "triton":
         from .cuda.decoder import CudaDecoder as chosen
     refused = chosen.refusal(bundle.config, weights)
-    if refused is None and name == "triton" and bundle.recipe.graded and bundle.config.has_experts:
-        refused = "its kernels read experts' weights whole, not by planes"
     if refused is not None and backend == "auto" and name != "torch":
         reason, chosen = f"{name} cannot: {refused}", TorchDecoder
         refused = chosen.refusal(bundle.config, weights)
@@ -78,9 +76,8 @@ def make_decoder(
     rounded = drafting[1] if drafting is not None and drafting[1] != "native" else None
     if rounded is not None and (refused := chosen.refusal(bundle.config, rounded)):
         raise UsageError(f"speculative: bits: back end {chosen.name} cannot: {refused}")
-    needed = weight_bytes(bundle, dtype, weights, chosen.keeps)
-    if chosen.maps_experts and needed > available_bytes(device):
-        needed = weight_bytes(bundle, dtype, weights, chosen.keeps, routed=False)
+    lack = chosen.lack_of_memory(bundle, device, dtype, weights)
+    needed = weight_bytes(bundle, dtype, weights, chosen.keeps, routed=lack is None)
     needed += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
     with memory_errors(device, "to begin with"):
         limits = default_limits(
@@ -104,7 +101,7 @@ def make_decoder(
     with memory_errors(device, "to load the model"):
         decoder = chosen(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch,
-            kv_cache_dtype=kv_cache_dtype, most_drafted=most_drafted, pages=pages,
+            kv_cache_dtype=kv_cache_dtype, most_drafted=most_drafted, pages=pages, lack=lack,
         )  # fmt: skip
         log.info("keys and values: %s, taken as sequences grow", decoder.cache)
         if drafting is not None:

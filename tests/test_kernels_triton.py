@@ -23,6 +23,7 @@ CASES = {
     "sampling on the device is its twin": "triton_sample_cases.py",
     "the decoder keeps its promises": "triton_runtime_cases.py",
     "a head drafts as on other back ends": "test_runtime_heads.py",
+    "graded experts are read by planes": "test_experts.py::test_graded_experts",
 }
 COMPILE = "triton_compile.py"
 # Each file takes minutes under the interpreter, and waits its turn for a core.

@@ -40,7 +40,14 @@ from wisparse.kernels.gpu.code_gemm import code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
-from wisparse.kernels.gpu.experts import Router, empty_experts, launch_experts, launch_router, plan_experts
+from wisparse.kernels.gpu.experts import (
+    ExpertLinear,
+    Router,
+    empty_experts,
+    launch_experts,
+    launch_router,
+    plan_experts,
+)
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
@@ -239,13 +246,20 @@ def delta(arch: int, dtype: torch.dtype = BF16) -> None:
     launch_delta_net(given, weights, DeltaMemory(one, state, 1, 1), rows, one, key_heads=16, eps=1e-5, pdl=arch >= 90)
 
 
+def of_experts(k: int, quant: tuple[str, int | None], dtype: torch.dtype) -> ExpertLinear:
+    """Qwen3-30B-A3B's: gate and up for k = 2048, down for k = 768."""
+    (kind, group), planes, widths = quant, 1, (768, 768) if k == 2048 else (2048,)
+    if kind == "graded":
+        kind, k, group, planes = "int4", 2 * k, 256, 2
+    return empty_experts(128, 8, kind, k, widths, group, dtype, META, planes=planes)
+
+
 def experts(
     arch: int, k: int, rows: int = 1, quant: tuple[str, int | None] = ("none", None), dense: bool = False,
     dtype: torch.dtype = BF16, biased: bool = False,
 ) -> None:  # fmt: skip
-    """Qwen3-30B-A3B's: gate and up for k = 2048, down for k = 768; ``biased``: as gpt-oss has them."""
-    gate_up, (kind, group) = k == 2048, quant
-    linear = empty_experts(128, 8, kind, k, (768, 768) if gate_up else (2048,), group, dtype, META)
+    """``biased``: as gpt-oss has them."""
+    gate_up, linear = k == 2048, of_experts(k, quant, dtype)
     linear = replace(linear, dense=dense, bias=empty(128, linear.out_features, dtype=dtype) if biased else None)
     output = "residual" if not gate_up else "clamped" if biased else "silu"
     chosen = plan_experts(linear, rows, output=output, ssq_parts=32, pdl=arch >= 90, clamp=(1.702, 7.0))
@@ -268,8 +282,7 @@ def many_experts(
     first_sparse: int | None = None,
     biased: bool = False,
 ) -> None:
-    gate_up, (kind, group) = k == 2048, quant
-    linear = empty_experts(128, 8, kind, k, (768, 768) if gate_up else (2048,), group, BF16, META)
+    gate_up, linear = k == 2048, of_experts(k, quant, BF16)
     bias = empty(128, linear.out_features) if biased else None
     linear = replace(linear, dense=first_sparse is None, bias=bias)
     groups = sort_by_expert(empty(1000, 8, dtype=I32), 128)
@@ -432,11 +445,12 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "router biased": partial(router, arch, bias=empty(129)),
         "router scaled": partial(router, arch, multiplier=0.02, expert_scale=empty(128)),
         **{f"experts {k} {quant[0]} {rows}{' dense' * dense}": partial(experts, arch, k, rows, quant, dense)
-           for k in (2048, 768) for quant in (("none", None), ("int8", None), ("int4", 128), ("fp8", None))
+           for k in (2048, 768) for quant in (("none", None), ("int8", None), ("int4", 128), ("fp8", None), ("graded", 128))
            for rows, dense in ((1, False), (1, True), (8, False))},
         **{f"many experts {k} {quant[0]}{'' if first is None else ' masked'}": partial(many_experts, arch, k, quant, first)
            for k, quant, first in (
                (2048, ("none", None), None), (768, ("none", None), 0), (2048, ("int4", 128), 0), (768, ("int8", None), None),
+               (2048, ("graded", 128), None), (768, ("graded", 128), 0),
            )},
         **{f"experts {k} {quant[0]} {rows}{' dense' * dense} biased": partial(experts, arch, k, rows, quant, dense, biased=True)
            for k in (2048, 768) for quant in (("none", None), ("int4", 128)) for rows, dense in ((1, False), (8, True))},

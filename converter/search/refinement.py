@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ class Refinement:
     def advance(self, found: Sequence[Tensor], channels: Channels, start: Tensor, target: float) -> None:
         """One step with the gradients of its micro-batches (`batch_gradient`). ``start`` (C,) is u before the first
         one, ``target`` the share of all parameters to drop."""
-        summed = torch.stack(list(found)).cumsum(0)[-1]  # in their order, whatever the device
+        summed = functools.reduce(torch.add, found)  # in their order, whatever the device
         widths, total = channels.lengths, sum(channels.sizes.values())
         counts = [len(start), len(start), len(widths), 1]
         gradient, slope, kept_channels, kl = (summed[:-1] / summed[-1]).split(counts)

@@ -40,13 +40,14 @@ class _Config(NamedTuple):
     """Compiled in."""
 
     k: int
+    planes: int  # 2 of graded weights, whose rows are two for each channel
     n: int  # of one projection
     stride: int
     projections: int
     chosen: int
     experts: int
     quant: str
-    group: int
+    group: int  # channels that share a scale
     masked: bool
     activation: str  # of gate_up; "": down
     clamp: tuple[float, float]  # as of ``common.Problem``
@@ -86,6 +87,7 @@ def _expert_gemm_kernel(
     x_ptr, weights, weight_ptr, out_ptr, groups, first_sparse, config: tl.constexpr
 ):  # as of expert_gemm; weight_ptr: of the pairs
     K: tl.constexpr = config.k
+    PLANES: tl.constexpr = config.planes
     N: tl.constexpr = config.n
     E: tl.constexpr = config.experts
     E_PAD: tl.constexpr = triton.next_power_of_2(config.experts)
@@ -119,34 +121,19 @@ def _expert_gemm_kernel(
             quant_scales += scales_before(wide, config)
             if quant_zeros is not None:
                 quant_zeros += scales_before(wide, config)
-        own = Weights(weights.weight_t + wide * (K * config.stride), None, None, None, quant_scales, quant_zeros)
-        scales = weights.scales + wide * (config.projections * K)
-        limit = tl.zeros((BLOCK_M,), tl.float32)
-        limit_up = limit
-        if config.masked:
-            masked = (pair // config.chosen >= first_sparse).to(tl.float32)
-            thresholds = weights.thresholds + expert * config.projections
-            limit = tl.load(thresholds) * masked
-            if GATED:
-                limit_up = tl.load(thresholds + 1) * masked
+        own = Weights(
+            weights.weight_t + wide * (K * PLANES * config.stride), None, weights.scales + wide * (config.projections * K),
+            weights.thresholds + expert * (config.projections * PLANES), quant_scales, quant_zeros,
+        )  # fmt: skip
+        masked = (pair // config.chosen >= first_sparse).to(tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
             k = start + lane
-            live = k < K
-            x = tl.load(x_at + k[None, :], mask=there[:, None] & live[None, :], other=0.0)
-            kept = x
-            if config.masked:
-                scale = tl.load(scales + k, mask=live, other=0.0)
-                kept = tl.where(is_dropped(x, scale[None, :], limit[:, None]), 0.0, x).to(dtype)
-            w = _weight_block(own, 0, n, start, k, config, dtype)
-            acc = tl.dot(kept, w, acc, input_precision="ieee")
+            x = tl.load(x_at + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
+            acc = _add_products(acc, x, own, masked, 0, n, start, k, config)
             if GATED:
-                if config.masked:
-                    scale = tl.load(scales + K + k, mask=live, other=0.0)
-                    x = tl.where(is_dropped(x, scale[None, :], limit_up[:, None]), 0.0, x).to(dtype)
-                w = _weight_block(own, 1, n, start, k, config, dtype)
-                up = tl.dot(x, w, up, input_precision="ieee")
+                up = _add_products(up, x, own, masked, 1, n, start, k, config)
         wanted = there[:, None] & (n < N)[None, :]
         if weights.bias is not None:
             bias_at = weights.bias + wide * (config.projections * N) + n
@@ -163,8 +150,29 @@ def _expert_gemm_kernel(
 
 
 @triton.jit
-def _weight_block(weights, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr, dtype: tl.constexpr):
-    """(BLOCK_K, BLOCK_N) numbers of a projection; of columns that do not exist any."""
+def _add_products(acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr):
+    """acc, and x (BLOCK_M, BLOCK_K) times a projection's rows ``k``; masked (BLOCK_M,): 1 for a row that is, else 0."""
+    PLANES: tl.constexpr = config.planes
+    dtype: tl.constexpr = x.dtype
+    kept = x
+    if config.masked:
+        scale = tl.load(weights.scales + PROJECTION * config.k + k, mask=k < config.k, other=0.0)[None, :]
+        thresholds = weights.thresholds + PROJECTION * PLANES
+        kept = tl.where(is_dropped(x, scale, (tl.load(thresholds) * masked)[:, None]), 0.0, x).to(dtype)
+    w = _weight_block(weights, PROJECTION, n, start, k, config, dtype, False)
+    acc = tl.dot(kept, w, acc, input_precision="ieee")
+    if PLANES == 2 and config.masked:  # the low plane of what is read by the high one alone
+        alone = tl.where(is_dropped(x, scale, (tl.load(thresholds + 1) * masked)[:, None]), -kept, 0.0).to(dtype)
+        w = _weight_block(weights, PROJECTION, n, start, k, config, dtype, True)
+        acc = tl.dot(alone, w, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _weight_block(
+    weights, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr, dtype: tl.constexpr, LOW: tl.constexpr
+):  # fmt: skip
+    """(BLOCK_K, BLOCK_N) numbers of a projection, LOW: of their low plane; of columns that do not exist any."""
     # Constants of their own, as in sparse_gemv_kernel.
     K: tl.constexpr = config.k
     STRIDE: tl.constexpr = config.stride
@@ -182,7 +190,8 @@ def _weight_block(weights, PROJECTION: tl.constexpr, n, start, k, config: tl.con
         EACH: tl.constexpr = 8 if QUANT == "int4" else 4
         FIRST: tl.constexpr = PROJECTION * ((config.n + BLOCK - 1) // BLOCK * BLOCK)
         word = (FIRST + tl.program_id(1) * BLOCK_N) // EACH
-        w = code_block(weights, word, start, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype)
+        PLANES: tl.constexpr = config.planes
+        w = code_block(weights, word, start, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype, PLANES, LOW)
     return w
 
 
@@ -195,8 +204,9 @@ def expert_gemm(
     pairs = len(groups.order)
     rows = pairs if activation else len(out)
     chosen = pairs // (len(x) if activation else rows)
-    experts, k, stride = linear.weight.data.shape
-    n, quant, group = linear.widths[0], linear.weight.quant, linear.weight.group
+    experts, _, stride = linear.weight.data.shape
+    k, planes, n, quant = linear.in_features, linear.weight.planes, linear.widths[0], linear.weight.quant
+    group = linear.weight.group // planes
     masked = first_sparse is not None and not linear.dense
     # As many rows as an expert has on average, in few sizes.
     block_m = max(16, min(64, triton.next_power_of_2(triton.cdiv(pairs, experts))))
@@ -207,12 +217,12 @@ def expert_gemm(
     if x.dtype == torch.float32:
         block_n = min(block_n, 64)
     # What a turn of the loop loads lies in shared memory stages - 1 times; of codes also their scales and zero points.
-    each = x.itemsize if quant == "none" else BITS[quant] / 8 + 4 * (1 if linear.weight.zeros is None else 2)
+    each = x.itemsize if quant == "none" else planes * BITS[quant] / 8 + 4 * (1 if linear.weight.zeros is None else 2)
     staged = block_k * (block_n * len(linear.widths) * each + block_m * x.itemsize)
     while stages > 1 and (stages - 1) * staged > (150_000 if gpu.arch == 80 else 220_000):
         stages -= 1
     config = _Config(
-        k, n, stride, len(linear.widths), chosen, experts, quant, group, masked, activation, clamp, block_m, block_n,
+        k, planes, n, stride, len(linear.widths), chosen, experts, quant, group, masked, activation, clamp, block_m, block_n,
         block_k, stages,
     )  # fmt: skip
     data = linear.weight

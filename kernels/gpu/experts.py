@@ -42,6 +42,7 @@ from .sparse_gemv import sparse_gemv_kernel
 from .weights import BITS, DeviceWeight, FusedLinear, LinearShape, empty_weight
 
 _ROUTER_ROWS = 4  # of the router's weights that a program has
+_MOST_ROWS = 2048  # of graded weights that a program has
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ExpertLinear:
 
     weight: DeviceWeight
     scales: Tensor  # (E, projections, K) float32, channel scales
-    thresholds: Tensor  # (E, projections) float32
+    thresholds: Tensor  # (E, projections * planes) float32
     dense: bool  # no channel is ever dropped
     chosen: int  # experts that a row reads
     bias: Tensor | None = None  # (E, N) of the weights' dtype
@@ -61,7 +62,7 @@ class ExpertLinear:
 
     @property
     def in_features(self) -> int:
-        return self.weight.data.shape[1]
+        return self.weight.data.shape[1] // self.weight.planes
 
     @property
     def out_features(self) -> int:
@@ -254,7 +255,8 @@ def expert_gemv_kernel(
     CHOSEN: tl.constexpr,  # experts of a row
 ):  # fmt: skip
     ADDS: tl.constexpr = problem.experts > 0
-    K: tl.constexpr = problem.k
+    ROWS: tl.constexpr = problem.k  # of the weights
+    K: tl.constexpr = problem.k // problem.planes
     N: tl.constexpr = problem.n
     PROJECTIONS: tl.constexpr = 1 + (1 if problem.n1 > 0 else 0)
     PAIRED: tl.constexpr = not ADDS
@@ -285,10 +287,10 @@ def expert_gemv_kernel(
         if quant_zeros is not None:
             quant_zeros += scales_before(expert, problem)
     weights = Weights(
-        weights.weight_t + expert * (K * problem.stride),
+        weights.weight_t + expert * (ROWS * problem.stride),
         bias,
         weights.scales + expert * (PROJECTIONS * K),
-        weights.thresholds + expert * PROJECTIONS,
+        weights.thresholds + expert * (PROJECTIONS * problem.planes),
         quant_scales,
         quant_zeros,
     )
@@ -354,6 +356,8 @@ def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile
     # Every split as many chunks as any other, or one less; of unquantized weights at least three.
     least = min(chunks, 3) if shape.quant == "none" else 1
     splits = max(1, min(each * processors // (pairs * count_tiles(shape.widths, block_n)), chunks // least))
+    if shape.planes > 1:  # a program's channels are in its registers
+        splits = max(splits, triton.cdiv(k, _MOST_ROWS))
     splits = triton.cdiv(chunks, triton.cdiv(chunks, splits))
     # As many spinning reducers in all as have a multiprocessor each.
     share = gpu._replace(multiprocessors=processors // max(1, pairs // max(1, adds)))
@@ -379,10 +383,11 @@ def launch_experts(
 
 def empty_experts(
     experts: int, chosen: int, quant: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype,
-    device: torch.device | str, *, zeros: bool = False,
+    device: torch.device | str, *, zeros: bool = False, planes: int = 1,
 ) -> ExpertLinear:  # fmt: skip
-    """Room for the weights of ``experts``, which ``store_columns`` of ``one`` fills; no mask is in force."""
-    one = empty_weight(quant, k, widths, group, dtype, "meta", zeros=zeros)
+    """Room for the weights of ``experts``, which ``store_columns`` of ``one`` fills; no mask is in force. k and
+    ``group`` count rows, as of ``empty_weight``."""
+    one = empty_weight(quant, k, widths, group, dtype, "meta", zeros=zeros, planes=planes)
     # Zeros: what is not stored, of a shared expert that is no multiple of the others' size, adds nothing.
     data, scales, points = (
         None if part is None else torch.zeros(experts, *part.shape, dtype=part.dtype, device=device)
@@ -391,6 +396,6 @@ def empty_experts(
     assert data is not None
     return ExpertLinear(
         replace(one, data=data, scales=scales, zeros=points),
-        torch.ones(experts, len(widths), k, device=device), torch.zeros(experts, len(widths), device=device), True,
-        chosen,
+        torch.ones(experts, len(widths), k // planes, device=device),
+        torch.zeros(experts, len(widths) * planes, device=device), True, chosen,
     )  # fmt: skip

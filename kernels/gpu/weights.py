@@ -278,20 +278,12 @@ def dequantize_block(weights, column, k, live, problem: tl.constexpr):
 
 
 @triton.jit
-def code_block(
-    weights, first_word, start, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    K: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, QUANT: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """The numbers (ROWS, COLUMNS) in dtype of the rows ``k``, which are ``start`` and those after it, 0 from K on, and
-    of the columns from those in word ``first_word`` on."""
-    INT4: tl.constexpr = QUANT == "int4"
-    EACH: tl.constexpr = 8 if INT4 else 4
-    word = first_word + tl.arange(0, COLUMNS // EACH)
-    at = weights.weight_t + k.to(tl.int64)[:, None] * STRIDE + word[None, :]
-    if K % ROWS == 0:  # noqa: SIM108 (resolved at compile time)
-        words = tl.load(at)
+def _values_of_words(at, live, MASKED: tl.constexpr, INT4: tl.constexpr, QUANT: tl.constexpr):
+    """The codes of words (R, W), each word's side by side: float32 (R, columns)."""
+    if MASKED:  # noqa: SIM108 (resolved at compile time)
+        words = tl.load(at, mask=live, other=0)
     else:
-        words = tl.load(at, mask=(k < K)[:, None] & (word >= 0)[None, :], other=0)
+        words = tl.load(at)
     # Joined, a word's columns stay side by side in the thread that has loaded it.
     if INT4:
         even = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
@@ -299,7 +291,27 @@ def code_block(
         code = tl.join(even, odd)
     else:
         code = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
-    value = code_values(tl.reshape(code, (ROWS, COLUMNS)) & (15 if INT4 else 255), QUANT)
+    EACH: tl.constexpr = 8 if INT4 else 4
+    code = tl.reshape(code, (words.shape[0], words.shape[1] * EACH))
+    return code_values(code & (15 if INT4 else 255), QUANT)
+
+
+@triton.jit
+def code_block(
+    weights, first_word, start, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    K: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, QUANT: tl.constexpr, dtype: tl.constexpr,
+    PLANES: tl.constexpr = 1, LOW: tl.constexpr = False,
+):  # fmt: skip
+    """The numbers (ROWS, COLUMNS) in dtype of the channels ``k``, which are ``start`` and those after it, 0 from K on,
+    and of the columns from those in word ``first_word`` on; LOW: of graded weights their low plane alone."""
+    INT4: tl.constexpr = QUANT == "int4"
+    EACH: tl.constexpr = 8 if INT4 else 4
+    word = first_word + tl.arange(0, COLUMNS // EACH)
+    at = weights.weight_t + k.to(tl.int64)[:, None] * (PLANES * STRIDE) + word[None, :] + (STRIDE if LOW else 0)
+    live = (k < K)[:, None] & (word >= 0)[None, :]
+    value = _values_of_words(at, live, K % ROWS != 0, INT4, QUANT)
+    if PLANES == 2 and not LOW:  # as in _widen_kernel
+        value = value * 16.0 - 128.0 + _values_of_words(at + STRIDE, live, K % ROWS != 0, INT4, QUANT)
     column = first_word * EACH + tl.arange(0, COLUMNS)
     if GROUP % ROWS == 0 or GROUP == K:
         scale_at = ((start // GROUP) * (STRIDE * EACH) + column)[None, :]

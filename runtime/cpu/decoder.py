@@ -50,7 +50,6 @@ _PREFIX_BLOCK = TorchDecoder.prefix_block_size
 
 class CpuDecoder(TorchDecoder):
     name: ClassVar[str] = "numba"
-    maps_experts = hasattr(os, "posix_fallocate")
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
     # A screen shows no more. Delivering takes two cores from the step, and what it needs is no longer in the caches: for each
     # token it would be a third of a small model's step.
@@ -85,10 +84,7 @@ class CpuDecoder(TorchDecoder):
         names = [f"{part}.weight" for projection in config.projections() for part in projection.parts]
         of_experts = [projection for projection in config.projections() if projection.experts]
         routed = {f"{part}.weight" for projection in of_experts for part in projection.parts}
-        mapped = self._mapped = None
-        if of_experts and self.maps_experts:
-            needed, free = weight_bytes(bundle, dtype, weights, self.keeps), available_bytes(self.device)
-            mapped = self._mapped = MappedMemory() if needed > free else None
+        mapped = self._mapped = None if self._lack is None else MappedMemory()
         # Reading, checksums and the transposition all run without the interpreter's lock.
         with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
 
@@ -98,7 +94,8 @@ class CpuDecoder(TorchDecoder):
 
             matrices = dict(zip(names, pool.map(read, names), strict=True))
         if mapped is not None:
-            mapped.close_files(needed, free, of_experts[0].chosen / of_experts[0].experts)
+            assert self._lack is not None
+            mapped.close_files(*self._lack, of_experts[0].chosen / of_experts[0].experts)
         self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
         graded = planes_of(bundle.masks) > 1
         self._embedding, head_type = embedding.data, "int8" if graded else WEIGHT_TYPES[weights].head
@@ -111,6 +108,15 @@ class CpuDecoder(TorchDecoder):
             return [CpuProjection(bundle, p, matrices[f"{part}.weight"], self.device, dtype, at) for at, part in parts]
 
         return read_all
+
+    @classmethod
+    def lack_of_memory(
+        cls, bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str
+    ) -> tuple[int, int] | None:
+        if not bundle.config.has_experts or not hasattr(os, "posix_fallocate"):
+            return None
+        needed, free = weight_bytes(bundle, dtype, weights, cls.keeps), available_bytes(device)
+        return (needed, free) if needed > free else None
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:

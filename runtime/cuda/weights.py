@@ -201,30 +201,37 @@ def _load_experts(own: list[Projection], shared: list[Projection], source: _Sour
         for expert, part in enumerate(projection.parts):
             weight = source.weight(f"{part}.weight", weights)
             if found is None:  # all are stored alike
-                codes = None if isinstance(weight, Tensor) else weight
+                kind, group, zeros = _stored_as(weight)
                 found = empty_experts(
-                    first.experts + pieces, first.chosen + pieces, codes.kind if codes else "none", first.in_features,
-                    tuple(one.out_features for one in own), codes.group if codes else None, source.dtype, source.device,
-                    zeros=codes is not None and codes.zeros is not None,
+                    first.experts + pieces, first.chosen + pieces, kind, weight.shape[1],
+                    tuple(one.out_features for one in own), group, source.dtype, source.device, zeros=zeros,
+                    planes=weight.shape[1] // first.in_features,
                 )  # fmt: skip
             _store(found.one(expert).weight, i, weight)
     assert found is not None
     for i, projection in enumerate(shared):
         weight = source.weight(f"{projection.name}.weight", weights)
-        kind, group = ("none", None) if isinstance(weight, Tensor) else (weight.kind, weight.group)
-        expected = (found.weight.quant, None if found.weight.group in (0, first.in_features) else found.weight.group)
-        if (kind, group) != expected or (down and group is not None and size % group):
+        width = size * found.weight.planes if down else size
+        other, of_shared, _ = _stored_as(weight)
+        if (other, of_shared) != (kind, group) or (down and group is not None and width % group):
             raise BundleError(
-                f"{projection.name}: expected weights as the experts', {expected[0]} in groups of {expected[1]}, found "
-                f"{kind} in groups of {group}; convert again"
+                f"{projection.name}: expected weights as the experts', {kind} in groups of {group}, found {other} in groups "
+                f"of {of_shared}; convert again"
             )
         for piece in range(pieces):
-            _store(found.one(first.experts + piece).weight, i, _piece(weight, piece * size, size, down))
+            _store(found.one(first.experts + piece).weight, i, _piece(weight, piece * width, width, down))
     bias: Tensor | None = None
     if first.bias:
         of_own = [torch.stack([source.tensor(f"{part}.bias") for part in projection.parts]) for projection in own]
         bias = torch.cat(of_own, dim=1)
     return replace(found, weight=without_default_zeros(found.weight), bias=bias)
+
+
+def _stored_as(weight: Tensor | QuantizedMatrix) -> tuple[str, int | None, bool]:
+    """Kind, group, and whether there are zero points."""
+    return (
+        ("none", None, False) if isinstance(weight, Tensor) else (weight.kind, weight.group, weight.zeros is not None)
+    )
 
 
 def _piece(weight: Tensor | QuantizedMatrix, first: int, size: int, down: bool) -> Tensor | QuantizedMatrix:
@@ -316,13 +323,14 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
                 continue
             experts, k = own[0].experts, linear.in_features
             scales.append(torch.stack([mask.channel_scale for mask in of_own], 1))
-            thresholds.append(limits.T.expand(experts, -1))
+            thresholds.append(limits.flatten().expand(experts, -1))
             if shared:  # its pieces: of down's input each has a part, zeros fill the last
                 of_shared, pieces = [masks[projection.name] for projection in shared], len(linear.scales) - experts
                 rows = torch.stack([mask.channel_scale for mask in of_shared])
                 parts = functional.pad(rows, (0, -rows.shape[1] % k)).view(len(rows), -1, k).transpose(0, 1)
                 scales.append(parts.expand(pieces, -1, -1))
-                thresholds.append(torch.tensor([mask.threshold for mask in of_shared]).expand(pieces, -1))
+                limits = torch.tensor([[*(mask.plane_thresholds or [mask.threshold])] for mask in of_shared])
+                thresholds.append(limits.flatten().expand(pieces, -1))
     # One transfer each: a transfer for every projection waits for the device as often.
     device = linears[0].scales.device
     flat, bounds = (torch.cat([part.flatten() for part in parts]).to(device) for parts in (scales, thresholds))

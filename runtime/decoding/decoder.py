@@ -53,7 +53,6 @@ class Decoder(ABC):
 
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # which of WEIGHT_TYPES it can hold weights as
-    maps_experts = False  # where they do not fit the free memory
     prefill_chunk: int  # positions of a prompt that are read together; chunks begin at multiples of it
     most_together = 0  # positions of short dense prompts that `prefill_together` reads; 0: it cannot
     together_seconds: ClassVar[float] = 0.001  # tokens that are decoded within this time are delivered together
@@ -94,11 +93,13 @@ class Decoder(ABC):
         cache: KVCache | None = None,
         most_drafted: int = 0,
         pages: int | None = None,
+        lack: tuple[int, int] | None = None,
     ) -> None:
         """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``;
         ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to read and append to;
-        ``most_drafted``: tokens of a draft, at most, that will be verified; ``pages``: of the cache, None: all."""
-        self.config, self._pages = bundle.config, pages
+        ``most_drafted``: tokens of a draft, at most, that will be verified; ``pages``: of the cache, None: all;
+        ``lack``: see `lack_of_memory`."""
+        self.config, self._pages, self._lack = bundle.config, pages, lack
         self._state_buffers = states_kept(most_drafted)
         self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
@@ -111,6 +112,13 @@ class Decoder(ABC):
     @abstractmethod
     def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
         """Read the weights, and allocate the cache unless one is given."""
+
+    @classmethod
+    def lack_of_memory(
+        cls, bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str
+    ) -> tuple[int, int] | None:
+        """Bytes needed and bytes free, where routed experts will be mapped from a file because they do not fit."""
+        return None
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
@@ -298,6 +306,7 @@ class Decoder(ABC):
             self._drafting = type(self)(
                 bundle, device=self.device, dtype=self.dtype, max_seq_len=self.max_seq_len, max_batch=self.max_batch,
                 weights=weights, kv_cache_dtype=self.kv_cache_dtype, cache=self._cache,
+                lack=self.lack_of_memory(bundle, self.device, self.dtype, weights),
             )  # fmt: skip
         self.draft_cost = self._drafting._step_seconds() / self._step_seconds()
         log.info("a drafted token takes %.2f of a step", self.draft_cost)
