@@ -285,7 +285,7 @@ def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[
     families = refusals()["families"]
     names = (name for name, row in families.items() if re.fullmatch("|".join(row["model_types"]), model_type))
     family = next(names, None)
-    if family == "experts" or _has_experts(config):
+    if family == "experts" or has_experts(config):
         family = "experts"
     elif config.get("is_encoder_decoder") is True:
         family = "encoder_decoder"
@@ -298,10 +298,10 @@ def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[
     return f"model_type {model_type!r:.80}{hint}; known ones: {known}"
 
 
-def _has_experts(config: Mapping[str, Any]) -> bool:
+def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the config, or that of the text model inside, counts experts: ``num_experts``, ``n_routed_experts``, …"""
     for key, value in config.items():
         counts = value if isinstance(value, list) else [value]
         if key.endswith("experts") and any(type(count) is int and count > 1 for count in counts):
             return True
-    return any(_has_experts(config[key]) for key in _INSIDE if isinstance(config.get(key), Mapping))
+    return any(has_experts(config[key]) for key in _INSIDE if isinstance(config.get(key), Mapping))

@@ -29,12 +29,13 @@ log = logging.getLogger("vllm.wisparse")
 class WisparseConfig(QuantizationConfig):
     """A bundle's masks. vLLM copies and pickles it: it holds open files or GPU memory only where layers run."""
 
-    def __init__(self, stored: str | None = None) -> None:
-        """``stored``: how ``config.json`` says that the weights are quantised."""
+    def __init__(self, refused: str | None = None) -> None:
+        """``refused``: why a bundle is, that need not be opened."""
         super().__init__()
-        self._stored = stored
+        self._refused = refused
         self._folder: Path | None = None  # of the bundle, once it was checked
         self._masks: Mapping[str, ProjectionMask] = {}
+        self._routers: frozenset[str] = frozenset()  # names of their weights
         self.rows: MaskedRows | None = None  # None until a process builds layers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class WisparseConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> WisparseConfig:
         """From the entry that `plugin` adds to a bundle's config."""
-        return cls(config.get("stored"))
+        return cls(config.get("refused"))
 
     @classmethod
     def override_quantization_method(
@@ -79,18 +80,12 @@ class WisparseConfig(QuantizationConfig):
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         require_known_version(vllm.__version__)
-        if self._stored is not None:
-            raise UnsupportedModelError(
-                f"expected a bundle of bf16, fp16 or fp32 weights in vLLM, found weights quantised by {self._stored}: "
-                "vLLM's kernels for them cannot leave channels unread; run the bundle dense here (VLLM_PLUGINS='' vllm "
-                "serve …) or with its masks by `wisparse serve`, or convert the unquantised model"
-            )
+        if self._refused is not None:
+            raise UnsupportedModelError(self._refused)
         bundle = Bundle.open(fetch_bundle(model_name, revision))
         unsupported = None
         if bundle.config.delta_net is not None:
             unsupported = "expected blocks with attention, found recurrent ones"
-        elif bundle.config.has_experts:
-            unsupported = "expected dense MLPs, found experts"
         elif bundle.config.architecture.full_heads:
             unsupported = "expected the same heads in every block, found blocks whose values are their keys"
         if unsupported is not None:
@@ -101,7 +96,7 @@ class WisparseConfig(QuantizationConfig):
         self._folder = bundle.folder
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Ours for the linear layers inside blocks, vLLM's own for all else."""
+        """Ours for the linear layers inside blocks, vLLM's own for all else: experts and their routers are dense."""
         if prefix.startswith("draft_model."):
             raise UnsupportedModelError("a bundle does not run as a draft model in vLLM yet: expected a dense draft")
         # The embedding asks first: a bad tensor-parallel size would fail later in a bare assertion of vLLM's.
@@ -110,8 +105,13 @@ class WisparseConfig(QuantizationConfig):
             return None
         if not prefix.startswith("model.layers."):
             return linear.UnquantizedLinearMethod()
+        # In vLLM's gpt_oss `self_attn` is `attn`; its qwen3_moe states `gate_up_proj` after this was given the mapping.
+        prefix = prefix.replace(".attn.", ".self_attn.")
+        if f"{prefix}.weight" in self._routers:
+            return linear.UnquantizedLinearMethod()
         parent, _, last = prefix.rpartition(".")
-        names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
+        fused = {"gate_up_proj": ["gate_proj", "up_proj"], **self.packed_modules_mapping}
+        names = [prefix] if prefix in self._masks else [f"{parent}.{part}" for part in fused.get(last, [last])]
         for name in names:
             if name not in self._masks:
                 raise BundleError(f"{name}: expected an entry in the bundle for this layer of vLLM's, found none")
@@ -140,11 +140,15 @@ class WisparseConfig(QuantizationConfig):
         settings = Settings.read(current.additional_config, os.environ, bundle.sparsity)
         chosen = bundle.at(settings.sparsity)
         self._masks = chosen.masks
+        blocks = enumerate(bundle.config.blocks)
+        self._routers = frozenset(f"model.layers.{i}.{one.experts.router}" for i, one in blocks if one.experts)
         if settings.prefill == "dense":
             watch_runners()
         levels = ", ".join(f"{level:g}" for level in bundle.levels if level)
         on, prefill = "on" if chosen.sparsity else "off", settings.prefill
-        log.info("masks %s: sparsity %g (the bundle has %s, and 0), prefill %s", on, chosen.sparsity, levels, prefill)
+        whole = ", experts are read whole" if self._routers else ""
+        said = "masks %s: sparsity %g (the bundle has %s, and 0), prefill %s%s"
+        log.info(said, on, chosen.sparsity, levels, prefill, whole)
         graphs = current.compilation_config.cudagraph_capture_sizes or [0]
         return MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
 

@@ -9,7 +9,7 @@ from typing import Any
 from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import MANIFEST, SIDECAR
 
-from .settings import NAME, require_known_version
+from .settings import NAME, require_known_version, why_quantised_is_refused
 
 log = logging.getLogger("vllm.wisparse")
 
@@ -62,7 +62,11 @@ def _with_bundles(parser: Any) -> type:
             stored = found.get("quantization_config")
             entry = {"quant_method": NAME}
             if isinstance(stored, dict):
-                entry["stored"] = str(stored.get("quant_method"))
+                refused = why_quantised_is_refused(found, stored)
+                if refused is None:
+                    log.warning("%s: masks off: vLLM's kernels for quantised experts run this bundle dense", model)
+                    return found, config
+                entry["refused"] = refused
             config.quantization_config = found["quantization_config"] = entry
             return found, config
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wisparse.formats.architectures import ARCHITECTURES, has_experts
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import expect
 
@@ -36,6 +37,32 @@ def require_known_version(found: str) -> None:
             f"vLLM: expected a version from {first} to before {before}, found {found}; install one "
             f"(pip install 'vllm>={first},<{before}') or run the dense model: VLLM_PLUGINS='' vllm serve …"
         )
+
+
+def why_quantised_is_refused(config: Mapping[str, Any], stored: Mapping[str, Any]) -> str | None:
+    """None where vLLM's own kernels are to run the bundle: with quantised experts that it can read.
+
+    config: of ``config.json``; stored: its ``quantization_config``."""
+    if not has_experts(config):
+        return (
+            f"expected a bundle of bf16, fp16 or fp32 weights in vLLM, found weights quantised by "
+            f"{stored.get('quant_method')}: vLLM's kernels for them cannot leave channels unread; run the bundle dense "
+            "here (VLLM_PLUGINS='' vllm serve …) or with its masks by `wisparse serve`, or convert the unquantised model"
+        )
+    row = ARCHITECTURES.get(str(config.get("model_type")))
+    groups = stored.get("config_groups")
+    given = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    reason = None
+    if row is not None and row.experts is not None and row.experts.together is not None:
+        reason = "found quantised ones apart, where vLLM reads those of a block in one tensor"
+    elif any("float" in str(group.get("weights")) and not group.get("input_activations") for group in given):
+        reason = "found fp8 with activations of 16 bits, for which vLLM has no kernel"
+    if reason is None:
+        return None
+    return (
+        f"{config.get('model_type')}: expected experts in bf16, fp16, int8 or int4 as vLLM reads them, {reason}; run the "
+        "bundle by `wisparse serve`, or convert the unquantised model"
+    )
 
 
 def require_cards(size: int, model: Any) -> None:
