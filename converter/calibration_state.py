@@ -201,10 +201,11 @@ def block_inputs(
     flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Collection[str], *, first: bool = False
 ) -> tuple[dict[str, Rows], Hidden]:
     """Run block ``index``; gives the inputs of its projections ``names`` at the counted tokens, in the model's
-    dtype, of which q, k and v share one copy, and the block's output. With ``first`` only of those that read the very
-    same tensor as the first one to run; no more of the block is run."""
+    dtype, of which q, k and v share one copy, and the block's output. With ``first`` only of those that read the same as
+    the first one to run; no more of the block is run."""
     if not hidden:  # this process has no micro-batch
         return {name: Rows.none(masked.projections[name]) for name in names}, []
+    sharing = [[one.name for one in group if one.name in names] for group in flow.config.shared_inputs(index)]
     parts: dict[str, list[Rows]] = {}
     reader: dict[str, str] = {}  # of the same tensor, the first
     out: Hidden = []
@@ -212,11 +213,10 @@ def block_inputs(
         seen: dict[str, Tensor] = {}
 
         def observe(name: str, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
-            if first and seen and x is not next(iter(seen.values())):
-                raise _Stop
             if name in names:
                 seen[name] = x
-                if first and len(seen) == len(names):
+                if first:
+                    seen.update(dict.fromkeys(next(group for group in sharing if name in group), x))
                     raise _Stop
 
         with masked.during(dense_tokens=~flow.counted[batch], observer=observe), contextlib.suppress(_Stop):
@@ -243,13 +243,14 @@ def final_thresholds(
 
     def decide(name: str, x: Rows, first: bool) -> None:
         """From the inputs of the counted tokens; ``first``: they are the normalised embeddings."""
-        found, threshold = Scores(x, scales[name], processes), 0.0
+        result[name] = (0.0, 0.0)
         if allocation[name] > 0.0:
+            found = Scores(x, scales[name], processes)
             gaps = Gaps(found, allocation[name])
             if first:
                 _add_vocabulary(gaps, calib, name, scales[name])
             threshold = gaps.threshold()
-        result[name] = (threshold, found.dropped(threshold) / found.total)
+            result[name] = (threshold, gaps.dropped(threshold) / found.total)
 
     hidden = flow.start()
     with masked.masking({}):

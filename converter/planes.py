@@ -46,11 +46,12 @@ def read_in_planes(source: SourceModel, matrices: Mapping[str, QuantizedMatrix])
         name, module = projection.name, projections[projection.name]
         wholes: list[Tensor] = []
         for part in projection.parts:
-            matrix, shift, planes = matrices[part], sum(PLANE_BITS), []
-            for bits, plane in zip(PLANE_BITS, split_planes(matrix.codes), strict=True):
+            device, shift, planes = module.weight.device, sum(PLANE_BITS), []
+            scales = matrices[part].scales.to(device)
+            for bits, plane in zip(PLANE_BITS, split_planes(matrices[part].codes.to(device)), strict=True):
                 shift -= bits
-                codes = replace(matrix, codes=plane, scales=matrix.scales * 2.0**shift)
-                planes.append(codes.dequantise(module.weight.dtype).to(module.weight.device))
+                codes = replace(matrices[part], codes=plane, scales=scales * 2.0**shift)
+                planes.append(codes.dequantise(module.weight.dtype))
             wholes.append(torch.cat(planes, dim=1))
         if isinstance(module, ExpertProjection):
             role, numbers = projection.role, torch.stack(wholes)

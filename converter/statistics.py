@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ _NEAR = 1e-3
 _SORT_LIMIT = 1 << 26
 # Scores counted at once, about: each takes some 20 bytes on the way.
 _CHUNK = 1 << 24
-_BINS = 1 << 16
+# Scores that tell about where a rank is, and how far off it may be at first, as a fraction of all scores.
+_SAMPLE, _MARGIN = 1 << 20, 4e-3
 
 
 def weight_norm(weight: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ class Scores:
         inputs = Rows(inputs) if isinstance(inputs, Tensor) else inputs
         step = max(1, _CHUNK // inputs.x.shape[1])
         self._chunks = [inputs[first : first + step] for first in range(0, max(1, len(inputs.x)), step)]
-        self.device, self.processes, self._scale = inputs.x.device, processes, scale
+        self.device, self.processes, self._inputs, self._scale = inputs.x.device, processes, inputs, scale
         self._only = self._scores(inputs) if len(self._chunks) == 1 else None
         self.total = int(processes.add(torch.tensor(inputs.x.numel(), device=self.device)))
 
@@ -58,10 +59,21 @@ class Scores:
         else:
             yield from map(self._scores, self._chunks)
 
-    def dropped(self, threshold: float) -> int:
-        """How many a mask of ``threshold`` drops, of all processes."""
-        kept = torch.stack([reference.kept(chunk, threshold).count_nonzero() for chunk in self]).sum()
-        return self.total - int(self.processes.add(kept))
+    def sample(self) -> Tensor:
+        """Every so many-th of this process's scores, over all tokens and channels, ascending."""
+        inputs, scale = self._inputs, self._scale.to(self.device)
+        every = max(1, inputs.x.numel() // _SAMPLE) | 1  # odd, as widths are mostly even: one channel after another
+        at = torch.arange(0, inputs.x.numel(), every, device=self.device)
+        row, channel = at // inputs.x.shape[1], at % inputs.x.shape[1]
+        scale = scale[channel] if inputs.experts is None else scale[inputs.experts[row], channel]
+        return _sorted(reference.scores(inputs.x[row, channel], scale))
+
+
+def _sorted(values: Tensor) -> Tensor:
+    if values.device.type != "cpu":
+        return values.sort().values
+    values.numpy().sort()  # in place, and ten times as fast as torch, which finds the permutation too
+    return values
 
 
 def score_quantiles(scores: Scores, sparsities: Sequence[float]) -> list[float]:
@@ -86,78 +98,94 @@ def next_float(value: float) -> float:
 
 def ranked(scores: Scores, ranks: Sequence[int]) -> list[tuple[float, int, int]]:
     """The values at ``ranks`` of the sorted scores, from 0: (value, how many are smaller, how many are not larger)."""
-    on_cpu = scores.device.type == "cpu"
-    # On a GPU a few values are found faster by counting.
-    if scores.total > _SORT_LIMIT or (not on_cpu and len(ranks) <= 4):
-        return _counted_ranks(scores, ranks)
+    on_cpu, few = scores.device.type == "cpu", len(ranks) <= 4
+    if scores.total > _SORT_LIMIT or (few and not on_cpu):
+        return [Window(scores, rank, rank).at(rank) for rank in ranks]
     values = torch.cat([chunk.reshape(-1) for chunk in scores])
     if scores.processes.size > 1:
         values = torch.cat(scores.processes.gather(values.cpu())).to(values.device)
-    if on_cpu:  # numpy sorts ten times as fast as torch, which finds the permutation too
+    if on_cpu and few:
         array = values.numpy()
-        if len(ranks) <= 4:
-            array.partition(sorted(set(ranks)))
-            return [(float(v), int((array < v).sum()), int((array <= v).sum())) for v in array[list(ranks)]]
-        array.sort()
-    else:
-        values = values.sort().values
+        array.partition(sorted(set(ranks)))
+        return [(float(v), int((array < v).sum()), int((array <= v).sum())) for v in array[list(ranks)]]
+    values = _sorted(values)
     chosen = values[torch.tensor(ranks, device=values.device)]
     below, through = (torch.searchsorted(values, chosen, right=right) for right in (False, True))
     return list(zip(chosen.tolist(), below.tolist(), through.tolist(), strict=True))
 
 
-def _counted_ranks(scores: Scores, ranks: Sequence[int]) -> list[tuple[float, int, int]]:
-    """`ranked` by counting bits, which order like the floats where these are not negative: the upper 16 bits of all
-    scores first, then the lower 16 of those in the bin that holds a rank."""
+class Window:
+    """The distinct scores around those at ranks ``first`` to ``last``, from 0, and how many each stands for, of all
+    processes: exact, by one pass over the scores where a sample tells about where the ranks are, else by more."""
 
-    def count(bits_of: Callable[[Tensor], Tensor]) -> Tensor:
-        counts = torch.zeros(_BINS, dtype=torch.int64, device=scores.device)
-        for chunk in scores:
-            counts += torch.bincount(bits_of(chunk.reshape(-1).contiguous().view(torch.int32)), minlength=_BINS)
-        return scores.processes.add(counts).cumsum(0).cpu()
+    def __init__(self, scores: Scores, first: int, last: int) -> None:
+        sample, processes, margin = scores.sample().nan_to_num(nan=math.inf), scores.processes, _MARGIN
+        while True:
+            low, high = math.inf, -math.inf  # of a process without tokens
+            if len(sample):
+                begin = math.floor(len(sample) * (first / scores.total - margin)) - 1
+                end = math.ceil(len(sample) * (last / scores.total + margin)) + 1
+                low = float(sample[begin]) if begin >= 0 else -math.inf
+                high = float(sample[end]) if end < len(sample) else math.inf
+            bounds = processes.gather((low, high))
+            low, high = min(one for one, _ in bounds), max(one for _, one in bounds)
+            counts, inside = torch.zeros(2, dtype=torch.int64, device=scores.device), []
+            for chunk in scores:
+                flat = chunk.reshape(-1)
+                # Those equal to the lowest are counted, not kept: they may be most of all, zeros of a ReLU.
+                counts += torch.stack(((flat < low).count_nonzero(), (flat == low).count_nonzero()))
+                inside.append(flat[(flat > low) & (flat <= high)])
+            below, equal = processes.add(counts).tolist()
+            values, repeats = torch.cat(inside).unique(return_counts=True)
+            if processes.size > 1:
+                parts = processes.gather((values.cpu(), repeats.cpu()))
+                values, which = torch.cat([one for one, _ in parts]).unique(return_inverse=True)
+                every = torch.cat([one for _, one in parts])
+                repeats = torch.zeros(len(values), dtype=torch.int64).index_add_(0, which, every)
+            self.values = torch.cat((torch.tensor([low]), values.cpu()))
+            self._repeats = torch.cat((torch.tensor([equal]), repeats.cpu()))
+            self._below, self._through, self._total = below, below + self._repeats.cumsum(0), scores.total
+            # Where bounds no longer leave anything out, a rank beyond them is that of a NaN.
+            if (below <= first and last < int(self._through[-1])) or (low, high) == (-math.inf, math.inf):
+                return
+            margin *= 8
 
-    def find(sums: Tensor, rank: int) -> tuple[int, int, int]:
-        """The bin of a rank, and how many are below it and through it."""
-        found = int(torch.searchsorted(sums, rank, right=True))
-        return found, int(sums[found - 1]) if found else 0, int(sums[found])
+    def at(self, rank: int) -> tuple[float, int, int]:
+        """As `ranked`; the largest are NaN."""
+        found = int(torch.searchsorted(self._through, rank, right=True))
+        if found == len(self.values):
+            return math.nan, int(self._through[-1]), self._total
+        through = int(self._through[found])
+        return float(self.values[found]), through - int(self._repeats[found]), through
 
-    upper = count(lambda bits: bits >> 16)
-    lower: dict[int, Tensor] = {}
-    result = []
-    for rank in ranks:
-        high, before, _ = find(upper, rank)
-        if high not in lower:
-            lower[high] = count(lambda bits, high=high: bits[bits >> 16 == high] & 0xFFFF)  # type: ignore[misc]
-        low, below, through = find(lower[high], rank - before)
-        value = torch.tensor(high << 16 | low, dtype=torch.int32).view(torch.float32).item()
-        result.append((value, before + below, before + through))
-    return result
+    def dropped(self, threshold: float) -> int:
+        """How many a mask of ``threshold``, within the window, drops, of all processes."""
+        return self._below + int(self._repeats[self.values < threshold].sum())
 
 
 class Gaps:
     """The distinct scores near the quantile of a sparsity in (0, 1), and the widest gap between two of them."""
 
     def __init__(self, scores: Scores, sparsity: float) -> None:
-        self._processes = scores.processes
-        self._low, self._high = self._around(scores, sparsity)
-        self._values = [torch.tensor([self._low, self._high])]
-        for chunk in scores:
-            self.add(chunk)
-
-    @staticmethod
-    def _around(scores: Scores, sparsity: float) -> tuple[float, float]:
-        """Two scores such that any threshold above the one, up to the other, drops ``sparsity`` within `_NEAR`; further
-        off only where so many scores tie that they decide: then they and a neighbour."""
-        total = scores.total
+        """Between two scores such that any threshold above the one, up to the other, drops ``sparsity`` within `_NEAR`;
+        further off only where so many scores tie that they decide: then they and a neighbour."""
+        total, self._processes = scores.total, scores.processes
         wanted, near = sparsity * total, _NEAR * total
-        fewest = max(1, min(round(wanted), math.ceil(wanted - near)))
-        most = min(total - 1, max(round(wanted), math.floor(wanted + near)))
-        (low, below, through), (high, _, _) = ranked(scores, [fewest - 1, max(most, 0)])
-        if low < high:
-            return low, high
-        if through - wanted < wanted - below:
-            return low, ranked(scores, [through])[0][0] if through < total else math.inf
-        return ranked(scores, [below - 1])[0][0] if below else 0.0, low
+        first = max(1, min(round(wanted), math.ceil(wanted - near))) - 1
+        last = max(0, min(total - 1, max(round(wanted), math.floor(wanted + near))))
+        window = Window(scores, first, last)
+        (low, below, through), (high, _, _) = window.at(first), window.at(last)
+        if not low < high:
+            up = through - wanted < wanted - below
+            neighbour = through if up else below - 1
+            high, low = (math.inf, low) if up else (low, 0.0)  # where there is none
+            if 0 <= neighbour < total:
+                window = Window(scores, min(first, neighbour), max(last, neighbour))
+                value = window.at(neighbour)[0]
+                low, high = (low, value) if up else (value, high)
+        self.dropped, self._low, self._high = window.dropped, low, high
+        self._values = [torch.tensor([low, high])]
+        self.add(window.values)
 
     def add(self, scores: Tensor) -> None:
         """More scores, of any shape, that a threshold must keep away from; the quantile stays what it is."""
