@@ -224,12 +224,14 @@ def test_pages_of_a_gpu_are_where_they_are_counted(
         fits = cache.lacking(slot, positions) <= 0
         if dice.random() < 0.3:
             cache.release(slot)
+        elif dice.random() < 0.3:
+            assert cache.claim(slot, positions) == fits
         elif cache.grow(slot, positions):
             assert fits
             assert cache.held[slot] >= positions
         else:
             refused += fits
-        assert len(driver.mapped) == sum(cache.taken) == cache.pages - cache.free
+        assert len(driver.mapped) <= sum(cache.taken) == cache.pages - cache.free
         assert len(driver.existing) <= cache.pages
         for size, (first, span, _) in zip(cache.paging.sizes, cache._regions, strict=True):
             for number, held in enumerate(cache.held):

@@ -48,6 +48,8 @@ from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 
 log = logging.getLogger(__name__)
 
+# Positions that each slot of a server has memory for from the start: mapping a page takes about 0.1 ms.
+_READY_POSITIONS = 2048
 # Which of the steps that serve a batch together, rows, KV splits.
 _StepKey = tuple[int, int, int]
 
@@ -311,6 +313,10 @@ class CudaDecoder(Decoder):
     def prepare_prompts(self) -> None:
         if self.head is not None and self.head.length < self.max_seq_len:  # graphs keep its addresses
             self._grow_head(self.max_seq_len)
+        cache = self._cache
+        ready = cache.paging.positions(cache.pages // (4 * self.max_batch), min(_READY_POSITIONS, self.max_seq_len))
+        for slot in range(self.max_batch):
+            cache.grow(slot, ready)
         lower_right()
         refusal = too_little_memory(self.device) or PromptReader.refusal(self.config, self.dtype)
         if self._prompts is None or refusal is not None:

@@ -187,8 +187,8 @@ class KVCache:
         kept = {i: block for i, block in enumerate(config.blocks) if not block.recurrent and block.kv_from is None}
         self.paging = paging = paging_of(config, dtype, kv_cache_dtype, None if memory is None else memory.page_bytes)
         self.pages = slots * paging.pages(length) if pages is None else pages
-        self.free, self.taken = self.pages, [0] * slots  # pages
-        self.held = [0 if kept else length] * slots  # positions that each slot's pages have room for
+        self.free, self.taken = self.pages, [0] * slots  # pages, those that are only claimed included
+        self.held = [0 if kept else length] * slots  # positions that each slot has memory for
         spans = [_padded(length * size, paging.page_bytes) for size in paging.sizes]  # of a slot
         self._regions = [
             (slots * sum(spans[:i]), span, size) for i, (span, size) in enumerate(zip(spans, paging.sizes, strict=True))
@@ -241,21 +241,28 @@ class KVCache:
         """Pages that ``release`` of a slot would free."""
         return self.taken[slot] - (self.paging.least if slot == 0 else 0)
 
+    def claim(self, slot: int, positions: int) -> bool:
+        """Set pages aside for so many positions of a slot; False, and nothing changes, if too few are free."""
+        more = self.paging.pages(positions) - self.taken[slot]
+        if more > max(self.free, 0):
+            return False
+        if more > 0:
+            self.free -= more
+            self.taken[slot] += more
+        return True
+
     def grow(self, slot: int, positions: int) -> bool:
-        """Take the pages that a slot lacks for so many positions; False, and nothing changes, if too few are free."""
+        """Have memory for so many positions of a slot; False if too few pages are free, or the device has none left."""
         if positions <= self.held[slot]:
             return True
-        if self.lacking(slot, positions) > 0:
+        if not self.claim(slot, positions):
             return False
         if self._memory is not None and not self._memory.map(self._ranges(slot, self.held[slot], positions)):
-            self.pages = max(self._memory.taken, sum(self.taken))
-            self.free = self.pages - sum(self.taken)
+            self.pages = self._memory.taken
+            self.free = self.pages - sum(self.taken)  # below 0 until some are released
             size = self.pages * self.paging.page_bytes / 1e9
             log.warning("others have taken the device's memory: keys and values have %.1f GB from now on", size)
             return False
-        pages = self.paging.pages(positions)
-        self.free -= pages - self.taken[slot]
-        self.taken[slot] = pages
         self.held[slot] = self._room(positions)
         return True
 

@@ -274,11 +274,11 @@ class Scheduler:
             self._turn_began[self._turn] = now
         return [self._turn]
 
-    def _make_room(self, slot: int, positions: int, *kept: int) -> bool:
+    def _make_room(self, slot: int, positions: int, *kept: int, claim: bool = False) -> bool:
         """Room for so many positions of a slot, at the cost of idle slots' prefixes but ``kept``, least recently used
-        first; False, and none is given up, if all of them would not do."""
+        first; False, and none is given up, if all of them would not do. ``claim``: its memory is mapped later."""
         cache = self.decoder.cache
-        while not cache.grow(slot, positions):
+        while not (cache.claim if claim else cache.grow)(slot, positions):
             idle = [i for i, one in enumerate(self.slots) if one is None and i not in (slot, *kept) and cache.spare(i)]
             if sum(map(cache.spare, idle)) < cache.lacking(slot, positions):
                 return False
@@ -287,14 +287,14 @@ class Scheduler:
             self.prefixes.forget(oldest)
         return True
 
-    def _make_room_to_decode(self, request: Request) -> None:
-        """Room for one token more of a running request. If memory is short, the youngest goes back to the queue with what
-        it has generated: maybe this one. One alone has all memory."""
-        while request.running and not self._make_room(self.slots.index(request), request.num_tokens):
+    def _keep_room(self, request: Request, positions: int) -> None:
+        """Room for so many positions of a running request. If memory is short, the youngest goes back to the queue with
+        what it has generated: maybe this one. One alone has all memory."""
+        while request.running and not self._make_room(self.slots.index(request), positions):
             youngest = max(self.running, key=lambda one: one.number)
             if youngest is request and len(self.running) == 1:
                 self._culprits = [request]
-                raise self.decoder.cache.too_little(request.num_tokens)
+                raise self.decoder.cache.too_little(positions)
             if not self.stats.preemptions:
                 log.warning("memory for keys and values is short: requests go back to the queue, to be read again")
             self.stats.preemptions += 1
@@ -314,10 +314,11 @@ class Scheduler:
         slot, source, length = self.prefixes.choose(tokens, sparse, request.sparsity, idle)
         if request.needs_prompt_scores:
             request.prompt_scores, source, length = [], slot, 0
-        room = self._make_room(slot, positions, source)
+        later = len(tokens) - length > self.decoder.prefill_chunk  # memory is mapped beside the chunk before
+        room = self._make_room(slot, positions, source, claim=later)
         if not room and source != slot and source in idle:  # there is none for a copy
             slot = source
-            room = self._make_room(slot, positions)
+            room = self._make_room(slot, positions, claim=later)
         if not room and not self.running:
             raise self.decoder.cache.too_little(positions)
         if not room:
@@ -401,6 +402,9 @@ class Scheduler:
         sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
         score = partial(self._score_prompt, request) if request.needs_prompt_scores else None
         stop = min(next_chunk(start, size), total)
+        self._keep_room(request, stop)
+        if not request.running:
+            return []
         if stop > sparse:  # positions before it do not depend on the masks
             self.set_sparsity(request.sparsity)
         logits = self.decoder.prefill(slot, self._sequence, sparse, start=start, stop=stop, on_logits=score)
@@ -427,7 +431,7 @@ class Scheduler:
         """One token, or several, for every request of a level that is not being prefilled."""
         for one in sorted(self.running, key=lambda one: one.number):
             if one is not self.prefilling and one.sparsity == level:
-                self._make_room_to_decode(one)
+                self._keep_room(one, one.num_tokens)
         rows = [None if one is None or one is self.prefilling or one.sparsity != level else one for one in self.slots]
         if self._switch is not None:
             # LongRoPE: keys cached with the short factors do not fit a longer sequence; prefill it anew.
