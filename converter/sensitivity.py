@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -87,24 +87,6 @@ class DenseReference:
         return total, torch.cat(gradients)
 
 
-@contextmanager
-def _fixed_order(flow: BlockFlow) -> Iterator[None]:
-    """The fused attention kernels of a GPU add up their gradients in no fixed order; equal seeds must give equal bytes.
-    torch's plain attention computes 16-bit models' in float32: its products in TF32, which has their bits and more, take
-    a tenth of the time. Not of recurrent blocks, which have other products in float32."""
-    if flow.device.type != "cuda":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    try:
-        if flow.item_size < 4 and flow.config.delta_net is None:
-            torch.set_float32_matmul_precision("high")
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def backward(
     flow: BlockFlow,
     masked: MaskedModel,
@@ -120,11 +102,13 @@ def backward(
     bytes_per_block = counted.numel() * (14 * config.hidden_size + 5 * config.mlp_size) * flow.item_size
     span = max(1, _LARGEST_GRAPH_BYTES // bytes_per_block)
     last = (len(flow.blocks) - 1) // span * span
-    states = {0: flow.start()[batch]}
-    with torch.no_grad():
-        for start in range(0, last, span):
-            states[start + span] = flow.run(batch, states[start], start, start + span)
-    with torch.enable_grad():
+    # The fused attention kernels of a GPU add up their gradients in no fixed order; equal seeds must give equal bytes.
+    fixed_order = sdpa_kernel(SDPBackend.MATH) if flow.device.type == "cuda" else nullcontext()
+    with fixed_order, torch.enable_grad():
+        states = {0: flow.start()[batch]}
+        with torch.no_grad():
+            for start in range(0, last, span):
+                states[start + span] = flow.run(batch, states[start], start, start + span)
         gradient = torch.empty(0)
         of_shared: dict[Any, Sequence[Tensor]] = {}  # gradients of keys and values, from the blocks that share them
         for start in sorted(states, reverse=True):
@@ -139,7 +123,7 @@ def backward(
                 inputs[name] = x.view_as(x)
                 return inputs[name]
 
-            with _fixed_order(flow), masked.during(observer=seen.__setitem__, replacer=split):
+            with masked.during(observer=seen.__setitem__, replacer=split):
                 above = flow.run(batch, State(below, shared), start, min(start + span, len(flow.blocks)))
             out = above.hidden
             if start == last:
@@ -148,13 +132,12 @@ def backward(
                 gradient = gradient_of(out.detach())
             made = {key: kv for key, kv in above.shared.items() if key not in shared and key in of_shared}
             leaves = [x for kv in shared.values() for x in kv]
-            with _fixed_order(flow):
-                gradient, *others = torch.autograd.grad(
-                    [out, *(x for kv in made.values() for x in kv)],
-                    [below, *leaves, *inputs.values()],
-                    [gradient, *(one for key in made for one in of_shared[key])],
-                    allow_unused=bool(leaves),  # by blocks that have keys and values of their own
-                )
+            gradient, *others = torch.autograd.grad(
+                [out, *(x for kv in made.values() for x in kv)],
+                [below, *leaves, *inputs.values()],
+                [gradient, *(one for key in made for one in of_shared[key])],
+                allow_unused=bool(leaves),  # by blocks that have keys and values of their own
+            )
             found, at_inputs = iter(others[: len(leaves)]), others[len(leaves) :]
             for key, kv in shared.items():
                 more = [torch.zeros_like(x) if one is None else one for x, one in zip(kv, found, strict=False)]
