@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 from bundle_maker import make_bundle
+from family_cases import COUNT, clear_answer, make_source, runtime_tokens
 from family_cases import converted as converted_family
-from family_cases import greedy, make_source, runtime_tokens
 from runtime_models import EXPERTS
+from tiny_bundle import tiny_recipe
 from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
 
@@ -29,6 +30,7 @@ from wisparse.cli import main
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
+from wisparse.formats.write import write_bundle
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 from wisparse.runtime.vllm.plugin import _with_bundles, register
@@ -225,12 +227,10 @@ def test_quantised_experts_run_dense_by_vllms_own_kernels(
 ) -> None:  # fmt: skip
     class Parser:
         def parse(self, *_: Any) -> tuple[dict[str, Any], Any]:
-            return {**config, "wisparse": {}, "quantization_config": stored}, SimpleNamespace(
-                quantization_config=stored
-            )
+            return {**config, "wisparse": {}, "quantization_config": stored}, SimpleNamespace()
 
-    files = SimpleNamespace(file_or_path_exists=lambda *_: True)
-    monkeypatch.setitem(sys.modules, "vllm.transformers_utils.repo_utils", files)
+    exists = SimpleNamespace(file_or_path_exists=lambda *_: True)
+    monkeypatch.setitem(sys.modules, "vllm.transformers_utils.repo_utils", exists)
     found, _ = _with_bundles(Parser)().parse(tmp_path, False)
     if sentence is None:
         assert found["quantization_config"] is stored
@@ -340,19 +340,14 @@ def test_experts_are_dense_beside_masked_attention(
         sizes |= {"intermediate_size": 64, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_parameters": rope}
     monkeypatch.setitem(EXPERTS, family, (model_type, given | sizes))
     bundle = Bundle.open(converted_family(make_source(family, tmp_path / "source"), tmp_path / "bundle", "uniform"))
-
-    def own(dense: str) -> list[list[int]]:
-        none = {
-            name: replace(mask, threshold=0.0, sparsity=0.0) for name, mask in bundle.masks.items() if dense in name
-        }
-        changed = replace(bundle, levels={bundle.sparsity: {**bundle.masks, **none}})
-        how: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_seq_len": 64}
-        return [greedy(TorchDecoder(changed, **how), torch.tensor(ids), 24, len(ids))[0] for ids in PROMPTS]
-
-    expected = own(dense=".experts.")
-    found = tokens_of(python, bundle.folder, PROMPTS)
-    assert found == {"method": "wisparse", "alone": expected, "together": expected}
-    assert expected not in (own(dense="no projection"), own(dense="model."))
+    masks = {n: replace(m, threshold=0.0, sparsity=0.0) if ".experts." in n else m for n, m in bundle.masks.items()}
+    levels, out = {bundle.sparsity: masks}, tmp_path / "attention"
+    answer = clear_answer(write_bundle(bundle.checkpoint, tiny_recipe(bundle.config, levels), levels, out))
+    prompt = answer.prompt.tolist()
+    found = tokens_of(python, bundle.folder, [prompt, *PROMPTS])
+    assert found["together"][0][:COUNT] == found["alone"][0][:COUNT] == answer.tokens
+    others = [runtime_tokens(bundle.folder, prompt, COUNT, len(prompt), sparsity) for sparsity in (None, 0)]
+    assert answer.tokens not in others
 
 
 @pytest.mark.exhaustive
