@@ -4,10 +4,12 @@ WISPARSE_VLLM_PYTHON; ``.ci/exhaustive`` makes it, with vLLM's engine for CPUs."
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +18,10 @@ import numpy as np
 import pytest
 import torch
 from bundle_maker import make_bundle
-from family_cases import runtime_tokens
+from family_cases import COUNT, clear_answer, make_source, runtime_tokens
+from family_cases import converted as converted_family
+from runtime_models import EXPERTS
+from tiny_bundle import tiny_recipe
 from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
 
@@ -25,9 +30,10 @@ from wisparse.cli import main
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
+from wisparse.formats.write import write_bundle
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
-from wisparse.runtime.vllm.plugin import register
+from wisparse.runtime.vllm.plugin import _with_bundles, register
 from wisparse.runtime.vllm.product import Layer, mask_ahead, mask_tensors, products
 from wisparse.runtime.vllm.settings import (
     MaskedRows,
@@ -200,6 +206,40 @@ def test_numbers_of_cards() -> None:
             require_cards(size, SimpleNamespace(**sizes | changes))
 
 
+_INT4 = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}
+_FP8 = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float"}}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "sentence"),
+    [
+        ({"model_type": "llama"}, _INT4, "quantised by compressed-tensors: vLLM's kernels for them cannot leave"),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, _INT4, None),
+        ({"model_type": "mixtral", "num_local_experts": 8}, {"quant_method": "gptq"}, None),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, _FP8, "found fp8 with activations of 16 bits"),
+        ({"model_type": "gpt_oss", "num_local_experts": 8}, _INT4, "gpt_oss: .* found quantised ones apart"),
+        ({"model_type": "gemma4_text", "num_experts": None}, _INT4, "cannot leave channels unread"),
+    ],
+)
+def test_quantised_experts_run_dense_by_vllms_own_kernels(
+    config: dict[str, Any], stored: dict[str, Any], sentence: str | None,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    class Parser:
+        def parse(self, *_: Any) -> tuple[dict[str, Any], Any]:
+            return {**config, "wisparse": {}, "quantization_config": stored}, SimpleNamespace()
+
+    exists = SimpleNamespace(file_or_path_exists=lambda *_: True)
+    monkeypatch.setitem(sys.modules, "vllm.transformers_utils.repo_utils", exists)
+    found, _ = _with_bundles(Parser)().parse(tmp_path, False)
+    if sentence is None:
+        assert found["quantization_config"] is stored
+        assert "masks off: vLLM's kernels for quantised experts run this bundle dense" in caplog.text
+    else:
+        assert found["quantization_config"]["quant_method"] == "wisparse"
+        assert re.search(sentence, found["quantization_config"]["refused"])
+
+
 # --- inside vLLM
 
 
@@ -286,6 +326,28 @@ def test_tokens_are_our_runtimes(
     if "speculative_config" in settings:
         assert counts["vllm:spec_decode_num_accepted_tokens"] > 0
         assert counts["vllm:prefix_cache_hits"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
+def test_experts_are_dense_beside_masked_attention(
+    python: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, given = EXPERTS[family]
+    sizes: dict[str, Any] = {"head_dim": 32}  # the least that vLLM's attention for CPUs takes
+    if family == "gpt-oss":  # vLLM has the published model's numbers in its code
+        rope = {**given["rope_parameters"], "beta_slow": 1.0}
+        sizes |= {"intermediate_size": 64, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_parameters": rope}
+    monkeypatch.setitem(EXPERTS, family, (model_type, given | sizes))
+    bundle = Bundle.open(converted_family(make_source(family, tmp_path / "source"), tmp_path / "bundle", "uniform"))
+    masks = {n: replace(m, threshold=0.0, sparsity=0.0) if ".experts." in n else m for n, m in bundle.masks.items()}
+    levels, out = {bundle.sparsity: masks}, tmp_path / "attention"
+    answer = clear_answer(write_bundle(bundle.checkpoint, tiny_recipe(bundle.config, levels), levels, out))
+    prompt = answer.prompt.tolist()
+    found = tokens_of(python, bundle.folder, [prompt, *PROMPTS])
+    assert found["together"][0][:COUNT] == found["alone"][0][:COUNT] == answer.tokens
+    others = [runtime_tokens(bundle.folder, prompt, COUNT, len(prompt), sparsity) for sparsity in (None, 0)]
+    assert answer.tokens not in others
 
 
 @pytest.mark.exhaustive

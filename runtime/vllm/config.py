@@ -30,7 +30,7 @@ class WisparseConfig(QuantizationConfig):
     """A bundle's masks. vLLM copies and pickles it: it holds open files or GPU memory only where layers run."""
 
     def __init__(self, refused: str | None = None) -> None:
-        """``refused``: why a bundle is, that need not be opened."""
+        """``refused``: why a bundle does not run, where its ``config.json`` says so."""
         super().__init__()
         self._refused = refused
         self._folder: Path | None = None  # of the bundle, once it was checked

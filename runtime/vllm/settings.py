@@ -40,9 +40,8 @@ def require_known_version(found: str) -> None:
 
 
 def why_quantised_is_refused(config: Mapping[str, Any], stored: Mapping[str, Any]) -> str | None:
-    """None where vLLM's own kernels are to run the bundle: with quantised experts that it can read.
-
-    config: of ``config.json``; stored: its ``quantization_config``."""
+    """None where vLLM's own kernels run the bundle dense: with experts that they can read. config: ``config.json``,
+    stored: its ``quantization_config``."""
     if not has_experts(config):
         return (
             f"expected a bundle of bf16, fp16 or fp32 weights in vLLM, found weights quantised by "
@@ -55,7 +54,7 @@ def why_quantised_is_refused(config: Mapping[str, Any], stored: Mapping[str, Any
     reason = None
     if row is not None and row.experts is not None and row.experts.together is not None:
         reason = "found quantised ones apart, where vLLM reads those of a block in one tensor"
-    elif any("float" in str(group.get("weights")) and not group.get("input_activations") for group in given):
+    elif any("'type': 'float'" in str(group.get("weights")) and not group.get("input_activations") for group in given):
         reason = "found fp8 with activations of 16 bits, for which vLLM has no kernel"
     if reason is None:
         return None
