@@ -48,9 +48,10 @@ def make_decoder(
     kv_cache_memory_bytes: int | None = None,
     drafting: tuple[Bundle, str] | None = None,
     most_drafted: int = 0,
+    head: HeadFiles | MtpFiles | None = None,
 ) -> Decoder:
     """Build the decoder that ``backend`` names; ``auto``: the fastest that can run it. Arguments as for :func:`load`;
-    ``drafting``: for `Decoder.draft_by_steps`; ``most_drafted``: as a `Decoder` has it."""
+    ``drafting``: for `Decoder.draft_by_steps`; ``most_drafted``: as a `Decoder` has it; ``head``: that drafts."""
     longest = bundle.config.max_position_embeddings
     if bundle.recipe.graded and weights != "native":
         raise UsageError(f"weights: expected native for a graded bundle, which has its own, found {weights!r}")
@@ -79,10 +80,12 @@ def make_decoder(
     lack = chosen.lack_of_memory(bundle, device, dtype, weights)
     needed = weight_bytes(bundle, dtype, weights, chosen.keeps, routed=lack is None)
     needed += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
+    of_head, position = head.memory(dtype) if head is not None else (0, 0)
     with memory_errors(device, "to begin with"):
         limits = default_limits(
-            bundle.config, dtype, device, max_batch, max_seq_len, needed, kv_cache_dtype, states_kept(most_drafted),
-            page_bytes=chosen.page_bytes, memory_bytes=kv_cache_memory_bytes,
+            bundle.config, dtype, device, max_batch, max_seq_len, needed + of_head, kv_cache_dtype,
+            states_kept(most_drafted), page_bytes=chosen.page_bytes, memory_bytes=kv_cache_memory_bytes,
+            beside=position * min(max_seq_len or longest, _HEADED_POSITIONS),
         )  # fmt: skip
     if max_seq_len is None and limits[1] < longest:
         text = "max_seq_len %d: the model's context of %d does not fit the free memory's share"
@@ -106,6 +109,8 @@ def make_decoder(
         log.info("keys and values: %s, taken as sequences grow", decoder.cache)
         if drafting is not None:
             decoder.draft_by_steps(*drafting)
+        if head is not None:
+            decoder.attach(head)
         return decoder
 
 
@@ -213,10 +218,8 @@ def load(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
         max_batch=max_batch, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=kv_cache_memory_bytes,
         drafting=drafting_level(opened, config, weights) if config.method == "self" else None,
-        most_drafted=config.num_speculative_tokens if asked else 0,
+        most_drafted=config.num_speculative_tokens if asked else 0, head=head,
     )  # fmt: skip
-    if head is not None:
-        decoder.attach(head)
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
     # Of recurrent blocks every token of a draft takes memory: not unasked.
     decoder.speculates = asked or (speculative == "auto" and decoder.verifies_alike and not recurrent)

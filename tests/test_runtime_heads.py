@@ -258,5 +258,16 @@ def test_heads_that_do_not_fit_are_refused(bundles: dict[str, Bundle], tmp_path:
     for i, (changes, message) in enumerate(cases):
         with pytest.raises(UnsupportedModelError, match=message):
             HeadFiles.open(make_head(tmp_path / str(i), **changes), bundles["plain"])
-    with pytest.raises(UsageError, match="model"):
+    with pytest.raises(UsageError, match='folder or Hub id of the head, "model", found none'):
         SpeculativeConfig.parse({"method": "eagle3"})
+
+
+def test_a_heads_memory_is_counted(bundles: dict[str, Bundle], tmp_path: Path) -> None:
+    files = HeadFiles.open(make_head(tmp_path / "head"), bundles["plain"])
+    decoder = cpu_decoder(bundles["plain"], BACKENDS[0], max_seq_len=256, max_batch=2)
+    decoder.attach(files)
+    head, (weights, position) = decoder.head, files.memory(torch.float32)
+    assert head is not None
+    kept = [head._hidden, *(part for part in head._cache.attention[0] if part is not None)]
+    assert position == sum(part.nbytes for part in kept) // (3 * 256)
+    assert 0.9 < sum(one.nbytes for one in head._weights.values()) / weights <= 1

@@ -490,13 +490,14 @@ def peak_bytes(device: torch.device) -> int:
 def default_limits(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int | None, max_seq_len: int | None,
     weight_bytes: int, kv_cache_dtype: str = "auto", states: int = 1, *, page_bytes: int | None = None,
-    memory_bytes: int | None = None,
+    memory_bytes: int | None = None, beside: int = 0,
 ) -> tuple[int, int, int]:  # fmt: skip
     """``max_batch`` and ``max_seq_len``, where they are None, and the cache's pages. The batch: as many slots as have
     ``_SERVED_POSITIONS`` each, up to ``_MOST_SLOTS``. The length: the model's context, or the positions, a multiple of
     256, that all pages hold of one sequence. ``states``: of recurrent blocks, that each slot keeps. ``page_bytes``: as of
-    a `Decoder`; ``memory_bytes``: of the cache, else a share of what the weights leave free."""
-    paging, of_slot = paging_of(config, dtype, kv_cache_dtype, page_bytes), states * state_bytes(config, dtype)
+    a `Decoder`; ``memory_bytes``: of the cache, else a share of what the weights leave free; ``beside``: bytes that a slot
+    takes beside its pages and states."""
+    paging, of_slot = paging_of(config, dtype, kv_cache_dtype, page_bytes), beside + states * state_bytes(config, dtype)
     longest = config.max_position_embeddings
     memory = memory_bytes
     if memory is None:

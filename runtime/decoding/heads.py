@@ -11,8 +11,9 @@ The first is in files of its own, the second, Qwen3.5's, in the model's. SGLang'
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from wisparse.formats.hub import fetch_source
 from wisparse.formats.model_config import MTP, ModelConfig, dimension, mtp_config
 
 from ..torch.block import LINEARS, SHARED, Block, Norm, activate, read_spec, run_experts
-from .cache import KVCache
+from .cache import KVCache, bytes_per_position
 from .rotary import Rotary, rotate
 
 _CHUNK = 128  # positions of a prompt that the head reads together
@@ -73,6 +74,11 @@ class MtpFiles:
     @property
     def taps(self) -> tuple[int, ...]:
         return (self.bundle.config.num_blocks,)
+
+    def memory(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of the weights, and of each position of a slot."""
+        shapes = (info.shape for name, info in self.bundle.checkpoint.tensors.items() if name.startswith(MTP))
+        return _memory(mtp_config(self.bundle.config), shapes, dtype)
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> HeadWeights:
         tensor, config = self.bundle.checkpoint.tensor, mtp_config(self.bundle.config)
@@ -205,6 +211,11 @@ class HeadFiles:
     def has(self, name: str) -> bool:
         return name in self._stored
 
+    def memory(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of the weights, and of each position of a slot."""
+        shapes = (self._files[file].entries[name].shape for file, name in self._stored.values())
+        return _memory(self.config, shapes, dtype)
+
     def read(self, name: str) -> Tensor:
         file, stored = self._stored[name]
         entry, data = self._files[file].entries[stored], self._files[file].read_bytes(stored)
@@ -237,6 +248,12 @@ class HeadFiles:
         if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
             raise UnsupportedModelError(f"{self.name}: d2t: expected ids below {self.config.vocab_size}, found others")
         return HeadWeights(self.config, self.taps, tensors, self.normed_residual, embedding, ids.to(device))
+
+
+def _memory(config: ModelConfig, shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[int, int]:
+    """With keys, values and a hidden state for each position."""
+    each = bytes_per_position(config, dtype) + config.hidden_size * dtype.itemsize
+    return sum(map(math.prod, shapes)) * dtype.itemsize, each
 
 
 class DraftHead:

@@ -70,6 +70,8 @@ class SpeculativeConfig:
         values: dict[str, Any] = {"num_speculative_tokens": drafted}
         for name in known[1:]:
             if name == "model":
+                if config.get(name) is None:
+                    raise UsageError(f'{field}: expected the folder or Hub id of the head, "model", found none')
                 values[name] = guard.place(f"{field}: model", config.get(name))
             elif name in config:
                 value = config[name]
