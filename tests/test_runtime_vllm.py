@@ -236,7 +236,6 @@ def test_quantised_experts_run_dense_by_vllms_own_kernels(
         assert found["quantization_config"] is stored
         assert "masks off: vLLM's kernels for quantised experts run this bundle dense" in caplog.text
     else:
-        assert found["quantization_config"]["quant_method"] == "wisparse"
         assert re.search(sentence, found["quantization_config"]["refused"])
 
 
@@ -346,8 +345,7 @@ def test_experts_are_dense_beside_masked_attention(
     prompt = answer.prompt.tolist()
     found = tokens_of(python, bundle.folder, [prompt, *PROMPTS])
     assert found["together"][0][:COUNT] == found["alone"][0][:COUNT] == answer.tokens
-    others = [runtime_tokens(bundle.folder, prompt, COUNT, len(prompt), sparsity) for sparsity in (None, 0)]
-    assert answer.tokens not in others
+    assert answer.tokens not in [runtime_tokens(bundle.folder, prompt, COUNT, len(prompt), one) for one in (None, 0)]
 
 
 @pytest.mark.exhaustive
