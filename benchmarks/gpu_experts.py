@@ -86,31 +86,26 @@ def step_ms(decoder: CudaDecoder, rows: int, blocks: int, runs: int) -> float:
 
 def ask(command: str, rows: list[int], prompt: int) -> dict[str, Any]:
     """What another server does with the same shape."""
-    with tempfile.TemporaryDirectory() as folder, open_socket("127.0.0.1", 0) as listener:
-        model, port, dice = (
-            endless_source(Path(folder, "model"), SHAPE["vocab_size"]),
-            listener.getsockname()[1],
-            random.Random(1),
-        )
+    dice, rates = random.Random(1), {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = endless_source(Path(folder, "model"), SHAPE["vocab_size"])
         config = SHAPE | dict(architectures=["Qwen3MoeForCausalLM"], torch_dtype="bfloat16")
         (model / "config.json").write_text(json.dumps(config), "utf-8")
-        listener.close()
-        found: dict[str, Any] = {"tok_per_s": {}}
+        with open_socket("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
         with server(shlex.split(command.format(model=model, port=port)), port, Path(folder, "log")) as (client, ready):
-
-            def ids(count: int) -> list[int]:
-                return [dice.randrange(10, SHAPE["vocab_size"] - 10) for _ in range(count)]
-
             more = {"model": str(model), "ignore_eos": True}
-            times = [1e3 * client.stream(ids(prompt), most=2, **more).first for _ in range(6)]
+            times = [
+                1e3 * client.stream(dice.choices(range(10, 150000), k=prompt), most=2, **more).first for _ in range(6)
+            ]
             for count in rows:
-                rates = []
+                found = []
                 for _ in range(3):
-                    answers = client.together([ids(5) for _ in range(count)], **more)
+                    answers = client.together([dice.choices(range(10, 150000), k=5) for _ in range(count)], **more)
                     seconds = max(one.at[-1] for one in answers) - min(one.began for one in answers)
-                    rates.append(sum(one.tokens for one in answers) / seconds)
-                found["tok_per_s"][count] = statistics.median(rates)
-        return found | {"ready_s": ready, "first_ms": times}
+                    found.append(sum(one.tokens for one in answers) / seconds)
+                rates[count] = statistics.median(found)
+    return {"tok_per_s": rates, "ready_s": ready, "first_ms": times}
 
 
 @torch.inference_mode()

@@ -141,11 +141,8 @@ def make_bundle(arguments: argparse.Namespace, folder: Path) -> Path:
 def memory_gb() -> float | None:
     if shutil.which("nvidia-smi") is None:
         return None
-    found = subprocess.run(
-        ["nvidia-smi", "-i", os.environ.get("CUDA_VISIBLE_DEVICES", "0"), "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return float(found.stdout.splitlines()[0]) * 2**20 / 1e9
+    command = ["nvidia-smi", "-i", os.environ.get("CUDA_VISIBLE_DEVICES", "0"), "--format=csv,noheader,nounits"]
+    return float(subprocess.check_output([*command, "--query-gpu=memory.used"], text=True)) * 2**20 / 1e9
 
 
 @contextlib.contextmanager
