@@ -216,7 +216,8 @@ def block_inputs(
             if name in names:
                 seen[name] = x
                 if first:
-                    seen.update(dict.fromkeys(next(group for group in sharing if name in group), x))
+                    # What a baseline masks beside the model's projections has inputs of its own.
+                    seen.update(dict.fromkeys(next((group for group in sharing if name in group), (name,)), x))
                     raise _Stop
 
         with masked.during(dense_tokens=~flow.counted[batch], observer=observe), contextlib.suppress(_Stop):
