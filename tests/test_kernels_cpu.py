@@ -22,7 +22,7 @@ from cpu_linear import quantize, sparse_linear, transpose
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.weight_types import QuantizedMatrix, pack_int4, quantise
+from wisparse.formats.weight_types import QuantizedMatrix, interleaved, pack_int4, quantise
 from wisparse.kernels.cpu import intrinsics, launch, layout, mlp
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
@@ -364,7 +364,7 @@ def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:
     assert bool((error <= torch.where(x > 0, 2**-22 * wanted.abs(), 3e-8)).all())  # torch's own: 7.5e-8 below 0
 
 
-@pytest.mark.parametrize("kind", ["native", "int8", "int4", "int4 with zero points"])
+@pytest.mark.parametrize("kind", ["native", "int8", "int4", "int4 with zero points", "graded"])
 @pytest.mark.parametrize("rows", [1, 40, 70])
 def test_tiles_multiply_many_rows(kind: str, rows: int) -> None:
     """The whole product, with AMX's tiles or what they compute; bits that do not depend on the number of rows."""
@@ -379,13 +379,22 @@ def test_tiles_multiply_many_rows(kind: str, rows: int) -> None:
     elif kind == "int8":
         matrix = Matrix(StoredAs.INT8, torch.empty(k, n, dtype=torch.int8), (n, k), scale=torch.empty(n))
         matrix.store(0, quantise("int8", weight))
+    elif kind == "graded":
+        matrix = Matrix.int4((n, k), 128, torch.bfloat16, False, 2)
+        matrix.store(0, interleaved(quantise("int8", weight, group=128, scale_dtype=torch.bfloat16, graded=True)))
     else:
         matrix = Matrix.int4((n, k), 128, torch.bfloat16, zero_points=kind != "int4")
         matrix.store(0, quantise("int4", weight, group=128, scale_dtype=torch.bfloat16))
         if matrix.zero is not None:
             matrix.zero.random_(0, 16)
+    if kind == "graded":
+        given, x = x, torch.stack((16 * x, x), -1).flatten(1)
     product = matrix._multiply_tiles(x, bias)
-    numbers = matrix._dequantize(0, n, torch.bfloat16).t() if kind.startswith("int4") else matrix.data
+    if kind == "graded" and cpu_weights.has_tiles():
+        assert torch.equal(matrix.linear(given, bias), product)
+        high = torch.stack((16 * given, 0 * given), -1).flatten(1)
+        assert torch.equal(matrix.linear(given, bias, 0 * given), matrix._multiply_tiles(high, bias))
+    numbers = matrix._dequantize(0, n, torch.bfloat16).t() if matrix.stored_as == StoredAs.INT4 else matrix.data
     scale = 1 if matrix.scale is None or kind != "int8" else matrix.scale
     torch.testing.assert_close(product.float(), x.float() @ numbers.float() * scale + bias, rtol=2**-8, atol=1e-3)
     assert torch.equal(product[:1], matrix._multiply_tiles(x[:1], bias))

@@ -206,6 +206,8 @@ class Matrix:
         x, if it is given. Quantised weights, and 16-bit ones without a fast product here, are converted a span of outputs
         at a time."""
         if self.tiled(x.dtype):
+            if self.planes == 2:  # row 2 k is the high plane of channel k, whose codes count 16 times
+                x = torch.stack((16 * x, x if low is None else low), -1).flatten(1)
             return self._multiply_tiles(x, bias)
         computed = product_dtype(x.dtype)
         weight = self.data.t() if self.transposed else self.data
@@ -234,16 +236,17 @@ class Matrix:
 
     def tiled(self, dtype: torch.dtype) -> bool:
         """Whether `kernels.cpu.product` multiplies it."""
-        fits = self.transposed and self.planes == 1 and not any(size % TILE for size in self.shape)
+        fits = self.transposed and not any(size % TILE for size in self.shape)
         return fits and dtype == torch.bfloat16 and has_tiles()
 
     def _multiply_tiles(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        (n, k), threads, rows = self.shape, team_size(), -(-2 * len(x) // TILE) * TILE // 2
+        (k, n), threads, rows = (len(self.data), self.shape[0]), team_size(), -(-2 * len(x) // TILE) * TILE // 2
         columns, depth = (512, 128) if rows <= 2 * TILE else (256, 512)  # measured
         padded = x.new_zeros(rows, k + TILE)  # rows a power of two apart share a set of the cache
         padded[: len(x), :k] = x
         y = x.new_empty(len(x), n)
         row, stride = self.row(), 4 * (columns + PADDING)
+        row[ProjectionField.K] = k
         if bias is not None:
             bias = bias.float()
             row[ProjectionField.BIAS] = bias.data_ptr()
