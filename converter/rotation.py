@@ -231,9 +231,8 @@ def rotate(
 def load_weights(model: Any, checkpoint: Checkpoint, advance: Callable[[], None] = lambda: None) -> None:
     """Copy a checkpoint's tensors into a model of its shapes; its embeddings into an output layer that is not tied."""
     parameters, output = weights_of(model, checkpoint.config), model.get_output_embeddings()
-    names = [
-        name for name in checkpoint.tensors if not name.startswith(MTP)
-    ]  # transformers leaves the head that drafts out
+    # transformers leaves the head that drafts out.
+    names = [name for name in checkpoint.tensors if not name.startswith(MTP)]
 
     @torch.no_grad()  # of this thread
     def load(name: str) -> None:

@@ -253,9 +253,7 @@ class Request:
     cached_tokens: int = field(default=0, init=False)  # prompt tokens that a slot held already
     # positions of the sequence (prompt and output) that its slot holds during prefill
     num_computed_tokens: int = field(default=0, init=False)
-    num_prefilled: int = field(
-        default=0, init=False
-    )  # tokens that were read as a prompt, not decoded; by the scheduler
+    num_prefilled: int = field(default=0, init=False)  # tokens read as a prompt, not decoded; by the scheduler
     most_positions: int = field(default=0, init=False)  # of prompt and answer; the answer's last token takes none
     prefill_started: float = field(default=0.0, init=False)
     first_token_time: float = field(default=0.0, init=False)
