@@ -413,12 +413,14 @@ def test_attention_then_projection(dtype, shape, positions, normed, stored):
 
 
 # One row: whole rows of the weights, of one block of channels, of one in several passes, and in blocks; several rows.
-@pytest.mark.parametrize(*pairwise(dtype=DTYPES, size=[(1, 48), (1, 2100), (1, 4200), (3, 300)], int8=[False, True]))
+@pytest.mark.parametrize(
+    *pairwise(dtype=DTYPES, size=[(1, 48), (1, 2100), (1, 4200), (3, 300), (17, 300)], int8=[False, True])
+)
 def test_embedding_logits_and_argmax(dtype, size, int8):
     batch, k = size
     vocabulary, eps, parts = 101, 1e-5, 2
     embedding = rows(vocabulary, k, dtype)
-    tokens = torch.tensor([5, -1, 100][:batch], device=DEVICE)
+    tokens = torch.tensor(([5, -1, 100] * 6)[:batch], device=DEVICE)
     hidden = torch.full((batch, k), float("nan"), dtype=dtype, device=DEVICE)
     ssq = torch.full((batch, parts), float("nan"), device=DEVICE)
     launch_embed(tokens, embedding, hidden, ssq)
@@ -433,18 +435,18 @@ def test_embedding_logits_and_argmax(dtype, size, int8):
         weight = torch.round(weight.float() / scales[:, None]).to(torch.int8)
         scales[70] = scales[40]
     weight[70] = weight[40]  # a tie, to be won by the lower id
-    out = Logits.empty(batch, vocabulary, DEVICE)
+    out = Logits.empty(batch, weight)
     out.logit.fill_(float("nan"))
     launch_logits(hidden, ssq, norm, weight, scales, out, eps=eps)
     x = norm * (hidden.float() * torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)).to(dtype)
     exact = x.double() @ (weight.double() if scales is None else weight.double() * scales.double()[:, None]).T
     assert_close(out.logit, exact, dtype)
-    positions = torch.tensor([3, 4, 5][:batch], dtype=torch.int32, device=DEVICE)
+    positions = torch.arange(3, 3 + batch, dtype=torch.int32, device=DEVICE)
     following = torch.empty(batch, dtype=torch.int64, device=DEVICE)
     launch_argmax(out, tokens, following, positions)
     lowest = [(row == row.max()).nonzero()[0].item() for row in out.logit]
     assert following.tolist() == [-1 if t < 0 else v for t, v in zip(tokens.tolist(), lowest, strict=True)]
-    assert positions.tolist() == [4, 4, 6][:batch]
+    assert positions.tolist() == [3 + i + (t >= 0) for i, t in enumerate(tokens.tolist())]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

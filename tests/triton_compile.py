@@ -233,7 +233,7 @@ def logits(
     hidden, weight = empty(batch, 4096, dtype=dtype), empty(VOCABULARY, 4096, dtype=I8 if int8 else dtype)
     launch_logits(
         hidden, empty(batch, 16, dtype=FP32), empty(4096, dtype=norm or dtype), weight,
-        empty(VOCABULARY, dtype=FP32) if int8 else None, Logits.empty(batch, VOCABULARY, META), eps=1e-5, pdl=arch >= 90,
+        empty(VOCABULARY, dtype=FP32) if int8 else None, Logits.empty(batch, weight), eps=1e-5, pdl=arch >= 90,
     )  # fmt: skip
 
 
@@ -382,7 +382,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
     widest = {**wide, "kv_heads": 4, "d": 512, "rotary": 512, "shared": True}
     capped = {**gemma, "softcap": 50.0, "window": 4096}
     pdl, hidden, ids, place = arch >= 90, empty(1, 4096), empty(1, dtype=I64), empty(1, dtype=I32)
-    found, state = Logits.empty(1, VOCABULARY, META), SampleState.empty(1, VOCABULARY, META)
+    found, state = Logits.empty(1, empty(VOCABULARY, 4096)), SampleState.empty(1, VOCABULARY, META)
     qkv, many, by_row = llama_linear("qkv", False), empty(64, 4096), empty(64, dtype=FP32)
     add = partial(launch_residual_add, hidden, hidden, empty(1, 1, dtype=FP32), pdl=pdl)
     draw = partial(launch_sample, found, Choice(ids, ids, place), state, pdl=pdl)

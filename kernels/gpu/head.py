@@ -4,9 +4,9 @@
     logits:   dtype(weight @ RMSNorm(hidden)), stored as float32; the largest of each tile, lowest id first
     next id:  the largest of the tiles' largest, lowest id first; the positions move on by one
 
-``lm_head`` is read densely, in Hugging Face's (V, K) layout: tied embeddings are then stored once. One row of x: a
-program reads ``passes`` times a few whole rows of the weights, x broadcast over them. More rows: tl.dot. Bytes: V * K *
-sizeof(dtype) (int8: V * (K + 4)).
+``lm_head`` is read densely, in Hugging Face's (V, K) layout: tied embeddings are then stored once. One row of x and
+unquantized weights: a program reads ``passes`` times a few whole rows of the weights, x broadcast over them. Otherwise:
+tl.dot. Bytes: V * K * sizeof(dtype) (int8: V * (K + 4)).
 """
 
 from __future__ import annotations
@@ -20,9 +20,23 @@ from torch import Tensor
 
 from .common import gdc_wait, load_squares, reciprocal_rms, rms_normalize
 
-# Rows of the vocabulary that a program has, for one row of x and for more.
-_ROW_TILE = 16
-_TILE = 64
+
+class HeadTile(NamedTuple):
+    """Measured on an H200: K of 4096, 5120 and 8192, 1 to 32 rows."""
+
+    block_v: int  # rows of the vocabulary that a program has
+    block_k: int
+    warps: int
+    stages: int  # of reading (tl.dot)
+
+
+def head_tile(batch: int, weight: Tensor) -> HeadTile:
+    return HeadTile(16, 4096, 4, 1) if _by_rows(batch, weight) else HeadTile(64, 128, 2, 3)
+
+
+def _by_rows(batch: int, weight: Tensor) -> bool:
+    """Without tensor cores. To convert codes takes longer than to read them, unless they go through ``tl.dot``."""
+    return batch == 1 and weight.dtype != torch.int8
 
 
 class Logits(NamedTuple):
@@ -33,20 +47,23 @@ class Logits(NamedTuple):
     best_id: Tensor  # (B, tiles) int32
 
     @classmethod
-    def empty(cls, batch: int, vocabulary: int, device: torch.device) -> Logits:
-        logit = torch.empty(batch, vocabulary, device=device)
-        best = torch.empty(batch, triton.cdiv(vocabulary, _ROW_TILE if batch == 1 else _TILE), device=device)
+    def empty(cls, batch: int, weight: Tensor) -> Logits:
+        """For the output layer ``weight`` (V, K)."""
+        logit = torch.empty(batch, len(weight), device=weight.device)
+        best = torch.empty(batch, triton.cdiv(len(weight), head_tile(batch, weight).block_v), device=weight.device)
         return cls(logit, best, torch.empty_like(best, dtype=torch.int32))
 
 
 class HeadConfig(NamedTuple):
     k: int
     batch: int
+    by_rows: bool
     ssq_parts: int
     ssq_pad: int
-    block_v: int  # rows of the vocabulary that a program has
-    passes: int  # in which it reads them (one row of x)
+    block_v: int
+    passes: int  # in which a program reads its rows of the vocabulary (by rows)
     block_k: int
+    stages: int
 
 
 @triton.jit
@@ -71,101 +88,103 @@ def _logits_kernel(
     hidden_ptr, ssq_ptr, norm_ptr, weight_ptr, scale_ptr, out, eps, V,  # as of launch_logits
     config: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    PASSES: tl.constexpr = config.passes
     BATCH: tl.constexpr = config.batch
     K: tl.constexpr = config.k
     BLOCK_K: tl.constexpr = config.block_k
     PART: tl.constexpr = config.block_v // config.passes
-    WHOLE: tl.constexpr = K <= BLOCK_K
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     tile = tl.program_id(0)
     lane = tl.arange(0, BLOCK_K)
     v = tile * config.block_v + tl.arange(0, PART)
-    if config.batch == 1:
-        if WHOLE:
-            # The first rows and the norm are constants: they are in flight before the last block has ended.
-            w = _vocabulary_rows(weight_ptr, v, lane, V, K)
-            norm = tl.load(norm_ptr + lane, mask=lane < K, other=0.0)
+    if config.by_rows:
+        CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+        PASSES: tl.constexpr = config.passes
+        # The first rows and the norm are constants: they are in flight before the last block has ended.
+        w = _vocabulary_rows(weight_ptr, v, V, lane, CHUNKS, config)
+        norms = ()
+        if norm_ptr is not None:
+            for chunk in tl.static_range(CHUNKS):
+                norms += (tl.load(norm_ptr + chunk * BLOCK_K + lane, mask=chunk * BLOCK_K + lane < K, other=0.0),)
         gdc_wait(PDL)
-        rstd = reciprocal_rms(load_squares(ssq_ptr, 0, config.ssq_parts, config.ssq_pad), eps, K)
-        if WHOLE:
-            x = tl.load(hidden_ptr + lane, mask=lane < K, other=0.0)
-            x = rms_normalize(x, norm, rstd, dtype).to(tl.float32)
+        if norm_ptr is not None:
+            rstd = reciprocal_rms(load_squares(ssq_ptr, 0, config.ssq_parts, config.ssq_pad), eps, K)
+        xs = ()
+        for chunk in tl.static_range(CHUNKS):
+            x = tl.load(hidden_ptr + chunk * BLOCK_K + lane, mask=chunk * BLOCK_K + lane < K, other=0.0)
+            if norm_ptr is not None:
+                x = rms_normalize(x, norms[chunk], rstd, dtype)
+            xs += (x.to(tl.float32),)
         best = tl.full((PART,), float("-inf"), tl.float32)
         best_id = tl.full((PART,), 2147483647, tl.int32)
         broken = tl.zeros((PART,), tl.int32)
         for part in tl.static_range(PASSES):
-            if WHOLE:
-                acc = x[None, :] * w.to(tl.float32)
-                if part + 1 < config.passes:
-                    w = _vocabulary_rows(weight_ptr, v + PART, lane, V, K)
-            else:
-                acc = tl.zeros((PART, BLOCK_K), tl.float32)
-                for start in tl.range(0, K, BLOCK_K, num_stages=1):
-                    k = start + lane
-                    w = _vocabulary_rows(weight_ptr, v, k, V, K)
-                    x = tl.load(hidden_ptr + k, mask=k < K, other=0.0)
-                    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
-                    x = rms_normalize(x, norm, rstd, dtype).to(tl.float32)
-                    acc += x[None, :] * w.to(tl.float32)
-            y = _store_logits(out, tl.sum(acc, axis=1), 0, scale_ptr, v, V, dtype)
+            acc = xs[0][None, :] * w[0].to(tl.float32)
+            for chunk in tl.static_range(1, CHUNKS):
+                acc += xs[chunk][None, :] * w[chunk].to(tl.float32)
+            if part + 1 < PASSES:
+                w = _vocabulary_rows(weight_ptr, v + PART, V, lane, CHUNKS, config)
+            y = _rounded(tl.sum(acc, axis=1), scale_ptr, v, V, dtype)
+            tl.store(out.logit + v, y, mask=v < V)
             better = (v < V) & (y > best)
             best = tl.where(better, y, best)
             best_id = tl.where(better, v, best_id)
             broken = broken | ((v < V) & (y != y)).to(tl.int32)
             v += PART
-        _store_best(out, best, best_id, broken, tile)
+        largest = tl.max(best, axis=0)
+        tl.store(out.best_id + tile, tl.min(tl.where(best == largest, best_id, 2147483647), axis=0))
+        # NaN if one is NaN: such a row has no largest.
+        tl.store(out.best + tile, tl.where(tl.max(broken, axis=0) > 0, float("nan"), largest))
     else:
-        ROWS: tl.constexpr = 16 if config.batch <= 16 else 32
+        ROWS: tl.constexpr = 16 if BATCH <= 16 else 32
         gdc_wait(PDL)
-        rows = tl.arange(0, ROWS)
-        live_rows = rows < config.batch
-        i = tl.arange(0, config.ssq_pad)
-        squares_at = ssq_ptr + rows[:, None] * config.ssq_parts + i[None, :]
-        squares = tl.load(squares_at, mask=live_rows[:, None] & (i < config.ssq_parts)[None, :], other=0.0)
-        rstd_rows = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
-        acc = tl.zeros((ROWS, PART), tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=3):
+        row = tl.arange(0, ROWS)
+        there = row < BATCH
+        if norm_ptr is not None:
+            i = tl.arange(0, config.ssq_pad)
+            squares_at = ssq_ptr + row[:, None] * config.ssq_parts + i[None, :]
+            squares = tl.load(squares_at, mask=there[:, None] & (i < config.ssq_parts)[None, :], other=0.0)
+            rstd_rows = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+        # The weights are the left operand: int8 codes, exact in every dtype, then stay in registers.
+        acc = tl.zeros((PART, ROWS), tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
+            w = _vocabulary_rows(weight_ptr, v, V, start + lane, 1, config)[0]
             k = start + lane
-            live = k < K
-            w = _vocabulary_rows(weight_ptr, v, k, V, K)
-            x_at = hidden_ptr + rows[:, None] * K + k[None, :]
-            x = tl.load(x_at, mask=live_rows[:, None] & live[None, :], other=0.0)
-            norm = tl.load(norm_ptr + k, mask=live, other=0.0)
-            x = rms_normalize(x, norm[None, :], rstd_rows[:, None], dtype)
-            # An int8 code is exact in every dtype.
-            acc = tl.dot(x, tl.trans(w.to(dtype)), acc, input_precision="ieee")
-        for row in tl.static_range(BATCH):
-            y = tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0)
-            y = _store_logits(out, y, row, scale_ptr, v, V, dtype)
-            shown = tl.where((v < V) & (y == y), y, float("-inf"))
-            broken = ((v < V) & (y != y)).to(tl.int32)
-            _store_best(out, shown, v, broken, row * tl.num_programs(0) + tile)
+            x_at = hidden_ptr + row[:, None] * K + k[None, :]
+            x = tl.load(x_at, mask=there[:, None] & (k < K)[None, :], other=0.0)
+            if norm_ptr is not None:
+                norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+                x = rms_normalize(x, norm[None, :], rstd_rows[:, None], dtype)
+            acc = tl.dot(w.to(dtype), tl.trans(x), acc, input_precision="ieee")
+        y = _rounded(acc, scale_ptr, v[:, None], V, dtype)
+        live = (v < V)[:, None] & there[None, :]
+        tl.store(out.logit + row[None, :] * V + v[:, None], y, mask=live)
+        best_at = row * tl.num_programs(0) + tile
+        shown = tl.where(live & (y == y), y, float("-inf"))
+        largest = tl.max(shown, axis=0)
+        chosen = tl.min(tl.where(shown == largest[None, :], v[:, None], 2147483647), axis=0)
+        broken = tl.max((live & (y != y)).to(tl.int32), axis=0)
+        tl.store(out.best_id + best_at, chosen, mask=there)
+        tl.store(out.best + best_at, tl.where(broken > 0, float("nan"), largest), mask=there)
 
 
 @triton.jit
-def _store_logits(out, total, row, scale_ptr, v, V, dtype: tl.constexpr):
+def _rounded(total, scale_ptr, v, V, dtype: tl.constexpr):
     """Sums of the tokens ``v``, times their int8 scales if there are any, as the weights' dtype rounds them."""
     if scale_ptr is not None:
         total *= tl.load(scale_ptr + v, mask=v < V, other=0.0)
-    y = total.to(dtype).to(tl.float32)
-    tl.store(out.logit + row * V + v, y, mask=v < V)
-    return y
+    return total.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _vocabulary_rows(weight_ptr, v, k, V, K: tl.constexpr):
-    """weight[v, k], zeros outside. Read once."""
-    at = weight_ptr + v.to(tl.int64)[:, None] * K + k[None, :]
-    return tl.load(at, mask=(v < V)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _store_best(out, best, best_id, broken, at):
-    """The largest of a tile's logits and its lowest id; NaN if one is NaN: such a row has no largest."""
-    largest = tl.max(best, axis=0)
-    tl.store(out.best_id + at, tl.min(tl.where(best == largest, best_id, 2147483647), axis=0))
-    tl.store(out.best + at, tl.where(tl.max(broken, axis=0) > 0, float("nan"), largest))
+def _vocabulary_rows(weight_ptr, v, V, k, CHUNKS: tl.constexpr, config: tl.constexpr):
+    """weight[v, k], and so many chunks of ``block_k`` behind it, zeros outside. Read once."""
+    found = ()
+    for chunk in tl.static_range(CHUNKS):
+        at = k + chunk * config.block_k
+        there = (v < V)[:, None] & (at < config.k)[None, :]
+        w_at = weight_ptr + v.to(tl.int64)[:, None] * config.k + at[None, :]
+        found += (tl.load(w_at, mask=there, other=0.0, eviction_policy="evict_first"),)
+    return found
 
 
 @triton.jit
@@ -203,21 +222,29 @@ def launch_embed(tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor,
 
 
 def launch_logits(
-    hidden: Tensor, ssq: Tensor, norm: Tensor, weight: Tensor, scales: Tensor | None, out: Logits, *, eps: float,
-    pdl: bool = False,
+    hidden: Tensor, ssq: Tensor | None, norm: Tensor | None, weight: Tensor, scales: Tensor | None, out: Logits, *,
+    eps: float = 0.0, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Final norm and ``lm_head``: hidden (B, K), ssq (B, parts) float32 the partial sums of its squares, norm (K,) as
-    ``common.Input.norm``, weight (V, K) of hidden's dtype or int8 with scales (V,) float32."""
-    (batch, width), parts = hidden.shape, ssq.shape[1]
-    # One row: whole rows of the weights, four at a time.
-    widest = 4096 if batch == 1 else 64 if hidden.dtype == torch.float32 else 128
-    block_k = min(widest, max(16, triton.next_power_of_2(width)))
-    block_v, passes = (_ROW_TILE, max(1, _ROW_TILE * block_k // 16384)) if batch == 1 else (_TILE, 1)
-    config = HeadConfig(width, batch, parts, max(32, triton.next_power_of_2(parts)), block_v, passes, block_k)
-    _logits_kernel[(triton.cdiv(weight.shape[0], block_v),)](
-        hidden, ssq, norm, weight, scales, out, eps, weight.shape[0], config, pdl, num_warps=2 if 1 < batch <= 16 else 4,
-        launch_pdl=pdl,
-    )  # fmt: skip
+    ``common.Input.norm``, weight (V, K) of hidden's dtype or int8 with scales (V,) float32. Rows may come
+    normalized, without ssq and norm: of more than 16 rows no program then works out the norms anew."""
+    (batch, width), parts = hidden.shape, 1 if ssq is None else ssq.shape[1]
+    tile, by_rows = head_tile(batch, weight), _by_rows(batch, weight)
+    block_k, passes = tile.block_k, 1
+    if width <= block_k or not by_rows:
+        block_k = min(64 if hidden.dtype == torch.float32 and not by_rows else block_k, triton.next_power_of_2(width))
+    else:  # whole rows all the same, in the chunks that waste least
+        block_k = min((block_k, block_k // 2, block_k // 4), key=lambda size: triton.cdiv(width, size) * size)
+    block_k = max(16, block_k)
+    if by_rows:  # about 16,384 numbers at a time
+        read = tile.block_v * triton.cdiv(width, block_k) * block_k // 16384
+        passes = 1 << min(max(1, read).bit_length() - 1, tile.block_v.bit_length() - 1)
+    config = HeadConfig(
+        width, batch, by_rows, parts, max(32, triton.next_power_of_2(parts)), tile.block_v, passes, block_k, tile.stages
+    )
+    _logits_kernel[(triton.cdiv(len(weight), tile.block_v),)](
+        hidden, ssq, norm, weight, scales, out, eps, len(weight), config, pdl, num_warps=tile.warps, launch_pdl=pdl
+    )
 
 
 def launch_argmax(logits: Logits, tokens: Tensor, next_tokens: Tensor, positions: Tensor, *, pdl: bool = False) -> None:

@@ -219,11 +219,11 @@ class PromptReader:
         self._weights, self._config, self._cache = weights, config, cache
         self._switch = switch_length(config)
         device = weights.embedding.device
-        self._logits = Logits.empty(1, config.vocab_size, device)
+        self._logits = Logits.empty(1, weights.head)
         self._prompts = min(PROMPTS_TOGETHER, len(cache.lengths))  # that are read together
         fitting = -(-len(cache.lengths) * len(tables[0].cos) // 16) * 16
         self._together_rows = sorted({min(rows, fitting) for rows in _ROWS_TOGETHER}) if self._prompts > 1 else []
-        self._logits_together = Logits.empty(self._prompts, config.vocab_size, device)
+        self._logits_together = Logits.empty(self._prompts, weights.head)
         self._graphs: list[_Graph] = []
         self._together: list[_Graph] = []
         self._head: DraftHead | None = None
@@ -384,11 +384,8 @@ class PromptReader:
             offsets = torch.arange(len(hidden), device=hidden.device)
             taps = torch.cat([inputs[tap] for tap in tapped], dim=-1)
             self._head.keep(given[0].expand_as(offsets), given[1] + offsets, taps, offsets < given[2])
-        ends = hidden.index_select(0, last)
-        launch_logits(
-            ends, ends.float().square().sum(-1, keepdim=True), weights.norm.factors, weights.head, weights.head_scales,
-            logits, eps=eps,
-        )  # fmt: skip
+        ends = weights.norm(hidden.index_select(0, last))
+        launch_logits(ends, None, None, weights.head, weights.head_scales, logits)
         return logits.logit
 
     def _products(self, linear: AnyLinear, x: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ class DecodeStep:
         routers = [block.router for block in weights.blocks if block.router is not None]
         self._router_logits = empty(rows, max(map(len, routers), default=0), kind=torch.float32)
         self._router_counter = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._logits = Logits.empty(rows, config.vocab_size, device)
+        self._logits = Logits.empty(rows, weights.head)
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if dtype in SAMPLED_DTYPES else None
         self._settings: list[SamplingParams] = []
         self.counts = _KeptCells(self)

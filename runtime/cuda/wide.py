@@ -20,6 +20,7 @@ from wisparse.kernels.gpu.attention import Rows, launch_attention
 from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.experts import ExpertLinear
+from wisparse.kernels.gpu.head import launch_logits
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_tile
 from wisparse.kernels.gpu.reduction import Mask, launch_activate, launch_combine, launch_residual_add
@@ -58,7 +59,7 @@ class WideStep(DecodeStep):
         if count:  # the set that this step writes begins with what the steps before it kept
             self.counts.cells[self._turn].copy_(self.counts.cells[1 - self._turn])
         first = blocks[0].attention_input
-        n = self.hidden.clone() if first is None else first(self.hidden)
+        n = self._last_normed = self.hidden.clone() if first is None else first(self.hidden)
         for index in indices:
             self._tap(index)
             block, ssq = blocks[index], self._sums(index - 1, "down")
@@ -82,8 +83,12 @@ class WideStep(DecodeStep):
             self._add(index, "o", attended, count, block.attention_output, block.mlp_input, n)
             gate_up = self._product(index, "gate_up", n, count)
             activated = launch_activate(gate_up, config.activation, _mask_of(block.down))
-            following = None if last else blocks[index + 1].attention_input
+            following = self.weights.norm if last else blocks[index + 1].attention_input
             self._add(index, "down", activated, count, block.mlp_output, following, n)
+
+    def launch_logits(self) -> None:
+        weights = self.weights
+        launch_logits(self._last_normed, None, None, weights.head, weights.head_scales, self._logits, pdl=self.pdl)
 
     def _add(
         self, index: int, role: str, x: Tensor, count: bool, norm: Norm | None, following: Norm | None, normed: Tensor
