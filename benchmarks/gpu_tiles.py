@@ -275,11 +275,12 @@ def tiles_for(role: str, setting: Setting) -> list[GemvTile]:
             ]  # fmt: skip
     else:
         # 8 to 14 warps for each multiprocessor, two of them in a program, four for many rows and where all channels
-        # share a scale.
-        for words in (1, 2) if sum(widths) < 8192 and kind == "int4" else (2, 4):
-            if words == 4 and batch > 2:
+        # share a scale. Of many rows no thread has more than 16 words of four channels on their way, and few sums.
+        many = batch > 2
+        for words in (1, 2) if sum(widths) < 8192 and (many or kind == "int4") else (2, 4):
+            if words == 4 and many and kind == "int4":
                 continue
-            for warps in (4,) if batch > 2 else (2,) if group or words == 4 else (2, 4):
+            for warps in (4,) if many else (2,) if group or words == 4 else (2, 4):
                 block_n = words * 256 * warps // BITS[kind]
                 chunks = k // (group or 64)
                 for each in (8, 14):
@@ -287,6 +288,8 @@ def tiles_for(role: str, setting: Setting) -> list[GemvTile]:
                     dealt = max(1, round(chunks * count_tiles(widths, block_n) * warps / (processors * each)))
                     splits = min(-(-chunks // dealt), 64)
                     for unroll, stages in ((2, 1), (2, 2), (4, 1), (1, 3)) if group else ((4, 1), (2, 2), (4, 2)):
+                        if many and words * unroll * stages > 16:
+                            continue
                         found.append(
                             GemvTile(block_n, 1, splits, warps, stages, group or 64, unroll, trigger=2, early=not wide)
                         )
@@ -296,9 +299,10 @@ def tiles_for(role: str, setting: Setting) -> list[GemvTile]:
     return list(dict.fromkeys(found if wide else spinning))
 
 
-def variants(tile: GemvTile) -> list[GemvTile]:
-    """The ways of a tile to begin and to let the next launch begin."""
-    return [replace(tile, trigger=trigger, early=early) for trigger, early in ((1, True), (2, True), (2, False))]
+def variants(tile: GemvTile, rows: int) -> list[GemvTile]:
+    """The ways of a tile to begin and to let the next launch begin: with many rows that is always at once."""
+    ways = ((1, True), (2, True), (2, False))[rows > 2 :]
+    return [replace(tile, trigger=trigger, early=early) for trigger, early in ways]
 
 
 def _compile(work: list[tuple[str, Setting, GemvTile]]) -> None:
@@ -376,7 +380,7 @@ def tune(settings: list[Setting], best: int, blocks: int, ceiling: float) -> dic
     ranked = sweep(settings, ceiling)
     if torch.cuda.get_device_capability() < (9, 0):
         raise SystemExit("expected a GPU of generation 9.0 or later: others have no early starts to choose from")
-    tried = {key: [way for _, tile in rows[:best] for way in variants(tile)] for key, rows in ranked.items()}
+    tried = {key: [way for _, tile in rows[:best] for way in variants(tile, key[1][3])] for key, rows in ranked.items()}
     firsts = {setting: {role: ranked[role, setting][0][1] for role in ROLES} for setting in settings}
     work = [
         (setting, {**firsts[setting], role: way})
