@@ -19,7 +19,6 @@ import json
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -28,7 +27,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from gpu_models import SHAPES, calibrate, mask_bundle, need_gpu, random_bundle
 
 from wisparse.formats.model_config import ModelConfig
@@ -143,50 +141,6 @@ def random_matrix(
     if matrix.zeros is not None:
         matrix.zeros.random_(1, 15)
     return matrix
-
-
-def time_graph(launch: Callable[[], object], count: int, runs: int = 15) -> float:
-    """Microseconds of one of the ``count`` launches that ``launch()`` makes, by replaying them as a graph; the
-    median."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    graph.replay()
-    times = []
-    for _ in range(runs):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / count)
-    return statistics.median(times)
-
-
-@triton.jit
-def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    acc = tl.zeros((BLOCK,), tl.int32)
-    for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
-        acc += tl.load(x_ptr + start.to(tl.int64) + tl.arange(0, BLOCK))
-    tl.store(out_ptr + tl.program_id(0), tl.sum(acc, axis=0))
-
-
-def ceiling_gbps(gigabytes: int = 4) -> float:
-    """Read bandwidth in GB/s: the best of several ways of adding up a large array."""
-    x = torch.ones(gigabytes * 2**28, dtype=torch.int32, device="cuda")
-    out = torch.empty(132 * 16, dtype=torch.int32, device="cuda")
-    best = 0.0
-    for block, warps, programs in ((4096, 4, 132 * 8), (8192, 8, 132 * 4), (4096, 8, 132 * 4), (2048, 4, 132 * 8)):
-
-        def launch(block=block, warps=warps, programs=programs) -> None:
-            _read_kernel[(programs,)](x, out, x.numel(), block, num_warps=warps)
-
-        best = max(best, x.numel() * 4 / time_graph(launch, 1, 5) * 1e-3)
-    return best
 
 
 # --- check
@@ -334,7 +288,7 @@ def sweep(settings: list[Setting], ceiling: float) -> dict[tuple[str, Setting], 
         rows = []
         for tile in tiles:
             with contextlib.suppress(triton.runtime.errors.OutOfResources):
-                rows.append((time_graph(case.launcher(tile), len(case.groups), 7), tile))
+                rows.append((kernel_times._time_launches(case.launcher(tile), len(case.groups)), tile))
         rows.sort(key=lambda row: row[0])
         print(f"{setting} {role} kept {case.kept} ideal {ideal:.2f} us")
         for us, tile in rows[:4]:
