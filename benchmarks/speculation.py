@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import click
 import torch
@@ -135,11 +136,10 @@ class RandomHead:
 def answer(decoder: Any, prompt: Sequence[int], count: int, drafts: Any = None) -> tuple[float, Scheduler, Request]:
     """Seconds of the decode steps."""
     scheduler = Scheduler(decoder, speculative=None if drafts is None else CONFIG)
-    if drafts is not None:
-        scheduling.make_drafter = lambda *_: drafts  # type: ignore[assignment]
     request = scheduler.add(Request(prompt, count))
-    while scheduler.busy:
-        scheduler.step(lambda: False)
+    with patch.object(scheduling, "make_drafter", lambda *_: drafts):
+        while scheduler.busy:
+            scheduler.step(lambda: False)
     return request.last_token_time - request.first_token_time, scheduler, request
 
 
@@ -281,7 +281,7 @@ def equality(bundle: str, count: int, length: int, head: str | None, **loading: 
 @click.option("--tiny", is_flag=True, help="A shape of the same family that an interpreter gets through.")
 @click.option("--sparsity", type=float, default=None)
 @click.option("--tokens", default=2000, show_default=True, help="Of the file that is copied.")
-@click.option("--runs", default=3, show_default=True)
+@click.option("--runs", default=3, show_default=True, help="0: greedy answers alone.")
 @click.option("--prompts", default=0, help="Greedy answers to compare.")
 @click.option("--head", help="Compare those of an EAGLE-3 head, of four tokens in every step, instead of lookup's.")
 def main(
@@ -336,11 +336,10 @@ def main(
         context = wisparse.load(bundle, **loading).max_seq_len
         with wisparse.load(bundle, max_seq_len=min(context, 2 * tokens + 64), **loading) as model:
             result |= {"backend": model.decoder.name}
-            if head is None:
+            if head is None and runs:
                 result |= speeds(model.decoder, min(tokens, (context - 64) // 2), runs)
-        if prompts:
-            if head:  # whether it gains or not
-                speculation._LEAST_GAIN, speculation._CREDIT, speculation._MOST_CREDIT = 0.0, 1e9, 1e9
+        if prompts:  # with drafts, whether they gain or not
+            speculation._LEAST_GAIN, speculation._CREDIT, speculation._MOST_CREDIT = 0.0, 1e9, 1e9
             result["greedy"] = equality(bundle, prompts, 48, head, **loading)
     print(json.dumps(result))
 
