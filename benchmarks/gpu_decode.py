@@ -21,104 +21,31 @@ from pathlib import Path
 import torch
 import triton
 from gpu_baseline import Baseline
-from gpu_models import SHAPES, calibrate, launch_input, need_gpu, random_bundle, set_sparsity
-from gpu_tiles import ceiling_gbps, time_graph
+from gpu_models import SHAPES, calibrate, need_gpu, random_bundle, set_sparsity
 
 from wisparse.kernels.gpu.plan import regime
-from wisparse.kernels.reference import keep_mask
+from wisparse.runtime.benchmark import Workload, read_bandwidth_gbps, time_run
 from wisparse.runtime.cuda.decoder import CudaDecoder
-from wisparse.runtime.cuda.step import DecodeStep
-from wisparse.runtime.decoding.sampling import SamplingParams
+from wisparse.runtime.cuda.kernel_times import time_kernels
 
 PROMPT, TOKENS = 5, 200
 BATCHES = (2, 4, 8)
-GREEDY = SamplingParams()
 
 
-def ideal_ms(decoder: CudaDecoder, sparsity: float, ceiling: float) -> float:
-    """Milliseconds a step takes if the kept weights and the head are read at the ceiling, and nothing else is done."""
-    inside = sum(group.in_features * group.out_features for block in decoder.weights.blocks for group in block.linears)
-    head = decoder.weights.head.numel()
-    return (inside * (1 - sparsity) + head) * decoder.dtype.itemsize / ceiling * 1e-6
+def rates(decoder: CudaDecoder, batch: int = 1, prompt: int = PROMPT, runs: int = 5) -> list[float]:
+    time_run(decoder, Workload(prompt, 8, batch))
+    return [batch * TOKENS / time_run(decoder, Workload(prompt, TOKENS, batch))[1] for _ in range(runs)]
 
 
-def generate(
-    decoder: CudaDecoder, batch: int, prompt: int, tokens: int, *, read: bool = True
-) -> tuple[float, torch.Tensor]:
-    """Seconds of ``tokens`` greedy steps after a prompt, and the ids (tokens, B). Each id is read before the next
-    step."""
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(decoder.config.vocab_size, (prompt,), generator=generator)
-    for slot in range(batch):
-        logits = decoder.prefill(slot, ids.roll(slot), prompt)
-    last = torch.full((batch,), int(logits.argmax()))
-    settings = [GREEDY] * batch
-    last = decoder.step(last, settings)
-    torch.cuda.synchronize()
-    seen = []
-    began = time.perf_counter()
-    for _ in range(tokens):
-        last = decoder.step(last, settings)
-        last.tolist()  # a program that shows text reads it now
-        seen.append(last)
-    torch.cuda.synchronize()
-    return time.perf_counter() - began, torch.stack(seen)
-
-
-def rates(
-    decoder: CudaDecoder, batch: int = 1, prompt: int = PROMPT, tokens: int = TOKENS, runs: int = 5
-) -> list[float]:
-    generate(decoder, batch, prompt, 8)
-    return [batch * tokens / generate(decoder, batch, prompt, tokens)[0] for _ in range(runs)]
-
-
-def kept_share(step: DecodeStep, role: str) -> float:
-    """The share of a role's weights, over all blocks, whose channels some row keeps, from what its launches read."""
-    kept = size = 0
-    for index, block in enumerate(step.weights.blocks):
-        group = getattr(block, role)
-        x = launch_input(step, index, role)
-        for scale, threshold, width in zip(group.scales, group.thresholds, group.widths, strict=True):
-            kept += int(keep_mask(x, scale, threshold).any(0).sum()) * width
-            size += group.in_features * width
-    return kept / size
-
-
-def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: int = 1, context: int = 0) -> dict:
+def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: int = 1) -> dict:
     """Microseconds of each launch of a block, averaged over all blocks, with its share of the ideal: the weights that
-    any of its rows keeps, read at the ceiling (many rows read all of them)."""
-    step = decoder.step_for(rows, context=context)
-    count = len(decoder.weights.blocks)
-    launches = [step.block_launches(index) for index in range(count)]
-    table = {}
-    for role in ("qkv", "attention", "o", "gate_up", "down", "logits"):
-
-        def launch(role=role) -> None:
-            if role == "logits":
-                step.launch_logits()
-            else:
-                for index in range(count):
-                    launches[index][role]()
-
-        us = time_graph(launch, count if role != "logits" else 1)
-        if role == "attention":
-            table[role] = {"us": us}
-            continue
-        if role == "logits":
-            size = decoder.weights.head.numel()
-        else:
-            group = getattr(decoder.weights.blocks[0], role)
-            kept = 1.0 if regime(rows, dense=group.dense) == "batch" else kept_share(step, role)
-            size = group.in_features * group.out_features * kept
-        ideal = size * decoder.dtype.itemsize / ceiling * 1e-3
-        table[role] = {"us": us, "ideal_us": ideal, "share": ideal / us}
-        if role != "logits":
-            table[role]["kept"] = kept
+    its rows keep, read at the ceiling (many rows read all of them)."""
+    several = regime(rows, dense=sparsity == 0) == "batch"
+    table = time_kernels(decoder, batch=rows, sparsity=0 if several else sparsity, gbps=ceiling)
     print(f"per launch at {sparsity:.0%}, {rows} rows:")
     for role, row in table.items():
-        share = f"  ideal {row['ideal_us']:7.2f}  {row['share']:6.1%}" if "share" in row else ""
-        kept = f"  kept {row['kept']:6.1%}" if "kept" in row else ""
-        print(f"  {role:10s} {row['us']:8.2f} us{share}{kept}")
+        ideal = f"  ideal {row['ideal_us']:7.2f}  {row['ideal_us'] / row['us']:6.1%}" if "ideal_us" in row else ""
+        print(f"  {role:10s} {row['us']:8.2f} us{ideal}")
     return table
 
 
@@ -133,7 +60,7 @@ def main() -> None:
     parts = set(arguments.parts)
     device, dtype = torch.device("cuda"), torch.bfloat16
     properties = torch.cuda.get_device_properties(0)
-    ceiling = ceiling_gbps()
+    ceiling = read_bandwidth_gbps(device)
     result: dict = {
         "shape": arguments.shape, "gpu": properties.name, "torch": torch.__version__, "triton": triton.__version__,
         "cuda": torch.version.cuda, "python": platform.python_version(), "ceiling_gbps": ceiling,
@@ -170,21 +97,20 @@ def main() -> None:
     for sparsity in arguments.sparsities if "decode" in parts else []:
         set_sparsity(decoder, calibrated, sparsity)
         measured = rates(decoder, runs=arguments.runs)
-        ideal = 1e3 / ideal_ms(decoder, sparsity, ceiling)
+        inside, head = decoder.bytes_read()
+        ideal = ceiling * 1e9 / (inside * (1 - sparsity) + head)
         row = {"tok_per_s": statistics.median(measured), "ideal": ideal, "runs": measured}
         text = f"{sparsity:4.0%}: {row['tok_per_s']:.1f} tok/s, {row['tok_per_s'] / ideal:.1%} of ideal {ideal:.0f}"
         if 1 in baseline:
             row["over_baseline"] = row["tok_per_s"] / baseline[1]
             text += f", {row['over_baseline']:.2f}x the baseline"
-        tokens = [generate(decoder, 1, PROMPT, 64)[1] for _ in range(2)]
-        row["repeats"] = bool(torch.equal(*tokens))
         if sparsity > 0:  # what the generated tokens really keep
             decoder.measure_sparsity(True)
-            generate(decoder, 1, PROMPT, 24)
+            time_run(decoder, Workload(PROMPT, 24))
             row["realised"] = decoder.realised_sparsity()
             decoder.measure_sparsity(False)
             text += f", realised {row['realised']:.1%}"
-        print(text + f", repeats {row['repeats']}, runs {[round(r, 1) for r in measured]}", flush=True)
+        print(text + f", runs {[round(r, 1) for r in measured]}", flush=True)
         result["decode"][str(sparsity)] = row
         if "kernels" in parts and sparsity in (0.0, 0.5):
             row["kernels"] = kernel_table(decoder, sparsity, ceiling)
@@ -194,8 +120,6 @@ def main() -> None:
         short, long = (statistics.median(rates(decoder, prompt=p, runs=3)) for p in (PROMPT, 8192))
         result["context_8k"] = {"tok_per_s": long, "over_short": long / short}
         print(f"context 8192: {long:.1f} tok/s, {long / short:.3f} of {short:.1f} at {TOKENS}", flush=True)
-        if "kernels" in parts:
-            kernel_table(decoder, 0.5, ceiling, context=8192)
     for batch in BATCHES if "batch" in parts else []:
         result[f"batch_{batch}"] = {}
         for sparsity in arguments.sparsities:

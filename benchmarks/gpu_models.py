@@ -182,17 +182,3 @@ def tiny(given: dict) -> dict:
         hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=16, vocab_size=70, max_position_embeddings=256,
     )  # fmt: skip
-
-
-def launch_input(step: Any, index: int, role: str) -> torch.Tensor:
-    """(rows, K): what a launch is about to read, by the definitions."""
-    block = step.weights.blocks[index]
-    if role == "down":
-        return step._activated
-    if role == "o":
-        largest, total = step._softmax
-        factor = torch.exp2(largest - largest.amax(2, keepdim=True))
-        combined = (step._attended[index] * factor[..., None]).sum(2) / (total * factor).sum(2)[..., None]
-        return combined.flatten(1).to(step._activated.dtype)
-    norm = block.attention_input if role == "qkv" else block.mlp_input
-    return step.hidden if norm is None else norm(step.hidden)

@@ -19,7 +19,6 @@ import json
 import math
 import multiprocessing
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -28,7 +27,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from gpu_models import SHAPES, calibrate, mask_bundle, need_gpu, random_bundle
 
 from wisparse.formats.model_config import ModelConfig
@@ -145,50 +143,6 @@ def random_matrix(
     return matrix
 
 
-def time_graph(launch: Callable[[], object], count: int, runs: int = 15) -> float:
-    """Microseconds of one of the ``count`` launches that ``launch()`` makes, by replaying them as a graph; the
-    median."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    graph.replay()
-    times = []
-    for _ in range(runs):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / count)
-    return statistics.median(times)
-
-
-@triton.jit
-def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
-    acc = tl.zeros((BLOCK,), tl.int32)
-    for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
-        acc += tl.load(x_ptr + start.to(tl.int64) + tl.arange(0, BLOCK))
-    tl.store(out_ptr + tl.program_id(0), tl.sum(acc, axis=0))
-
-
-def ceiling_gbps(gigabytes: int = 4) -> float:
-    """Read bandwidth in GB/s: the best of several ways of adding up a large array."""
-    x = torch.ones(gigabytes * 2**28, dtype=torch.int32, device="cuda")
-    out = torch.empty(132 * 16, dtype=torch.int32, device="cuda")
-    best = 0.0
-    for block, warps, programs in ((4096, 4, 132 * 8), (8192, 8, 132 * 4), (4096, 8, 132 * 4), (2048, 4, 132 * 8)):
-
-        def launch(block=block, warps=warps, programs=programs) -> None:
-            _read_kernel[(programs,)](x, out, x.numel(), block, num_warps=warps)
-
-        best = max(best, x.numel() * 4 / time_graph(launch, 1, 5) * 1e-3)
-    return best
-
-
 # --- check
 
 
@@ -275,11 +229,12 @@ def tiles_for(role: str, setting: Setting) -> list[GemvTile]:
             ]  # fmt: skip
     else:
         # 8 to 14 warps for each multiprocessor, two of them in a program, four for many rows and where all channels
-        # share a scale.
-        for words in (1, 2) if sum(widths) < 8192 and kind == "int4" else (2, 4):
-            if words == 4 and batch > 2:
+        # share a scale. Of many rows no thread has more than 16 words of four channels on their way, and few sums.
+        many = batch > 2
+        for words in (1, 2) if sum(widths) < 8192 and (many or kind == "int4") else (2, 4):
+            if words == 4 and many and kind == "int4":
                 continue
-            for warps in (4,) if batch > 2 else (2,) if group or words == 4 else (2, 4):
+            for warps in (4,) if many else (2,) if group or words == 4 else (2, 4):
                 block_n = words * 256 * warps // BITS[kind]
                 chunks = k // (group or 64)
                 for each in (8, 14):
@@ -287,6 +242,8 @@ def tiles_for(role: str, setting: Setting) -> list[GemvTile]:
                     dealt = max(1, round(chunks * count_tiles(widths, block_n) * warps / (processors * each)))
                     splits = min(-(-chunks // dealt), 64)
                     for unroll, stages in ((2, 1), (2, 2), (4, 1), (1, 3)) if group else ((4, 1), (2, 2), (4, 2)):
+                        if many and words * unroll * stages > 16:
+                            continue
                         found.append(
                             GemvTile(block_n, 1, splits, warps, stages, group or 64, unroll, trigger=2, early=not wide)
                         )
@@ -296,9 +253,10 @@ def tiles_for(role: str, setting: Setting) -> list[GemvTile]:
     return list(dict.fromkeys(found if wide else spinning))
 
 
-def variants(tile: GemvTile) -> list[GemvTile]:
-    """The ways of a tile to begin and to let the next launch begin."""
-    return [replace(tile, trigger=trigger, early=early) for trigger, early in ((1, True), (2, True), (2, False))]
+def variants(tile: GemvTile, rows: int) -> list[GemvTile]:
+    """The ways of a tile to begin and to let the next launch begin: with many rows that is always at once."""
+    ways = ((1, True), (2, True), (2, False))[rows > 2 :]
+    return [replace(tile, trigger=trigger, early=early) for trigger, early in ways]
 
 
 def _compile(work: list[tuple[str, Setting, GemvTile]]) -> None:
@@ -330,7 +288,7 @@ def sweep(settings: list[Setting], ceiling: float) -> dict[tuple[str, Setting], 
         rows = []
         for tile in tiles:
             with contextlib.suppress(triton.runtime.errors.OutOfResources):
-                rows.append((time_graph(case.launcher(tile), len(case.groups), 7), tile))
+                rows.append((kernel_times._time_launches(case.launcher(tile), len(case.groups)), tile))
         rows.sort(key=lambda row: row[0])
         print(f"{setting} {role} kept {case.kept} ideal {ideal:.2f} us")
         for us, tile in rows[:4]:
@@ -376,7 +334,7 @@ def tune(settings: list[Setting], best: int, blocks: int, ceiling: float) -> dic
     ranked = sweep(settings, ceiling)
     if torch.cuda.get_device_capability() < (9, 0):
         raise SystemExit("expected a GPU of generation 9.0 or later: others have no early starts to choose from")
-    tried = {key: [way for _, tile in rows[:best] for way in variants(tile)] for key, rows in ranked.items()}
+    tried = {key: [way for _, tile in rows[:best] for way in variants(tile, key[1][3])] for key, rows in ranked.items()}
     firsts = {setting: {role: ranked[role, setting][0][1] for role in ROLES} for setting in settings}
     work = [
         (setting, {**firsts[setting], role: way})

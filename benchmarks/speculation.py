@@ -1,12 +1,16 @@
-"""Speculation by lookup against plain decoding: speed of a copying task and of fresh text, and equal greedy tokens.
+"""Speculation against plain decoding: a copying task and fresh text by lookup, heads' drafts, and equal greedy tokens.
 
     python benchmarks/speculation.py BUNDLE --prompts 1000          # a bundle with a tokenizer, on any device
-    PYTHONPATH=. python benchmarks/speculation.py --shape llama-3.1-8b --weights int4   # random weights, NVIDIA GPUs
+    PYTHONPATH=. python benchmarks/speculation.py --shape llama-3.1-8b --weights int4 --runs 1  # random, NVIDIA GPUs
+    TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/speculation.py --shape llama-3.1-8b --tiny   # does it run
 
 The copying task is replayed: the drafts of every step are as long, and accepted as far, as those of a file of this
 repository that is answered with three edits; the model's own greedy tokens, known from the plain run, stand for the
-file's. Fresh text is the documentation, replayed alike. Expected: copying 2.5 times (a CPU: 1.5), fresh text 0.98 and
-more. JSON last.
+file's. Fresh text is the documentation, replayed alike. A shape's steps that verify are timed by rows, and its drafts:
+of an EAGLE-3 head and of one for multi-token prediction, both random and as wide as the model, and with 16-bit weights
+of the model's own int4 weights. They are made, and replaced by others of which each is right in a share of the cases if
+those before it are. Expected: copying 2.5 times (a CPU: 1.5), fresh text 0.98 and more, EAGLE-3 1.7 times in bf16 and
+1.5 in int4. JSON last.
 """
 
 from __future__ import annotations
@@ -14,24 +18,33 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import click
 import torch
 
 import wisparse
+from wisparse.formats.model_config import ModelConfig, mtp_config
+from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.runtime.decoding.decoder import Decoder
+from wisparse.runtime.decoding.heads import HeadWeights
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation import scheduler as scheduling
 from wisparse.runtime.generation import speculation
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
-from wisparse.runtime.generation.speculation import Drafter, Lookup, SpeculativeConfig
+from wisparse.runtime.generation.speculation import METHODS, Drafter, Lookup, SpeculativeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = SpeculativeConfig()
+RATES = {"eagle3": 0.7, "mtp": 0.7, "self": 0.85}  # of drafted tokens that are right behind right ones
+PROMPT = 600  # of fresh text: steps at least so far into a context all have the same splits of it
 
 
 def words(*files: Path) -> list[int]:
@@ -47,7 +60,7 @@ def tasks(vocab_size: int, count: int) -> dict[str, tuple[list[int], list[int]]]
         at = step * (i + 1)
         edited[at : at + number] = range(number if i != 1 else 2)
     prose = words(*sorted((ROOT / "docs").glob("*.md")))
-    found = {"copying": (file, edited), "fresh": (prose[:200], prose[200 : 200 + count])}
+    found = {"copying": (file, edited), "fresh": (prose[: min(PROMPT, count)], prose[PROMPT : PROMPT + count])}
     return {name: tuple([3 + id_ % (vocab_size - 3) for id_ in one] for one in pair) for name, pair in found.items()}
 
 
@@ -75,16 +88,58 @@ class Replayed(Drafter):
         self.lookup.settle(drafted, accepted, undecided=undecided)
 
 
-def answer(
-    decoder: Decoder, prompt: Sequence[int], count: int, replayed: Any = None
-) -> tuple[float, Scheduler, Request]:
+class Drawn(Drafter):
+    """As many tokens as ``METHODS`` has, which the decoder drafts; each is right at a rate if those before it are."""
+
+    asks = True
+
+    def __init__(self, method: str, answer: Sequence[int]):
+        super().__init__(METHODS[method][1], (0.0, 0.0))
+        self.rate, self.answer, self.at, self.drafts = RATES[method], answer, 1, 0
+
+    def propose(self, most: int) -> list[int]:
+        return [-1] * min(most, self._most)
+
+    def take(self, _: int) -> None:
+        self.at += 1
+
+    def draft(self, count: int) -> list[int]:
+        self.drafts += 1
+        place = self.drafts * 0.6180339887 % 1  # spread evenly: few drafts have the share of many
+        right = sum(place < self.rate**i for i in range(1, count + 1))
+        return [one if i < right else (one + 1) % 3 for i, one in enumerate(self.answer[self.at : self.at + count])]
+
+
+class RandomHead:
+    """As wide as the model, of 32,000 tokens if it is EAGLE-3's."""
+
+    def __init__(self, config: ModelConfig, mtp: bool):
+        self.config, self.mtp, blocks = mtp_config(config), mtp, config.num_blocks
+        self.taps = (blocks,) if mtp else (min(2, blocks), blocks // 2, max(blocks - 3, 0))
+
+    def weights(self, device: torch.device, dtype: torch.dtype) -> HeadWeights:
+        one, mtp = self.config, self.mtp
+        h, heads, both = one.hidden_size, one.num_heads * one.head_dim, one.num_heads + one.num_kv_heads
+        qkv = (both + one.num_kv_heads + mtp * one.num_heads) * one.head_dim
+        shapes = {
+            "fc": (h, (3 - mtp) * h), "qkv": (qkv, (2 - mtp) * h), "o": (h, heads), "down": (h, one.intermediate_size),
+            "gate_up": (2 * one.intermediate_size, h), "output": (min(32000, one.vocab_size), h),
+        }  # fmt: skip
+        tensors = {k: torch.randn(v, device=device, dtype=dtype) * v[1] ** -0.5 for k, v in shapes.items()}
+        for norm in ("model_norm", "embedding_norm", "hidden_norm", "input_norm", "mlp_norm", "norm"):
+            tensors[norm] = torch.ones(h, device=device, dtype=dtype)
+        tensors["qk_norm"] = torch.ones(both, one.head_dim, device=device, dtype=dtype)
+        ids = None if mtp else torch.arange(len(tensors["output"]), device=device)
+        return HeadWeights(one, self.taps, tensors, ids=ids)
+
+
+def answer(decoder: Any, prompt: Sequence[int], count: int, drafts: Any = None) -> tuple[float, Scheduler, Request]:
     """Seconds of the decode steps."""
-    scheduler = Scheduler(decoder, speculative=None if replayed is None else CONFIG)
-    if replayed is not None:
-        scheduling.make_drafter = lambda *_: replayed  # type: ignore[assignment]
+    scheduler = Scheduler(decoder, speculative=None if drafts is None else CONFIG)
     request = scheduler.add(Request(prompt, count))
-    while scheduler.busy:
-        scheduler.step(lambda: False)
+    with patch.object(scheduling, "make_drafter", lambda *_: drafts):
+        while scheduler.busy:
+            scheduler.step(lambda: False)
     return request.last_token_time - request.first_token_time, scheduler, request
 
 
@@ -110,12 +165,12 @@ def speeds(decoder: Decoder, count: int, runs: int) -> dict[str, Any]:
     for name, (prompt, text) in tasks(decoder.config.vocab_size, count).items():
         plain: list[float] = []
         lookup: list[float] = []
-        for run in range(runs + 1):
-            seconds, _, request = answer(decoder, prompt, len(text) - 16)
+        for run in range(runs + 1):  # the first one, which compiles, is short
+            length = len(text) - 16 if run else min(len(text) - 16, 64)
+            seconds, _, request = answer(decoder, prompt, length)
             known = request.output_token_ids + [0] * 32
-            other, scheduler, again = answer(
-                decoder, prompt, len(text) - 16, Replayed(decoder.verify_costs, prompt, text, known)
-            )
+            replayed = Replayed(decoder.verify_costs, prompt, text, known)
+            other, scheduler, again = answer(decoder, prompt, length, replayed)
             if run:
                 plain.append(seconds)
                 lookup.append(other)
@@ -132,6 +187,65 @@ def speeds(decoder: Decoder, count: int, runs: int) -> dict[str, Any]:
             "equal_tokens": same,
         }  # fmt: skip
         print(name, json.dumps(found[name]), flush=True)
+    decoder.verify_margin = margin
+    return found
+
+
+def drawn_speeds(decoder: Any, opened: Any, count: int, runs: int) -> dict[str, Any]:
+    """Of a decoder of a shape: steps that verify, by rows, and what `Decoder.verify_costs` should be; each method's
+    speed."""
+    (prompt, _), margin = tasks(decoder.config.vocab_size, count)["fresh"], decoder.verify_margin
+    count, decoder.verify_margin = min(count, 400), 0.0
+    runs_of = [answer(decoder, prompt, count) for _ in range(runs + 1)]
+    known = runs_of[0][2].output_token_ids + [0] * 32
+    step = statistics.median(seconds for seconds, _, _ in runs_of[1:]) / (count - 1)
+    length, verified = decoder.lengths[0], {}
+    for rows in (2, 4, 8):
+        seconds = []
+        for _ in range(25 if decoder.device.type == "cuda" else 2):
+            began = time.perf_counter()
+            decoder.verify([[3] * rows], [SamplingParams()])[0].tolist()
+            seconds.append(time.perf_counter() - began)
+            decoder.truncate(0, length)
+        verified[rows] = statistics.median(seconds[-20:])
+    each = (verified[8] - verified[2]) / 6
+    found: dict[str, Any] = {
+        "step_ms": round(1e3 * step, 3), "verified_ms": {rows: round(1e3 * one, 3) for rows, one in verified.items()},
+        "verify_costs": [round((verified[2] - each) / step - 1, 3), round(each / step, 4)],
+    }  # fmt: skip
+    print("verified", json.dumps(found), flush=True)
+    for method in RATES if decoder.weights.dequantized is None else ("eagle3", "mtp"):
+        decoder._steps.clear()  # they give what this method's head reads
+        decoder.truncate(0, 0)
+        if method == "self":
+            decoder.head = None
+            decoder.draft_by_steps(opened, "int4")
+        else:
+            decoder.attach(RandomHead(decoder.config, method == "mtp"))
+        made, drafting, times = decoder.draft, list[float](), list[float]()
+
+        def draft(tokens: Any, counts: dict[int, int], settings: Any) -> dict[int, list[int]]:
+            began = time.perf_counter()
+            made(tokens, counts, settings)  # noqa: B023
+            drafting.append(time.perf_counter() - began)  # noqa: B023
+            return {0: drawn.draft(counts[0])}  # noqa: B023
+
+        decoder.draft = draft
+        for run in range(runs + 1):
+            drawn = Drawn(method, known)
+            taken, scheduler, again = answer(decoder, prompt, count if run else min(count, 64), drawn)
+            if run:
+                times.append(taken)
+        del decoder.draft
+        speed = (count - 1) / statistics.median(times)
+        found[method] = {
+            "plain_tok_per_s": round(1 / step, 1), "tok_per_s": round(speed, 1), "ratio": round(speed * step, 3),
+            "acceptance": round(scheduler.stats.drafts.acceptance_rate, 3),
+            "mean_length": round(scheduler.stats.drafts.mean_length, 2), "draft_cost": round(decoder.draft_cost, 3),
+            "draft_ms": round(1e3 * statistics.median(drafting), 3),
+            "equal": again.output_token_ids == known[:count],
+        }  # fmt: skip
+        print(method, json.dumps(found[method]), flush=True)
     decoder.verify_margin = margin
     return found
 
@@ -163,17 +277,19 @@ def equality(bundle: str, count: int, length: int, head: str | None, **loading: 
 @click.argument("bundle", required=False)
 @click.option("--shape", help="Random weights of a shape that gpu_models.py lists, instead of a bundle.")
 @click.option("--device", default="auto")
-@click.option("--weights", default="native")
+@click.option("--weights", default=["native"], multiple=True, help="Several with a shape.")
+@click.option("--tiny", is_flag=True, help="A shape of the same family that an interpreter gets through.")
 @click.option("--sparsity", type=float, default=None)
 @click.option("--tokens", default=2000, show_default=True, help="Of the file that is copied.")
-@click.option("--runs", default=3, show_default=True)
+@click.option("--runs", default=3, show_default=True, help="0: greedy answers alone.")
 @click.option("--prompts", default=0, help="Greedy answers to compare.")
 @click.option("--head", help="Compare those of an EAGLE-3 head, of four tokens in every step, instead of lookup's.")
 def main(
     bundle: str | None,
     shape: str | None,
     device: str,
-    weights: str,
+    weights: Sequence[str],
+    tiny: bool,
     sparsity: float | None,
     tokens: int,
     runs: int,
@@ -183,30 +299,47 @@ def main(
     """Print both speeds and their ratio for each task, JSON last."""
     result: dict[str, Any] = {"bundle": bundle or shape, "weights": weights, "sparsity": sparsity}
     if shape is not None:
-        from gpu_models import calibrate, mask_bundle, random_bundle
+        import gpu_models
 
         from wisparse.runtime.cuda.decoder import CudaDecoder
 
-        settings = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "max_seq_len": 2 * tokens + 64}
-        opened = random_bundle(shape)
+        on_gpu = torch.cuda.is_available()
+        if not (on_gpu or tiny):
+            raise click.UsageError("--shape: expected an NVIDIA GPU, or --tiny and TRITON_INTERPRET=1")
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        of = gpu_models.tiny(gpu_models.SHAPES[shape]) | {"num_hidden_layers": 1} if tiny else shape
+        opened = gpu_models.random_bundle(of)
+        opened.recipe = SimpleNamespace(graded=None)
         predictable(opened.checkpoint)
+        settings: dict[str, Any] = {"device": torch.device("cuda" if on_gpu else "cpu"), "dtype": dtype}
+        settings |= {"max_seq_len": min(2 * tokens + PROMPT, opened.config.max_position_embeddings)}
         if sparsity:
             decoder = CudaDecoder(opened, **settings)
-            mask_bundle(opened, decoder, calibrate(decoder, [sparsity]), sparsity)
+            gpu_models.mask_bundle(opened, decoder, gpu_models.calibrate(decoder, [sparsity]), sparsity)
             decoder.close()
-        decoder = CudaDecoder(opened, weights=weights, **settings)
-        result |= speeds(decoder, tokens, runs)
+        for kind in weights:
+            began, decoder = time.perf_counter(), CudaDecoder(opened, weights=kind, **settings)
+            decoder.speculates = True
+            if on_gpu:
+                last = decoder.max_seq_len
+                with torch.inference_mode(), compiling_side_by_side():
+                    for step in (decoder.step_for(1, last), *decoder._all_verifying(last, last)):
+                        step.prepare(compile_only=True)
+            ready = time.perf_counter()
+            result[kind] = speeds(decoder, tokens, runs) | drawn_speeds(decoder, opened, tokens, runs)
+            result[kind]["seconds"] = [round(ready - began), round(time.perf_counter() - ready)]
+            decoder.close()
+            print(kind, json.dumps(result[kind]), flush=True)
     else:
         assert bundle is not None
-        loading = {"device": device, "weights": weights, "sparsity": sparsity}
+        loading = {"device": device, "weights": weights[0], "sparsity": sparsity}
         context = wisparse.load(bundle, **loading).max_seq_len
         with wisparse.load(bundle, max_seq_len=min(context, 2 * tokens + 64), **loading) as model:
             result |= {"backend": model.decoder.name}
-            if head is None:
+            if head is None and runs:
                 result |= speeds(model.decoder, min(tokens, (context - 64) // 2), runs)
-        if prompts:
-            if head:  # whether it gains or not
-                speculation._LEAST_GAIN, speculation._CREDIT, speculation._MOST_CREDIT = 0.0, 1e9, 1e9
+        if prompts:  # with drafts, whether they gain or not
+            speculation._LEAST_GAIN, speculation._CREDIT, speculation._MOST_CREDIT = 0.0, 1e9, 1e9
             result["greedy"] = equality(bundle, prompts, 48, head, **loading)
     print(json.dumps(result))
 

@@ -378,19 +378,22 @@ def default_tile(gpu: Gpu, shape: LinearShape, kind: str) -> GemvTile:
     wide = n >= 16384
     if shape.quant != "none":
         # A lane reads 8 bytes of each channel, in programs of two warps, seven for each multiprocessor; of four warps,
-        # three for each, where all channels share a scale. For many rows 4 bytes, so that the lists and sums are short.
+        # three for each, where all channels share a scale. Many rows, whose sums take room: two programs of 256 columns
+        # for each, as measured with int4; a wide output of int4 has 512.
         many, grouped = kind == "batch", shape.group < k
         warps, each = (4, 2) if many else (2, 7) if grouped else (4, 3)
-        block_n = (1 if n <= 1024 or (many and not wide) else 2) * 256 * warps // BITS[shape.quant]
+        four_bytes = n <= 1024 or (many and not wide and shape.quant == "int4")
+        block_n = (1 if four_bytes else 2) * 256 * warps // BITS[shape.quant]
         chunk = shape.group if grouped else 64
         chunks = triton.cdiv(k, chunk)
         # The lists of many rows have to fit in shared memory.
         splits = max(1, triton.cdiv(k, 1024), each * processors // count_tiles(shape.widths, block_n))
         # Every split as many chunks as any other, or one less.
         splits = triton.cdiv(chunks, triton.cdiv(chunks, min(splits, chunks, 64)))
-        # Where a group ends, so does a turn of unroll times 16 channels, however few are left.
+        # Where a group of few rows ends, so does a turn of unroll times 16 channels, however few are left. Each turn
+        # takes the memory's latency, so those of many rows, whose channels are all there, are long.
         tile = GemvTile(
-            block_n, 16, splits, warps, chunk=chunk, unroll=2 if many or grouped else 4, trigger=2,
+            block_n, 16, splits, warps, chunk=chunk, unroll=2 if grouped and not many else 4, trigger=2,
             early=not wide or not many,
         )  # fmt: skip
     elif kind == "batch":
