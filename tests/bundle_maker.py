@@ -1,5 +1,6 @@
-"""Bundles with thresholds that really drop half of the channels, and a scheduler run to its end."""
+"""Bundles with thresholds that really drop half of the channels, a scheduler run to its end, and made-up drafts."""
 
+import random
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from wisparse.runtime.decoding import cache
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
+from wisparse.runtime.generation.speculation import Drafter
 
 
 @torch.inference_mode()
@@ -133,3 +135,22 @@ class PoisonedPages(cache.Pages):
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 101, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Drafts(Drafter):
+    """Drafts of a kind, of a sequence whose answer is known."""
+
+    def __init__(self, kind: str, answers: dict[tuple[int, ...], list[int]], tokens: Sequence[int]) -> None:
+        super().__init__(5, (0.0, 0.0))
+        prompt = next(one for one in answers if tuple(tokens[: len(one)]) == one)
+        self.kind, self.answer, self.done = kind, answers[prompt], len(tokens) - len(prompt)
+        self.random = random.Random(0)
+
+    def propose(self, most: int) -> list[int]:
+        right = self.answer[self.done : self.done + min(most, 5)]
+        if self.kind == "hostile":
+            return [(token + 1) % 100 for token in right]
+        return [one if self.kind == "perfect" or self.random.random() < 0.7 else 7 for one in right]
+
+    def take(self, token: int) -> None:
+        self.done += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import cpu_decoder, tokens_of, variant_bundles
+from bundle_maker import Drafts, cpu_decoder, tokens_of, variant_bundles
 from starlette.testclient import TestClient
 
 import wisparse
@@ -19,7 +19,7 @@ from wisparse.runtime.generation import scheduler as scheduling
 from wisparse.runtime.generation import speculation
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
-from wisparse.runtime.generation.speculation import Chain, Drafter, Lookup, SpeculativeConfig
+from wisparse.runtime.generation.speculation import Chain, Lookup, SpeculativeConfig
 from wisparse.runtime.serve.app import ServeSettings, make_app
 
 CONFIG = SpeculativeConfig()
@@ -73,25 +73,6 @@ def test_a_verified_row_has_the_bits_of_a_plain_step(
         plain.truncate(slot, 12)
     again = torch.tensor([5, -1, 6])
     assert torch.equal(other.decode(again)[[0, 2]], plain.decode(again)[[0, 2]])
-
-
-class Drafts(Drafter):
-    """Drafts of a kind, of a sequence whose answer is known."""
-
-    def __init__(self, kind: str, answers: dict[tuple[int, ...], list[int]], tokens: Sequence[int]) -> None:
-        super().__init__(5, (0.0, 0.0))
-        prompt = next(one for one in answers if tuple(tokens[: len(one)]) == one)
-        self.kind, self.answer, self.done = kind, answers[prompt], len(tokens) - len(prompt)
-        self.random = random.Random(0)
-
-    def propose(self, most: int) -> list[int]:
-        right = self.answer[self.done : self.done + min(most, 5)]
-        if self.kind == "hostile":
-            return [(token + 1) % 100 for token in right]
-        return [one if self.kind == "perfect" or self.random.random() < 0.7 else 7 for one in right]
-
-    def take(self, token: int) -> None:
-        self.done += 1
 
 
 REQUESTS: list[dict[str, Any]] = [
