@@ -80,6 +80,8 @@ class Case:
     def __init__(self, role: str, setting: Setting, copies: int | None = None) -> None:
         shape, weights, sparsity, self.batch = setting
         k, widths, source, self.target = role_of(shape, role)
+        if self.batch > 16:  # as ``wide`` launches them
+            source = self.target = "plain"
         kind, group = kind_and_group(weights)
         n, head_dim, dtype = sum(widths), ModelConfig.from_dict(SHAPES[shape]).head_dim, torch.bfloat16
         size = BITS.get(kind, 16) / 8
@@ -173,7 +175,7 @@ def _check_one(job: tuple) -> list[dict]:
         matrix = random_matrix(kind, k, widths, size, dtype, zeros=zeros)
         wide = [dequantize(matrix, i, torch.empty(k, width, device="cuda")) for i, width in enumerate(widths)]
         scales = torch.rand(len(widths), k, device="cuda") + 0.5
-        for sparsity, batch in ((0.0, 1), (0.5, 1), (0.5, 2), (0.5, 8), (0.0, 11)):
+        for sparsity, batch in ((0.0, 1), (0.5, 1), (0.5, 2), (0.5, 8), (0.0, 11), (0.5, 24), (0.0, 32)):
             thresholds = torch.full((len(widths),), 0.67 if sparsity else 0.0, device="cuda")
             linear = FusedLinear(matrix, None, scales, thresholds, sparsity == 0)
             # All of one sign: what the fixed exponents add is then as large as it gets.
@@ -209,7 +211,7 @@ def tiles_for(role: str, setting: Setting) -> list[GemvTile]:
     kind, group = kind_and_group(weights)
     gpu, wide = gpu_of(torch.device("cuda", 0)), sum(widths) >= 16384
     processors, found = gpu.multiprocessors, []
-    if kind == "native" and regime(batch, dense=sparsity == 0) == "batch":
+    if kind == "native" and regime(batch, dense=sparsity == 0) in ("batch", "wide"):
         # Many rows: one program for each multiprocessor, with 64 to 128 KiB on their way.
         pieces = [(64, 128, 6), (128, 64, 6), (128, 64, 8), (256, 32, 6), (256, 32, 8), (256, 64, 4), (256, 64, 5)]
         for block_n, block_k, stages in [*pieces, (512, 16, 6), (512, 16, 8), (512, 32, 4), (1024, 16, 4)]:
@@ -229,19 +231,21 @@ def tiles_for(role: str, setting: Setting) -> list[GemvTile]:
             ]  # fmt: skip
     else:
         # 8 to 14 warps for each multiprocessor, two of them in a program, four for many rows and where all channels
-        # share a scale. Of many rows no thread has more than 16 words of four channels on their way, and few sums.
-        many = batch > 2
-        for words in (1, 2) if sum(widths) < 8192 and (many or kind == "int4") else (2, 4):
-            if words == 4 and many and kind == "int4":
+        # share a scale. Of many rows no thread has more than 16 words of four channels on their way, and few sums. Of
+        # more than sixteen 4 to 12 warps, of 32 or 64 columns each.
+        many, most = batch > 2, batch > 16
+        for words in (1, 2) if most or (sum(widths) < 8192 and (many or kind == "int4")) else (2, 4):
+            if words == (2 if most else 4) and many and kind == "int4":
                 continue
-            for warps in (4,) if many else (2,) if group or words == 4 else (2, 4):
+            for warps in (2, 4, 8) if most else (4,) if many else (2,) if group or words == 4 else (2, 4):
                 block_n = words * 256 * warps // BITS[kind]
                 chunks = k // (group or 64)
-                for each in (8, 14):
+                for each in (4, 8, 12) if most else (8, 14):
                     # Every split as many chunks as any other, or one less.
                     dealt = max(1, round(chunks * count_tiles(widths, block_n) * warps / (processors * each)))
                     splits = min(-(-chunks // dealt), 64)
-                    for unroll, stages in ((2, 1), (2, 2), (4, 1), (1, 3)) if group else ((4, 1), (2, 2), (4, 2)):
+                    ways = ((2, 1), (2, 2), (4, 1), (1, 3)) if group else ((4, 1), (2, 2), (4, 2))
+                    for unroll, stages in ((2, 2), (2, 3), (4, 1)) if most else ways:
                         if many and words * unroll * stages > 16:
                             continue
                         found.append(

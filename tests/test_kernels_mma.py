@@ -46,7 +46,7 @@ def halves(bits: int, dtype: torch.dtype) -> list[float]:
 
 @pytest.mark.parametrize("kind", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, 2, 4])
 def test_every_code_is_its_number_in_every_place(kind: str, dtype: str, parts: int) -> None:
     bits, columns = BITS[kind], 32 // BITS[kind]
     source, constraints = product_source(kind, dtype, parts)

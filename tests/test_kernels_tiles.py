@@ -29,7 +29,7 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 META = torch.device("meta")
 H200 = Gpu(90, 132)
 shapes = st.tuples(st.integers(16, 40_000), st.lists(st.integers(16, 40_000), min_size=1, max_size=3).map(tuple))
-kinds = st.sampled_from(["sparse", "dense", "rows", "batch"])
+kinds = st.sampled_from(["sparse", "dense", "rows", "batch", "wide"])
 
 
 def shape_of(k: int, widths: tuple[int, ...], quant: str = "none", group: int = 0, **changes) -> LinearShape:
@@ -181,7 +181,7 @@ def test_plans_are_printed() -> None:
 
 @given(
     k=st.integers(1, 300).map(lambda n: 16 * n), splits=st.integers(1, 64), unroll=st.integers(1, 8),
-    chunk=st.integers(1, 200), batch=st.integers(1, 16), grouped=st.booleans(),
+    chunk=st.integers(1, 200), batch=st.integers(1, 32), grouped=st.booleans(),
 )  # fmt: skip
 def test_lists_hold_what_is_read_ahead(k, splits, unroll, chunk, batch, grouped):
     shape = shape_of(k, (512,), "int4", 16 if grouped else k, dtype=torch.float16)
@@ -190,6 +190,9 @@ def test_lists_hold_what_is_read_ahead(k, splits, unroll, chunk, batch, grouped)
         return
     launch, turn = chosen.launch, 16 * chosen.packed.steps
     channels = math.ceil(math.ceil(k / launch.chunk) / splits) * launch.chunk
-    assert channels <= launch.segment
-    assert math.ceil(channels / turn) * turn + turn <= launch.length
+    pieces = chosen.packed.pieces
+    assert channels <= launch.segment * pieces
+    # The places of a turn beyond the last, or whole pieces one after the other.
+    assert (math.ceil(channels / turn) * turn + turn if pieces == 1 else launch.segment) <= launch.length
+    assert pieces == 1 or launch.segment % chosen.packed.slot == 0
     assert (chosen.packed.slot % turn, launch.length % 16) == (0, 0)

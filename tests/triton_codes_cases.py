@@ -133,7 +133,7 @@ PACKED = [
 @pytest.mark.skipif(INTERPRETED, reason="interpreted, there are no tensor cores")
 @pytest.mark.parametrize(("kind", "group", "zeros"), KINDS)
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("batch", [1, 2, 5, 16])
+@pytest.mark.parametrize("batch", [1, 2, 5, 16, 17, 32])
 @pytest.mark.parametrize(
     ("widths", "k", "sparsity"),
     [((300, 37, 60), 384, 0.5), ((1024, 256), 1024, 0.0), ((700,), 640, 1.0), ((512, 512), 1216, 0.7)],
@@ -143,7 +143,7 @@ def test_products_on_the_tensor_cores_are_the_twins(kind, group, zeros, dtype, b
     coded = quantized_linear(kind, group, zeros, widths, k, dtype, sparsity, bias=True)
     x = rows(batch, k, dtype)
     few = kind in ("int4", "graded")
-    for tile in PACKED if few else PACKED[:2]:
+    for tile in PACKED if few and batch <= 16 else PACKED[:2]:
         assert plan(coded.shape, batch, tile=tile).packed is not None
         assert_close(apply_linear(x, coded, tile), exact_twin(x, coded), dtype)
     if not few:

@@ -364,6 +364,10 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
         ("down", 8, True, ("int8", 128, True), BF16),
         ("down", 1, False, ("fp8", 0, False), BF16),
         ("qkv", 8, False, ("fp8", 0, False), FP16),
+        ("gate_up", 32, False, ("int4", 128, True), BF16),
+        ("down", 32, True, ("int8", 0, False), BF16),
+        ("qkv", 32, False, ("fp8", 0, False), FP16),
+        ("o", 32, False, ("graded", 128, False), BF16),
         ("qkv", 1, False, ("graded", 128, False), BF16),
         ("o", 1, False, ("graded", 128, False), BF16),
         ("gate_up", 1, True, ("graded", 128, False), BF16),
@@ -372,7 +376,8 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
     ):
         tile, _ = plan.choose_tile(Gpu(arch, 132), llama_linear(group, dense, dtype, quant).shape, rows)
         name = f"{quant[0]}-{quant[1]} {plan.regime(rows, dense=dense)} {rows}"
-        yield linear(name, tile, group, rows, dense=dense, dtype=dtype, quant=quant, count=not dense)
+        ends = {"source": "plain", "target": "plain"} if rows > 16 else {}
+        yield linear(name, tile, group, rows, dense=dense, dtype=dtype, quant=quant, count=not dense, **ends)
 
 
 def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:

@@ -305,17 +305,23 @@ def test_short_pieces_of_codes(hidden: int) -> None:
     within_half_precision(fast, slow, exact, run)
 
 
-def test_a_step_of_many_rows_of_codes() -> None:
-    bundle = make_bundle("qwen2", 0.0, num_hidden_layers=1, hidden_size=64, intermediate_size=128)
+@pytest.mark.parametrize(("weights", "sparsity"), [("int8", 0.0), ("int4", 0.5)])
+def test_a_step_of_many_rows_of_codes(weights: str, sparsity: float) -> None:
+    bundle = make_bundle("qwen2", sparsity, num_hidden_layers=1, hidden_size=64, intermediate_size=128)
     settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": 17}
-    fast = CudaDecoder(bundle, dtype=torch.float16, weights="int8", **settings)
-    same = rounded(bundle, "int8", torch.float16)
+    fast = CudaDecoder(bundle, dtype=torch.float16, weights=weights, **settings)
+    same = rounded(bundle, weights, torch.float16)
+    unread = []
     slow, exact = (TorchDecoder(same, dtype=dtype, **settings) for dtype in (torch.float16, torch.float64))
 
     def run(decoder: CudaDecoder | TorchDecoder) -> torch.Tensor:
         for slot in range(17):
             decoder.prefill(slot, PROMPT[: 1 + slot % 3], 1 + slot % 3)
-        return decoder.decode(torch.arange(17))
+        decoder.measure_sparsity(True)
+        logits = decoder.decode(torch.arange(17))
+        unread.append(decoder.realised_sparsity())
+        return logits
 
     within_half_precision(fast, slow, exact, run)
+    assert max(unread) - min(unread) < 2e-3  # scores at a threshold, rounded otherwise
     assert [rows for _, rows, _ in fast._steps] == [32]

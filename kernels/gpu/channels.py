@@ -11,9 +11,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .common import Input, KVSplits, issue_loads, load_squares, reciprocal_rms, rms_normalize, smem_barrier, smem_store
-
-_ROWS = tl.constexpr(8)  # rows whose inputs are read at the same time
+from .common import (
+    Input,
+    KVSplits,
+    issue_loads,
+    load_squares,
+    reciprocal_rms,
+    rms_normalize,
+    smem_barrier,
+    smem_store,
+    smem_store_runs,
+)
 
 
 class Columns(NamedTuple):
@@ -83,10 +91,11 @@ def plane_value(x, row, problem: tl.constexpr):
 
 
 @triton.jit
-def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.constexpr, CHUNK: tl.constexpr):
-    """The ``Channels`` of a program: constants, which are read before the previous kernel has ended."""
+def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.constexpr, CHUNK: tl.constexpr, begin=0):
+    """The ``Channels`` of a program from the position ``begin`` on: constants, which are read before the previous kernel
+    has ended."""
     position = tl.arange(0, launch.segment)
-    k = segment_channel(position, of.split, launch.splits, CHUNK)
+    k = segment_channel(begin + position, of.split, launch.splits, CHUNK)
     live = k < problem.k
     channel = channel_of(k, problem)
     if problem.planes == 1:
@@ -206,13 +215,16 @@ def choose_channels(
 def store_inputs(
     values, given, channels, counting, eps, ssq_parts,
     problem: tl.constexpr, LENGTH: tl.constexpr, SHARED: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr = 1.0,
+    RUN: tl.constexpr = 1,
 ):  # fmt: skip
     """Wait for the previous kernel, let the next one start, and store each row's values of the program's channels,
-    times SCALE, 0 where it drops one, LENGTH apart; returns where, for ``smem_load``. Counts what the rows keep."""
+    times SCALE, 0 where it drops one, LENGTH apart; returns where, for ``smem_load``. Counts what the rows keep. RUN: of
+    ``smem_store_runs``, in shared memory."""
     BATCH: tl.constexpr = problem.batch
     CHANNELS: tl.constexpr = problem.k // problem.planes
     NORMED: tl.constexpr = given.norm is not None
     COUNT: tl.constexpr = counting is not None
+    AT_ONCE: tl.constexpr = 8 if BATCH <= 16 else 16  # rows whose inputs are read at the same time
     position = channels.position
     # ``gdc_wait`` inside a loop whose first loads have to come before it: the compiler moves no load across that one.
     # The 0 is added to the address of what is read afterwards, or that may come too early.
@@ -236,22 +248,22 @@ def store_inputs(
     ssq_ptr = given.ssq
     if NORMED:
         ssq_ptr += zero
-    for begin in tl.static_range(0, BATCH, _ROWS):
+    for begin in tl.static_range(0, BATCH, AT_ONCE):
         # Several rows' loads first: none passes a store or a barrier.
         inputs = ()
         squares = ()
-        for row in tl.static_range(begin, begin + _ROWS):
+        for row in tl.static_range(begin, begin + AT_ONCE):
             if row < BATCH:
                 inputs += (load_input(after_wait, row, channels, problem, dtype),)
         if NORMED:
             if SHARED:
                 issue_loads(zero)
-            for row in tl.static_range(begin, begin + _ROWS):
+            for row in tl.static_range(begin, begin + AT_ONCE):
                 if row < BATCH:
                     squares += (load_squares(ssq_ptr, row, ssq_parts, problem.ssq_pad),)
         if SHARED:
             issue_loads(zero)
-        for row in tl.static_range(begin, begin + _ROWS):
+        for row in tl.static_range(begin, begin + AT_ONCE):
             if row < BATCH:
                 x = inputs[row - begin]
                 if NORMED:
@@ -264,7 +276,10 @@ def store_inputs(
                 x = tl.where(channels.live, x, 0.0).to(dtype)
                 if SCALE != 1.0 or problem.planes != 1:
                     x = (plane_value(x, channels.k, problem) * SCALE).to(dtype)
-                smem_store(values, row * LENGTH + position, x, position < LENGTH, SHARED)
+                if RUN > 1:
+                    smem_store_runs(values, row * LENGTH + position, x, position < LENGTH, RUN)
+                else:
+                    smem_store(values, row * LENGTH + position, x, position < LENGTH, SHARED)
     if COUNT:  # noqa: SIM102 (resolved at compile time)
         if channels.counts:
             tl.store(counting.after + channels.cell, kept_before + tl.sum(kept_rows, axis=0))

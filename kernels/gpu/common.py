@@ -135,6 +135,39 @@ def smem_store(items, place, value, wanted, SHARED: tl.constexpr):
         tl.store(items + place, value.to(items.dtype.element_ty), mask=wanted)
 
 
+def _store_run(count: int) -> str:
+    """PTX: ``count`` (2 or 4) 16-bit values of each thread, at once where their addresses are neighbours, which the
+    compiler's layout decides for all threads alike."""
+    at, values, wanted = count, 2 * count, 2 * count + count // 2
+    halves = [f"h{i}" for i in range(count)]
+    lines = [".reg .pred apart, wanted;", ".reg .b32 last;", f".reg .b16 h<{count}>;"]
+    lines += [f"add.u32 last, ${at}, {2 * count - 2};", f"setp.ne.b32 apart, last, ${at + count - 1};"]
+    lines += [f"setp.ne.b32 wanted, ${wanted}, 0;", "@apart bra.uni APART;"]
+    words = ", ".join(f"${values + i}" for i in range(count // 2))
+    lines += [f"@wanted st.shared{'.v2' if count == 4 else ''}.b32 [${at}], {{{words}}};", "bra.uni DONE;", "APART:"]
+    lines += [f"mov.b32 {{h{2 * i}, h{2 * i + 1}}}, ${values + i};" for i in range(count // 2)]
+    for i, half in enumerate(halves):
+        lines += [f"setp.ne.b32 wanted, ${wanted + i}, 0;", f"@wanted st.shared.b16 [${at + i}], {half};"]
+    return f"{{ {' '.join(lines)} DONE: {' '.join(f'mov.b32 ${i}, 0;' for i in range(count))} }}"
+
+
+_STORE_2 = tl.constexpr((_store_run(2), "=r,=r,r,r,r,r,r"))
+_STORE_4 = tl.constexpr((_store_run(4), "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r"))
+
+
+@triton.jit
+def smem_store_runs(items, place, value, wanted, RUN: tl.constexpr):
+    """``smem_store`` of fp16 or bf16 in shared memory, of which RUN (2 or 4) neighbouring places, from a multiple of RUN
+    on, are all wanted or none."""
+    SOURCE: tl.constexpr = _STORE_2 if RUN == 2 else _STORE_4
+    PTX: tl.constexpr = SOURCE[0]
+    CONSTRAINTS: tl.constexpr = SOURCE[1]
+    tl.inline_asm_elementwise(
+        PTX, CONSTRAINTS, [items + place * 2, value.to(tl.int16, bitcast=True), wanted.to(tl.int32)], dtype=tl.int32,
+        is_pure=False, pack=RUN,
+    )  # fmt: skip
+
+
 @triton.jit
 def smem_load(items, place, dtype: tl.constexpr, SHARED: tl.constexpr):
     """items[place], after ``smem_barrier``."""

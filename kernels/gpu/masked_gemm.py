@@ -1,4 +1,4 @@
-"""Three to sixteen rows of x in a decode step, and the rows of a batch in vLLM, on the tensor cores: every weight is
+"""Three to thirty-two rows of x in a decode step, and the rows of a batch in vLLM, on the tensor cores: every weight is
 read once, dropped channels are zeros in x.
 
     y[m, n] = sum over k of where(|x[m, k]| * scales[p, k] < thresholds[p] * row_mask[m], 0, x[m, k]) * weight_t[k, n]
@@ -47,7 +47,7 @@ def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at
     # No mask where none is needed: a weight's address is then all there is to work out.
     WHOLE: tl.constexpr = K % BLOCK_K + problem.n0 % BLOCK_N + problem.n1 % BLOCK_N + problem.n2 % BLOCK_N == 0
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    ROWS: tl.constexpr = 16  # of the tensor cores
+    ROWS: tl.constexpr = 16 if BATCH <= 16 else 32  # of the tensor cores
     SMEM: tl.constexpr = launch.smem
     SHARED: tl.constexpr = SMEM != ""
     QUANTIZED: tl.constexpr = problem.quant != "none"

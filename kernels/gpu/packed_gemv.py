@@ -1,4 +1,4 @@
-"""One to sixteen rows of x times quantized weights, over the kept channels, on the tensor cores.
+"""One to thirty-two rows of x times quantized weights, over the kept channels, on the tensor cores.
 
     y[n] = sum over groups G of scale[G, n] * (sum over kept k in G of q[k, n] x[k] - zero[G, n] * sum of these x[k])
 
@@ -29,8 +29,8 @@ channels a step:
 
 One, two or four rows stand among the eight several times (``copies``), and the lanes that hold the same sums see to a
 part of the columns each. For one or two rows the kept channels are compacted into an index list in which each
-quantization group has a slot of its own, and a step never spans two; more rows read all channels. At a slot's end its
-sums are scaled and added to the result's.
+quantization group has a slot of its own, and a step never spans two; more rows read all channels, with x in shared
+memory for so many at a time as fit (a piece). At a slot's end its sums are scaled and added to the result's.
 
 Bytes: kept channels * N * bits / 8 + 4 N K / group of scales. Twins: ``QuantizedMatrix.dequantise`` and
 ``reference.sparse_linear``.
@@ -46,7 +46,7 @@ import triton
 import triton.language as tl
 
 from .channels import choose_channels, clear_lists, program_channels, segment_channel, store_inputs, tile_columns
-from .common import gdc_launch, gdc_wait, issue_loads, smem_alloc, smem_barrier, smem_load, smem_store
+from .common import Counting, gdc_launch, gdc_wait, issue_loads, smem_alloc, smem_barrier, smem_load, smem_store
 from .reduction import reduce_tile, store_partial, store_partial4
 from .weights import BLOCK, INT4_ZERO, quant_columns
 
@@ -65,6 +65,7 @@ class PackedConfig(NamedTuple):
 
     listed: bool  # the kept channels stand in a list; else all are read
     slot: int  # places of the list for each quantization group
+    pieces: int  # of launch.segment channels, whose inputs are stored one after the other; 1 with a list
     words: int  # a lane reads so many of each channel
     steps: int  # of 16 channels, together a turn
     ahead: int  # turns in flight
@@ -189,11 +190,14 @@ def packed_gemv_kernel(
     LENGTH: tl.constexpr = launch.length
     SLOT: tl.constexpr = packed.slot
     LISTED: tl.constexpr = packed.listed
+    PIECES: tl.constexpr = packed.pieces
     GROUPED: tl.constexpr = problem.group < K
     EACH: tl.constexpr = 8 if problem.quant == "int4" else 4
     COLUMNS: tl.constexpr = packed.words * EACH  # a lane's
     PART: tl.constexpr = COLUMNS // packed.copies  # those whose sums it sees to
     PARTS: tl.constexpr = (BATCH + 7) // 8  # rows of x in eights
+    # Of a row's inputs a thread stores so many at a time.
+    RUN: tl.constexpr = min(4, max(1, SEGMENT // (32 * launch.warps))) if BATCH > 16 else 1
     SECONDS: tl.constexpr = 1 if BATCH == 1 else 2  # rows of each eight whose sums a lane sees to
     ROWS: tl.constexpr = 8 // packed.copies  # different rows among eight
     TURN: tl.constexpr = 16 * packed.steps
@@ -222,6 +226,8 @@ def packed_gemv_kernel(
     position = channels.position
     count = channels.count
     slots = count // SLOT if GROUPED else 1
+    if PIECES > 1:  # one at least, in which a program without channels waits for the previous kernel too
+        slots = tl.maximum((count + SLOT - 1) // SLOT, 1)
     ends = _scales(weights, scale_at, there, 0, split, PART, problem, launch, packed)
     SMEM: tl.constexpr = launch.smem
     base = smem_alloc(SMEM, program)
@@ -247,20 +253,22 @@ def packed_gemv_kernel(
     else:
         index = 4 * t
         kept_at = base
+        values = base
     ahead = ()
     coming = split * 0
     for _ in tl.static_range(AHEAD):
         # Without a list they do not depend on x: the memory would be idle until it is there.
         ahead = ahead + _words(index, word_at, limit, coming, split, launch, packed)
         coming = _next_turn(coming, kept_at, GROUPED, launch, packed)
-    if not LISTED:
+    if not LISTED and PIECES == 1:
         values = store_inputs(
-            base, given, channels, counting, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale
+            base, given, channels, counting, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
         )
 
     # --- the product
     # Rows that are not there repeat the last; nobody looks at their sums.
-    values += tl.minimum(g % ROWS, BATCH - 1) * (2 * LENGTH) + 8 * t
+    row_at = tl.minimum(g % ROWS, BATCH - 1) * (2 * LENGTH) + 8 * t
+    values += row_at
     sums = _zeros(thread, PART * PARTS * SECONDS)
     for slot in range(slots):
         scaled_by = ends
@@ -268,6 +276,20 @@ def packed_gemv_kernel(
         last = first + tl.minimum(count - first, SLOT)
         if LISTED:
             last = first + tl.maximum(smem_load(kept_at, slot, tl.int32, True), 1)
+        stored_from = 0
+        if PIECES > 1:
+            stored_from = first // SEGMENT * SEGMENT
+            if first == stored_from:  # another piece
+                here = program_channels(given, weights, of, problem, launch, launch.chunk, first)
+                cells = counting
+                if counting is not None:  # adds to what the piece before has left
+                    cells = Counting(
+                        counting.token, tl.where(slot == 0, counting.before, counting.after), counting.after
+                    )
+                base = smem_barrier(base, True)  # every warp is done with the piece before
+                values = row_at + store_inputs(
+                    base, given, here, cells, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
+                )
         if GROUPED:
             ends = _scales(weights, scale_at, there, slot + 1, split, PART, problem, launch, packed)
         acc = _zeros(thread, packed.words * EACH * 2 * PARTS)
@@ -277,7 +299,7 @@ def packed_gemv_kernel(
             ahead = ahead[READ:] + _words(index, word_at, limit, coming, split, launch, packed)
             coming = _next_turn(coming, kept_at, GROUPED, launch, packed)
             issue_loads(program)
-            acc, total = _multiply(acc, total, words, values, at, LENGTH, BATCH, g, packed)
+            acc, total = _multiply(acc, total, words, values, at - stored_from, LENGTH, BATCH, g, packed)
         sums = _scaled(
             sums, acc, total, scaled_by, copy, PART, SECONDS, weights.quant_zeros is not None, problem, packed
         )
@@ -324,7 +346,8 @@ def _next_turn(at, kept_at, GROUPED: tl.constexpr, launch: tl.constexpr, packed:
         slot = tl.minimum(at // packed.slot, SLOTS - 1)
         last = slot * packed.slot + smem_load(kept_at, slot, tl.int32, True)
         following = tl.where(following < last, following, (slot + 1) * packed.slot)
-    return tl.minimum(following, launch.length - TURN)
+    # With pieces nothing is at a place: channels beyond the last are not there.
+    return tl.minimum(following, launch.length - TURN) if packed.pieces == 1 else following
 
 
 @triton.jit
@@ -362,7 +385,7 @@ def _multiply(acc, total, words, values, at, LENGTH: tl.constexpr, BATCH: tl.con
         for part in tl.static_range(PARTS):
             place = values + (at + 16 * step) * 2
             if part > 0:
-                place += (tl.minimum(g, BATCH - 9) + 8 - g) * (2 * LENGTH)
+                place += (tl.minimum(g, BATCH - 8 * part - 1) + 8 * part - g) * (2 * LENGTH)
             xs = xs + tl.inline_asm_elementwise(
                 "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [place], dtype=(tl.int32,) * 2, is_pure=False, pack=1
             )

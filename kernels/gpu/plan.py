@@ -9,6 +9,7 @@ and that ``launch_linear`` launches.
     1      yes     sparse   sparse_gemv                                 packed_gemv, the kept channels
     2      yes     rows     sparse_gemv, channels that either keeps     packed_gemv, the same
     2-16   else    batch    masked_gemm, all channels                   packed_gemv, all channels
+    17-32  either  wide     masked_gemm, all channels                   packed_gemv, all channels
 
 The boundaries are measured on an H200 (benchmarks/LOG.md). A tile comes from the local cache that ``wisparse bench
 --tune`` writes, else from tiles.json (measured on an H200), else from ``default_tile``.
@@ -145,7 +146,7 @@ def regime(rows: int, *, dense: bool) -> str:
     """How a launch goes about its rows: see the table above."""
     if rows == 1:
         return "dense" if dense else "sparse"
-    return "rows" if rows == 2 and not dense else "batch"
+    return "rows" if rows == 2 and not dense else "batch" if rows <= 16 else "wide"
 
 
 def count_tiles(widths: tuple[int, ...], block_n: int) -> int:
@@ -158,7 +159,7 @@ def plan(
     head_dim: int = 1, ssq_parts: int = 1, tile: GemvTile | None = None, pdl: bool | None = None, pairs: int = 1,
     experts: int = 0, clamp: tuple[float, float] = (0.0, 0.0),
 ) -> KernelPlan:  # fmt: skip
-    """Plan the launch of a linear for 1 to 16 rows; ``gpu`` None: the one that the weights are on. ``pairs``,
+    """Plan the launch of a linear for 1 to 32 rows; ``gpu`` None: the one that the weights are on. ``pairs``,
     ``experts``, ``clamp``: of ``KernelPlan`` and ``Problem``, of an expert's linear for one row."""
     gpu = gpu or gpu_of(shape.device)
     kind = regime(rows, dense=shape.dense)
@@ -172,7 +173,8 @@ def plan(
             f"expected at most {gpu.multiprocessors} programs that wait for each other on {shape.device}, found "
             f"{spinning}: {tile.reducers} spinning reducers for each tile of {tile}; take fewer"
         )
-    if kind == "batch" and shape.dtype == torch.float32:
+    many = kind in ("batch", "wide")
+    if many and shape.dtype == torch.float32:
         tile = replace(tile, stages=max(1, tile.stages // 2))  # twice the bytes in shared memory
     k, size = shape.in_features, shape.dtype.itemsize
     # The interpreter has no shared memory; float32 is for comparison, its lists lie in scratch memory.
@@ -182,7 +184,7 @@ def plan(
     if not isinstance(chosen, str):
         kernel: Any = packed_gemv.packed_gemv_kernel
         packed, launch = chosen
-    elif kind == "batch":
+    elif many:
         kernel, block_k = masked_gemm_kernel, max(16, tile.block_k)  # 16: tl.dot's smallest K
         channels = triton.cdiv(triton.cdiv(k, block_k), tile.splits) * block_k
         # Rows 16 bytes off a multiple of 64: threads that read eight of them side by side meet in no bank.
@@ -204,13 +206,15 @@ def plan(
         # Leading rows stand in the segment's own part of the list.
         lead = min(tile.lead, segment // step) if shape.dense else 0
         launch = _config(tile, tiles, segment, length, smem, lead=lead)
-    # Partial sums read at a time. Those that are polled, and those of many rows, stay in registers: 32 of each thread.
+    # Partial sums read at a time. Those that are polled, and those of many rows, stay in registers: 32 of each thread, of
+    # more than sixteen rows 64.
     added = triton.next_power_of_2(tile.splits * max(1, experts))
     at_once = min(added, 32)
-    if tile.reducers or kind == "batch":
+    if tile.reducers or many:
         numbers = 1 if output in ("plain", "residual") else 2
         columns = tile.block_n // max(1, tile.reducers) * triton.next_power_of_2(rows) * numbers
-        fitting = 1 << (max(1, 32 * 32 * tile.warps // columns).bit_length() - 1)
+        numbers_at_once = 64 if kind == "wide" else 32
+        fitting = 1 << (max(1, numbers_at_once * 32 * tile.warps // columns).bit_length() - 1)
         at_once = min(added, fitting)
     n0, n1, n2 = (*shape.widths, 0, 0)[:3]
     problem = Problem(
@@ -243,7 +247,10 @@ def _plan_packed(shape: LinearShape, tile: GemvTile, tiles: int, rows: int) -> t
     segment = triton.next_power_of_2(max(channels, turn))
     # Rows 32 bytes off a multiple of 128: eight of them side by side meet in no bank. One turn is read ahead.
     length = triton.cdiv(triton.cdiv(channels, turn) * turn + turn - 16, 64) * 64 + 16
-    listed = not shape.dense and rows <= 2
+    listed, pieces = not shape.dense and rows <= 2, 1
+    if not listed and 2 * rows * length > SMEM_LIMIT:
+        segment = 1 << ((SMEM_LIMIT // (2 * rows) - 16).bit_length() - 1)
+        length, pieces = segment + 16, triton.cdiv(channels, segment)
     slot = group if grouped else segment
     smem = smem_source((4 + 2 * rows) * length + 4 * (segment // slot) if listed else 2 * rows * length)
     half, on_gpu = shape.dtype != torch.float32, shape.device.type == "cuda"
@@ -254,6 +261,8 @@ def _plan_packed(shape: LinearShape, tile: GemvTile, tiles: int, rows: int) -> t
          f"the tensor cores of {shape.device} flush subnormal {dtype} numbers"),
         (grouped and (group < 16 or group & (group - 1)),
          f"groups of {group} channels are no power of two of at least 16"),
+        (segment % slot != 0,
+         f"the inputs of a group of {group} channels do not fit into shared memory"),
         (rest or words not in (1, 2, 4),
          f"a lane would not read 4, 8 or 16 bytes in tiles of {tile.block_n} columns"),
         (smem == "", "its lists do not fit into shared memory"),
@@ -263,7 +272,7 @@ def _plan_packed(shape: LinearShape, tile: GemvTile, tiles: int, rows: int) -> t
     parts = triton.cdiv(rows, 8)
     different = max(2, triton.next_power_of_2(min(rows, 8)))
     packed = PackedConfig(
-        listed, slot, words, steps, tile.stages, 8 // different, 4 * (4 if shape.quant == "int4" else 2) * parts,
+        listed, slot, pieces, words, steps, tile.stages, 8 // different, 4 * (4 if shape.quant == "int4" else 2) * parts,
         packed_gemv.VALUE_SCALE[dtype], packed_gemv.code_unit(shape.quant, dtype),
         packed_gemv.load_source(words, shape.stride, listed, k % 16 == 0),
         packed_gemv.product_source(shape.quant, dtype, parts),
@@ -379,24 +388,26 @@ def default_tile(gpu: Gpu, shape: LinearShape, kind: str) -> GemvTile:
     if shape.quant != "none":
         # A lane reads 8 bytes of each channel, in programs of two warps, seven for each multiprocessor; of four warps,
         # three for each, where all channels share a scale. Many rows, whose sums take room: two programs of 256 columns
-        # for each, as measured with int4; a wide output of int4 has 512.
-        many, grouped = kind == "batch", shape.group < k
+        # for each, as measured with int4; a wide output of int4 has 512, but not for more than sixteen rows.
+        many, grouped, over16 = kind in ("batch", "wide"), shape.group < k, kind == "wide"
         warps, each = (4, 2) if many else (2, 7) if grouped else (4, 3)
-        four_bytes = n <= 1024 or (many and not wide and shape.quant == "int4")
+        four_bytes = n <= 1024 or (many and (over16 or not wide) and shape.quant == "int4")
         block_n = (1 if four_bytes else 2) * 256 * warps // BITS[shape.quant]
         chunk = shape.group if grouped else 64
         chunks = triton.cdiv(k, chunk)
-        # The lists of many rows have to fit in shared memory.
-        splits = max(1, triton.cdiv(k, 1024), each * processors // count_tiles(shape.widths, block_n))
+        # The inputs of many rows have to fit in shared memory; those of more than sixteen lie there in pieces.
+        least = 1 if over16 else triton.cdiv(k, 1024)
+        splits = max(least, each * processors // count_tiles(shape.widths, block_n))
         # Every split as many chunks as any other, or one less.
         splits = triton.cdiv(chunks, triton.cdiv(chunks, min(splits, chunks, 64)))
         # Where a group of few rows ends, so does a turn of unroll times 16 channels, however few are left. Each turn
-        # takes the memory's latency, so those of many rows, whose channels are all there, are long.
+        # takes the memory's latency, so those of many rows, whose channels are all there, are long; of more than sixteen
+        # several shorter ones are on their way, which leaves registers for the sums.
         tile = GemvTile(
-            block_n, 16, splits, warps, chunk=chunk, unroll=2 if grouped and not many else 4, trigger=2,
+            block_n, 16, splits, warps, 2 if over16 else 1, chunk, 2 if over16 or (grouped and not many) else 4, trigger=2,
             early=not wide or not many,
         )  # fmt: skip
-    elif kind == "batch":
+    elif kind in ("batch", "wide"):
         # The narrowest of a few widths whose programs, one for each multiprocessor at most, leave few of them idle.
         sizes = [(64, 32)] if n < 2048 else [(128, 64), (256, 32), (512, 16)]
         if wide and gpu.arch in _ROOMY:

@@ -18,6 +18,7 @@ from ..decoding.decoder import Decoder
 from ..torch.block import LINEARS, SHARED
 from .decoder import CudaDecoder
 from .step import DecodeStep, capture, kv_splits_for
+from .wide import WideStep
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,9 @@ def explain(decoder: Decoder, *, batch: int) -> str:
     step = _step(decoder, 1 << (batch - 1).bit_length(), None)
     seen: dict[tuple[str, str], list[int]] = {}
     for index, plans in enumerate(step.plans):
-        for role, plan in plans.items():
-            seen.setdefault((role, str(plan)), []).append(index)
+        for role in dict.fromkeys((*plans, *LINEARS)):
+            chosen = str(plans[role]) if role in plans else "cuBLAS or code_gemm (wide)"
+            seen.setdefault((role, chosen), []).append(index)
     return "\n".join(
         f"{role} ({f'{len(blocks)} blocks' if len(blocks) > 1 else f'block {blocks[0]}'}): {chosen}"
         for (role, chosen), blocks in seen.items()
@@ -50,7 +52,7 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) 
     for name in dict.fromkeys(name for launches in blocks for name in launches):
         mine = [launches[name] for launches in blocks if name in launches]  # only some blocks may have a router
 
-        def launch(mine: list[Callable[[], None]] = mine) -> None:
+        def launch(mine: list[Callable[[], object]] = mine) -> None:
             for one in mine:
                 one()
 
@@ -74,7 +76,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
     # Experts' tiles are not kept.
-    roles = [role for role in LINEARS if not isinstance(getattr(first, role), ExpertLinear)]
+    roles = [role for role in LINEARS if role in tiles and not isinstance(getattr(first, role), ExpertLinear)]
     for role in roles:
         linear = getattr(first, role)
         for candidate in _neighbours(tiles[role], regime(batch, dense=linear.dense), linear.widths, gpu):
@@ -97,7 +99,7 @@ def _neighbours(tile: GemvTile, kind: str, widths: tuple[int, ...], gpu: Gpu) ->
     for width in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
         if not 64 <= width <= 1024:
             continue
-        block_k = max(16 if kind == "batch" else 1, tile.block_k * tile.block_n // width)
+        block_k = max(16 if kind in ("batch", "wide") else 1, tile.block_k * tile.block_n // width)
         for factor in (0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0):
             splits = max(1, round(tile.splits * factor * width / tile.block_n))
             bare = replace(tile, block_n=width, block_k=block_k, splits=splits, reducers=0)
@@ -128,7 +130,10 @@ def _read_prompts(decoder: CudaDecoder, batch: int) -> None:
 
 
 def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None) -> DecodeStep:
-    step = DecodeStep(
+    if batch > decoder._most_rows:
+        raise UsageError(f"--batch: expected at most {decoder._most_rows} rows, those of one step, found {batch}")
+    kind = DecodeStep if batch <= decoder._fused_rows else WideStep
+    step = kind(
         decoder.weights, decoder.config, decoder._cache, decoder._tables, rows=batch, tiles=tiles,
         kv_splits=kv_splits_for(_CONTEXT, batch),
     )  # fmt: skip

@@ -175,7 +175,7 @@ class DecodeStep:
         self.hidden, self._half = empty(rows, config.hidden_size), empty(rows, config.hidden_size)
         self._taps = empty(rows, len(head.taps) if head else 0, config.hidden_size)
         # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
-        parts = max((plans[role].ssq_parts for plans in self.plans for role in LINEARS), default=1)
+        parts = max((one.ssq_parts for plans in self.plans for one in plans.values()), default=1)
         self._ssq = empty(2, rows * parts, kind=torch.float32)
         self._qkv = empty(rows * max(block.qkv.out_features for block in weights.blocks))
         self._recalled = empty(rows, config.delta_net.value_size if config.delta_net is not None else 0)
@@ -268,14 +268,14 @@ class DecodeStep:
             if tap == index:
                 self._taps[:, at] = self.hidden
 
-    def block_launches(self, index: int, *, count: bool = False) -> dict[str, Callable[[], None]]:
+    def block_launches(self, index: int, *, count: bool = False) -> dict[str, Callable[[], object]]:
         """One block's launches by name, in order; also for per-kernel timings."""
         config, block, plans, pdl = self.config, self.weights.blocks[index], self.plans[index], self.pdl
         eps, separate = config.rms_norm_eps, self._separate_add
         rows = Rows(self.tokens, self.positions, self.slots)
         width = block.qkv.out_features
         qkv = self._qkv[: self.rows * width].view(self.rows, width)
-        launches: dict[str, Callable[[], None]] = {}
+        launches: dict[str, Callable[[], object]] = {}
 
         def linear(role: str, given: Input, output: Output) -> None:
             counting, one = self.counts.of(index, role, self._turn) if count else None, getattr(block, role)
@@ -418,10 +418,9 @@ class DecodeStep:
             2 + (1 + self._verifies) * len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
         )
         if compile_only:
-            plans = self.plans or [{}] * len(self.config.blocks)
             different = {
                 (block, *((p.problem, p.launch, p.packed) for p in own.values())): index
-                for index, (block, own) in enumerate(zip(self.config.blocks, plans, strict=True))
+                for index, (block, own) in enumerate(zip(self.config.blocks, self.plans, strict=True))
             }
             launch(0, different.values())
         else:
@@ -447,7 +446,8 @@ class _KeptCells:
                 if linear.dense:
                     continue
                 pairs = (step._pairs(block),) if isinstance(linear, ExpertLinear) else ()
-                splits = step.plans[index][role].launch.splits if step.plans else 1
+                chosen = step.plans[index].get(role)  # a wide step counts itself what its products need not mask
+                splits = 1 if chosen is None or chosen.shape.dense else chosen.launch.splits
                 shape = (*pairs, len(linear.widths), splits)
                 self._shapes[index, role] = size, shape
                 widths.append(torch.tensor(linear.widths)[:, None].expand(shape).flatten())

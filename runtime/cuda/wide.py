@@ -1,16 +1,18 @@
-"""A decode step for 17 to 32 rows: cuBLAS multiplies, or ``code_gemm`` codes, and kernels of many rows stand between.
+"""A decode step for 17 to 32 rows: cuBLAS multiplies, codes ``packed_gemv``, and kernels of many rows stand between.
 
     embed -> [mask, qkv -> attention -> combine and mask, o -> add, norm, mask, gate and up -> activate and mask, down ->
     add, norm] x blocks -> logits -> next token
 
 Sixteen rows and fewer have their masks, norms and activations inside the products (``step``): each program works out the
-inputs that it reads, which for more rows takes longer than to read the weights.
+inputs that it reads, which for more rows takes longer than to read the weights. ``packed_gemv`` masks what qkv, gate and
+up read, and graded weights' inputs all; where it cannot multiply codes, ``code_gemm`` does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import cast
 
 import torch
@@ -18,16 +20,17 @@ from torch import Tensor
 
 from wisparse.kernels.gpu.attention import Rows, launch_attention
 from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
+from wisparse.kernels.gpu.common import Input, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.head import launch_logits
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
-from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_tile
+from wisparse.kernels.gpu.plan import GemvTile, gpu_of, launch_linear, mask_gemm_tile, plan
 from wisparse.kernels.gpu.reduction import Mask, launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
-from ..torch.block import Norm
+from ..torch.block import LINEARS, Block, Norm
 from .step import DecodeStep, attention_arguments
 from .weights import AnyLinear, CudaWeights
 
@@ -41,6 +44,7 @@ def takes_wide_steps(weights: CudaWeights) -> bool:
     half, processors = weights.embedding.dtype != torch.float32, gpu_of(weights.embedding.device).multiprocessors
     return not any(isinstance(linear, ExpertLinear) for linear in linears) and all(
         linear.weight.quant == "none"
+        or plan(cast("FusedLinear", linear).shape, WIDE_ROWS).packed is not None
         or (half and code_gemm_tile(cast("FusedLinear", linear), WIDE_ROWS, processors) is not None)
         for linear in linears
     )
@@ -52,6 +56,28 @@ class WideStep(DecodeStep):
         device = self.weights.embedding.device
         self._gpu, self._all_masked = gpu_of(device), torch.ones(self.rows, device=device)
         self._counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+        # Of the linears that ``packed_gemv`` multiplies; dense where what they read comes masked.
+        for block in self.weights.blocks:
+            self.plans.append({})
+            for role in LINEARS:
+                linear, first = getattr(block, role), getattr(self.weights.blocks[0], role)
+                if linear.weight.quant == "none":
+                    continue
+                chosen = plan(
+                    linear.shape._replace(dense=linear.dense or _comes_masked(block, role)), self.rows,
+                    tile=tiles.get(role) if linear.widths == first.widths else None, pdl=self.pdl,
+                )  # fmt: skip
+                if chosen.packed is not None:
+                    self.plans[-1][role] = chosen
+                    self._scratch.reserve(chosen)
+
+    def block_launches(self, index: int, *, count: bool = False) -> dict[str, Callable[[], object]]:
+        """One block's products by name, each of zeros, for per-kernel timings."""
+        n, block = self.hidden, self.weights.blocks[index]
+        return {
+            role: partial(self._product, index, role, n.new_zeros(len(n), getattr(block, role).in_features), count)
+            for role in LINEARS
+        }
 
     def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
         config, blocks, eps = self.config, self.weights.blocks, self.config.rms_norm_eps
@@ -78,11 +104,11 @@ class WideStep(DecodeStep):
                     qkv, self._cache[index], rows, rotary, self._attended[index],
                     **attention_arguments(config, block, rotary), stages=self._attention_stages[index],
                 )  # fmt: skip
-                attended = launch_combine(self._attended[index], n.dtype, _mask_of(block.o))
+                attended = launch_combine(self._attended[index], n.dtype, _mask_of(block, "o"))
             last = index + 1 == len(blocks)
             self._add(index, "o", attended, count, block.attention_output, block.mlp_input, n)
             gate_up = self._product(index, "gate_up", n, count)
-            activated = launch_activate(gate_up, config.activation, _mask_of(block.down))
+            activated = launch_activate(gate_up, config.activation, _mask_of(block, "down"))
             following = self.weights.norm if last else blocks[index + 1].attention_input
             self._add(index, "down", activated, count, block.mlp_output, following, n)
 
@@ -98,21 +124,27 @@ class WideStep(DecodeStep):
             self._product(index, role, x, count), self.hidden, self._sums(index, role),
             norm=norm.factors if norm else None, scalar=self.weights.blocks[index].scalar if role == "down" else None,
             next_norm=following.factors if following else None, normed=normed, eps=self.config.rms_norm_eps,
-            multiplier=self.config.residual_multiplier,
+            multiplier=self.config.residual_multiplier, pdl=self.pdl,
         )  # fmt: skip
 
     def _product(self, index: int, role: str, x: Tensor, count: bool) -> Tensor:
         """A linear's masked product of x (rows, K); what o and down read comes masked."""
-        linear = cast("FusedLinear", getattr(self.weights.blocks[index], role))
+        linear, chosen = cast("FusedLinear", getattr(self.weights.blocks[index], role)), self.plans[index].get(role)
         weight_t, k = linear.weight.data, linear.in_features
         tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors)
         counting = self.counts.of(index, role, self._turn) if count else None
-        if counting is not None:
+        masks_itself = chosen is not None and not chosen.shape.dense
+        if counting is not None and not masks_itself:
             active = (counting.token >= 0)[:, None]
             for cell, scales, threshold in zip(counting.after, linear.scales, linear.thresholds, strict=True):
                 cell += (keep_mask(x, scales, threshold) & active).sum()
-        masked = role == "down" or (role == "o" and self.weights.blocks[index].delta is None)
-        if linear.dense or masked:
+        if chosen is not None:
+            y = x.new_empty(len(x), linear.out_features)
+            launch_linear(
+                linear, Input(x), Output(y), self._scratch, chosen, counting=counting if masks_itself else None
+            )
+            return y
+        if linear.dense or _comes_masked(self.weights.blocks[index], role):
             if tile is not None:
                 return code_gemm(x, linear, self._counter, tile)
             y = x @ weight_t[:, : linear.out_features]
@@ -137,6 +169,13 @@ class WideStep(DecodeStep):
         return y if linear.bias is None else y + linear.bias
 
 
-def _mask_of(linear: AnyLinear) -> Mask | None:
-    """The mask of o or of down; None if it drops nothing."""
-    return None if linear.dense else (linear.scales, linear.thresholds)
+def _comes_masked(block: Block[AnyLinear], role: str) -> bool:
+    """Whether what a linear reads was masked by the launch before it; of graded weights each plane has its own mask."""
+    before = role == "down" or (role == "o" and block.delta is None)
+    return before and getattr(block, role).weight.planes == 1
+
+
+def _mask_of(block: Block[AnyLinear], role: str) -> Mask | None:
+    """The mask of o or of down; None if it drops nothing here."""
+    linear = getattr(block, role)
+    return None if linear.dense or not _comes_masked(block, role) else (linear.scales, linear.thresholds)
