@@ -224,7 +224,7 @@ def store_inputs(
     CHANNELS: tl.constexpr = problem.k // problem.planes
     NORMED: tl.constexpr = given.norm is not None
     COUNT: tl.constexpr = counting is not None
-    AT_ONCE: tl.constexpr = 8 if BATCH <= 16 else 16  # rows whose inputs are read at the same time
+    AT_ONCE: tl.constexpr = 8 if BATCH <= 16 or COUNT else 16  # rows whose inputs are read at the same time
     position = channels.position
     # ``gdc_wait`` inside a loop whose first loads have to come before it: the compiler moves no load across that one.
     # The 0 is added to the address of what is read afterwards, or that may come too early.

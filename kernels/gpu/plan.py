@@ -400,11 +400,12 @@ def default_tile(gpu: Gpu, shape: LinearShape, kind: str) -> GemvTile:
         splits = max(least, each * processors // count_tiles(shape.widths, block_n))
         # Every split as many chunks as any other, or one less.
         splits = triton.cdiv(chunks, triton.cdiv(chunks, min(splits, chunks, 64)))
+        stages = 1 if not over16 else 3 if shape.quant == "int4" else 2
         # Where a group of few rows ends, so does a turn of unroll times 16 channels, however few are left. Each turn
         # takes the memory's latency, so those of many rows, whose channels are all there, are long; of more than sixteen
         # several shorter ones are on their way, which leaves registers for the sums.
         tile = GemvTile(
-            block_n, 16, splits, warps, 2 if over16 else 1, chunk, 2 if over16 or (grouped and not many) else 4, trigger=2,
+            block_n, 16, splits, warps, stages, chunk, 2 if over16 or (grouped and not many) else 4, trigger=2,
             early=not wide or not many,
         )  # fmt: skip
     elif kind in ("batch", "wide"):
