@@ -237,7 +237,7 @@ def tiles_for(role: str, setting: Setting) -> list[GemvTile]:
         for words in (1, 2) if most or (sum(widths) < 8192 and (many or kind == "int4")) else (2, 4):
             if words == (2 if most else 4) and many and kind == "int4":
                 continue
-            for warps in (2, 4, 8) if most else (4,) if many else (2,) if group or words == 4 else (2, 4):
+            for warps in (2, 4) if most else (4,) if many else (2,) if group or words == 4 else (2, 4):
                 block_n = words * 256 * warps // BITS[kind]
                 chunks = k // (group or 64)
                 for each in (4, 8, 12) if most else (8, 14):

@@ -47,6 +47,7 @@ _ALONE = 64 * 1024  # bytes of weights in flight from which a tensor-core progra
 # asks if its own use is more than that; what is declared here may then be nearly as much beside it.
 SMEM_LIMIT = 36 * 1024
 SMEM_LIMIT_BESIDE = 47 * 1024
+SMEM_LIMIT_WIDE = 31 * 1024  # beside 16 KiB of Triton's own, to add up the splits of more than sixteen rows by four warps
 
 
 def smem_source(num_bytes: int, limit: int = SMEM_LIMIT) -> str:
@@ -206,15 +207,13 @@ def plan(
         # Leading rows stand in the segment's own part of the list.
         lead = min(tile.lead, segment // step) if shape.dense else 0
         launch = _config(tile, tiles, segment, length, smem, lead=lead)
-    # Partial sums read at a time. Those that are polled, and those of many rows, stay in registers: 32 of each thread, of
-    # more than sixteen rows 64.
+    # Partial sums read at a time. Those that are polled, and those of many rows, stay in registers: 32 of each thread.
     added = triton.next_power_of_2(tile.splits * max(1, experts))
     at_once = min(added, 32)
     if tile.reducers or many:
         numbers = 1 if output in ("plain", "residual") else 2
         columns = tile.block_n // max(1, tile.reducers) * triton.next_power_of_2(rows) * numbers
-        numbers_at_once = 64 if kind == "wide" else 32
-        fitting = 1 << (max(1, numbers_at_once * 32 * tile.warps // columns).bit_length() - 1)
+        fitting = 1 << (max(1, 32 * 32 * tile.warps // columns).bit_length() - 1)
         at_once = min(added, fitting)
     n0, n1, n2 = (*shape.widths, 0, 0)[:3]
     problem = Problem(
@@ -248,8 +247,9 @@ def _plan_packed(shape: LinearShape, tile: GemvTile, tiles: int, rows: int) -> t
     # Rows 32 bytes off a multiple of 128: eight of them side by side meet in no bank. One turn is read ahead.
     length = triton.cdiv(triton.cdiv(channels, turn) * turn + turn - 16, 64) * 64 + 16
     listed, pieces = not shape.dense and rows <= 2, 1
-    if not listed and 2 * rows * length > SMEM_LIMIT:
-        segment = 1 << ((SMEM_LIMIT // (2 * rows) - 16).bit_length() - 1)
+    limit = SMEM_LIMIT if rows <= 16 else SMEM_LIMIT_WIDE
+    if not listed and 2 * rows * length > limit:
+        segment = 1 << ((limit // (2 * rows) - 16).bit_length() - 1)
         length, pieces = segment + 16, triton.cdiv(channels, segment)
     slot = group if grouped else segment
     smem = smem_source((4 + 2 * rows) * length + 4 * (segment // slot) if listed else 2 * rows * length)
