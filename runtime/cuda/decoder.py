@@ -222,8 +222,8 @@ class CudaDecoder(Decoder):
         return sample(logits, chosen_by, self._verified_positions(token_ids)), logits
 
     def _verifying_step(self, rows: int, context: int) -> DecodeStep:
-        """With as many KV splits as a step of one row has."""
-        rows, kv_splits = triton.next_power_of_2(rows), kv_splits_for(context)
+        rows = triton.next_power_of_2(rows)
+        kv_splits = kv_splits_for(context, rows)
         key = -1, rows, kv_splits
         if key not in self._steps:
             self._steps[key] = DecodeStep(
