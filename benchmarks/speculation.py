@@ -312,6 +312,7 @@ def main(
         opened.recipe = SimpleNamespace(graded=None)
         predictable(opened.checkpoint)
         settings: dict[str, Any] = {"device": torch.device("cuda" if on_gpu else "cpu"), "dtype": dtype}
+        settings["most_drafted"] = METHODS["eagle3"][1]
         settings |= {"max_seq_len": min(2 * tokens + PROMPT, opened.config.max_position_embeddings)}
         if sparsity:
             decoder = CudaDecoder(opened, **settings)

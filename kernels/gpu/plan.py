@@ -47,7 +47,9 @@ _ALONE = 64 * 1024  # bytes of weights in flight from which a tensor-core progra
 # asks if its own use is more than that; what is declared here may then be nearly as much beside it.
 SMEM_LIMIT = 36 * 1024
 SMEM_LIMIT_BESIDE = 47 * 1024
-SMEM_LIMIT_WIDE = 31 * 1024  # beside 16 KiB of Triton's own, to add up the splits of more than sixteen rows by four warps
+SMEM_LIMIT_WIDE = (
+    31 * 1024
+)  # beside 16 KiB of Triton's own, to add up the splits of more than sixteen rows by four warps
 
 
 def smem_source(num_bytes: int, limit: int = SMEM_LIMIT) -> str:
@@ -400,13 +402,11 @@ def default_tile(gpu: Gpu, shape: LinearShape, kind: str) -> GemvTile:
         splits = max(least, each * processors // count_tiles(shape.widths, block_n))
         # Every split as many chunks as any other, or one less.
         splits = triton.cdiv(chunks, triton.cdiv(chunks, min(splits, chunks, 64)))
-        stages = 1 if not over16 else 3 if shape.quant == "int4" else 2
         # Where a group of few rows ends, so does a turn of unroll times 16 channels, however few are left. Each turn
-        # takes the memory's latency, so those of many rows, whose channels are all there, are long; of more than sixteen
-        # several shorter ones are on their way, which leaves registers for the sums.
+        # takes the memory's latency, so those of many rows, whose channels are all there, are long.
         tile = GemvTile(
-            block_n, 16, splits, warps, stages, chunk, 2 if over16 or (grouped and not many) else 4, trigger=2,
-            early=not wide or not many,
+            block_n, 16, splits, warps, chunk=chunk, unroll=2 if grouped and not many else 4, trigger=2,
+            early=not wide or not many or over16,
         )  # fmt: skip
     elif kind in ("batch", "wide"):
         # The narrowest of a few widths whose programs, one for each multiprocessor at most, leave few of them idle.

@@ -19,6 +19,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
 from wisparse.kernels.gpu.experts import ExpertLinear
+from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.plan import gpu_of
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.weights import FusedLinear
@@ -85,7 +86,7 @@ class CudaDecoder(Decoder):
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
     prefix_block_size = 1
-    verify_costs = (0.6, 0.03)
+    verify_costs = (0.1, 0.08)  # an H200, 8B shape, bf16, int8 and int4
     verify_margin = 0.25
     verifies_alike = False  # rows beside a row change its roundings
     most_verified = MAX_ROWS
@@ -108,6 +109,8 @@ class CudaDecoder(Decoder):
         self._prompts = PromptReader(self.weights, config, self._cache, self._tables) if refusal is None else None
         self.most_together = 0 if self._prompts is None else self._prompts.most_together
         self._steps: dict[_StepKey, DecodeStep] = {}
+        # Of steps that verify; one for the longest draft of one request.
+        self._verified_rows = sorted({2, 4, 8, MAX_ROWS, min(self.most_drafted + 1, MAX_ROWS)} - {1})
         # The weights and steps by which linears masks leave dense; now these are in force.
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
             dense_linears(config, bundle.masks): (self.weights, self._steps)
@@ -222,7 +225,7 @@ class CudaDecoder(Decoder):
         return sample(logits, chosen_by, self._verified_positions(token_ids)), logits
 
     def _verifying_step(self, rows: int, context: int) -> DecodeStep:
-        rows = triton.next_power_of_2(rows)
+        rows = next(size for size in self._verified_rows if size >= rows)
         kv_splits = kv_splits_for(context, rows)
         key = -1, rows, kv_splits
         if key not in self._steps:
@@ -306,7 +309,8 @@ class CudaDecoder(Decoder):
 
     def _all_verifying(self, first: int, last: int) -> list[DecodeStep]:
         """The steps that drafts take while contexts grow from first to last."""
-        rows = (2, 4, 8, 16)[: 3 if self.max_batch == 1 else 4] if self.speculates else ()
+        most = MAX_ROWS if self.max_batch > 1 else max(8, self.most_drafted + 1)
+        rows = [size for size in self._verified_rows if size <= most] if self.speculates else ()
         return [self._verifying_step(count, context) for count in rows for context in contexts_between(first, last)]
 
     @torch.inference_mode()
@@ -492,7 +496,12 @@ class CudaDecoder(Decoder):
         return self._output(self.weights.norm(hidden))
 
     def _output(self, x: Tensor) -> Tensor:
-        return finish_logits(self.config, head_products(self.weights, x).float())
+        head, scales = self.weights.head, self.weights.head_scales
+        if scales is None or len(x) > WIDE_ROWS:
+            return finish_logits(self.config, head_products(self.weights, x).float())
+        out = Logits.empty(len(x), head)
+        launch_logits(x, None, None, head, scales, out)
+        return finish_logits(self.config, out.logit)
 
     def _count_prompt(self, linear: FusedLinear, x: Tensor, first_sparse: int) -> None:
         tail = x[first_sparse:]

@@ -100,7 +100,7 @@ class Decoder(ABC):
         ``most_drafted``: tokens of a draft, at most, that will be verified; ``pages``: of the cache, None: all;
         ``lack``: see `lack_of_memory`."""
         self.config, self._pages, self._lack = bundle.config, pages, lack
-        self._state_buffers = states_kept(most_drafted)
+        self.most_drafted, self._state_buffers = most_drafted, states_kept(most_drafted)
         self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
