@@ -406,7 +406,7 @@ def default_tile(gpu: Gpu, shape: LinearShape, kind: str) -> GemvTile:
         # takes the memory's latency, so those of many rows, whose channels are all there, are long.
         tile = GemvTile(
             block_n, 16, splits, warps, chunk=chunk, unroll=2 if grouped and not many else 4, trigger=2,
-            early=not wide or not many or over16,
+            early=not wide or over16,
         )  # fmt: skip
     elif kind in ("batch", "wide"):
         # The narrowest of a few widths whose programs, one for each multiprocessor at most, leave few of them idle.
