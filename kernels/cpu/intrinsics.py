@@ -114,6 +114,8 @@ def widen(typingctx, value):
     return types.float32(value), codegen
 
 
+FOLDED = 16  # of `add_folded`
+DOTTED = 64  # of `four_dots`
 LANES = 32  # of `add_lanes`, or a cache line's, and of `add_nibbles`
 _EIGHT = types.UniTuple(types.int64, 8)
 _VALUES = types.UniTuple(types.float32, 8)
@@ -177,6 +179,65 @@ def add_nibbles(builder, even, odd, rows, values, offset):
 
 
 @intrinsic
+def four_dots(typingctx, rows, x, count, ahead, tag):
+    """Of each of four rows at ``rows`` the sum of the first ``count`` weights, of ``tag``'s type, times float32 x;
+    ``count`` is a multiple of DOTTED. Prefetches what lies ``ahead`` bytes after."""
+    lanes, size = 16, tag.bitwidth // 8
+
+    def codegen(context, builder, signature, args):
+        kind, stored = ir.VectorType(_F32, lanes), ir.VectorType(context.get_value_type(tag), lanes)
+        addresses = [builder.extract_value(args[0], i) for i in range(4)]
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(kind, [0.0] * lanes)) for _ in range(4)]
+        with cgutils.for_range(builder, builder.sdiv(args[2], ir.Constant(_I64, DOTTED))) as loop:
+            first = builder.mul(loop.index, ir.Constant(_I64, DOTTED))
+            at = [builder.add(row, builder.mul(first, ir.Constant(_I64, size))) for row in addresses]
+            values = builder.add(args[1], builder.shl(first, ir.Constant(_I64, 2)))
+            for line in range(0, DOTTED * size, 64):
+                for row in at:
+                    _prefetch(builder, builder.add(builder.add(row, args[3]), ir.Constant(_I64, line)))
+            for j in range(0, DOTTED, lanes):
+                value = load(builder, builder.add(values, ir.Constant(_I64, 4 * j)), kind)
+                for row, total in zip(at, sums, strict=True):
+                    weights = load(builder, builder.add(row, ir.Constant(_I64, size * j)), stored)
+                    product = builder.fmul(value, widened(builder, weights, tag), flags=("contract",))
+                    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+        found = []
+        for total in sums:
+            vector, width = builder.load(total), lanes
+            while width > 1:
+                width //= 2
+                halves = [ir.Constant(ir.VectorType(_I32, width), list(range(i, i + width))) for i in (0, width)]
+                vector = builder.fadd(*(builder.shuffle_vector(vector, vector, half) for half in halves))
+            found.append(builder.extract_element(vector, ir.Constant(_I32, 0)))
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return types.UniTuple(types.float32, 4)(
+        types.UniTuple(types.int64, 4), types.int64, types.int64, types.int64, tag
+    ), codegen
+
+
+@intrinsic
+def add_folded(typingctx, out, even, odd, even_scale, odd_scale, subtracted, tag):
+    """out[2 j], out[2 j + 1] += (even[j] - subtracted) * even_scale[j], the same of odd; FOLDED of each, scales of
+    ``tag``'s type."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.VectorType(_F32, FOLDED)
+        scales = ir.VectorType(context.get_value_type(tag), FOLDED)
+        less, parts = _splat(builder, args[5], FOLDED), []
+        for numbers, scale in ((args[1], args[3]), (args[2], args[4])):
+            number = builder.fsub(load(builder, numbers, kind), less)
+            parts.append(builder.fmul(number, widened(builder, load(builder, scale, scales), tag), flags=("contract",)))
+        lanes = [i // 2 + i % 2 * FOLDED for i in range(2 * FOLDED)]
+        both = builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(_I32, 2 * FOLDED), lanes))
+        total = builder.fadd(load(builder, args[0], both.type), both, flags=("contract",))
+        builder.store(total, builder.inttoptr(args[0], total.type.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, types.float32, tag), codegen
+
+
+@intrinsic
 def narrow(typingctx, value, tag):
     """A float32 rounded to nearest even, as ``tag``'s type (float32, bfloat16 or float16) stores it."""
     i16 = ir.IntType(16)
@@ -207,71 +268,126 @@ def nibble(builder, byte, shift):
 
 _config: Any = numba.config  # its names come from the environment: unknown to a type checker
 _features = str(_config.CPU_FEATURES or ("" if _config.CPU_NAME else binding.get_host_cpu_features().flatten()))
-# Whether `add_pairs` can be compiled for the processor that is compiled for.
-HAS_PAIRS = "+avx2" in _features.split(",") and platform.machine().lower() in ("x86_64", "amd64")
+_x86 = platform.machine().lower() in ("x86_64", "amd64")
+# Whether `add_products` can be compiled for the processor that is compiled for, and whether by AVX-512's instructions.
+HAS_PRODUCTS = _x86 and "+avx2" in _features.split(",")
+HAS_QUADS = HAS_PRODUCTS and {"+avx512bw", "+avx512vnni"} <= set(_features.split(","))
 HAS_TILES = "+amx-bf16" in _features.split(",")  # of `product`
-PAIRS = 16  # of channels, at most, of one call: more could overflow
-TILE_BYTES = 32
+# Of `add_products`: channels of a call and of one of its sums, bytes of a row, and bits of a number's lower limb.
+TOGETHER, STEP, TILE_BYTES, LIMB = (16, 4, 64, 8) if HAS_QUADS else (32, 2, 32, 7)
+_PRODUCTS = types.void(*[types.int64] * 7, types.float32)
 
 
-@fixed(types.void(*[types.int64] * 7, types.float32))
-def add_pairs(builder, codes, stride, index, numbers, pairs, even, odd, unit):
-    """even[0:32], odd[0:32] += unit * the sum over pairs of channels of a number, of 14 bits, times its low or its high
-    nibble of the 32 bytes at ``codes + index[i] * stride``. ``numbers``: for each pair the bytes u0, u1, l0, l1 of the
-    numbers 128 u + l, each at most 64 in size. Products of bytes, which are exact, two at a time (AVX2)."""
-    i16, vector = ir.IntType(16), ir.VectorType(ir.IntType(8), 32)
-    wide, eight = ir.VectorType(i16, 16), ir.VectorType(_F32, 8)
+def _shuffled(builder, a, b, lanes):
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+def _zero_sums(builder, kind, count):
+    """For each of ``count`` vectors of products two places, for the numbers' upper and lower limbs."""
+    zero = ir.Constant(kind, [0] * kind.count)
+    sums = [[cgutils.alloca_once(builder, kind) for _ in range(2)] for _ in range(count)]
+    for place in (place for limbs in sums for place in limbs):
+        builder.store(zero, place)
+    return sums
+
+
+def _step_of(builder, codes, rows, uppers, lowers, step, count, kind):
+    """The ``count`` rows of bytes of one step of `add_products`, and its limbs in all lanes of ``kind``."""
+    first = builder.mul(step, ir.Constant(_I64, count))
+    limbs = []
+    for numbers in (uppers, lowers):
+        limb = builder.load(builder.inttoptr(builder.add(numbers, first), kind.element.as_pointer()))
+        limb.align = 1
+        limbs.append(_splat(builder, limb, kind.count))
+    offsets = [
+        builder.add(rows, builder.shl(builder.add(first, ir.Constant(_I64, i)), ir.Constant(_I64, 3)))
+        for i in range(count)
+    ]
+    offsets = [builder.load(builder.inttoptr(offset, _I64.as_pointer())) for offset in offsets]
+    bytes_ = ir.VectorType(ir.IntType(8), TILE_BYTES)
+    return [load(builder, builder.add(codes, offset), bytes_) for offset in offsets], limbs
+
+
+def _add_rounded(builder, whole, unit, out, at):
+    """The floats from number ``at`` of ``out`` on += unit * whole."""
+    kind = ir.VectorType(_F32, whole.type.count)
+    out = builder.add(out, ir.Constant(_I64, 4 * at))
+    scaled = builder.fmul(builder.sitofp(whole, kind), _splat(builder, unit, kind.count), flags=("contract",))
+    total = builder.fadd(load(builder, out, kind), scaled, flags=("contract",))
+    builder.store(total, builder.inttoptr(out, kind.as_pointer())).align = 4
+
+
+@fixed(_PRODUCTS)
+def _add_pairs(builder, codes, rows, uppers, lowers, steps, even, odd, unit):
+    """Two channels an instruction (AVX2). Sums have 16 bits, which 16 steps of limbs of at most 64 do not overflow."""
+    vector, wide, words = ir.VectorType(ir.IntType(8), 32), ir.VectorType(ir.IntType(16), 16), ir.VectorType(_I32, 8)
     kind = ir.FunctionType(wide, [vector, vector])
     multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.ub.sw")
-
-    def at(base, offset, kind):
-        return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
-
-    def load(base, offset, kind, align=1):
-        found = builder.load(at(base, offset, kind))
-        found.align = align
-        return found
-
-    def constant(value):
-        return ir.Constant(_I64, value)
-
-    def shuffled(a, b, lanes):
-        return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
-
     # Which bytes' pairs a half holds: as the processor interleaves, within 16 bytes.
     halves = [[*range(8 * half, 8 * half + 8), *range(16 + 8 * half, 24 + 8 * half)] for half in range(2)]
-    sums = [[cgutils.alloca_once_value(builder, ir.Constant(wide, [0] * 16)) for _ in range(2)] for _ in range(4)]
-    for some in sums:
-        for one in some:
-            builder.store(ir.Constant(wide, [0] * 16), one)
-    with cgutils.for_range(builder, pairs) as loop:
-        where = builder.mul(loop.index, constant(8))
-        rows = [builder.sext(load(index, builder.add(where, constant(4 * i)), _I32, 4), _I64) for i in range(2)]
-        a, b = (load(codes, builder.mul(row, stride), vector) for row in rows)
-        word = load(numbers, builder.mul(loop.index, constant(4)), _I32, 4)
-        upper = _splat(builder, builder.trunc(word, i16), 16)
-        lower = _splat(builder, builder.trunc(builder.lshr(word, ir.Constant(_I32, 16)), i16), 16)
+    sums = _zero_sums(builder, wide, 4)
+    with cgutils.for_range(builder, steps) as loop:
+        (a, b), limbs = _step_of(builder, codes, rows, uppers, lowers, loop.index, 2, wide)
         for half, bytes_ in enumerate(halves):
-            both = shuffled(a, b, [lane for one in bytes_ for lane in (one, 32 + one)])
+            both = _shuffled(builder, a, b, [lane for one in bytes_ for lane in (one, 32 + one)])
             shifted = builder.lshr(builder.bitcast(both, wide), ir.Constant(wide, [4] * 16))
-            mask = ir.Constant(vector, [15] * 32)
             for parity, nibbles in enumerate((both, builder.bitcast(shifted, vector))):
-                kept = builder.and_(nibbles, mask)
-                for limb, number in enumerate((upper, lower)):
-                    total = sums[2 * parity + half][limb]
-                    product = builder.call(multiply, [kept, builder.bitcast(number, vector)])
+                kept = builder.and_(nibbles, ir.Constant(vector, [15] * 32))
+                for limb, total in zip(limbs, sums[2 * parity + half], strict=True):
+                    product = builder.call(multiply, [kept, builder.bitcast(limb, vector)])
                     builder.store(builder.add(builder.load(total), product), total)
     for parity, out in enumerate((even, odd)):
         for half, bytes_ in enumerate(halves):
-            numbers_of = [builder.load(one) for one in sums[2 * parity + half]]
+            of_limbs = [builder.load(one) for one in sums[2 * parity + half]]
             for part in range(2):
                 lanes = list(range(8 * part, 8 * part + 8))
-                upper, lower = (builder.sext(shuffled(one, one, lanes), ir.VectorType(_I32, 8)) for one in numbers_of)
-                whole = builder.add(builder.shl(upper, ir.Constant(ir.VectorType(_I32, 8), [7] * 8)), lower)
-                scaled = builder.fmul(builder.sitofp(whole, eight), _splat(builder, unit, 8))
-                offset = constant(4 * bytes_[8 * part])
-                stored = builder.store(builder.fadd(load(out, offset, eight, 4), scaled), at(out, offset, eight))
-                stored.align = 4
+                upper, lower = (builder.sext(_shuffled(builder, one, one, lanes), words) for one in of_limbs)
+                whole = builder.add(builder.shl(upper, ir.Constant(words, [LIMB] * 8)), lower)
+                _add_rounded(builder, whole, unit, out, bytes_[8 * part])
+
+
+@fixed(_PRODUCTS)
+def _add_quads(builder, codes, rows, uppers, lowers, steps, even, odd, unit):
+    """Four channels an instruction, with sums of 32 bits (AVX-512 VNNI). A byte's low nibble is the byte less its high
+    nibble, which counts 16 times."""
+    wide, pairs = ir.VectorType(_I32, 16), ir.VectorType(ir.IntType(16), 32)
+    multiply = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(wide, [wide] * 3), "llvm.x86.avx512.vpdpbusd.512"
+    )
+    sums = _zero_sums(builder, wide, 8)
+    with cgutils.for_range(builder, steps) as loop:
+        found, limbs = _step_of(builder, codes, rows, uppers, lowers, loop.index, 4, wide)
+        # As the processor interleaves, within 16 bytes: bytes of two channels, then words of both pairs.
+        for number in range(4):
+            half, part = divmod(number, 2)
+            lanes = [16 * lane + 8 * half + i // 2 + i % 2 * 64 for lane in range(4) for i in range(16)]
+            first, second = (builder.bitcast(_shuffled(builder, *found[i : i + 2], lanes), pairs) for i in (0, 2))
+            lanes = [8 * lane + 4 * part + i // 2 + i % 2 * 32 for lane in range(4) for i in range(8)]
+            quads = builder.bitcast(_shuffled(builder, first, second, lanes), wide)
+            high = builder.and_(quads, ir.Constant(wide, [-0x0F0F0F10] * 16))
+            for values, totals in zip((quads, high), sums[2 * number : 2 * number + 2], strict=True):
+                for limb, total in zip(limbs, totals, strict=True):
+                    builder.store(builder.call(multiply, [builder.load(total), values, limb]), total)
+    numbers = []
+    for upper, lower in sums:
+        shifted = builder.shl(builder.load(upper), ir.Constant(wide, [LIMB] * 16))
+        numbers.append(builder.add(shifted, builder.load(lower)))
+    of_even = [builder.sub(whole, high) for whole, high in zip(numbers[::2], numbers[1::2], strict=True)]
+    of_odd = [builder.ashr(high, ir.Constant(wide, [4] * 16)) for high in numbers[1::2]]
+    for some, out in ((of_even, even), (of_odd, odd)):
+        # Lane l of vector i holds the bytes from 16 l + 4 i on.
+        for half in range(2):
+            lanes = [16 * i + 4 * lane + j for i in range(2) for lane in (2 * half, 2 * half + 1) for j in range(4)]
+            first, second = (_shuffled(builder, *some[i : i + 2], lanes) for i in (0, 2))
+            for part in range(2):
+                lanes = [8 * i + 4 * part + j for i in range(4) for j in range(4)]
+                _add_rounded(builder, _shuffled(builder, first, second, lanes), unit, out, 16 * (2 * half + part))
+
+
+# even[0:TILE_BYTES], odd[0:TILE_BYTES] += unit * the sum over STEP * steps channels, at most TOGETHER, of a number,
+# 2**LIMB * upper + lower, times its low or its high nibble of the bytes at ``codes + rows[i]`` (int64). Limbs are int8;
+# products of bytes are exact.
+add_products = _add_quads if HAS_QUADS else _add_pairs
 
 
 @fixed(types.float32(types.int32))

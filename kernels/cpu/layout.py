@@ -10,9 +10,11 @@ from enum import IntEnum
 import torch
 
 CACHE_LINE = 64
-# float32 of each row of PARTIAL beyond the sums: 32, then a row's own list of a graded weight's group; the last 16 words
-# hold numbers of `add_pairs`.
-PARTIAL_MORE = 32 + 512 + 32
+MOST_LISTED = 256  # rows of a group in `linear._add_in_integers`: a graded weight's has up to 128 channels
+# Words of each row of PARTIAL beyond the sums: its own list of a group, int64 places, which are 32 more, float32 numbers
+# and their limbs; and 32 of what is read or written beyond the sums.
+OWN_WORDS = 2 * (MOST_LISTED + 32) + MOST_LISTED + MOST_LISTED // 2 + 2
+PARTIAL_MORE = 32 + OWN_WORDS
 # A floating type's part of a region's name.
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

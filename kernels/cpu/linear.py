@@ -16,18 +16,26 @@ from __future__ import annotations
 import numpy as np
 
 from .intrinsics import (
-    HAS_PAIRS,
+    DOTTED,
+    FOLDED,
+    HAS_PRODUCTS,
+    HAS_QUADS,
     LANES,
+    LIMB,
     ONE,
-    PAIRS,
+    STEP,
     TILE_BYTES,
+    TOGETHER,
     ZERO,
+    add_folded,
     add_lanes,
     add_nibbles,
-    add_pairs,
+    add_products,
+    bits_to_float,
     dot,
     exact,
     floats,
+    four_dots,
     narrow,
     nibble,
     num_threads,
@@ -39,14 +47,19 @@ from .intrinsics import (
     widen,
     words,
 )
-from .layout import CACHE_LINE, PARTIAL_MORE, DequantizeField, ProjectionField, ScaleType, StoredAs
+from .layout import CACHE_LINE, MOST_LISTED, OWN_WORDS, DequantizeField, ProjectionField, ScaleType, StoredAs
 
 _BYTE, _INT8 = np.uint8(0), np.int8(0)
 _ZERO_CODE = np.float32(8)  # where there are no zero points
 _HIGH = np.float32(16)  # what a code of the high plane counts
-_LARGEST_NUMBER, _LARGEST_VALUE = np.float32(8128), np.float32(1e30)
-_SPARE = PARTIAL_MORE - 32  # words from a row's end in PARTIAL
-_MOST_LISTED = 256  # planes of a group: a graded weight's have up to 128 channels
+# Of numbers whose limbs `add_products` takes; the bits of the largest float32 for them, and the smallest unit.
+_LARGEST_NUMBER, _LARGEST_BITS, _SMALLEST_UNIT = (
+    np.float32(32639 if HAS_QUADS else 8128),
+    np.int32(0x7149F2CA),
+    np.float32(1e-38),
+)
+_INFINITY = np.float32(np.inf)
+_ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
 
 
 @exact
@@ -59,7 +72,16 @@ def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, valu
     index_ = pointer(index, np.int32(0))
     n = 0
     kept = 0
-    if words(projection)[ProjectionField.PLANES] == 2:
+    if words(projection)[ProjectionField.PLANES] == 2 and rows == 1:
+        for k in range(lo, hi):
+            v = x_[k]
+            score = abs(v) * scale_[k] if scale != 0 else _INFINITY
+            index_[n], value_[n] = np.int32(2 * k), _HIGH * v
+            n += 0 if score < threshold else 1  # a NaN is kept
+            index_[n], value_[n] = np.int32(2 * k + 1), v
+            n += 0 if score < low else 1
+        kept = n
+    elif words(projection)[ProjectionField.PLANES] == 2:
         for k in range(lo, hi):
             for plane in range(2):
                 index_[n] = np.int32(2 * k + plane)
@@ -212,8 +234,15 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
         while end < count and np.int64(index_[end]) < (g + 1) * group:
             end += 1
         i = p
-        if HAS_PAIRS and size_of(tag) == 2 and field[ProjectionField.PLANES] == 2 and group <= _MOST_LISTED:
-            i = _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, width, partial, partial_stride)
+        if (
+            HAS_PRODUCTS
+            and size_of(tag) == 2
+            and (HAS_QUADS or field[ProjectionField.PLANES] == 2)
+            and group <= MOST_LISTED
+        ):
+            i = _add_in_integers(
+                codes, stride, index, p, end, count, value, value_stride, rows, width, partial, partial_stride
+            )
         while i < end:
             here = _eight_rows(codes, stride, index_, i, end - 1)
             ahead = _eight_rows(codes, stride, index_, min(i + 8, end), count - 1)
@@ -239,59 +268,66 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
 
 
 @exact
-def _add_in_14_bits(codes, stride, index, p, end, value, value_stride, rows, width, partial, partial_stride):
-    """partial[b, :] += value[b, p:end] @ codes of these channels, values rounded to 14 bits of the largest of a row, which
-    in a model of 16-bit numbers is fine: two and a half times as fast. Gives where the rest begins: p if a value is not
-    finite."""
+def _add_in_integers(codes, stride, index, p, end, count, value, value_stride, rows, width, partial, partial_stride):
+    """partial[b, :] += value[b, p:end] @ codes of these channels, values rounded to 16 bits (without AVX-512 14) of the
+    largest of a row, which in a model of 16-bit numbers is fine: several times as fast. Gives where the rest begins: p if
+    a value is not finite."""
     whole = width // TILE_BYTES * TILE_BYTES
-    listed = pointer(index, np.int32(0))
+    listed, magnitude = pointer(index, np.int32(0)), np.int32(0x7FFFFFFF)
+    for b in range(rows):
+        bits = pointer(value + 4 * (b * value_stride + p), np.int32(0))
+        largest = np.int32(0)
+        for i in range(end - p):
+            largest = max(largest, bits[i] & magnitude)
+        if largest > _LARGEST_BITS:
+            return p
     for b in range(rows):
         given = floats(value + 4 * b * value_stride)
+        even = partial + 4 * b * partial_stride
+        odd = even + 4 * width
+        # A row's own channels, so that its sums do not depend on those of other rows: their places and numbers, both limbs.
+        own = (even + 4 * (partial_stride - OWN_WORDS) + 4) & -8
+        numbers = own + 8 * (MOST_LISTED + TOGETHER)
+        uppers = numbers + 4 * MOST_LISTED
+        lowers = uppers + MOST_LISTED
+        rows_, v = words(own), floats(numbers)
+        upper, lower = pointer(uppers, _INT8), pointer(lowers, _INT8)
+        stop = np.int64(0)
         for i in range(p, end):
-            if not abs(given[i]) < _LARGEST_VALUE:
-                return p
-    for b in range(rows):
-        given = floats(value + 4 * b * value_stride)
-        partial_ = partial + 4 * b * partial_stride
-        # A row's own channels, so that its sums do not depend on those of other rows.
-        own = partial_ + 4 * (partial_stride - _SPARE)
-        index_, v = pointer(own, np.int32(0)), floats(own + 4 * _MOST_LISTED)
-        stop = 0
-        largest = ZERO
-        for i in range(p, end):
-            if given[i] != ZERO:
-                index_[stop], v[stop] = listed[i], given[i]
-                largest = max(largest, abs(given[i]))
-                stop += 1
-        even, odd = floats(partial_), floats(partial_ + 4 * width)
-        numbers = partial_ + 4 * (partial_stride - PAIRS)
-        unit = largest / _LARGEST_NUMBER
-        inverse = ONE / unit if unit > ZERO else ZERO
-        for first in range(0, stop, 2 * PAIRS):
-            last = min(stop, first + 2 * PAIRS)
-            pairs = (last - first) // 2
-            bytes_ = pointer(numbers, _INT8)
-            for i in range(2 * pairs):
-                number = np.int32(round(v[first + i] * inverse))
-                upper = (number + np.int32(64)) >> np.int32(7)
-                at = i // 2 * 4 + i % 2
-                bytes_[at] = np.int8(upper)
-                bytes_[at + 2] = np.int8(number - upper * np.int32(128))
+            rows_[stop], v[stop] = np.int64(listed[i]) * stride, given[i]
+            stop += 1 if given[i] != ZERO else 0
+        bits = pointer(numbers, np.int32(0))
+        largest = np.int32(0)
+        for i in range(stop):
+            largest = max(largest, bits[i] & magnitude)
+        unit = bits_to_float(largest) / _LARGEST_NUMBER
+        inverse = ONE / unit if unit > _SMALLEST_UNIT else ZERO
+        padded = (stop + STEP - 1) // STEP * STEP
+        for i in range(stop, padded):
+            rows_[i], v[i] = rows_[0], ZERO
+        for i in range(padded):
+            v[i] = (v[i] * inverse + _ROUNDING) - _ROUNDING
+            number = np.int32(v[i])
+            limb = (number + np.int32(1 << (LIMB - 1))) >> np.int32(LIMB)
+            upper[i] = np.int8(limb)
+            lower[i] = np.int8(number - (limb << np.int32(LIMB)))
+        for i in range(TOGETHER):  # to be prefetched
+            rows_[padded + i] = np.int64(listed[min(end + i, count - 1)]) * stride
+        for first in range(0, padded, TOGETHER):
+            steps = (min(padded - first, TOGETHER)) // STEP
             for x in range(0, whole, TILE_BYTES):
                 if x % CACHE_LINE == 0 and b == 0:
-                    for ahead in range(last, min(stop, last + 2 * PAIRS)):
-                        prefetch(codes + x + np.int64(index_[ahead]) * stride)
-                where = np.int64(first) * 4
-                add_pairs(
-                    codes + x, stride, own + where, numbers, np.int64(pairs), partial_ + 4 * x,
-                    partial_ + 4 * (width + x), unit,
-                )  # fmt: skip
-            for i in range(first, last):
-                begin = whole if i < first + 2 * pairs else 0
-                r = pointer(codes + np.int64(index_[i]) * stride, _BYTE)
-                number = unit * np.float32(round(v[i] * inverse))
-                for j in range(begin, width):
-                    even[j], odd[j] = _add_pair(even[j], odd[j], number, r[j])
+                    for i in range(first + STEP * steps, first + STEP * steps + TOGETHER):
+                        prefetch(codes + x + rows_[i])
+                add_products(
+                    codes + x, own + 8 * first, uppers + first, lowers + first, steps, even + 4 * x, odd + 4 * x, unit
+                )
+        if whole < width:
+            even_, odd_ = floats(even), floats(odd)
+            for i in range(stop):
+                r = pointer(codes + rows_[i], _BYTE)
+                for j in range(whole, width):
+                    even_[j], odd_[j] = _add_pair(even_[j], odd_[j], unit * v[i], r[j])
     return end
 
 
@@ -318,29 +354,31 @@ def _add_eight(here, ahead, values, width, even, odd, first):
 @exact
 def _fold(field, g, half, sums, width, total, lo, hi, out, tag):
     """out += scale * (sums - zero * total) for columns lo..hi of group g; ``sums`` begins at an even column."""
-    first = lo // 2
-    size = 4 if field[ProjectionField.SCALE_TYPE] == ScaleType.FLOAT32 else 2
-    even, odd = floats(sums), floats(sums + 4 * width)
-    for parity in range(2):
-        at = (2 * g + parity) * half + first
-        sum_, scale = floats(sums + 4 * parity * width), pointer(field[ProjectionField.COLUMN_SCALE] + at * size, tag)
-        if field[ProjectionField.ZERO_POINT] == 0:
+    at, size = 2 * g * half + lo // 2, size_of(tag)
+    even, odd, scales = sums, sums + 4 * width, field[ProjectionField.COLUMN_SCALE] + at * size
+    subtracted = _ZERO_CODE * total
+    if field[ProjectionField.ZERO_POINT] != 0:
+        subtracted = ZERO
+        for parity in range(2):
+            sum_ = floats(sums + 4 * parity * width)
+            zero = pointer(field[ProjectionField.ZERO_POINT] + at + parity * half, _BYTE)
             for j in range(width):
-                sum_[j] = (sum_[j] - _ZERO_CODE * total) * widen(scale[j])
-        else:
-            zero = pointer(field[ProjectionField.ZERO_POINT] + at, _BYTE)
-            for j in range(width):
-                sum_[j] = (sum_[j] - np.float32(zero[j]) * total) * widen(scale[j])
+                sum_[j] -= np.float32(zero[j]) * total
     # lo and hi may each cut a pair of columns: whole pairs first.
-    out_ = floats(out)
     skip, rest = lo % 2, hi % 2
-    for j in range(skip, width - rest):
-        out_[2 * j - skip] += even[j]
-        out_[2 * j + 1 - skip] += odd[j]
-    if skip == 1:
-        out_[0] += odd[0]
-    if rest == 1:
-        out_[hi - lo - 1] += even[width - 1]
+    end = skip + (width - rest - skip) // FOLDED * FOLDED
+    out -= 4 * skip
+    for j in range(skip, end, FOLDED):
+        add_folded(
+            out + 8 * j, even + 4 * j, odd + 4 * j, scales + j * size, scales + (half + j) * size, subtracted, tag
+        )
+    for parity in range(2):
+        sum_, out_ = floats(sums + 4 * parity * width), floats(out + 4 * parity)
+        scale = pointer(scales + parity * half * size, tag)
+        if skip == 1 and parity == 1:
+            out_[0] += (sum_[0] - subtracted) * widen(scale[0])
+        for j in range(end, width if parity == 0 else width - rest):
+            out_[2 * j] += (sum_[j] - subtracted) * widen(scale[j])
 
 
 @exact
@@ -372,26 +410,27 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
 @dot
 def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, outputs, vocab, tag):
     """out[outputs[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
-    size = size_of(tag)
+    size, whole = size_of(tag), k // DOTTED * DOTTED
     outputs_ = words(outputs)
     v = lo
     while v < hi:
         # The last group overlaps the one before it, within this thread's span.
         group = min(v, max(lo, hi - 4))
         last = hi - 1
-        r0 = pointer(weight + group * k * size, tag)
-        r1 = pointer(weight + min(group + 1, last) * k * size, tag)
-        r2 = pointer(weight + min(group + 2, last) * k * size, tag)
-        r3 = pointer(weight + min(group + 3, last) * k * size, tag)
+        addresses = (
+            weight + group * k * size,
+            weight + min(group + 1, last) * k * size,
+            weight + min(group + 2, last) * k * size,
+            weight + min(group + 3, last) * k * size,
+        )
         for b in range(rows):
             x_ = floats(x + 4 * b * x_stride)
-            s0, s1, s2, s3 = ZERO, ZERO, ZERO, ZERO
-            for i in range(k):
-                y = x_[i]
-                s0 += y * widen(r0[i])
-                s1 += y * widen(r1[i])
-                s2 += y * widen(r2[i])
-                s3 += y * widen(r3[i])
+            s0, s1, s2, s3 = four_dots(addresses, x + 4 * b * x_stride, whole, 4 * k * size, tag)
+            for i in range(whole, k):
+                s0 += x_[i] * widen(pointer(addresses[0], tag)[i])
+                s1 += x_[i] * widen(pointer(addresses[1], tag)[i])
+                s2 += x_[i] * widen(pointer(addresses[2], tag)[i])
+                s3 += x_[i] * widen(pointer(addresses[3], tag)[i])
             if scale != 0:
                 scale_ = floats(scale)
                 s0 *= scale_[group]
