@@ -24,6 +24,7 @@ from wisparse.formats.weight_types import PLANE_BITS, group_of, quantise
 from wisparse.formats.write import write_bundle
 from wisparse.kernels.reference import scores
 
+GRADED = {3.5: (0.7, 0.175)}  # by bits the shares of channels whose high and whose low plane is read
 LLAMA_1B = shapes.LLAMA_1B | {"bos_token_id": 0, "eos_token_id": 1}
 # Of 16 experts 2, 17.5M parameters; of 32 experts 4, 0.67B of which a token reads 0.14B.
 _EXPERTS = {"model_type": "qwen3_moe", "norm_topk_prob": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
@@ -65,7 +66,7 @@ def calibrated_bundle(
     graded: Mapping[float, tuple[float, float]] | None = None,
 ) -> Path:
     """A bundle whose every projection drops ``sparsity`` of its channels on random tokens; written once. ``graded``: one
-    of graded weights, by bits the shares of channels whose high and whose low plane is read.
+    of graded weights, as GRADED.
 
     channel_scale = (g / gmean(g)) ** 0.5, as alpha = 0.5 gives it.
     """

@@ -1,6 +1,7 @@
-"""Decoding a random model of Llama-3.2-1B's shape on the CPU, int8 and int4 at 50%, beside llama.cpp's Q4_0 of it.
+"""Decoding a random model of Llama-3.2-1B's shape on the CPU, int8 and int4 at 50% and graded weights at 3.5 and 8 bits,
+beside llama.cpp's Q4_0 of it.
 
-    pip install gguf xllamacpp
+    pip install gguf xllamacpp                                   # without these, ours alone
     PYTHONPATH=. python benchmarks/cpu_peers.py --work-dir FOLDER --output benchmarks/results/cpu-peers.json
     PYTHONPATH=. python benchmarks/cpu_peers.py --cpu-time       # one thread's processor time: on a busy machine
     PYTHONPATH=. python benchmarks/cpu_peers.py --prompt 512     # seconds to the first token of such a prompt instead
@@ -8,8 +9,7 @@
 xllamacpp is llama.cpp's own server (its C++ code) in a Python package; what counts are the milliseconds a token that it
 reports itself, HTTP left out; of processor time, what a long answer takes more than one of a single token. Its file is
 Q4_0 throughout, twice: the output layer in Q8_0 (as ours, which is int8) and in Q4_0 too. All take turns on the same
-threads; a figure is a median. Making the models takes minutes, 8 GB of disk and 10 of memory, timing them two minutes.
-The last line is all of it as JSON.
+threads; a figure is a median. Making the models takes minutes, 10 GB of disk and 12 of memory, timing them two minutes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import cpu
 import torch
 from cpu import PROMPT_TOKENS, SPARSITY, decoder_loop, in_turns, machine, say, timed
-from cpu_models import LLAMA_1B, calibrated_bundle, finish_gguf, gguf_writer, random_checkpoint
+from cpu_models import GRADED, LLAMA_1B, calibrated_bundle, finish_gguf, gguf_writer, random_checkpoint
+from quality import print_document
 
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.manifest import unread
 from wisparse.runtime.cpu.decoder import CpuDecoder
 
 _SERVER = """
@@ -150,41 +154,45 @@ def main() -> None:
         work = arguments.work_dir or Path(temporary)
         source = random_checkpoint(LLAMA_1B, work / "llama-1b")
         folder = calibrated_bundle(source, work / f"llama-1b-{SPARSITY:.0%}", SPARSITY)
-        models = {kind: make_gguf(source, work / f"1b-q4_0-{kind}.gguf", kind.upper()) for kind in ("q8_0", "q4_0")}
+        graded = Bundle.open(calibrated_bundle(source, work / "llama-1b-graded", SPARSITY, graded=GRADED))
+        peers = ("q8_0", "q4_0") if find_spec("xllamacpp") else ()
+        models = {kind: make_gguf(source, work / f"1b-q4_0-{kind}.gguf", kind.upper()) for kind in peers}
         if arguments.make:
             return
         bundle = Bundle.open(folder)
+        ours = {f"{kind} 50%": (bundle, kind) for kind in (("native",) if arguments.prompt else ()) + ("int8", "int4")}
+        ours |= {f"graded {bits:g} bits": (graded.at(unread(bits)), "native") for bits in (*GRADED, 8)}
         length = arguments.prompt or PROMPT_TOKENS
         prompt = torch.randint(0, 128256, (length,), generator=torch.Generator().manual_seed(1))
         loops: dict[str, Callable[[], float]] = {}
-        for kind in ("native", "int8", "int4") if arguments.prompt else ("int8", "int4"):
-            decoder = CpuDecoder(
-                bundle, device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=length + count + 1,
-                weights=kind,
-            )  # fmt: skip
+        settings: dict[str, Any] = {"device": torch.device("cpu"), "max_seq_len": length + count + 1}
+        for name, (one, kind) in ours.items():
+            decoder = CpuDecoder(one, dtype=torch.bfloat16, weights=kind, **settings)
             first = partial(timed, partial(decoder.prefill, 0, prompt, length))
-            loops[f"wisparse {kind} 50%"] = decoder_loop(decoder, prompt, count) if count else first
+            loops[f"wisparse {name}"] = decoder_loop(decoder, prompt, count) if count else first
             open_ones.callback(decoder.close)
         for kind, model in models.items():
             ask = open_ones.enter_context(llama_cpp(model, threads, prompt.tolist(), count, arguments.cpu_time))
             loops[f"llama.cpp Q4_0, output {kind.upper()}"] = ask
         times = in_turns(loops, arguments.repetitions)
     rates = {name: 1 / statistics.median(values) for name, values in times.items()}
-    int4 = rates["wisparse int4 50%"]
+    over = {
+        f"{kind}_over": {name: rates[f"wisparse {kind}"] / rate for name, rate in rates.items()}
+        for kind in ("int4 50%", "graded 3.5 bits")
+    }
     for name, rate in rates.items():
-        say(f"{name}: {rate:.3g} {'tok' if count else 'prompts'}/s; int4 at 50% is {int4 / rate:.2f} of it")
+        ratios = ", ".join(f"{kind} {ratios[name]:.2f}" for kind, ratios in over.items())
+        say(f"{name}: {rate:.3g} {'tok' if count else 'prompts'}/s; {ratios}")
     document = {
-        "machine": {**machine(), "xllamacpp": version("xllamacpp"), "system": platform.platform()},
+        "machine": {**machine(), "xllamacpp": version("xllamacpp") if peers else None, "system": platform.platform()},
         "clock": "processor time" if arguments.cpu_time else "wall",
         "new_tokens": count,
         "prompt_tokens": length,
         "tok_per_s" if count else "prompts_per_s": rates,
         "runs_ms": {name: [round(1e3 * value, 3) for value in values] for name, values in times.items()},
-        "int4_over": {name: int4 / rate for name, rate in rates.items()},
+        **over,
     }
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    print_document(document, arguments.output)
 
 
 if __name__ == "__main__":

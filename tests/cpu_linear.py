@@ -165,7 +165,7 @@ def sparse_linear(
     parameters[LinearField.COUNTS] = counts.data_ptr() + 16 * threads
     team = torch.zeros(TeamField.SIZE, dtype=torch.int64)
     parameters[LinearField.TEAM] = team.data_ptr()
-    base = weight_t.data.dtype if weight_t.stored_as == StoredAs.BASE else torch.float32
+    base = weight_t.data.dtype if weight_t.stored_as == StoredAs.BASE else x.dtype
     launch(f"linear_{NAMES[base]}", parameters, threads)
     return y.to(x.dtype).view(*x.shape[:-1], n)
 

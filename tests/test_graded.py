@@ -88,8 +88,10 @@ def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
     ):
         found = sparse_linear(x, laid, bias, scale, torch.tensor(limits))
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
-        for given in (x, x.bfloat16()):  # as alone
+        for given in (x, x.bfloat16()):  # as alone; of 16-bit numbers by products of integers
             together = sparse_linear(given, laid, bias.to(given.dtype), scale, torch.tensor(limits))
+            wanted = (product(given.float(), *limits) - bias + bias.to(given.dtype)).to(given.dtype)
+            torch.testing.assert_close(together, wanted, rtol=2**-7 if given is not x else 1e-5, atol=2e-3)
             alone = [sparse_linear(row, laid, bias.to(given.dtype), scale, torch.tensor(limits)) for row in given]
             assert torch.equal(together, torch.stack(alone))
         torch.set_num_threads(1)
