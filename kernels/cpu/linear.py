@@ -452,12 +452,24 @@ def _dequantize_channel(field, k, lo, hi, target, scale_tag, tag):
     at = 2 * (k // field[ProjectionField.GROUP]) * half + first
     codes = pointer(field[ProjectionField.WEIGHT] + k * field[ProjectionField.STRIDE] + first, _BYTE)
     out = pointer(target, tag)
-    for parity in range(2):
-        scale = pointer(field[ProjectionField.COLUMN_SCALE] + (at + parity * half) * size_of(scale_tag), scale_tag)
-        zero = pointer(field[ProjectionField.ZERO_POINT] + at + parity * half, _BYTE)
-        for j in range((hi - lo + 1 - parity) // 2):
-            zero_ = _ZERO_CODE if field[ProjectionField.ZERO_POINT] == 0 else np.float32(zero[j])
-            out[2 * j + parity] = narrow((nibble(codes[j], 4 * parity) - zero_) * widen(scale[j]), tag)
+    scales, zeros = (
+        field[ProjectionField.COLUMN_SCALE] + at * size_of(scale_tag),
+        field[ProjectionField.ZERO_POINT] + at,
+    )
+    even, odd = pointer(scales, scale_tag), pointer(scales + half * size_of(scale_tag), scale_tag)
+    if field[ProjectionField.ZERO_POINT] == 0:
+        for j in range((hi - lo) // 2):
+            out[2 * j] = narrow((nibble(codes[j], 0) - _ZERO_CODE) * widen(even[j]), tag)
+            out[2 * j + 1] = narrow((nibble(codes[j], 4) - _ZERO_CODE) * widen(odd[j]), tag)
+    else:
+        even_zero, odd_zero = pointer(zeros, _BYTE), pointer(zeros + half, _BYTE)
+        for j in range((hi - lo) // 2):
+            out[2 * j] = narrow((nibble(codes[j], 0) - np.float32(even_zero[j])) * widen(even[j]), tag)
+            out[2 * j + 1] = narrow((nibble(codes[j], 4) - np.float32(odd_zero[j])) * widen(odd[j]), tag)
+    if (hi - lo) % 2 == 1:
+        j = (hi - lo) // 2
+        zero = _ZERO_CODE if field[ProjectionField.ZERO_POINT] == 0 else np.float32(pointer(zeros, _BYTE)[j])
+        out[2 * j] = narrow((nibble(codes[j], 0) - zero) * widen(even[j]), tag)
 
 
 @exact
