@@ -205,16 +205,18 @@ class Matrix:
         """The dense product of x (T, K): (T, N) in x's type; of a graded weight the low plane's with ``low`` in place of
         x, if it is given. Quantised weights, and 16-bit ones without a fast product here, are converted a span of outputs
         at a time."""
-        if self.planes == 2:  # row 2 k is the high plane of channel k, whose codes count 16 times
+        tiled = self.tiled(x.dtype)
+        added = self.planes == 2 and low is None and not tiled  # half of the product, for a pass over the weights
+        if self.planes == 2 and not added:  # row 2 k is the high plane of channel k, whose codes count 16 times
             x = torch.stack((16 * x, x if low is None else low), -1).flatten(1)
-        if self.tiled(x.dtype):
+        if tiled:
             return self._multiply_tiles(x, bias)
         computed = product_dtype(x.dtype)
         weight = self.data.t() if self.transposed else self.data
         few_rows = not self.transposed and len(x) <= 8  # torch's row-major 16-bit product is fast enough
         if self.stored_as == StoredAs.BASE and (computed == x.dtype or few_rows):
             return functional.linear(x, weight, bias)
-        n, k = self.shape[0], x.shape[1]
+        n, k = self.shape[0], self.planes * self.shape[1]
         y = torch.empty(len(x), n)
         rows = x.to(computed)
         span = max(2, _SPAN_BYTES // (computed.itemsize * k) // 2 * 2)
@@ -223,6 +225,8 @@ class Matrix:
             # int8 is exact in every floating type; its scale multiplies the sums
             int4 = self.stored_as == StoredAs.INT4
             part = self._dequantize(first, last, computed) if int4 else weight[first:last].to(computed)
+            if added:
+                part = part.t()[1::2].add(part.t()[::2], alpha=16).t()
             y[:, first:last] = functional.linear(rows, part)
         if self.stored_as == StoredAs.INT8 and self.scale is not None:
             y *= self.scale
