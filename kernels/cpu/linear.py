@@ -30,7 +30,6 @@ from .intrinsics import (
     add_folded,
     add_lanes,
     add_nibbles,
-    add_products,
     bits_to_float,
     dot,
     exact,
@@ -48,6 +47,7 @@ from .intrinsics import (
     words,
 )
 from .layout import CACHE_LINE, MOST_LISTED, OWN_WORDS, DequantizeField, ProjectionField, ScaleType, StoredAs
+from .product import add_products
 
 _BYTE, _INT8 = np.uint8(0), np.int8(0)
 _ZERO_CODE = np.float32(8)  # where there are no zero points

@@ -5,6 +5,8 @@
 A thread owns blocks of columns. Some channels of a block at a time are widened, or copied, to bfloat16 as tiles want
 them: of two channels that follow each other the numbers side by side. All rows are multiplied with these, and the sums
 kept in float32. So a weight is read once, whatever its type, and nothing of its size is written.
+
+At the end: the sums of products of bytes that a decode step's int4 and graded weights take.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from numba import types
 from numba.core import cgutils
 
 from .intrinsics import (
+    HAS_QUADS,
     HAS_TILES,
+    LIMB,
+    TILE_BYTES,
     ZERO,
     exact,
     fixed,
@@ -26,6 +31,7 @@ from .intrinsics import (
     pointer,
     prefetch_l2,
     size_of,
+    splat,
     thread_num,
     widen,
     widened,
@@ -34,7 +40,8 @@ from .intrinsics import (
 from .layout import CACHE_LINE, ProductField, ProjectionField, ScaleType, StoredAs
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_FLOATS = ir.VectorType(ir.FloatType(), 16)
+_F32 = ir.FloatType()
+_FLOATS = ir.VectorType(_F32, 16)
 _WORDS = ir.VectorType(_I32, 16)
 _BYTE, _BF16, _HALF = np.uint8(0), np.uint16(0), np.int16(0)
 _ZERO_CODE = np.float32(8)
@@ -133,7 +140,7 @@ def _store_pairs(builder, to, first, second):
 @fixed(types.void(*[types.int64] * 3))
 def pair_numbers(builder, to, first, second):
     """to[j] = number j of both rows of 32 bfloat16."""
-    rows = [load(builder, row, ir.VectorType(ir.IntType(16), 32)) for row in (first, second)]
+    rows = [load(builder, row, ir.VectorType(_I16, 32)) for row in (first, second)]
     for half in range(2):
         lanes = [16 * half + lane // 2 + lane % 2 * 32 for lane in range(32)]
         words = builder.shuffle_vector(*rows, ir.Constant(ir.VectorType(_I32, 32), lanes))
@@ -266,3 +273,120 @@ def product(p):
                 y[j] = narrow(sums_[j], _BF16)
         lo = hi
     release_tiles()
+
+
+# --- integers of a decode step --------------------------------------------------------------------------------------
+
+_PRODUCTS = types.void(*[types.int64] * 7, types.float32)
+
+
+def _shuffled(builder, a, b, lanes):
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+def _zero_sums(builder, kind, count):
+    """For each of ``count`` vectors of products two places, for the numbers' upper and lower limbs."""
+    zero = ir.Constant(kind, [0] * kind.count)
+    sums = [[cgutils.alloca_once(builder, kind) for _ in range(2)] for _ in range(count)]
+    for place in (place for limbs in sums for place in limbs):
+        builder.store(zero, place)
+    return sums
+
+
+def _step_of(builder, codes, rows, uppers, lowers, step, count, kind):
+    """The ``count`` rows of bytes of one step of `add_products`, and its limbs in all lanes of ``kind``."""
+    first = builder.mul(step, ir.Constant(_I64, count))
+    limbs = []
+    for numbers in (uppers, lowers):
+        limb = builder.load(builder.inttoptr(builder.add(numbers, first), kind.element.as_pointer()))
+        limb.align = 1
+        limbs.append(splat(builder, limb, kind.count))
+    offsets = [
+        builder.add(rows, builder.shl(builder.add(first, ir.Constant(_I64, i)), ir.Constant(_I64, 3)))
+        for i in range(count)
+    ]
+    offsets = [builder.load(builder.inttoptr(offset, _I64.as_pointer())) for offset in offsets]
+    bytes_ = ir.VectorType(_I8, TILE_BYTES)
+    return [load(builder, builder.add(codes, offset), bytes_) for offset in offsets], limbs
+
+
+def _add_rounded(builder, whole, unit, out, at):
+    """The floats from number ``at`` of ``out`` on += unit * whole."""
+    kind = ir.VectorType(_F32, whole.type.count)
+    out = builder.add(out, ir.Constant(_I64, 4 * at))
+    scaled = builder.fmul(builder.sitofp(whole, kind), splat(builder, unit, kind.count), flags=("contract",))
+    total = builder.fadd(load(builder, out, kind), scaled, flags=("contract",))
+    builder.store(total, builder.inttoptr(out, kind.as_pointer())).align = 4
+
+
+@fixed(_PRODUCTS)
+def _add_pairs(builder, codes, rows, uppers, lowers, steps, even, odd, unit):
+    """Two channels an instruction (AVX2). Sums have 16 bits, which 16 steps of limbs of at most 64 do not overflow."""
+    vector, wide, words = ir.VectorType(_I8, 32), ir.VectorType(_I16, 16), ir.VectorType(_I32, 8)
+    kind = ir.FunctionType(wide, [vector, vector])
+    multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.ub.sw")
+    # Which bytes' pairs a half holds: as the processor interleaves, within 16 bytes.
+    halves = [[*range(8 * half, 8 * half + 8), *range(16 + 8 * half, 24 + 8 * half)] for half in range(2)]
+    sums = _zero_sums(builder, wide, 4)
+    with cgutils.for_range(builder, steps) as loop:
+        (a, b), limbs = _step_of(builder, codes, rows, uppers, lowers, loop.index, 2, wide)
+        for half, bytes_ in enumerate(halves):
+            both = _shuffled(builder, a, b, [lane for one in bytes_ for lane in (one, 32 + one)])
+            shifted = builder.lshr(builder.bitcast(both, wide), ir.Constant(wide, [4] * 16))
+            for parity, nibbles in enumerate((both, builder.bitcast(shifted, vector))):
+                kept = builder.and_(nibbles, ir.Constant(vector, [15] * 32))
+                for limb, total in zip(limbs, sums[2 * parity + half], strict=True):
+                    product = builder.call(multiply, [kept, builder.bitcast(limb, vector)])
+                    builder.store(builder.add(builder.load(total), product), total)
+    for parity, out in enumerate((even, odd)):
+        for half, bytes_ in enumerate(halves):
+            of_limbs = [builder.load(one) for one in sums[2 * parity + half]]
+            for part in range(2):
+                lanes = list(range(8 * part, 8 * part + 8))
+                upper, lower = (builder.sext(_shuffled(builder, one, one, lanes), words) for one in of_limbs)
+                whole = builder.add(builder.shl(upper, ir.Constant(words, [LIMB] * 8)), lower)
+                _add_rounded(builder, whole, unit, out, bytes_[8 * part])
+
+
+@fixed(_PRODUCTS)
+def _add_quads(builder, codes, rows, uppers, lowers, steps, even, odd, unit):
+    """Four channels an instruction, with sums of 32 bits (AVX-512 VNNI). A byte's low nibble is the byte less its high
+    nibble, which counts 16 times."""
+    wide, pairs = ir.VectorType(_I32, 16), ir.VectorType(_I16, 32)
+    multiply = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(wide, [wide] * 3), "llvm.x86.avx512.vpdpbusd.512"
+    )
+    sums = _zero_sums(builder, wide, 8)
+    with cgutils.for_range(builder, steps) as loop:
+        found, limbs = _step_of(builder, codes, rows, uppers, lowers, loop.index, 4, wide)
+        # As the processor interleaves, within 16 bytes: bytes of two channels, then words of both pairs.
+        for number in range(4):
+            half, part = divmod(number, 2)
+            lanes = [16 * lane + 8 * half + i // 2 + i % 2 * 64 for lane in range(4) for i in range(16)]
+            first, second = (builder.bitcast(_shuffled(builder, *found[i : i + 2], lanes), pairs) for i in (0, 2))
+            lanes = [8 * lane + 4 * part + i // 2 + i % 2 * 32 for lane in range(4) for i in range(8)]
+            quads = builder.bitcast(_shuffled(builder, first, second, lanes), wide)
+            high = builder.and_(quads, ir.Constant(wide, [-0x0F0F0F10] * 16))
+            for values, totals in zip((quads, high), sums[2 * number : 2 * number + 2], strict=True):
+                for limb, total in zip(limbs, totals, strict=True):
+                    builder.store(builder.call(multiply, [builder.load(total), values, limb]), total)
+    numbers = []
+    for upper, lower in sums:
+        shifted = builder.shl(builder.load(upper), ir.Constant(wide, [LIMB] * 16))
+        numbers.append(builder.add(shifted, builder.load(lower)))
+    of_even = [builder.sub(whole, high) for whole, high in zip(numbers[::2], numbers[1::2], strict=True)]
+    of_odd = [builder.ashr(high, ir.Constant(wide, [4] * 16)) for high in numbers[1::2]]
+    for some, out in ((of_even, even), (of_odd, odd)):
+        # Lane l of vector i holds the bytes from 16 l + 4 i on.
+        for half in range(2):
+            lanes = [16 * i + 4 * lane + j for i in range(2) for lane in (2 * half, 2 * half + 1) for j in range(4)]
+            first, second = (_shuffled(builder, *some[i : i + 2], lanes) for i in (0, 2))
+            for part in range(2):
+                lanes = [8 * i + 4 * part + j for i in range(4) for j in range(4)]
+                _add_rounded(builder, _shuffled(builder, first, second, lanes), unit, out, 16 * (2 * half + part))
+
+
+# even[0:TILE_BYTES], odd[0:TILE_BYTES] += unit * the sum over STEP * steps channels, at most TOGETHER, of a number,
+# 2**LIMB * upper + lower, times its low or its high nibble of the bytes at ``codes + rows[i]`` (int64). Limbs are int8;
+# products of bytes are exact.
+add_products = _add_quads if HAS_QUADS else _add_pairs
