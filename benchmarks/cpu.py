@@ -338,7 +338,6 @@ def main() -> None:
                 result["prompts"] = prompts(source, bundle, min(3, arguments.repetitions))
             if "first-token" in arguments.only:
                 result["first_token"] = first_token(bundle, arguments.repetitions)
-    result["machine"]["load_average_after"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     print_document(result, arguments.output)
 
 

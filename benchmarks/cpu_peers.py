@@ -153,13 +153,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="wisparse-bench-") as temporary, contextlib.ExitStack() as open_ones:
         work = arguments.work_dir or Path(temporary)
         source = random_checkpoint(LLAMA_1B, work / "llama-1b")
-        folder = calibrated_bundle(source, work / f"llama-1b-{SPARSITY:.0%}", SPARSITY)
+        bundle = Bundle.open(calibrated_bundle(source, work / f"llama-1b-{SPARSITY:.0%}", SPARSITY))
         graded = Bundle.open(calibrated_bundle(source, work / "llama-1b-graded", SPARSITY, graded=GRADED))
         peers = ("q8_0", "q4_0") if find_spec("xllamacpp") else ()
         models = {kind: make_gguf(source, work / f"1b-q4_0-{kind}.gguf", kind.upper()) for kind in peers}
         if arguments.make:
             return
-        bundle = Bundle.open(folder)
         ours = {f"{kind} 50%": (bundle, kind) for kind in (("native",) if arguments.prompt else ()) + ("int8", "int4")}
         ours |= {f"graded {bits:g} bits": (graded.at(unread(bits)), "native") for bits in (*GRADED, 8)}
         length = arguments.prompt or PROMPT_TOKENS
