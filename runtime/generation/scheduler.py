@@ -408,6 +408,8 @@ class Scheduler:
         if stop > sparse:  # positions before it do not depend on the masks
             self.set_sparsity(request.sparsity)
         logits = self.decoder.prefill(slot, self._sequence, sparse, start=start, stop=stop, on_logits=score)
+        # What the next chunk needs is mapped while a GPU reads this one. It was claimed; if not, the next chunk sees to it.
+        self.decoder.cache.grow(slot, min(next_chunk(stop, size), total))
         # Generated tokens were computed with masks: they are no prefix of a next prompt.
         self.prefixes.note(slot, list(request.prompt_token_ids[:stop]), total, sparse, request.sparsity)
         self._prefilled += stop - start
