@@ -75,6 +75,8 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
     alternate between all of them, so that a change of the machine's speed meets all."""
     levels = {name: model.sparsity for name, model in models.items()}
     if 0 in levels.values():
+        if any(model.bits is not None for model in models.values()):
+            raise UsageError("bits: expected one of the bundle's levels to compare with the dense model, found 8")
         raise UsageError("sparsity: expected a sparsity level to compare with the dense model, found 0")
     device = next(iter(models.values())).decoder.device
     bandwidth = read_bandwidth_gbps(device)

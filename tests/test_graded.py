@@ -263,6 +263,8 @@ def test_a_request_and_a_saved_speed_name_their_bits(bundle: Path, tmp_path: Pat
     copy = Path(shutil.copytree(bundle, tmp_path / "saved"))
     code, _, err = run("bench", copy, "--bits", 5, "--save", "--max-new-tokens", 4, "--runs", 1)
     assert (code, "| | dense | 5 bits |" in (copy / "README.md").read_text()) == (0, True), err
+    code, _, err = run("bench", copy, "--bits", 8)
+    assert (code, "bits: expected one of the bundle's levels" in err) == (2, True), err
 
 
 def resigned(change: Callable[[Path], None]) -> Callable[[Path], None]:
