@@ -231,9 +231,10 @@ def logits(
     arch: int, batch: int = 1, dtype: torch.dtype = BF16, norm: torch.dtype | None = None, int8: bool = False
 ) -> None:
     hidden, weight = empty(batch, 4096, dtype=dtype), empty(VOCABULARY, 4096, dtype=I8 if int8 else dtype)
+    norm_of = (None, None) if batch > 16 else (empty(batch, 16, dtype=FP32), empty(4096, dtype=norm or dtype))
     launch_logits(
-        hidden, empty(batch, 16, dtype=FP32), empty(4096, dtype=norm or dtype), weight,
-        empty(VOCABULARY, dtype=FP32) if int8 else None, Logits.empty(batch, weight), eps=1e-5, pdl=arch >= 90,
+        hidden, *norm_of, weight, empty(VOCABULARY, dtype=FP32) if int8 else None, Logits.empty(batch, weight), eps=1e-5,
+        pdl=arch >= 90,
     )  # fmt: skip
 
 
