@@ -264,7 +264,7 @@ def test_heads_that_do_not_fit_are_refused(bundles: dict[str, Bundle], tmp_path:
 
 def test_a_heads_memory_is_counted(bundles: dict[str, Bundle], tmp_path: Path) -> None:
     files = HeadFiles.open(make_head(tmp_path / "head"), bundles["plain"])
-    decoder = cpu_decoder(bundles["plain"], BACKENDS[0], max_seq_len=256, max_batch=2)
+    decoder = cpu_decoder(bundles["plain"], "torch", max_seq_len=256, max_batch=2)
     decoder.attach(files)
     head, (weights, position) = decoder.head, files.memory(torch.float32)
     assert head is not None
