@@ -47,9 +47,8 @@ _ALONE = 64 * 1024  # bytes of weights in flight from which a tensor-core progra
 # asks if its own use is more than that; what is declared here may then be nearly as much beside it.
 SMEM_LIMIT = 36 * 1024
 SMEM_LIMIT_BESIDE = 47 * 1024
-SMEM_LIMIT_WIDE = (
-    31 * 1024
-)  # beside 16 KiB of Triton's own, to add up the splits of more than sixteen rows by four warps
+# Beside 16 KiB of Triton's own, to add up the splits of more than sixteen rows by four warps.
+SMEM_LIMIT_WIDE = 31 * 1024
 
 
 def smem_source(num_bytes: int, limit: int = SMEM_LIMIT) -> str:
