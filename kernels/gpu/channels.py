@@ -47,6 +47,7 @@ class Channels(NamedTuple):
     norm: Any
     scale: Any
     threshold: Any
+    low: Any  # of ``paired_channels``: the threshold of the low plane
     count: Any  # of them; the last chunk may run past K and is masked where it is read
     cell: Any  # the program's own in ``Counting``
     counts: Any  # a projection's first tile counts for all of its tiles
@@ -108,7 +109,26 @@ def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.const
     CHUNKS: tl.constexpr = (problem.k + CHUNK - 1) // CHUNK
     count = ((CHUNKS - of.split + launch.splits - 1) // launch.splits) * CHUNK
     cell = of.projection * launch.splits + of.split
-    return Channels(position, k, live, norm, scale, threshold, count, cell, of.local == 0)
+    return Channels(position, k, live, norm, scale, threshold, threshold, count, cell, of.local == 0)
+
+
+@triton.jit
+def paired_channels(given, weights, of, problem: tl.constexpr, launch: tl.constexpr):
+    """The ``Channels`` of a program with graded weights, one position for both planes of a channel, so that its score
+    is computed once; ``k``: channels, ``count``: rows."""
+    CHUNK: tl.constexpr = launch.chunk // 2
+    CHANNELS: tl.constexpr = problem.k // 2
+    position = tl.arange(0, launch.segment // 2)
+    k = segment_channel(position, of.split, launch.splits, CHUNK)
+    live = k < CHANNELS
+    high = tl.load(weights.thresholds + of.projection * 2)
+    low = tl.load(weights.thresholds + of.projection * 2 + 1)
+    norm = tl.load(given.norm + k, mask=live, other=0.0) if given.norm is not None else k
+    scale = tl.load(weights.scales + of.projection * CHANNELS + k, mask=live, other=0.0)
+    CHUNKS: tl.constexpr = (CHANNELS + CHUNK - 1) // CHUNK
+    count = ((CHUNKS - of.split + launch.splits - 1) // launch.splits) * launch.chunk
+    cell = of.projection * launch.splits + of.split
+    return Channels(position, k, live, norm, scale, high, low, count, cell, of.local == 0)
 
 
 @triton.jit
@@ -134,19 +154,21 @@ def is_dropped(x, scale, limit):
 
 
 @triton.jit
-def drops(given, x, channels, row):
-    """``is_dropped`` for the channels of a row; its threshold is 0 if it keeps all of them."""
-    limit = channels.threshold
+def drops(given, x, channels, row, LOW: tl.constexpr = False):
+    """``is_dropped`` for the channels of a row, LOW: for their low planes; its threshold is 0 if it keeps all of them."""
+    limit = channels.low if LOW else channels.threshold
     if given.row_mask is not None:
         limit = limit * tl.load(given.row_mask + row)
     return is_dropped(x, channels.scale, limit)
 
 
 @triton.jit
-def load_input(given, row, channels, problem: tl.constexpr, dtype: tl.constexpr):
+def load_input(
+    given, row, channels, problem: tl.constexpr, dtype: tl.constexpr, PAIRED: tl.constexpr = False
+):  # fmt: skip
     """A row's values of the program's channels before any norm: x, or in ``dtype`` attention's splits combined. One
     tensor for each split: a second dimension would cost exchanges between threads."""
-    k = channel_of(channels.k, problem)
+    k = channels.k if PAIRED else channel_of(channels.k, problem)
     CHANNELS: tl.constexpr = problem.k // problem.planes
     live = channels.live
     if given.attention is None:
@@ -178,10 +200,12 @@ def load_input(given, row, channels, problem: tl.constexpr, dtype: tl.constexpr)
 
 @triton.jit
 def choose_channels(
-    given, channels, counting, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr
-):
+    given, channels, counting, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr,
+    PAIRED: tl.constexpr = False,
+):  # fmt: skip
     """For one row or two: each row's float32 values of the program's channels, which of them any row keeps, and how
-    many counted rows keep each. EACH: a row's own dropped channels are 0, and what each row keeps is counted."""
+    many counted rows keep each. EACH: a row's own dropped channels are 0, and what each row keeps is counted. Of
+    ``paired_channels`` (PAIRED): the values of the high planes, then those of the low ones; a second mask is that of the low."""
     BATCH: tl.constexpr = problem.batch
     CHANNELS: tl.constexpr = problem.k // problem.planes
     NORMED: tl.constexpr = given.norm is not None
@@ -189,26 +213,34 @@ def choose_channels(
     inputs = ()
     squares = ()
     for row in tl.static_range(BATCH):
-        inputs += (load_input(given, row, channels, problem, dtype),)
+        inputs += (load_input(given, row, channels, problem, dtype, PAIRED),)
         if NORMED:
             squares += (load_squares(given.ssq, row, ssq_parts, problem.ssq_pad),)
     keep = channels.position < 0
+    keep_low = keep
     kept_rows = channels.position * 0
     xs = ()
+    lows = ()
     for row in tl.static_range(BATCH):
         x = inputs[row]
         if NORMED:
             x = rms_normalize(x, channels.norm, reciprocal_rms(squares[row], eps, CHANNELS), dtype)
-        value = plane_value(x, channels.k, problem)
+        value = x.to(tl.float32) * 16.0 if PAIRED else plane_value(x, channels.k, problem)
         if not problem.dense:
             keep_row = channels.live & ~drops(given, x, channels, row)
             keep = keep | keep_row
+            kept = keep_row.to(tl.int32)
+            if PAIRED:
+                keep_row_low = channels.live & ~drops(given, x, channels, row, True)
+                keep_low = keep_low | keep_row_low
+                kept += keep_row_low.to(tl.int32)
+                lows += (tl.where(keep_row_low, x.to(tl.float32), 0.0),)
             if EACH:
                 if counting is not None:
-                    kept_rows += (keep_row & (tl.load(counting.token + row) >= 0)).to(tl.int32)
+                    kept_rows += tl.where(tl.load(counting.token + row) >= 0, kept, 0)
                 value = tl.where(keep_row, value, 0.0)
         xs += (value,)
-    return xs, keep, kept_rows
+    return xs + lows, keep, keep_low, kept_rows
 
 
 @triton.jit

@@ -45,7 +45,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .channels import choose_channels, clear_lists, program_channels, segment_channel, store_inputs, tile_columns
+from .channels import (
+    choose_channels,
+    clear_lists,
+    paired_channels,
+    program_channels,
+    segment_channel,
+    store_inputs,
+    tile_columns,
+)
 from .common import Counting, gdc_launch, gdc_wait, issue_loads, smem_alloc, smem_barrier, smem_load, smem_store
 from .reduction import reduce_tile, store_partial, store_partial4
 from .weights import BLOCK, INT4_ZERO, quant_columns
@@ -222,7 +230,11 @@ def packed_gemv_kernel(
     there = mine < padded
 
     # --- this program's channels, as in sparse_gemv_kernel
-    channels = program_channels(given, weights, of, problem, launch, launch.chunk)
+    PLANES: tl.constexpr = problem.planes if LISTED else 1  # listed together
+    if PLANES == 2:
+        channels = paired_channels(given, weights, of, problem, launch)
+    else:
+        channels = program_channels(given, weights, of, problem, launch, launch.chunk)
     position = channels.position
     count = channels.count
     slots = count // SLOT if GROUPED else 1
@@ -234,18 +246,29 @@ def packed_gemv_kernel(
     if LISTED:
         clear_lists(base, base + LENGTH * 4, K, BATCH * LENGTH // 2, launch, True)
         gdc_wait(problem.pdl, launch.trigger == 1)
-        xs, keep, kept_rows = choose_channels(given, channels, counting, eps, ssq_parts, problem, True, dtype)
+        xs, keep, keep_low, kept_rows = choose_channels(
+            given, channels, counting, eps, ssq_parts, problem, True, dtype, PLANES == 2
+        )
+        EACH_SLOT: tl.constexpr = SLOT // PLANES  # positions
         rank = keep.to(tl.int32)
+        if PLANES == 2:
+            rank += keep_low.to(tl.int32)
         if SLOT < SEGMENT:
-            rank = tl.reshape(tl.cumsum(tl.reshape(rank, (SEGMENT // SLOT, SLOT)), axis=1), (SEGMENT,))
+            rank = tl.reshape(tl.cumsum(tl.reshape(rank, (SEGMENT // SLOT, EACH_SLOT)), axis=1), (SEGMENT // PLANES,))
         else:
             rank = tl.cumsum(rank, axis=0)
-        place = position // SLOT * SLOT + rank - 1
-        smem_store(base, place, channels.k, keep, True)
-        for row in tl.static_range(BATCH):
-            x = (xs[row] * packed.value_scale).to(dtype)
-            smem_store(base + LENGTH * 4, row * LENGTH + place, x, keep, True)
-        smem_store(base + LENGTH * (4 + 2 * BATCH), position // SLOT, rank, position % SLOT == SLOT - 1, True)
+        for plane in tl.static_range(PLANES):
+            # The high plane stands before the low one, if that is read too.
+            place = position // EACH_SLOT * SLOT + rank - 1
+            if PLANES == 2 and plane == 0:
+                place -= keep_low.to(tl.int32)
+            kept = keep if plane == 0 else keep_low
+            smem_store(base, place, channels.k * PLANES + plane, kept, True)
+            for row in tl.static_range(BATCH):
+                x = (xs[plane * BATCH + row] * packed.value_scale).to(dtype)
+                smem_store(base + LENGTH * 4, row * LENGTH + place, x, kept, True)
+        slot_end = position % EACH_SLOT == EACH_SLOT - 1
+        smem_store(base + LENGTH * (4 + 2 * BATCH), position // EACH_SLOT, rank, slot_end, True)
         base = smem_barrier(base, True)
         kept_at = base + LENGTH * (4 + 2 * BATCH)
         index = base + 16 * t

@@ -95,7 +95,7 @@ def sparse_gemv_kernel(
         gdc_launch(problem.pdl)
 
     # --- select: compact the kept channels
-    xs, keep, kept_rows = choose_channels(given, channels, counting, eps, ssq_parts, problem, BATCH > 1, dtype)
+    xs, keep, _, kept_rows = choose_channels(given, channels, counting, eps, ssq_parts, problem, BATCH > 1, dtype)
     place = position
     listed = position >= 0
     if not DENSE:
