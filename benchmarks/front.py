@@ -26,16 +26,24 @@ from quality import EXAMPLE, Divergence, Evaluator, describe_machine, evaluate, 
 
 from wisparse.converter.gptq import quantise_weights
 from wisparse.converter.masking import MaskedModel
+from wisparse.converter.planes import read_in_planes
 from wisparse.converter.search.search import SearchSettings, SparsityLevels
 from wisparse.converter.source import load_source
+from wisparse.formats.manifest import level_name, unread
 
-KINDS = ("native", "int8", "fp8", "int4")
+# The sparsities of each kind; those of graded weights are named by the bits read.
+LEVELS = {
+    **dict.fromkeys(("native", "int8", "fp8", "int4"), (0.3, 0.4, 0.5)),
+    "graded": tuple(unread(bits) for bits in (4.25, 3.5, 3.0)),
+}
+KINDS = tuple(LEVELS)
 _ROTATIONS = {"int4": ("pca", "none")}
-LEVELS = (0.3, 0.4, 0.5)
 _DIRECTIONS_SEED = 1
-_LABELS = {"native": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4"}
 # Colours that all eyes tell apart (Okabe and Ito's), and a marker each.
-_LOOKS = {"native": ("#000000", "o"), "int8": ("#0072B2", "s"), "fp8": ("#D55E00", "D"), "int4": ("#009E73", "^")}
+_LOOKS = {
+    "native": ("#000000", "o"), "int8": ("#0072B2", "s"), "fp8": ("#D55E00", "D"), "int4": ("#009E73", "^"),
+    "graded": ("#CC79A7", "v"),
+}  # fmt: skip
 _DOWN = {"fp8": -6, "native": -6}  # points: labels of lines that have others' ends above them
 _Point = tuple[str, float]
 _Figures = dict[str, dict[_Point, float]]
@@ -83,13 +91,17 @@ def of_kind(
     if rotation == "pca":
         source = turned(source, model, tokens, _DIRECTIONS_SEED)
         evaluator = evaluator.against(source)
+    matrices = {}
     if kind != "native":
         size = -(-options.num_samples // 2), options.seq_len
         text = tokens.joined(stdlib_tokens(source, "calibration", *size, _DIRECTIONS_SEED))
-        quantise_weights(source, text, kind, torch.bfloat16)
+        matrices = quantise_weights(source, text, kind, torch.bfloat16)
     found = {0.0: unmasked()}
+    if kind == "graded":
+        source = read_in_planes(source, matrices)
+        evaluator = evaluator.against(source)
     with SparsityLevels(source, tokens, SearchSettings(search=options.search)) as levels:
-        for sparsity in LEVELS:
+        for sparsity in LEVELS[kind]:
             found[sparsity] = evaluator(levels.at(sparsity))
     rows = []
     for sparsity, measured in found.items():
@@ -121,7 +133,7 @@ def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 if point in found.setdefault(model, {}):
                     raise ValueError(f"measured twice: {model}, {point[0]} at {point[1]:.0%}")
                 found[model][point] = row
-    points = [(kind, sparsity) for kind in KINDS for sparsity in (0.0, *LEVELS)]
+    points = [(kind, sparsity) for kind in KINDS for sparsity in (0.0, *LEVELS[kind])]
     models = {model: [rows[point] for point in points if point in rows] for model, rows in found.items()}
     return {**head, "models": models}
 
@@ -144,14 +156,16 @@ def table(quality: dict[str, Any], speed: dict[str, Any]) -> str:
     names, points, kls, speeds = _measured(quality, speed)
     base = speed["baseline"]["tok_per_s"]
     lines = [
-        "| weights | sparsity | " + " | ".join(f"KL, {name}" for name in names) + " | tok/s | over torch.compile |",
+        "| weights | sparsity or bits | "
+        + " | ".join(f"KL, {name}" for name in names)
+        + " | tok/s | over torch.compile |",
         "|---|---" + "|---:" * (len(names) + 2) + "|",
     ]
     for kind, sparsity in points:
         rate = speeds.get((kind, sparsity))
         cells = [_rounded(kls[name][kind, sparsity]) for name in names]
         cells += [f"{rate:.0f}", f"{rate / base:.2f}x"] if rate else ["not measured", ""]
-        lines.append(f"| {_LABELS[kind]} | {sparsity:.0%} | " + " | ".join(cells) + " |")
+        lines.append(f"| {_label(kind)} | {level_name(sparsity, kind == 'graded')} | " + " | ".join(cells) + " |")
     tokens = {row["tokens"] for rows in quality["models"].values() for row in rows}
     lines += [
         "",
@@ -159,6 +173,10 @@ def table(quality: dict[str, Any], speed: dict[str, Any]) -> str:
         f"int4 by GPTQ. {_conditions(speed)} torch.compile, bf16, there: {base:.0f} tok/s.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _label(kind: str) -> str:
+    return "bf16" if kind == "native" else kind
 
 
 def _rounded(kl: float) -> str:
@@ -173,14 +191,10 @@ def _measured(quality: dict[str, Any], speed: dict[str, Any]) -> tuple[list[str]
     points = [
         (kind, sparsity)
         for kind in KINDS
-        for sparsity in (0.0, *LEVELS)
+        for sparsity in (0.0, *LEVELS[kind])
         if all((kind, sparsity) in of_model for of_model in kls.values())
     ]
-    speeds = {
-        (row["goal"]["weights"], float(row["goal"]["sparsity"])): row["tok_per_s"]
-        for row in speed["rows"].values()
-        if row["goal"]["batch"] == 1 and "tok_per_s" in row
-    }
+    speeds = {(row["weights"], row["level"]): row["tok_per_s"] for row in speed["rows"]}
     return list(kls), points, kls, speeds
 
 
@@ -205,12 +219,12 @@ def _figure(path: Path, quality: dict[str, Any], speed: dict[str, Any]) -> None:
             mine = [point for point in points if point[0] == kind and point in speeds and of_model[point] > 0]
             x, y = [of_model[point] for point in mine], [speeds[point] for point in mine]
             colour, marker = _LOOKS[kind]
-            axis.plot(x, y, marker=marker, color=colour, label=_LABELS[kind], linewidth=1.5, markersize=6)
+            axis.plot(x, y, marker=marker, color=colour, label=_label(kind), linewidth=1.5, markersize=6)
             for at, point in zip(x, mine, strict=True):
                 # Beside the line.
                 offset, side = ((-8, 0), "right") if point[1] == 0 else ((8, _DOWN.get(kind, -2)), "left")
                 axis.annotate(
-                    f"{point[1]:.0%}", (at, speeds[point]), offset, textcoords="offset points", fontsize=9,
+                    level_name(point[1], kind == "graded"), (at, speeds[point]), offset, textcoords="offset points", fontsize=9,
                     color=colour, ha=side, va="center",
                 )  # fmt: skip
         base = speed["baseline"]["tok_per_s"]
@@ -224,7 +238,7 @@ def _figure(path: Path, quality: dict[str, Any], speed: dict[str, Any]) -> None:
         axis.margins(x=0.12)
         axis.grid(alpha=0.25)
     panels[0].set_ylabel("tokens a second")
-    panels[0].legend(frameon=False, loc="upper left", title="weights (labels: sparsity)")
+    panels[0].legend(frameon=False, loc="upper left", title="weights (labels: sparsity, bits)")
     told = f"KL: of the model named, int4 by GPTQ. {_conditions(speed)}"
     figure.suptitle(textwrap.fill(told, 75 * len(names)), fontsize=9)
     FigureCanvasAgg(figure).print_png(str(path))
