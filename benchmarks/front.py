@@ -44,7 +44,8 @@ _LOOKS = {
     "native": ("#000000", "o"), "int8": ("#0072B2", "s"), "fp8": ("#D55E00", "D"), "int4": ("#009E73", "^"),
     "graded": ("#CC79A7", "v"),
 }  # fmt: skip
-_DOWN = {"fp8": -6, "native": -6}  # points: labels of lines that have others' ends above them
+# Where a label stands beside its point: offset in points, and the side of the text that is there.
+_BESIDE = {"fp8": ((8, -6), "left"), "native": ((8, -6), "left"), "graded": ((-6, 6), "right")}
 _Point = tuple[str, float]
 _Figures = dict[str, dict[_Point, float]]
 _Speeds = dict[_Point, float]
@@ -222,7 +223,7 @@ def _figure(path: Path, quality: dict[str, Any], speed: dict[str, Any]) -> None:
             axis.plot(x, y, marker=marker, color=colour, label=_label(kind), linewidth=1.5, markersize=6)
             for at, point in zip(x, mine, strict=True):
                 # Beside the line.
-                offset, side = ((-8, 0), "right") if point[1] == 0 else ((8, _DOWN.get(kind, -2)), "left")
+                offset, side = ((-8, 0), "right") if point[1] == 0 else _BESIDE.get(kind, ((8, -2), "left"))
                 axis.annotate(
                     level_name(point[1], kind == "graded"), (at, speeds[point]), offset, textcoords="offset points", fontsize=9,
                     color=colour, ha=side, va="center",
