@@ -1,7 +1,6 @@
 """Numba intrinsics for the CPU kernels: raw pointers, 16-bit loads and stores, atomics, OpenMP and libc calls, exp.
 
-Kernels are generic over a weight's type by a ``tag``, a scalar whose numba type determines how the bits are
-interpreted:
+Kernels are generic over a weight's type by a ``tag``, a scalar whose numba type tells how to interpret the bits:
 
     float32 -> float32    uint16 -> bfloat16    int16 -> float16    int8 -> int8    uint8 -> float8 e4m3
 """
@@ -228,10 +227,8 @@ def add_folded(typingctx, out, even, odd, even_scale, odd_scale, subtracted, tag
         scales = ir.VectorType(context.get_value_type(tag), FOLDED)
         subtracted, parts = splat(builder, args[5], FOLDED), []
         for sums, scale in ((args[1], args[3]), (args[2], args[4])):
-            difference = builder.fsub(load(builder, sums, kind), subtracted)
-            parts.append(
-                builder.fmul(difference, widened(builder, load(builder, scale, scales), tag), flags=("contract",))
-            )
+            part = builder.fsub(load(builder, sums, kind), subtracted)
+            parts.append(builder.fmul(part, widened(builder, load(builder, scale, scales), tag), flags=("contract",)))
         lanes = [i // 2 + i % 2 * FOLDED for i in range(2 * FOLDED)]
         both = builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(_I32, 2 * FOLDED), lanes))
         total = builder.fadd(load(builder, args[0], both.type), both, flags=("contract",))

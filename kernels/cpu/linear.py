@@ -53,11 +53,8 @@ _BYTE, _INT8 = np.uint8(0), np.int8(0)
 _ZERO_CODE = np.float32(8)  # the default zero point
 _HIGH = np.float32(16)  # factor of the high plane's codes
 # Of values that `_add_in_integers` quantizes: the largest integer, the bits of the largest float32, the smallest unit.
-_LARGEST_INTEGER, _LARGEST_BITS, _SMALLEST_UNIT = (
-    np.float32(32639 if HAS_QUADS else 8128),
-    np.int32(0x7149F2CA),
-    np.float32(1e-38),
-)
+_LARGEST_INTEGER, _LARGEST_BITS = np.float32(32639 if HAS_QUADS else 8128), np.int32(0x7149F2CA)
+_SMALLEST_UNIT = np.float32(1e-38)
 _INFINITY = np.float32(np.inf)
 _ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
 
@@ -269,9 +266,9 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
 
 @exact
 def _add_in_integers(codes, stride, index, p, end, count, value, value_stride, rows, width, partial, partial_stride):
-    """partial[b, :] += value[b, p:end] @ codes, in integers: a row's values are quantized to 16 bits (14 without
-    AVX-512) relative to its largest, which is enough for 16-bit activations and several times as fast. Returns ``end``,
-    or p, having done nothing, if a value is not finite or too large."""
+    """partial[b, :] += value[b, p:end] @ codes in integers, several times as fast: values are quantized to 16 bits (14
+    without AVX-512) of a row's largest. Returns ``end``, or p, having done nothing, for values not finite or too
+    large."""
     whole = width // TILE_BYTES * TILE_BYTES
     listed, magnitude = pointer(index, np.int32(0)), np.int32(0x7FFFFFFF)
     for b in range(rows):
@@ -285,8 +282,7 @@ def _add_in_integers(codes, stride, index, p, end, count, value, value_stride, r
         given = floats(value + 4 * b * value_stride)
         even = partial + 4 * b * partial_stride
         odd = even + 4 * width
-        # A list of the channels that this row keeps, so that its sums do not depend on other rows: offsets of their
-        # codes, values, and the values' upper and lower limbs.
+        # This row's own list, so that its sums do not depend on other rows: offsets of codes, values, limbs of values.
         offsets = (even + 4 * (partial_stride - LIST_WORDS) + 4) & -8
         quantized = offsets + 8 * (MOST_LISTED + TOGETHER)
         uppers = quantized + 4 * MOST_LISTED
@@ -361,8 +357,8 @@ def _add_eight(addresses, next_addresses, values, width, even, odd, prefetches):
 
 @exact
 def _add_scaled(field, g, half, sums, width, total, lo, hi, out, tag):
-    """out += scale * (sums - zero * total) for columns lo..hi of group g. sums: even columns, then odd ones, from
-    column lo rounded down to even."""
+    """out += scale * (sums - zero * total), columns lo..hi of group g; sums: even columns from lo // 2 * 2 on, then
+    odd."""
     at, size = 2 * g * half + lo // 2, size_of(tag)
     even, odd, scales = sums, sums + 4 * width, field[ProjectionField.COLUMN_SCALE] + at * size
     subtracted = _ZERO_CODE * total
@@ -461,10 +457,8 @@ def _dequantize_channel(field, k, lo, hi, target, scale_tag, tag):
     at = 2 * (k // field[ProjectionField.GROUP]) * half + first
     codes = pointer(field[ProjectionField.WEIGHT] + k * field[ProjectionField.STRIDE] + first, _BYTE)
     out = pointer(target, tag)
-    scales, zeros = (
-        field[ProjectionField.COLUMN_SCALE] + at * size_of(scale_tag),
-        field[ProjectionField.ZERO_POINT] + at,
-    )
+    scales = field[ProjectionField.COLUMN_SCALE] + at * size_of(scale_tag)
+    zeros = field[ProjectionField.ZERO_POINT] + at
     even, odd = pointer(scales, scale_tag), pointer(scales + half * size_of(scale_tag), scale_tag)
     if field[ProjectionField.ZERO_POINT] == 0:
         for j in range((hi - lo) // 2):

@@ -48,11 +48,8 @@ def gate_and_up(p, gate, up, x, rows, lo, hi, thread, base_tag):
     the same row for a fused projection, whose columns are gate's, then up's."""
     scratch = p[StepField.SCRATCH] + thread * p[StepField.SCRATCH_BYTES]
     acc, acc_up = scratch + p[StepField.ACC_AT], scratch + p[StepField.ACC_UP_AT]
-    index, value, partial = (
-        scratch + p[StepField.INDEX_AT],
-        scratch + p[StepField.VALUE_AT],
-        scratch + p[StepField.PARTIAL_AT],
-    )
+    index, value = scratch + p[StepField.INDEX_AT], scratch + p[StepField.VALUE_AT]
+    partial = scratch + p[StepField.PARTIAL_AT]
     length, acc_stride, hidden = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH], p[StepField.HIDDEN]
     counts = p[StepField.COUNTS] + 8 * thread * p[StepField.NUM_PROJECTIONS]
     spare = p[StepField.SPARE_COUNTS] + 8 * thread  # all threads select the same channels, thread 0 counts

@@ -16,9 +16,8 @@ weights. If several rows are consecutive positions of one slot (a draft), ``laun
 values first; each row's result is then bitwise equal to that of a launch of its own with as many splits.
 
 A prompt's chunk: ``launch_store_kv``, then ``launch_chunk_attention``, as rows read the keys and values of the rows
-before them. Slot, start and number of rows are in a tensor, so that one CUDA graph serves all prompts.
-
-The rotary products are rounded to the model's dtype, as in transformers. Twin: ``runtime.torch.block``.
+before them. Slot, start and number of rows are in a tensor, so that one CUDA graph serves all prompts. The rotary
+products are rounded to the model's dtype, as in transformers. Twin: ``runtime.torch.block``.
 """
 
 from __future__ import annotations
@@ -135,8 +134,7 @@ def _head_vectors(
 
 @triton.jit
 def _cos_sin(rotary, p, shape: tl.constexpr, config: tl.constexpr):
-    """cos and sin (d_pad,) of each dimension of a head at position p; both dimensions of a rotary pair have the
-    same."""
+    """cos and sin (d_pad,) of each dimension of a head at position p; equal for both dimensions of a rotary pair."""
     HALF: tl.constexpr = shape.rotary // 2
     d = tl.arange(0, config.d_pad)
     at = p * HALF + (d // 2 if shape.interleaved else tl.where(d < HALF, d, d - HALF))
@@ -167,8 +165,7 @@ def _store_new_kv(
     query_ptr, kv_head, slot, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Store the new key and value of a KV head at position p if ``live``; returns them as the cache holds them,
-    (d_pad,) float32."""
+    """Store a KV head's new key and value at position p if ``live``; returns them as stored, (d_pad,) float32."""
     D: tl.constexpr = shape.d
     VALUES: tl.constexpr = shape.heads if shape.shared else shape.heads + shape.kv_heads  # the first head of values
     base_ptr = query_ptr + (shape.heads * D if shape.gated else 0)
@@ -205,9 +202,8 @@ def _scores(products, scale_log2, shape: tl.constexpr):
 
 @triton.jit
 def _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
-    """Online softmax over one more tile (of ``load_kv``): running maximum m (log2 domain), denominator ``total`` and
-    sum ``acc``. ``mask``: positions that a query attends to. With codes ``q`` and ``acc`` are the even columns,
-    ``q_odd`` and ``acc_odd`` the odd ones."""
+    """Online softmax over one more tile (of ``load_kv``) at the positions of ``mask``: maximum m (log2 domain),
+    denominator ``total``, sum ``acc``. With codes q and acc are the even columns, q_odd and acc_odd the odd ones."""
     k, v, k_scale, v_scale = kv
     if k.dtype.is_int():
         even_k, odd_k = widen_pairs(k, dtype)
@@ -293,20 +289,10 @@ def _attention_kernel(
     total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if split == 0:
+        stores = (row_position >= 0) & (not STORED)
         k_new, v_new = _store_new_kv(
-            query_ptr,
-            kv_head,
-            slot,
-            p,
-            (row_position >= 0) & (not STORED),
-            cos,
-            sin,
-            norms,
-            cache,
-            shape,
-            config,
-            dtype,
-        )
+            query_ptr, kv_head, slot, p, stores, cos, sin, norms, cache, shape, config, dtype
+        )  # fmt: skip
         m = _scores(tl.sum(q.to(tl.float32) * k_new[None, :], axis=1), scale_log2, shape)
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
         acc += v_new[None, :]
@@ -478,9 +464,9 @@ def launch_store_kv(
     qkv: Tensor, chunk: Tensor, cache: KVSlots, rotary: RotaryTables, queries: Tensor, shape: AttentionShape,
     norms: QKNorms,
 ) -> None:  # fmt: skip
-    """Store the rotated keys and the values of a chunk's rows in the cache, and the rotated queries in ``queries`` (T,
-    heads, D). qkv: (T, (heads + 2 * kv_heads) * D). chunk: (3,) int64: the slot, the first row's position, the number
-    of rows, at most T; rows beyond it are not stored in the cache."""
+    """Store a chunk's rotated keys and its values in the cache, its rotated queries in ``queries`` (T, heads, D). qkv:
+    (T, (heads + 2 * kv_heads) * D). chunk: (3,) int64: slot, first position, number of rows; rows beyond are not
+    cached."""
     d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(shape.heads // shape.kv_heads)
     config = _Config(0, 0, 0, 0, d_pad, group_pad)
     _store_kv_kernel[(len(queries), shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, shape, config)

@@ -132,8 +132,8 @@ def paired_channels(given, weights, of, problem: tl.constexpr, launch: tl.conste
 
 @triton.jit
 def clear_lists(index, values, K: tl.constexpr, VALUES: tl.constexpr, launch: tl.constexpr, LISTED: tl.constexpr):
-    """Fill a program's index list (if LISTED) with K, the padding, and VALUES float32 zeros into its list of x
-    values."""
+    """Fill a program's index list (if LISTED) with K, the padding, and its list of x values with VALUES float32
+    zeros."""
     SEGMENT: tl.constexpr = launch.segment
     LENGTH: tl.constexpr = launch.length
     SHARED: tl.constexpr = launch.smem != ""

@@ -108,8 +108,7 @@ class LaunchConfig(NamedTuple):
 
 @triton.jit
 def smem_alloc(SOURCE: tl.constexpr, scalar):
-    """The shared-memory address of the array that ``LaunchConfig.smem`` declares; called once in a kernel. ``scalar``:
-    any int32, as an asm operand is required."""
+    """The shared-memory address of what ``LaunchConfig.smem`` declares; ``scalar``: any int32. Once in a kernel."""
     return tl.inline_asm_elementwise(SOURCE, "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -120,8 +119,7 @@ _STORE_32 = tl.constexpr(_STORE.format(32))
 
 @triton.jit
 def smem_store(base, index, value, mask, SHARED: tl.constexpr):
-    """base[index] = value (int32, float32, fp16 or bf16) where ``mask``. SHARED: ``base`` is a shared-memory address,
-    else a pointer to global memory."""
+    """base[index] = value (int32, float32, fp16, bf16) where ``mask``; SHARED: base is a shared-memory address."""
     if SHARED:
         HALF: tl.constexpr = value.dtype.primitive_bitwidth == 16
         # float32 is passed in an "f" register: bitcast to int32 the kernel takes a quarter more registers.
@@ -137,10 +135,9 @@ def smem_store(base, index, value, mask, SHARED: tl.constexpr):
 
 
 def _store_run(count: int) -> tuple[str, str]:
-    """PTX and constraints: store ``count`` (2 or 4) 16-bit values of each thread, with one vector store if their
-    addresses are consecutive. Whether they are depends on the tensor's layout, so it is the same for all threads."""
+    """PTX and constraints: store ``count`` (2 or 4) 16-bit values of each thread, at once if their addresses are
+    consecutive, which depends on the tensor's layout and is the same for all threads."""
     address, value, mask = count, 2 * count, 2 * count + count // 2
-    halves = [f"h{i}" for i in range(count)]
     lines = [".reg .pred apart, wanted;", ".reg .b32 last;", f".reg .b16 h<{count}>;"]
     lines += [f"add.u32 last, ${address}, {2 * count - 2};", f"setp.ne.b32 apart, last, ${address + count - 1};"]
     lines += [f"setp.ne.b32 wanted, ${mask}, 0;", "@apart bra.uni APART;"]
@@ -151,8 +148,8 @@ def _store_run(count: int) -> tuple[str, str]:
         "APART:",
     ]
     lines += [f"mov.b32 {{h{2 * i}, h{2 * i + 1}}}, ${value + i};" for i in range(count // 2)]
-    for i, half in enumerate(halves):
-        lines += [f"setp.ne.b32 wanted, ${mask + i}, 0;", f"@wanted st.shared.b16 [${address + i}], {half};"]
+    for i in range(count):
+        lines += [f"setp.ne.b32 wanted, ${mask + i}, 0;", f"@wanted st.shared.b16 [${address + i}], h{i};"]
     source = f"{{ {' '.join(lines)} DONE: {' '.join(f'mov.b32 ${i}, 0;' for i in range(count))} }}"
     return source, ",".join(["=r"] * count + ["r"] * (2 * count + count // 2))
 
@@ -163,8 +160,7 @@ _STORE_4 = tl.constexpr(_store_run(4))
 
 @triton.jit
 def smem_store_runs(base, index, value, mask, RUN: tl.constexpr):
-    """``smem_store`` of fp16 or bf16 to shared memory, vectorized. ``mask`` is the same for each aligned run of RUN (2
-    or 4) consecutive indices."""
+    """Vectorized ``smem_store`` of fp16 or bf16; ``mask`` is the same for each aligned run of RUN (2 or 4) indices."""
     SOURCE: tl.constexpr = _STORE_2 if RUN == 2 else _STORE_4
     PTX: tl.constexpr = SOURCE[0]
     CONSTRAINTS: tl.constexpr = SOURCE[1]
@@ -203,8 +199,7 @@ def smem_barrier(base, SHARED: tl.constexpr):
 
 @triton.jit
 def issue_loads(scalar):
-    """Keep the loads before this call before the instructions after it: the compiler would move each to its first
-    use."""
+    """Keep the loads above this call above the code below it; the compiler moves each to its first use."""
     tl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -222,8 +217,7 @@ def gdc_wait(PDL: tl.constexpr, START_NEXT: tl.constexpr = True):
 
 @triton.jit
 def gdc_launch(PDL: tl.constexpr):
-    """griddepcontrol.launch_dependents: the next kernel's programs may start; their ``gdc_wait`` waits for this
-    kernel."""
+    """griddepcontrol.launch_dependents: the next kernel may start; its ``gdc_wait`` waits for this kernel."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

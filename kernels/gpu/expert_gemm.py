@@ -152,8 +152,7 @@ def _expert_gemm_kernel(
 
 @triton.jit
 def _accumulate(acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr):
-    """acc + mask(x) @ w, x (BLOCK_M, BLOCK_K), w a projection's rows ``k``; masked (BLOCK_M,): 0 for rows without
-    mask."""
+    """acc + mask(x) @ w, x (BLOCK_M, BLOCK_K), w rows ``k`` of a projection; masked (BLOCK_M,): 0 for unmasked rows."""
     PLANES: tl.constexpr = config.planes
     dtype: tl.constexpr = x.dtype
     kept = x

@@ -204,15 +204,9 @@ def _choose_kernel(logit_ptr, scale_ptr, routing, config: tl.constexpr):
 
 
 def launch_router(
-    given: Input,
-    router: Router,
-    logits: Tensor,
-    counter: Tensor,
-    routing: Routing,
-    *,
-    eps: float = 0.0,
+    given: Input, router: Router, logits: Tensor, counter: Tensor, routing: Routing, *, eps: float = 0.0,
     pdl: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Each row's experts, by descending logit and then ascending id, and their weights. ``logits``: (B, rows of the
     router's weights) float32 scratch memory; ``counter``: (B,) int32, 0 before and after."""
     assert given.x is not None
@@ -288,13 +282,9 @@ def expert_gemv_kernel(
         if quant_zeros is not None:
             quant_zeros += scale_offset(expert, problem)
     weights = Weights(
-        weights.weight_t + expert * (ROWS * problem.stride),
-        bias,
-        weights.scales + expert * (PROJECTIONS * K),
-        weights.thresholds + expert * (PROJECTIONS * problem.planes),
-        quant_scales,
-        quant_zeros,
-    )
+        weights.weight_t + expert * (ROWS * problem.stride), bias, weights.scales + expert * (PROJECTIONS * K),
+        weights.thresholds + expert * (PROJECTIONS * problem.planes), quant_scales, quant_zeros,
+    )  # fmt: skip
     out = output.out + out_row * (N if ADDS else problem.n0)
     ssq = output.ssq
     if ssq is not None:

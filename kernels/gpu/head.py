@@ -35,8 +35,7 @@ def head_tile(batch: int, weight: Tensor) -> HeadTile:
 
 
 def _by_rows(batch: int, weight: Tensor) -> bool:
-    """Whether a launch reduces along K without ``tl.dot``; with int8 weights that is bound by the conversion of
-    codes."""
+    """Whether a launch does without ``tl.dot``, which is slower for int8 weights, bound by the conversion of codes."""
     return batch == 1 and weight.dtype != torch.int8
 
 

@@ -64,13 +64,9 @@ def _pairs_source(low: list[str], high: list[str], convert: str) -> tl.constexpr
 # `_widen` of two codes at a time. int8 to bfloat16: 128 + the low seven bits, minus 128, or minus 256 if negative.
 _INT8_BF16 = _pairs_source(
     ["lop3.b32 a, $2, 0x007f007f, 0x43004300, 0xea;", "lop3.b32 b, $2, 0x00800080, 0x43004300, 0xea;"],
-    [
-        "shr.u32 b, $2, 8;",
-        "lop3.b32 a, b, 0x007f007f, 0x43004300, 0xea;",
-        "lop3.b32 b, b, 0x00800080, 0x43004300, 0xea;",
-    ],
+    ["shr.u32 b, $2, 8;", "lop3.b32 a, b, 0x007f007f, 0x43004300, 0xea;", "lop3.b32 b, b, 0x00800080, 0x43004300, 0xea;"],
     "{{ .reg .b32 m; mov.b32 m, 0xbf80bf80; fma.rn.bf16x2 {0}, b, m, a; }}",
-)
+)  # fmt: skip
 _INT8_FP16 = _pairs_source(
     ["lop3.b32 a, $2, 0x00ff00ff, 0x64806480, 0x6a;"],
     ["shr.u32 b, $2, 8;", "lop3.b32 a, b, 0x00ff00ff, 0x64806480, 0x6a;"],
@@ -97,14 +93,10 @@ def widen_pairs(words, dtype: tl.constexpr):
         odd = _widen(((words >> 8) & 0xFF).to(tl.int16), e4m3, dtype)
     elif dtype == tl.bfloat16:
         BF16: tl.constexpr = _E4M3_BF16 if e4m3 else _INT8_BF16
-        even, odd = tl.inline_asm_elementwise(
-            BF16, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
+        even, odd = tl.inline_asm_elementwise(BF16, "=r,=r,r", [words], dtype=(dtype, dtype), is_pure=True, pack=2)
     else:
         FP16: tl.constexpr = _E4M3_FP16 if e4m3 else _INT8_FP16
-        even, odd = tl.inline_asm_elementwise(
-            FP16, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )
+        even, odd = tl.inline_asm_elementwise(FP16, "=r,=r,r", [words], dtype=(dtype, dtype), is_pure=True, pack=2)
     return even, odd
 
 

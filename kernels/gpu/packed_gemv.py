@@ -92,10 +92,10 @@ def code_unit(quant: str, dtype: str) -> float:
 
 
 def load_source(words: int, stride: int, listed: bool, whole: bool) -> tuple[str, str]:
-    """PTX and constraints that load ``words`` words of each of four channels; a channel of ``channels`` or more is not
-    loaded, its registers are undefined. Out: 4 * words, channel by channel; in: the address of the list entry, or the
-    first channel; the address of channel 0's first word; ``channels``. ``stride``: words of a channel; ``whole``:
-    ``channels`` is a multiple of 16."""
+    """PTX and constraints that load ``words`` words of each of four channels; registers of channels beyond the last are
+    undefined. Out: 4 * words, channel by channel; in: the list entry's address, or the first channel; the address of
+    channel 0's first word; the number of channels. ``stride``: words of a channel; ``whole``: a multiple of 16
+    channels."""
     n = 4 * words
     vector = {1: "", 2: ".v2", 4: ".v4"}[words]
     lines = ["{ .reg .b32 k<4>; .reg .b64 a<4>; .reg .pred p<4>;"]
@@ -228,10 +228,10 @@ def packed_gemv_kernel(
     replica = 2 * t // ROWS
     out_column = column + replica * OUT_COLUMNS
     scale_at = quant_columns(of, out_column, problem)
-    scale_live = out_column < padded
+    in_range = out_column < padded
 
     # --- this program's channels, as in sparse_gemv_kernel
-    PLANES: tl.constexpr = problem.planes if LISTED else 1  # listed together
+    PLANES: tl.constexpr = problem.planes if LISTED else 1  # selected together, at one position
     if PLANES == 2:
         channels = paired_channels(given, weights, of, problem, launch)
     else:
@@ -241,7 +241,7 @@ def packed_gemv_kernel(
     slots = count // SLOT if GROUPED else 1
     if X_TILES > 1:  # at least one, so that a program without channels also waits for the previous kernel
         slots = tl.maximum((count + SLOT - 1) // SLOT, 1)
-    next_scales = _load_scales(weights, scale_at, scale_live, 0, split, OUT_COLUMNS, problem, launch, packed)
+    next_scales = _load_scales(weights, scale_at, in_range, 0, split, OUT_COLUMNS, problem, launch, packed)
     SMEM: tl.constexpr = launch.smem
     base = smem_alloc(SMEM, program)
     if LISTED:
@@ -250,26 +250,28 @@ def packed_gemv_kernel(
         xs, keep, keep_low, kept_rows = choose_channels(
             given, channels, counting, eps, ssq_parts, problem, True, dtype, PLANES == 2
         )
-        EACH_SLOT: tl.constexpr = SLOT // PLANES  # positions
+        SLOT_POSITIONS: tl.constexpr = SLOT // PLANES
         rank = keep.to(tl.int32)
         if PLANES == 2:
             rank += keep_low.to(tl.int32)
         if SLOT < SEGMENT:
-            rank = tl.reshape(tl.cumsum(tl.reshape(rank, (SEGMENT // SLOT, EACH_SLOT)), axis=1), (SEGMENT // PLANES,))
+            rank = tl.reshape(
+                tl.cumsum(tl.reshape(rank, (SEGMENT // SLOT, SLOT_POSITIONS)), axis=1), (SEGMENT // PLANES,)
+            )
         else:
             rank = tl.cumsum(rank, axis=0)
         for plane in tl.static_range(PLANES):
-            # The high plane stands before the low one, if that is read too.
-            place = position // EACH_SLOT * SLOT + rank - 1
+            # A channel's high plane precedes its low plane, if that is kept too.
+            entry = position // SLOT_POSITIONS * SLOT + rank - 1
             if PLANES == 2 and plane == 0:
-                place -= keep_low.to(tl.int32)
+                entry -= keep_low.to(tl.int32)
             kept = keep if plane == 0 else keep_low
-            smem_store(base, place, channels.k * PLANES + plane, kept, True)
+            smem_store(base, entry, channels.k * PLANES + plane, kept, True)
             for row in tl.static_range(BATCH):
                 x = (xs[plane * BATCH + row] * packed.value_scale).to(dtype)
-                smem_store(base + LENGTH * 4, row * LENGTH + place, x, kept, True)
-        slot_end = position % EACH_SLOT == EACH_SLOT - 1
-        smem_store(base + LENGTH * (4 + 2 * BATCH), position // EACH_SLOT, rank, slot_end, True)
+                smem_store(base + LENGTH * 4, row * LENGTH + entry, x, kept, True)
+        slot_end = position % SLOT_POSITIONS == SLOT_POSITIONS - 1
+        smem_store(base + LENGTH * (4 + 2 * BATCH), position // SLOT_POSITIONS, rank, slot_end, True)
         base = smem_barrier(base, True)
         kept_at = base + LENGTH * (4 + 2 * BATCH)
         index = base + 16 * t
@@ -317,15 +319,14 @@ def packed_gemv_kernel(
                 )  # fmt: skip
         if GROUPED:
             next_scales = _load_scales(
-                weights, scale_at, scale_live, slot + 1, split, OUT_COLUMNS, problem, launch, packed
+                weights, scale_at, in_range, slot + 1, split, OUT_COLUMNS, problem, launch, packed
             )
         acc = _zeros(thread, packed.lane_words * EACH * 2 * ROW_TILES)
         x_sums = _zeros(thread, 4 * ROW_TILES)
         for at in range(first, last, BLOCK_K):
             codes = prefetched[:STAGE_WORDS]
-            prefetched = prefetched[STAGE_WORDS:] + _load_codes(
-                index, word_at, limit, prefetch_at, split, launch, packed
-            )
+            loaded = _load_codes(index, word_at, limit, prefetch_at, split, launch, packed)
+            prefetched = prefetched[STAGE_WORDS:] + loaded
             prefetch_at = _next_stage(prefetch_at, kept_at, GROUPED, launch, packed)
             issue_loads(program)
             acc, x_sums = _multiply(acc, x_sums, codes, values, at - tile_start, LENGTH, BATCH, g, packed)
@@ -366,8 +367,7 @@ def _zeros(thread, COUNT: tl.constexpr):
 
 @triton.jit
 def _next_stage(at, kept_at, GROUPED: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr):
-    """The position of the stage after the one at ``at``: in the next slot if this slot's kept channels end; behind the
-    last stage a position without channels."""
+    """The position of the stage after the one at ``at``: the next slot's after a slot's last kept channel."""
     BLOCK_K: tl.constexpr = 16 * packed.steps
     following = at + BLOCK_K
     if packed.listed and GROUPED:

@@ -172,7 +172,7 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
 
 @triton.jit
 def _load_partial(at, mask, REDUCERS: tl.constexpr):
-    """The bits of partial sums, loaded past L1, as other multiprocessors store them; EMPTY where not yet stored."""
+    """The bits of partial sums, loaded past L1; EMPTY where not yet stored."""
     if REDUCERS > 0:
         bits = tl.load(at, mask=mask, other=0, volatile=True)
     else:

@@ -212,14 +212,9 @@ class CpuDecoder(TorchDecoder):
 
     @staticmethod
     def _attention(
-        config: ModelConfig,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        window: int | None,
+        config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """One prefix block of queries at a time, which bounds the scores' memory and makes results independent of
         chunks."""
         parts = []

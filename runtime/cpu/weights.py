@@ -145,14 +145,9 @@ class Matrix:
 
     @classmethod
     def int4(
-        cls,
-        shape: tuple[int, int],
-        group: int,
-        scale_dtype: torch.dtype,
-        zero_points: bool,
-        planes: int = 1,
+        cls, shape: tuple[int, int], group: int, scale_dtype: torch.dtype, zero_points: bool, planes: int = 1,
         empty: Callable[..., Tensor] = torch.empty,
-    ) -> Matrix:
+    ) -> Matrix:  # fmt: skip
         """An int4 or graded weight, to be filled by :meth:`store`; ``group``: channels that share a scale."""
         n, k = shape
         # Zeros: with odd N the last byte's high half is padding, whose scale must not be NaN.
@@ -287,14 +282,9 @@ class CpuProjection(MaskedLinear):
 
 
 def read_matrix(
-    bundle: Bundle,
-    name: str,
-    dtype: torch.dtype,
-    weights: str,
-    *,
-    transposed: bool,
+    bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, transposed: bool,
     empty: Callable[..., Tensor] = torch.empty,
-) -> Matrix:
+) -> Matrix:  # fmt: skip
     """Read the weight ``name`` (N, K), to (K, N) if ``transposed``, which int4 always is. ``weights``: as for ``load``;
     ``native`` keeps the type of int4, graded, and int8 with one scale a row, and dequantizes others to ``dtype``.
     ``empty``: allocates memory."""

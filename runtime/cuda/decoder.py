@@ -297,16 +297,17 @@ class CudaDecoder(Decoder):
         sampled = sampled and self.dtype in SAMPLED_DTYPES
         if self.head is not None and last > self.head.length:  # growing later would drop the captured steps
             self._grow_head(last)
-        for index, group in enumerate(self._groups(slots)):
-            for context in contexts_between(first, last):
-                step = self.step_for(len(group), context, index)
-                for count in {self._observe is not None, self._observe is not None and self._every == 1}:
-                    step.prepare(sampled=sampled, count=count)
-        for step in self._all_verifying(first, last):
-            for count in {self._observe is not None, self._observe is not None and self._every == 1}:
+        groups, contexts = enumerate(self._groups(slots)), contexts_between(first, last)
+        steps = [self.step_for(len(group), context, index) for index, group in groups for context in contexts]
+        for step in steps + self._all_verifying(first, last):
+            for count in self._count_options():
                 step.prepare(sampled=sampled, count=count)
         if self._drafting is not None:
             self._drafting.prepare(slots, first, last, sampled=sampled)
+
+    def _count_options(self) -> set[bool]:
+        """Values of ``count`` of the steps to come."""
+        return {self._observe is not None, self._observe is not None and self._every == 1}
 
     def _all_verifying(self, first: int, last: int) -> list[DecodeStep]:
         """The verifying steps of contexts from ``first`` to ``last`` positions."""
@@ -351,11 +352,12 @@ class CudaDecoder(Decoder):
                 steps += [self.step_for(rows, context, index) for context in contexts_between(1, self.max_seq_len)]
                 rows *= 2
         steps += self._all_verifying(1, self.max_seq_len)
-        counts = {self._observe is not None, self._observe is not None and self._every == 1}
         choices = (False, True) if self.dtype in SAMPLED_DTYPES else (False,)
         if self._drafting is not None:
             self._drafting.prepare_batches()
-        graphs = [(step, sampled, count) for step in dict.fromkeys(steps) for sampled in choices for count in counts]
+        graphs = [
+            (s, sampled, count) for s in dict.fromkeys(steps) for sampled in choices for count in self._count_options()
+        ]
         if self.device.type == "cuda":
             with compiling_side_by_side():
                 for step, sampled, count in graphs:

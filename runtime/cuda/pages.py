@@ -83,12 +83,8 @@ class CudaPages(Pages):
         missing = sum(count for _, count in ranges) - len(self._unused)
         for _ in range(missing):
             handle = ctypes.c_uint64()
-            arguments = (
-                ctypes.byref(handle),
-                ctypes.c_size_t(self.page_bytes),
-                ctypes.byref(self._prop),
-                ctypes.c_uint64(0),
-            )
+            size, flags = ctypes.c_size_t(self.page_bytes), ctypes.c_uint64(0)
+            arguments = ctypes.byref(handle), size, ctypes.byref(self._prop), flags
             if self._call("cuMemCreate", *arguments, allowed=_OUT_OF_MEMORY) == _OUT_OF_MEMORY:
                 torch.cuda.empty_cache()  # torch's allocator may hold free memory
                 if self._call("cuMemCreate", *arguments, allowed=_OUT_OF_MEMORY) == _OUT_OF_MEMORY:

@@ -41,7 +41,7 @@ from ..decoding.cache import KVCache
 from ..decoding.decoder import PROMPTS_TOGETHER
 from ..decoding.heads import DraftHead
 from ..decoding.rotary import switch_length
-from ..torch.block import Block, drop_channels, embed, router_input
+from ..torch.block import Block, Norm, drop_channels, embed, router_input
 from ..torch.block import attention as plain_attention
 from .step import PositionTables, attention_arguments, capture, router_of
 from .weights import AnyLinear, CudaWeights
@@ -102,14 +102,9 @@ def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor |
 
 
 def run_experts(
-    config: ModelConfig,
-    block: Block[AnyLinear],
-    x: Tensor,
-    first_sparse: int,
-    gpu: Gpu,
-    scratch: Tensor | None,
+    config: ModelConfig, block: Block[AnyLinear], x: Tensor, first_sparse: int, gpu: Gpu, scratch: Tensor | None,
     observe: Observer | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """A block's experts, and the dense MLP beside them, of x (T, H), the input as in ``run_block``; rows from
     ``first_sparse`` on are masked. ``scratch``: as for ``project``; ``observe``: called for each expert's linears
     too."""
@@ -169,14 +164,9 @@ def lower_right() -> Callable[[int, int], Tensor]:
 
 
 def attention(
-    config: ModelConfig,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    start: int,
-    window: int | None,
+    config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``runtime.torch.block.attention`` without an explicit mask where torch's kernels need none. These do not support
     sinks; in half precision ``launch_chunk_attention`` does."""
     count, stop = q.shape[1], keys.shape[1]
@@ -353,6 +343,14 @@ class PromptReader:
         if several:
             sums = hidden.new_empty(2, len(hidden), config.num_heads, 1, dtype=torch.float32)
             splits = KVSplits(queries.new_empty(*sums.shape[1:], queries.shape[2], dtype=torch.float32), *sums)
+
+        def add(half: Tensor, norm: Norm | None, next_norm: Norm | None, scalar: Tensor | None = None) -> None:
+            factors, next_factors = (None if one is None else one.factors for one in (norm, next_norm))
+            launch_residual_add(
+                half, hidden, None, norm=factors, scalar=scalar, next_norm=next_factors, normed=n, eps=eps,
+                multiplier=config.residual_multiplier,
+            )  # fmt: skip
+
         for index in range(len(blocks)) if indices is None else indices:
             block = blocks[index]
             inputs[index] = hidden.clone() if index in tapped else hidden
@@ -369,21 +367,13 @@ class PromptReader:
                 launch_chunk_attention(
                     queries, qkv, given, slots, attended, shape, scale, sinks=block.sinks, stages=stages
                 )
-            half = self._products(block.o, attended.reshape(len(hidden), -1))
-            norm, following = block.attention_output, block.mlp_input
-            launch_residual_add(
-                half, hidden, None, norm=norm.factors if norm else None, normed=n, eps=eps,
-                next_norm=following.factors if following else None, multiplier=config.residual_multiplier,
-            )  # fmt: skip
+            add(self._products(block.o, attended.reshape(len(hidden), -1)), block.attention_output, block.mlp_input)
             if block.spec.experts is None:
                 half = self._products(block.down, launch_activate(self._products(block.gate_up, n), config.activation))
             else:
                 half = run_experts(config, block, n, len(n), self._gpu, weights.dequantized)
-            norm, following = block.mlp_output, blocks[index + 1].attention_input if index + 1 < len(blocks) else None
-            launch_residual_add(
-                half, hidden, None, norm=norm.factors if norm else None, scalar=block.scalar, normed=n, eps=eps,
-                next_norm=following.factors if following else None, multiplier=config.residual_multiplier,
-            )  # fmt: skip
+            next_norm = blocks[index + 1].attention_input if index + 1 < len(blocks) else None
+            add(half, block.mlp_output, next_norm, block.scalar)
         if self._head is not None:
             offsets = torch.arange(len(hidden), device=hidden.device)
             taps = torch.cat([inputs[tap] for tap in tapped], dim=-1)

@@ -127,18 +127,10 @@ class DecodeStep:
     """A step of ``rows`` rows, each of any slot."""
 
     def __init__(
-        self,
-        weights: CudaWeights,
-        config: ModelConfig,
-        cache: KVCache,
-        tables: PositionTables,
-        *,
-        rows: int,
-        tiles: dict[str, GemvTile] | None = None,
-        kv_splits: int = max(KV_SPLITS.values()),
-        verifies: bool = False,
+        self, weights: CudaWeights, config: ModelConfig, cache: KVCache, tables: PositionTables, *, rows: int,
+        tiles: dict[str, GemvTile] | None = None, kv_splits: int = max(KV_SPLITS.values()), verifies: bool = False,
         head: DraftHead | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``tiles``: by role (qkv, o, gate_up, down), in place of those that ``plan`` chooses, for measurements.
         ``verifies``: rows may be consecutive positions of one slot. ``head``: receives the hidden states that it
         reads."""

@@ -49,11 +49,8 @@ class CudaWeights:
         outside += [block.router for block in self.blocks]
         outside += [tensor for block in self.blocks if block.delta is not None for tensor in vars(block.delta).values()]
         tensors = {id(tensor): tensor for tensor in outside if isinstance(tensor, Tensor)}
-        return sum(tensor.nbytes for tensor in tensors.values()) + self.num_bytes_inside
-
-    @property
-    def num_bytes_inside(self) -> int:
-        return sum(linear.weight.num_bytes for block in self.blocks for linear in block.linears)
+        inside = sum(linear.weight.num_bytes for block in self.blocks for linear in block.linears)
+        return sum(tensor.nbytes for tensor in tensors.values()) + inside
 
     @property
     def num_bytes_read(self) -> int:
