@@ -370,7 +370,7 @@ def mask_gemm_key(gpu: Gpu, in_features: int, out_features: int, rows: int) -> s
 
 
 def mask_gemm_tile(gpu: Gpu, in_features: int, out_features: int, rows: int) -> GemvTile | None:
-    """The tile of ``mask_gemm`` where it was measured to be the fastest way for so many rows, else None."""
+    """The tile of ``mask_gemm`` if it was measured to be the fastest for this number of rows, else None."""
     key = mask_gemm_key(gpu, in_features, out_features, rows)
     return tuned_tiles().get(key) or measured_tiles().get(key)
 

@@ -220,10 +220,10 @@ class DecodeStep:
         # qkv reads the partial sums of squares of the previous block's down. The embedding writes as many as block 0's.
         before = self.plans[-1]["down"] if self.plans else chosen["down"]
         choose("qkv", "plain", 1 if self._separate_add["down"] else before.ssq_parts)
-        apart = block.shared_down is not None
-        for role in ("gate_up", "shared_gate_up") if apart else ("gate_up",):
+        beside = block.shared_down is not None
+        for role in ("gate_up", "shared_gate_up") if beside else ("gate_up",):
             choose(role, self.config.activation, 1 if self._separate_add["o"] else chosen["o"].ssq_parts)
-        if apart:
+        if beside:
             choose("shared_down", "plain")
         self.plans.append({role: chosen[role] for role in (*LINEARS, *SHARED) if role in chosen})
 
