@@ -66,50 +66,50 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
     PAIRS: tl.constexpr = problem.output != "plain" and problem.output != "residual"
     RESULTS: tl.constexpr = 2 if PAIRS else 1  # of a row: gate, then up
     OUT_N: tl.constexpr = problem.n0 if PAIRS else problem.n
-    PARTS: tl.constexpr = launch.reducers if launch.reducers > 0 else 1
-    PART: tl.constexpr = launch.block_n // PARTS
-    SSQ_PARTS: tl.constexpr = launch.tiles * PARTS
-    AT_ONCE: tl.constexpr = launch.reduce_splits
+    REDUCERS: tl.constexpr = launch.reducers if launch.reducers > 0 else 1
+    COLUMNS: tl.constexpr = launch.block_n // REDUCERS  # of a reducer
+    SSQ_PARTS: tl.constexpr = launch.tiles * REDUCERS
+    SPLIT_BLOCK: tl.constexpr = launch.reduce_splits
     EXPERTS: tl.constexpr = problem.experts
     SPLITS: tl.constexpr = launch.splits * (EXPERTS if EXPERTS > 0 else 1)  # expert by expert
     dtype: tl.constexpr = output.out.dtype.element_ty
-    # The programs of gate's tile and of up's are reduced together.
-    ARRIVALS: tl.constexpr = SPLITS * RESULTS
-    arrival = of.split + of.projection * launch.splits if PAIRS else of.split
+    # Programs whose partial sums a tile's result needs; gate's and up's are reduced together.
+    PROGRAMS: tl.constexpr = SPLITS * RESULTS
+    program = of.split + of.projection * launch.splits if PAIRS else of.split
     partial_ptr = workspace.partial
     if EXPERTS > 0:
-        arrival += workspace.chosen * launch.splits
+        program += workspace.chosen * launch.splits
         partial_ptr -= workspace.chosen * (launch.splits * problem.n)  # of the first chosen expert
-    # The share of the tile's columns that this program reduces; negative: none.
+    # Index of this program among the tile's reducers; negative: it is none.
     if launch.reducers > 0:
-        part = arrival - (ARRIVALS - launch.reducers)
+        reducer = program - (PROGRAMS - launch.reducers)
     else:
         counter_ptr = workspace.counter + (of.local if PAIRS else of.tile)
         tl.debug_barrier()
-        if ARRIVALS > 1:
+        if PROGRAMS > 1:
             arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
-            part = tl.where(arrived == ARRIVALS, 0, -1)
-            tl.store(counter_ptr, 0, mask=arrived == ARRIVALS)
+            reducer = tl.where(arrived == PROGRAMS, 0, -1)
+            tl.store(counter_ptr, 0, mask=arrived == PROGRAMS)
         else:
-            part = arrival
-    if part >= 0:
-        n = of.local * launch.block_n + part * PART + tl.arange(0, PART)
+            reducer = program
+    if reducer >= 0:
+        n = of.local * launch.block_n + reducer * COLUMNS + tl.arange(0, COLUMNS)
         live = n < of.width
         # Columns of the partial sums and the bias; of gate, where up's follow n0 later.
         columns = n if PAIRS else of.first + n
-        ssq_at = of.tile * PARTS + part
+        ssq_at = of.tile * REDUCERS + reducer
         if ROW_TENSOR:
             ROWS: tl.constexpr = triton.next_power_of_2(BATCH)
             row = tl.arange(0, ROWS)
             live_rows = (row < BATCH)[:, None] & live[None, :]
             out_at = output.out + row[:, None] * OUT_N + columns[None, :]
-            hidden = tl.zeros((ROWS, PART), dtype)
+            hidden = tl.zeros((ROWS, COLUMNS), dtype)
             if problem.output == "residual":  # prefetch
                 hidden = tl.load(out_at, mask=live_rows, other=0.0)
-            y = tl.zeros((ROWS, PART), tl.float32)
-            up = tl.zeros((ROWS, PART), tl.float32)
-            for start in tl.range(0, launch.splits, AT_ONCE, num_stages=1):
-                splits = start + tl.arange(0, AT_ONCE)
+            y = tl.zeros((ROWS, COLUMNS), tl.float32)
+            up = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for start in tl.range(0, launch.splits, SPLIT_BLOCK, num_stages=1):
+                splits = start + tl.arange(0, SPLIT_BLOCK)
                 sum_row = splits[:, None] * BATCH + row[None, :]
                 at = workspace.partial + sum_row[:, :, None] * problem.n + columns[None, None, :]
                 mask = (splits < launch.splits)[:, None, None] & live_rows[None, :, :]
@@ -131,18 +131,18 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
                     hidden += (tl.load(output.out + row * problem.n + columns, mask=live, other=0.0),)
             sums = ()
             for _ in tl.static_range(BATCH * RESULTS):
-                sums += (tl.zeros((PART,), tl.float32),)
+                sums += (tl.zeros((COLUMNS,), tl.float32),)
             if EXPERTS > 0 and bias_ptr is not None:  # each expert's bias, times its weight
                 for i in tl.static_range(EXPERTS):
                     expert = tl.load(workspace.chosen_expert + i, cache_modifier=".cg").to(tl.int64)
                     bias = tl.load(bias_ptr + expert * problem.n + columns, mask=live, other=0.0).to(tl.float32)
                     sums = (sums[0] + bias * tl.load(workspace.chosen_weight + i),)
-            for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
+            for start in tl.range(0, SPLITS, SPLIT_BLOCK, num_stages=1):
                 # All loads are issued before the first one is waited for.
                 pointers = ()
                 loaded = ()
                 for i in tl.static_range(BATCH * RESULTS):
-                    splits = start + tl.arange(0, AT_ONCE)
+                    splits = start + tl.arange(0, SPLIT_BLOCK)
                     column = columns + i % RESULTS * problem.n0
                     at = partial_ptr + (splits * BATCH + i // RESULTS)[:, None] * problem.n + column[None, :]
                     mask = (splits < SPLITS)[:, None] & live[None, :]
@@ -150,7 +150,7 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
                     loaded += (_load_partial(at, mask, launch.reducers),)
                 factor = 1.0
                 if EXPERTS > 0:
-                    chosen = (start + tl.arange(0, AT_ONCE)) // launch.splits
+                    chosen = (start + tl.arange(0, SPLIT_BLOCK)) // launch.splits
                     factor = tl.load(workspace.chosen_weight + chosen, mask=chosen < EXPERTS, other=0.0)[:, None]
                 added = ()
                 for i in tl.static_range(BATCH * RESULTS):
