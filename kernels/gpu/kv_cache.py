@@ -64,7 +64,8 @@ def _pairs_source(low: list[str], high: list[str], convert: str) -> tl.constexpr
 # `_widen` of two codes at a time. int8 to bfloat16: 128 + the low seven bits, minus 128, or minus 256 if negative.
 _INT8_BF16 = _pairs_source(
     ["lop3.b32 a, $2, 0x007f007f, 0x43004300, 0xea;", "lop3.b32 b, $2, 0x00800080, 0x43004300, 0xea;"],
-    ["shr.u32 b, $2, 8;", "lop3.b32 a, b, 0x007f007f, 0x43004300, 0xea;", "lop3.b32 b, b, 0x00800080, 0x43004300, 0xea;"],
+    ["shr.u32 b, $2, 8;", "lop3.b32 a, b, 0x007f007f, 0x43004300, 0xea;",
+     "lop3.b32 b, b, 0x00800080, 0x43004300, 0xea;"],
     "{{ .reg .b32 m; mov.b32 m, 0xbf80bf80; fma.rn.bf16x2 {0}, b, m, a; }}",
 )  # fmt: skip
 _INT8_FP16 = _pairs_source(

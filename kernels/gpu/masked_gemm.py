@@ -1,5 +1,5 @@
 """Several rows of x times unquantized weights on the tensor cores, with dropped channels set to zero in x: two to
-thirty-two rows of a decode step, and vLLM's batches.
+sixteen rows of a decode step (``masked_gemm_kernel`` takes up to 32), and vLLM's batches.
 
     y[m, n] = sum over k of where(|x[m, k]| * scales[p, k] < thresholds[p] * row_mask[m], 0, x[m, k]) * weight_t[k, n]
 

@@ -8,8 +8,9 @@
     1      yes     sparse   sparse_gemv                                 packed_gemv, the kept channels
     2      yes     rows     sparse_gemv, channels that either keeps     packed_gemv, the same
     2-16   else    batch    masked_gemm, all channels                   packed_gemv, all channels
-    17-32  either  wide     masked_gemm (decode steps: ``wide``)        packed_gemv, all channels
+    17-32  either  wide     masked_gemm, all channels                   packed_gemv, all channels
 
+Of 17 to 32 rows a decode step launches packed_gemv only; other weights go to cuBLAS or code_gemm (runtime.cuda.wide).
 The boundaries are measured on an H200 (benchmarks/LOG.md). A tile comes from the local cache that ``wisparse bench
 --tune`` writes, else from tiles.json (measured on an H200), else from ``default_tile``.
 """

@@ -123,8 +123,8 @@ class MappedMemory:
         speed, bytes_read = len(spans) * _COLD_BYTES / seconds, share * self.num_bytes
         missing = min(1.0, (needed - free) / self.num_bytes)
         log.warning(
-            "experts of %.1f GB are mapped from a file in %s, as %.1f GB of memory are free: a token reads %.2f GB of them, "
-            "about %.0f%% from disk at %.2f GB/s: expect up to %.2g tok/s",
+            "experts of %.1f GB are mapped from a file in %s, as %.1f GB of memory are free: a token reads %.2f GB of "
+            "them, about %.0f%% from disk at %.2f GB/s: expect up to %.2g tok/s",
             self.num_bytes / 1e9, self.folder, free / 1e9, bytes_read / 1e9, 100 * missing, speed / 1e9,
             speed / (bytes_read * missing),
         )  # fmt: skip

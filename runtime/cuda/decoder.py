@@ -141,9 +141,9 @@ class CudaDecoder(Decoder):
         delta = config.delta_net
         if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
             return (
-                f"its Gated DeltaNet kernel keeps a head's state in registers: expected at most {LARGEST_STATE} elements, "
-                f"both sizes padded to powers of two, found linear_key_head_dim {delta.key_dim}, linear_value_head_dim "
-                f"{delta.value_dim}"
+                f"its Gated DeltaNet kernel keeps a head's state in registers: expected at most {LARGEST_STATE} "
+                f"elements, both sizes padded to powers of two, found linear_key_head_dim {delta.key_dim}, "
+                f"linear_value_head_dim {delta.value_dim}"
             )
         return None
 

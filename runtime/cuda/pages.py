@@ -128,7 +128,8 @@ def _checked(driver: Any, name: str, *arguments: Any, allowed: int = 0) -> int:
 
 
 def _free(
-    driver: Any, device: torch.device, address: int, size: int, page_bytes: int, mapped: dict[int, int], unused: list[int]
+    driver: Any, device: torch.device, address: int, size: int, page_bytes: int, mapped: dict[int, int],
+    unused: list[int],
 ) -> None:  # fmt: skip
     torch.cuda.synchronize(device)
     for offset, handle in mapped.items():

@@ -286,8 +286,8 @@ class DecodeStep:
             linear(role, given, Output(self._half) if separate[half] else Output(self.hidden, ssq))
             if separate[half]:
                 launches[f"{role} add"] = partial(
-                    launch_residual_add, self._half, self.hidden, ssq, beside=beside, norm=norm.factors if norm else None,
-                    scalar=scalar, eps=eps, multiplier=config.residual_multiplier, pdl=pdl,
+                    launch_residual_add, self._half, self.hidden, ssq, beside=beside, scalar=scalar, eps=eps,
+                    norm=norm.factors if norm else None, multiplier=config.residual_multiplier, pdl=pdl,
                 )  # fmt: skip
 
         ssq, norm = self._sums(index - 1, "down"), block.attention_input
