@@ -94,10 +94,14 @@ def widen_pairs(words, dtype: tl.constexpr):
         odd = _widen(((words >> 8) & 0xFF).to(tl.int16), e4m3, dtype)
     elif dtype == tl.bfloat16:
         BF16: tl.constexpr = _E4M3_BF16 if e4m3 else _INT8_BF16
-        even, odd = tl.inline_asm_elementwise(BF16, "=r,=r,r", [words], dtype=(dtype, dtype), is_pure=True, pack=2)
+        even, odd = tl.inline_asm_elementwise(
+            BF16, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
     else:
         FP16: tl.constexpr = _E4M3_FP16 if e4m3 else _INT8_FP16
-        even, odd = tl.inline_asm_elementwise(FP16, "=r,=r,r", [words], dtype=(dtype, dtype), is_pure=True, pack=2)
+        even, odd = tl.inline_asm_elementwise(
+            FP16, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
     return even, odd
 
 
