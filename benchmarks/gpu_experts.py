@@ -70,11 +70,11 @@ def step_ms(decoder: CudaDecoder, rows: int, blocks: int, runs: int) -> float:
     for slot in range(rows):
         decoder.cache.grow(slot, CONTEXT + 12)
     step = decoder.step_for(rows, CONTEXT + 1)
-    step.place(list(range(1, rows + 1)), [CONTEXT] * rows, list(range(rows)))
+    step.set_inputs(list(range(1, rows + 1)), [CONTEXT] * rows, list(range(rows)))
     replay = capture(partial(step.launch, indices=range(blocks)), decoder.device)
     times = []
     for _ in range(runs + 1):
-        step.place(list(range(1, rows + 1)), [CONTEXT] * rows, list(range(rows)))
+        step.set_inputs(list(range(1, rows + 1)), [CONTEXT] * rows, list(range(rows)))
         wait(decoder.device)
         began = time.perf_counter()
         for _ in range(10):

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKENDS = ("torch", "numba", "triton")
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
-def say_compiling(device: str, count: int) -> None:
+def warn_compiling(device: str, count: int) -> None:
     """Warn, once for each device, that kernels are being compiled."""
-    if device in _said:
+    if device in _warned:
         return
-    _said.add(device)
+    _warned.add(device)
     text = "compiling %d kernel%s for the %s, which takes some seconds; it happens once, later runs find %s on disk"
     log.warning(text, count, "s"[: count != 1], device, "them" if count != 1 else "it")
 
 
 @contextmanager
 def triton_compiling(count: int) -> Iterator[None]:
-    """Around first launches of ``count`` Triton kernels: warns when one of them was not found on disk."""
+    """Around the first launches of ``count`` Triton kernels: warn if one of them is not in Triton's cache on disk."""
     import triton
 
     compilation: Any = triton.knobs.compilation
@@ -48,7 +48,7 @@ def triton_compiling(count: int) -> Iterator[None]:
 
     def listen(*, cache_hit: bool, **more: Any) -> None:
         if not cache_hit:
-            say_compiling("GPU", count)
+            warn_compiling("GPU", count)
         if before is not None:
             before(cache_hit=cache_hit, **more)
 
@@ -60,8 +60,9 @@ def triton_compiling(count: int) -> Iterator[None]:
 
 
 class _Forked(Executor):
-    """Tasks that leave their result on disk, done in as many processes as there are cores, and then found here. Threads
-    would wait for one another: a third of a compilation is Python."""
+    """Runs tasks whose result is a file in as many forked processes as there are cores; tasks that children ran are
+    then repeated here, where they find the file. In threads a third of a compilation, Python code, would hold the
+    GIL."""
 
     def __init__(self) -> None:
         self._tasks: list[tuple[Callable[[], Any], Future[Any]]] = []
@@ -72,37 +73,37 @@ class _Forked(Executor):
 
     def run(self) -> None:
         read, write = os.pipe()
-        for index in range(len(self._tasks)):  # a pipe holds 16,000 of them
+        for index in range(len(self._tasks)):  # a pipe's buffer holds 16,000
             os.write(write, index.to_bytes(4, "little"))
         os.close(write)
         children = []
         for _ in range(min(os.cpu_count() or 1, len(self._tasks)) - 1):
             with warnings.catch_warnings():
-                # Threads are not copied, nor is what they hold; a child compiles, and touches neither them nor the GPU.
+                # fork warns about threads, which are not copied. A child only compiles: it uses no thread and no GPU.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 children.append(os.fork())
             if children[-1] == 0:
-                gc.disable()  # nothing of this process is to be freed by another
-                logging.disable()  # what is compiled is said once
+                gc.disable()  # no finalizers of the parent's objects
+                logging.disable()  # the parent logs
                 with suppress(BaseException):
                     while number := os.read(read, 4):
-                        with suppress(Exception):  # it is raised by the second attempt
+                        with suppress(Exception):  # raised again when the parent repeats the task
                             self._tasks[int.from_bytes(number, "little")][0]()
                 os._exit(0)
-        mine = []
+        done = []
         try:
             while number := os.read(read, 4):
-                mine.append(int.from_bytes(number, "little"))
-                self._finish(*self._tasks[mine[-1]])
-            patience = time.monotonic() + 60  # a child that a lock of another thread holds up is done without
+                done.append(int.from_bytes(number, "little"))
+                self._finish(*self._tasks[done[-1]])
+            deadline = time.monotonic() + 60  # a child may wait for a lock that a thread held at the fork
             for child in children:
                 while os.waitpid(child, os.WNOHANG) == (0, 0):
-                    if time.monotonic() > patience:
+                    if time.monotonic() > deadline:
                         os.kill(child, signal.SIGKILL)
                     time.sleep(0.01)
-            for index in set(range(len(self._tasks))).difference(mine):
+            for index in set(range(len(self._tasks))).difference(done):
                 self._finish(*self._tasks[index])
-        finally:  # interrupted: nobody waits for the rest
+        finally:  # after an interrupt
             os.close(read)
             for _, future in self._tasks:
                 future.cancel()
@@ -117,9 +118,9 @@ class _Forked(Executor):
 
 @contextmanager
 def compiling_side_by_side() -> Iterator[None]:
-    """Triton kernels that are launched within are compiled, in as many processes as there are cores, and not run: for a
-    CUDA device's, whose launches need nothing that one of them gives. A kernel with ``is_probe`` is run: plans depend
-    on its result."""
+    """Triton kernels launched within are compiled, in as many processes as there are cores, and not run. Only for
+    launches that do not depend on each other's results; a kernel with ``is_probe`` is run, as plans depend on its
+    result."""
     import triton
     from triton.runtime import JITFunction
 
@@ -140,7 +141,7 @@ def compiling_side_by_side() -> Iterator[None]:
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> tuple[str, str]:
-    """The back end, and as a clause for the log why it was taken; a named one is taken or refused by ValueError."""
+    """The back end and, for the log, the reason; raises ValueError if ``requested`` cannot run."""
     if requested == "auto":
         fast = "triton" if device.type == "cuda" else "numba"
         refused = _refusal(fast, device, dtype)

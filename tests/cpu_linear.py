@@ -18,7 +18,7 @@ from wisparse.formats.weight_types import quantise
 from wisparse.kernels.cpu.barrier import barrier
 from wisparse.kernels.cpu.intrinsics import exact, num_threads, span, thread_num, words
 from wisparse.kernels.cpu.launch import REGIONS, launch, team_size
-from wisparse.kernels.cpu.layout import NAMES, PARTIAL_MORE, ProjectionField, StoredAs, TeamField
+from wisparse.kernels.cpu.layout import NAMES, PARTIAL_EXTRA, ProjectionField, StoredAs, TeamField
 from wisparse.kernels.cpu.linear import gather, project, select
 from wisparse.runtime.cpu.weights import Matrix
 
@@ -37,7 +37,7 @@ class LinearField(IntEnum):
     LISTS = 8  # per thread: (K,) int32, then (rows, K) float32
     COUNTS = 9  # (threads,) int64, kept channels are added
     TEAM = 10  # see `TeamField`
-    PARTIAL = 11  # per thread: (rows, N + PARTIAL_MORE) float32
+    PARTIAL = 11  # per thread: (rows, N + PARTIAL_EXTRA) float32
 
 
 @exact
@@ -65,9 +65,9 @@ def linear(p, tag):
         index, value, length,
     )  # fmt: skip
     lo, hi = span(n, part, parts), span(n, part + 1, parts)
-    partial = p[LinearField.PARTIAL] + part * 4 * rows * (n + PARTIAL_MORE)
+    partial = p[LinearField.PARTIAL] + part * 4 * rows * (n + PARTIAL_EXTRA)
     project(
-        p[LinearField.PROJECTION], index, value, count, length, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, partial, n + PARTIAL_MORE,
+        p[LinearField.PROJECTION], index, value, count, length, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, partial, n + PARTIAL_EXTRA,
         tag,
     )  # fmt: skip
     barrier(p[LinearField.TEAM], parts)
@@ -147,7 +147,7 @@ def sparse_linear(
     limit = torch.as_tensor(threshold, dtype=torch.float32).expand(2).contiguous()
     length = k * weight_t.planes
     lists = torch.empty((threads + 1) * length * (1 + rows), dtype=torch.float32)
-    partial = torch.empty(threads * rows * (n + PARTIAL_MORE), dtype=torch.float32)
+    partial = torch.empty(threads * rows * (n + PARTIAL_EXTRA), dtype=torch.float32)
     counts = torch.zeros(threads, 3, dtype=torch.int64)
     projection = weight_t.row()
     projection[ProjectionField.SCALE] = 0 if channel_scale is None else channel_scale.data_ptr()

@@ -174,7 +174,7 @@ def test_gpus_and_the_onnx_export_refuse_small_gemma4(bundles: Bundles, tmp_path
         from wisparse.runtime.cuda.decoder import CudaDecoder
 
         refused = CudaDecoder.refusal(bundle.config, "native")
-        assert refused == "its kernels have neither embeddings for each block nor keys and values that blocks share"
+        assert refused == "its kernels support neither per-layer embeddings nor keys and values shared between blocks"
     with pytest.raises(UnsupportedModelError, match="keys and values that blocks share, which have no ONNX"):
         export_onnx(bundle, tmp_path / "onnx")
 

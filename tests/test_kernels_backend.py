@@ -35,7 +35,7 @@ def test_compiling_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     from wisparse.kernels import backend
     from wisparse.kernels.cpu import launch
 
-    monkeypatch.setattr(backend, "_said", set())
+    monkeypatch.setattr(backend, "_warned", set())
     monkeypatch.setattr(launch, "_load", lambda region, folder: region)
     monkeypatch.setattr(launch, "_COMPILER", "")
     names = ["step_bfloat16", "dequantize_bfloat16"]

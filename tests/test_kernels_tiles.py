@@ -188,11 +188,11 @@ def test_lists_hold_what_is_read_ahead(k, splits, unroll, chunk, batch, grouped)
     chosen = plan(shape, batch, H200, tile=GemvTile(256, 1, splits, 4, unroll=unroll, chunk=chunk))
     if chosen.packed is None:
         return
-    launch, turn = chosen.launch, 16 * chosen.packed.steps
+    launch, block_k = chosen.launch, 16 * chosen.packed.steps
     channels = math.ceil(math.ceil(k / launch.chunk) / splits) * launch.chunk
-    pieces = chosen.packed.pieces
-    assert channels <= launch.segment * pieces
-    # The places of a turn beyond the last, or whole pieces one after the other.
-    assert (math.ceil(channels / turn) * turn + turn if pieces == 1 else launch.segment) <= launch.length
-    assert pieces == 1 or launch.segment % chosen.packed.slot == 0
-    assert (chosen.packed.slot % turn, launch.length % 16) == (0, 0)
+    x_tiles = chosen.packed.x_tiles
+    assert channels <= launch.segment * x_tiles
+    # One pipeline stage beyond the last, or one tile of x.
+    assert (math.ceil(channels / block_k) * block_k + block_k if x_tiles == 1 else launch.segment) <= launch.length
+    assert x_tiles == 1 or launch.segment % chosen.packed.slot == 0
+    assert (chosen.packed.slot % block_k, launch.length % 16) == (0, 0)

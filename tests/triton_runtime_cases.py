@@ -379,7 +379,7 @@ def test_no_step_runs_ahead_of_a_full_slot(monkeypatch):
         # Where a step writes, and that it moves on; what it computes takes the interpreter seconds.
         active = self.tokens >= 0
         seen.append(self.positions[active].tolist())
-        self._turn = 1 - self._turn
+        self._buffer = 1 - self._buffer
         self.tokens.copy_(torch.where(active, 1, -1))
         self.positions += active.int()
 

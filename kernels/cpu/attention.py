@@ -1,12 +1,11 @@
-"""Compiled, one token's step: RMSNorm, rotary embeddings, attention over the cache; and a gated DeltaNet in float32.
+"""Compiled, for one decode step: RMSNorm, rotary embedding, attention over the KV cache, and Gated DeltaNet in float32.
 
-The DeltaNet's definition is ``runtime.torch.block``:
+Gated DeltaNet, as defined in ``runtime.torch.block``:
 
-    c     = silu(sum over taps of kernel * inputs)                     of queries, keys and values, channel by channel
-    S     = exp(g) S + k (beta (v - exp(g) k^T S))^T,   o = S^T q      for each value head; q and k have length 1
+    c     = silu(sum over taps of kernel * inputs)                     depthwise, of queries, keys and values
+    S     = exp(g) S + k (beta (v - exp(g) k^T S))^T,   o = S^T q      for each value head; q and k are L2-normalized
     out   = o / rms(o) * norm * silu(z)
-
-g = -rate * softplus(a.x + dt_bias) and beta = sigmoid(b.x) are numbers of a head.
+    g     = -rate * softplus(a.x + dt_bias),  beta = sigmoid(b.x)
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from .layout import BlockField, DeltaField, FloatField, StepField, StoredAs
 BLOCK_BYTES = 8 * len(BlockField)
 _INT8, _E4M3 = np.int8(0), np.uint8(0)
 _CODED_AS_INT8, _CODED_AS_E4M3 = StoredAs.INT8.value, StoredAs.E4M3.value
-_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
-_LENGTH_EPS = np.float32(1e-6)  # of the squared length by which a DeltaNet's queries and keys are divided
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
+_L2_EPS = np.float32(1e-6)  # of the L2 norm of a DeltaNet's queries and keys
 
 
 @dot
@@ -59,9 +58,9 @@ def rms_norm(x, weight, n, eps, out):
 
 
 @exact
-def _place(x, dim, block, position, norm, factor, after, eps, out):
-    """A head's q or k (dim,), normalised by ``norm`` (dim,) and rotated to its position. ``factor`` is 1 / rms of the
-    whole vector, 0 where each head has its own; ``after``: normalise after the rotation."""
+def _norm_and_rotate(x, dim, block, position, norm, factor, after, eps, out):
+    """out = rotary(norm(x)) of a head's q or k (dim,). norm: (dim,), 0: none; factor: 1 / rms over all heads, 0:
+    computed from this head; after: normalize after the rotation."""
     x_, out_ = floats(x), floats(out)
     if norm == 0 or after != 0:
         for i in range(dim):
@@ -90,11 +89,12 @@ def _place(x, dim, block, position, norm, factor, after, eps, out):
 
 
 @exact
-def _store(x, dim, numbers, scales, at, kind, tag):
-    """Store a key or value (dim,) float32 as the ``at``-th of ``numbers``, with its scale unless there are none. Twin: ``quantise`` in ``runtime.decoding.cache``."""
+def _store(x, dim, cache, scales, at, kind, tag):
+    """Store a key or value x (dim,) float32 as row ``at`` of ``cache``, with its scale unless ``scales`` is 0. Twin:
+    ``quantise`` in ``runtime.decoding.cache``."""
     x_ = floats(x)
     if scales == 0:
-        target = pointer(numbers + at * dim * size_of(tag), tag)
+        target = pointer(cache + at * dim * size_of(tag), tag)
         for d in range(dim):
             target[d] = narrow(x_[d], tag)
         return
@@ -104,7 +104,7 @@ def _store(x, dim, numbers, scales, at, kind, tag):
     limit = np.float32(127) if kind == _CODED_AS_INT8 else np.float32(448)
     factor = limit / max(largest, np.float32(1e-30))
     floats(scales)[at] = largest * (ONE / limit)
-    codes = pointer(numbers + at * dim, _E4M3)
+    codes = pointer(cache + at * dim, _E4M3)
     if kind == _CODED_AS_INT8:
         for d in range(dim):
             codes[d] = np.uint8(np.int32((x_[d] * factor + _ROUND) - _ROUND) & 0xFF)
@@ -120,9 +120,9 @@ def _store(x, dim, numbers, scales, at, kind, tag):
 
 @dot
 def _attend(q, heads, first, block, row, start, end, dim, scale, cap, scores, max_len, out, tag):
-    """out = softmax(cap(scale * q k^T)) v for heads from ``first`` on that share one key-value head, at positions
-    start..end. q, out: (heads, dim); row: of the cache of ``block``, a `BlockField`, where the slot's and head's positions begin; scores:
-    (heads, max_len), scratch; tag: of what the cache stores."""
+    """out = softmax(cap(scale * q k^T)) v for heads from ``first`` on that share a KV head, over positions start..end.
+    q, out: (heads, dim). block: a row of `BlockField`; row: of its cache, position 0 of the slot and KV head. scores:
+    scratch (heads, max_len). tag: of the cache's type."""
     size = size_of(tag)
     keys, values = block[BlockField.KEYS] + row * dim * size, block[BlockField.VALUES] + row * dim * size
     coded = block[BlockField.KEY_SCALES] != 0
@@ -163,7 +163,7 @@ def _attend(q, heads, first, block, row, start, end, dim, scale, cap, scores, ma
             out_[d] = ZERO
         i = start
         while i < end:
-            # Four positions a pass; beyond the end the weight is 0.
+            # Four positions a pass, of weight 0 beyond the end.
             e0 = s_[i]
             e1 = s_[i + 1] if i + 1 < end else ZERO
             e2 = s_[i + 2] if i + 2 < end else ZERO
@@ -181,9 +181,10 @@ def _attend(q, heads, first, block, row, start, end, dim, scale, cap, scores, ma
 
 
 @exact
-def attention(p, block, part, parts, out, scratch, tag):
-    """Attention of this thread's heads, for every row, appending the block's own k and v, if any; returns its columns of ``out``.
-    out: (rows, q_size), of which this thread writes its heads' columns; scratch: (heads, dim) float32."""
+def attention(p, block, thread, threads, out, scratch, tag):
+    """Attention of this thread's heads for every row, after the new k and v are appended to the cache, unless the block
+    shares another block's. out: (rows, q_size); returns the range of columns that this thread writes. scratch: (heads,
+    dim) float32."""
     rows, heads, max_len = p[StepField.ROWS], p[StepField.HEADS], p[StepField.MAX_LEN]
     block_, constants = words(p[StepField.BLOCKS] + block * BLOCK_BYTES), floats(p[StepField.FLOATS])
     eps, cap = constants[FloatField.EPS], constants[FloatField.ATTENTION_CAP]
@@ -191,13 +192,13 @@ def attention(p, block, part, parts, out, scratch, tag):
     window, kv_heads, dim = block_[BlockField.WINDOW], block_[BlockField.KV_HEADS], block_[BlockField.HEAD_DIM]
     kind = p[StepField.CACHED_AS]
     q_size, share = heads * dim, heads // kv_heads
-    stride = 2 * dim if p[StepField.GATED] != 0 else dim  # from a query to the next: the gate lies between
+    stride = 2 * dim if p[StepField.GATED] != 0 else dim  # between queries; a gate follows each
     keys_from, width = heads * stride, block_[BlockField.INPUT_WIDTH]
-    values_from, own = width - kv_heads * dim, width > keys_from
+    values_from, has_kv = width - kv_heads * dim, width > keys_from
     q_norm, k_norm, v_norm = block_[BlockField.Q_NORM], block_[BlockField.K_NORM], block_[BlockField.VALUE_NORM]
     whole, after = p[StepField.QK_WHOLE], p[StepField.QK_AFTER]
-    norm_bytes = 4 * dim if whole != 0 else 0  # from a head's weights to the next
-    first, last = heads * part // parts, heads * (part + 1) // parts
+    norm_bytes = 4 * dim if whole != 0 else 0  # between heads' weights
+    first, last = heads * thread // threads, heads * (thread + 1) // threads
     for b in range(rows):
         qkv = p[StepField.QKV] + 4 * b * width
         position = positions[b]
@@ -207,27 +208,27 @@ def attention(p, block, part, parts, out, scratch, tag):
         q_factor = k_factor = ZERO
         if whole != 0:
             q_factor = _rms_factor(qkv, q_size, eps)
-            k_factor = _rms_factor(qkv + 4 * keys_from, kv_heads * dim, eps) if own else ZERO
+            k_factor = _rms_factor(qkv + 4 * keys_from, kv_heads * dim, eps) if has_kv else ZERO
         start = max(0, position + 1 - window) if window > 0 else 0
         h = first
         while h < last:
             group = h // share
             stop = min(last, (group + 1) * share)
             row = (slots[b] * kv_heads + group) * max_len
-            if own:  # two threads that share a group both append it, with the same bits
-                _place(
+            if has_kv:  # threads that share a KV head both store it, with the same bits
+                _norm_and_rotate(
                     qkv + 4 * (keys_from + group * dim), dim, block_, position, k_norm + group * norm_bytes, k_factor,
                     after, eps, scratch,
                 )  # fmt: skip
                 at = row + position
                 _store(scratch, dim, block_[BlockField.KEYS], block_[BlockField.KEY_SCALES], at, kind, tag)
-                fresh = qkv + 4 * (values_from + group * dim)
+                new_value = qkv + 4 * (values_from + group * dim)
                 if v_norm != 0:
-                    rms_norm(fresh, v_norm, dim, eps, scratch)
-                    fresh = scratch
-                _store(fresh, dim, block_[BlockField.VALUES], block_[BlockField.VALUE_SCALES], at, kind, tag)
+                    rms_norm(new_value, v_norm, dim, eps, scratch)
+                    new_value = scratch
+                _store(new_value, dim, block_[BlockField.VALUES], block_[BlockField.VALUE_SCALES], at, kind, tag)
             for i in range(h, stop):
-                _place(
+                _norm_and_rotate(
                     qkv + 4 * i * stride, dim, block_, position, q_norm + i * norm_bytes, q_factor, after, eps,
                     scratch + 4 * (i - h) * dim,
                 )  # fmt: skip
@@ -257,26 +258,26 @@ def attention(p, block, part, parts, out, scratch, tag):
 
 
 @exact
-def _convolve(new, inputs, moved, kernel, taps, width, lo, count, out, tag):
-    """out = silu(convolution) of ``count`` channels from ``lo`` on; ``inputs``, (taps - 1, width) of the base type,
-    oldest first, shift by one position into ``moved``, which they may be. new: (width,) float32, this position's;
-    kernel: (taps, width) float32."""
+def _convolve(new, inputs, shifted, kernel, taps, width, lo, count, out, tag):
+    """out = silu(convolution) of ``count`` channels from ``lo`` on. inputs: (taps - 1, width) of the base type, oldest
+    first; shifted: receives them shifted by one position, may be ``inputs``. new: (width,) float32, this position's
+    input; kernel: (taps, width) float32."""
     size = size_of(tag)
     out_, new_, newest_tap = floats(out), floats(new), floats(kernel + 4 * (taps - 1) * width)
     for j in range(count):
         out_[j] = newest_tap[lo + j] * new_[lo + j]
     for t in range(taps - 1):
-        here, tap = pointer(inputs + t * width * size, tag), floats(kernel + 4 * t * width)
+        source, tap = pointer(inputs + t * width * size, tag), floats(kernel + 4 * t * width)
         for j in range(count):
-            out_[j] += tap[lo + j] * widen(here[lo + j])
-        there = pointer(moved + t * width * size, tag)
+            out_[j] += tap[lo + j] * widen(source[lo + j])
+        target = pointer(shifted + t * width * size, tag)
         if t + 2 < taps:
             later = pointer(inputs + (t + 1) * width * size, tag)
             for j in range(count):
-                there[lo + j] = later[lo + j]
+                target[lo + j] = later[lo + j]
         else:
             for j in range(count):
-                there[lo + j] = narrow(new_[lo + j], tag)
+                target[lo + j] = narrow(new_[lo + j], tag)
     for j in range(count):
         out_[j] = out_[j] / (ONE + exp32(-out_[j]))
 
@@ -292,39 +293,40 @@ def _product(a, b, n):
 
 @exact
 def _scale_to(x, n, length):
-    factor = length / np.float32(math.sqrt(_product(x, x, n) + _LENGTH_EPS))
+    factor = length / np.float32(math.sqrt(_product(x, x, n) + _L2_EPS))
     x_ = floats(x)
     for i in range(n):
         x_[i] *= factor
 
 
 @exact
-def _update(state, moved, q, k, v, key_dim, value_dim, decay, beta, recalled, out):
-    """Update a head's state (key_dim, value_dim) into ``moved``, which it may be, and read that into ``out``
-    (value_dim,); ``recalled`` is scratch."""
-    q_, k_, v_, recalled_, out_ = floats(q), floats(k), floats(v), floats(recalled), floats(out)
+def _update(state, new_state, q, k, v, key_dim, value_dim, decay, beta, delta, out):
+    """new_state = decay * state + k delta^T with delta = beta * (v - decay * state^T k), out = new_state^T q. States:
+    (key_dim, value_dim), may be the same; delta: (value_dim,), scratch; out: (value_dim,)."""
+    q_, k_, v_, delta_, out_ = floats(q), floats(k), floats(v), floats(delta), floats(out)
     for j in range(value_dim):
-        recalled_[j] = ZERO
+        delta_[j] = ZERO
     for i in range(key_dim):
-        row, here = floats(state + 4 * i * value_dim), k_[i]
+        row, k_i = floats(state + 4 * i * value_dim), k_[i]
         for j in range(value_dim):
-            recalled_[j] += here * row[j]
+            delta_[j] += k_i * row[j]
     for j in range(value_dim):
-        recalled_[j] = beta * (v_[j] - decay * recalled_[j])
+        delta_[j] = beta * (v_[j] - decay * delta_[j])
         out_[j] = ZERO
     for i in range(key_dim):
-        row, there, here, asked = floats(state + 4 * i * value_dim), floats(moved + 4 * i * value_dim), k_[i], q_[i]
+        row, new_row = floats(state + 4 * i * value_dim), floats(new_state + 4 * i * value_dim)
+        k_i, q_i = k_[i], q_[i]
         for j in range(value_dim):
-            new = decay * row[j] + here * recalled_[j]
-            there[j] = new
-            out_[j] += asked * new
+            new = decay * row[j] + k_i * delta_[j]
+            new_row[j] = new
+            out_[j] += q_i * new
 
 
 @exact
-def delta_net(p, table, part, parts, x, mixed, out, scratch, tag):
-    """This thread's key heads and the value heads that share them, for every row; returns its columns of ``out``. x:
-    (rows, hidden) float32; mixed: (rows, mixed_size + value_size) float32, queries, keys, values, then the gate; out:
-    (rows, value_size), of which this thread writes its heads' columns; scratch: 2 * (key_dim + value_dim) float32."""
+def delta_net(p, table, thread, threads, x, mixed, out, scratch, tag):
+    """Gated DeltaNet of this thread's key heads and their value heads, for every row. table: of `DeltaField`; x: (rows,
+    hidden) float32; mixed: (rows, mixed_size + value_size) float32, queries, keys, values, then the gate; out: (rows,
+    value_size); returns the range of columns that this thread writes. scratch: 2 * (key_dim + value_dim) float32."""
     field = words(table)
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
     slots, positions = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS])
@@ -337,36 +339,36 @@ def delta_net(p, table, part, parts, x, mixed, out, scratch, tag):
     width = 2 * key_size + value_size
     rate, dt_bias = floats(field[DeltaField.RATE]), floats(field[DeltaField.DT_BIAS])
     q, k, v = scratch, scratch + 4 * key_dim, scratch + 8 * key_dim
-    recalled = v + 4 * value_dim
-    first, last = key_heads * part // parts, key_heads * (part + 1) // parts
+    delta = v + 4 * value_dim
+    first, last = key_heads * thread // threads, key_heads * (thread + 1) // threads
     for b in range(rows):
         new = mixed + 4 * b * (width + value_size)
-        # Of this slot, the buffer that is read and the one that is written.
+        # The buffers that are read and written.
         source = positions[b] % buffers * num_slots + slots[b]
         target = (positions[b] + 1) % buffers * num_slots + slots[b]
         inputs = field[DeltaField.INPUTS] + source * (taps - 1) * width * size_of(tag)
-        moved = field[DeltaField.INPUTS] + target * (taps - 1) * width * size_of(tag)
+        shifted = field[DeltaField.INPUTS] + target * (taps - 1) * width * size_of(tag)
         for group in range(first, last):
-            _convolve(new, inputs, moved, kernel, taps, width, group * key_dim, key_dim, q, tag)
-            _convolve(new, inputs, moved, kernel, taps, width, key_size + group * key_dim, key_dim, k, tag)
+            _convolve(new, inputs, shifted, kernel, taps, width, group * key_dim, key_dim, q, tag)
+            _convolve(new, inputs, shifted, kernel, taps, width, key_size + group * key_dim, key_dim, k, tag)
             _scale_to(q, key_dim, ONE / np.float32(math.sqrt(np.float32(key_dim))))
             _scale_to(k, key_dim, ONE)
             for h in range(group * share, (group + 1) * share):
                 _convolve(
-                    new, inputs, moved, kernel, taps, width, 2 * key_size + h * value_dim, value_dim, v, tag
+                    new, inputs, shifted, kernel, taps, width, 2 * key_size + h * value_dim, value_dim, v, tag
                 )  # fmt: skip
                 beta = ONE / (ONE + exp32(-_product(x + 4 * b * hidden, field[DeltaField.B] + 4 * h * hidden, hidden)))
                 step = _product(x + 4 * b * hidden, field[DeltaField.A] + 4 * h * hidden, hidden) + dt_bias[h]
-                # softplus, which above 20 is the number itself
+                # softplus(x); x from 20 on, as in PyTorch
                 step = np.float32(math.log1p(math.exp(np.float64(step)))) if step < np.float32(20) else step
-                read = out + 4 * (b * value_size + h * value_dim)
+                head_out = out + 4 * (b * value_size + h * value_dim)
                 _update(
                     field[DeltaField.STATES] + 4 * (source * value_heads + h) * key_dim * value_dim,
                     field[DeltaField.STATES] + 4 * (target * value_heads + h) * key_dim * value_dim, q, k, v,
-                    key_dim, value_dim, exp32(-rate[h] * step), beta, recalled, read,
+                    key_dim, value_dim, exp32(-rate[h] * step), beta, delta, head_out,
                 )  # fmt: skip
-                rms_norm(read, field[DeltaField.NORM], value_dim, eps, read)
-                gate, read_ = floats(new + 4 * (width + h * value_dim)), floats(read)
+                rms_norm(head_out, field[DeltaField.NORM], value_dim, eps, head_out)
+                gate, out_ = floats(new + 4 * (width + h * value_dim)), floats(head_out)
                 for j in range(value_dim):
-                    read_[j] *= gate[j] / (ONE + exp32(-gate[j]))
+                    out_[j] *= gate[j] / (ONE + exp32(-gate[j]))
     return first * share * value_dim, last * share * value_dim

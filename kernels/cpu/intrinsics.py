@@ -1,6 +1,6 @@
 """Numba intrinsics for the CPU kernels: raw pointers, 16-bit loads and stores, atomics, OpenMP and libc calls, exp.
 
-Kernels are generic over a weight's type by a ``tag``, a number whose numba type says how the bits are read:
+Kernels are generic over a weight's type by a ``tag``, a scalar whose numba type tells how to interpret the bits:
 
     float32 -> float32    uint16 -> bfloat16    int16 -> float16    int8 -> int8    uint8 -> float8 e4m3
 """
@@ -20,7 +20,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-# OpenMP's and libc's functions under our own names, which `launch` registers before any code is loaded.
+# OpenMP's and libc's functions under names of our own, which `launch` registers before compiled code is loaded.
 SYMBOLS = (
     "wisparse_thread_num",
     "wisparse_num_threads",
@@ -48,12 +48,12 @@ def _field_of(parameters, field):
 
 
 def fixed(signature):
-    """An intrinsic of fixed types, from a function of the LLVM builder and the arguments."""
+    """Decorator: an intrinsic with a fixed signature, from a function of the LLVM builder and the arguments."""
 
     def decorate(emit):
         def codegen(context, builder, _, args):
-            found = emit(builder, *args)
-            return context.get_dummy_value() if signature.return_type == types.void else found
+            result = emit(builder, *args)
+            return context.get_dummy_value() if signature.return_type == types.void else result
 
         def typed(typingctx, *args):
             return signature, codegen
@@ -84,7 +84,7 @@ def size_of(typingctx, tag):
 
 
 def widened(builder, value, tag):
-    """A number of ``tag``'s type, or a vector of them, as float32."""
+    """A scalar or a vector of ``tag``'s type, converted to float32."""
     lanes = getattr(value.type, "count", 0)
 
     def kind(one):
@@ -100,10 +100,10 @@ def widened(builder, value, tag):
 
 @intrinsic
 def widen(typingctx, value):
-    """A stored number as float32, exactly."""
+    """A stored value converted to float32, exactly."""
 
     def codegen(context, builder, signature, args):
-        if value == types.uint8:  # e4m3: as float16's bits a number that is 2**8 too small
+        if value == types.uint8:  # e4m3: its bits moved into a float16 give the value times 2**-8
             code = builder.zext(args[0], ir.IntType(16))
             sign, rest = (builder.and_(code, ir.Constant(code.type, mask)) for mask in (0x80, 0x7F))
             sign, rest = (builder.shl(x, ir.Constant(x.type, by)) for x, by in ((sign, 8), (rest, 7)))
@@ -114,17 +114,17 @@ def widen(typingctx, value):
     return types.float32(value), codegen
 
 
-FOLDED = 16  # of `add_folded`
-DOTTED = 64  # of `four_dots`
-LANES = 32  # of `add_lanes`, or a cache line's, and of `add_nibbles`
+FOLDED = 16  # pairs of columns of a call of `add_folded`
+DOTTED = 64  # weights of a step of `four_dots`
+LANES = 32  # columns of a call of `add_lanes`, at most a cache line; bytes of a call of `add_nibbles`
 _EIGHT = types.UniTuple(types.int64, 8)
 _VALUES = types.UniTuple(types.float32, 8)
 
 
 def load(builder, address, kind):
-    found = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    found.align = 1 if kind.element != _F32 else 4
-    return found
+    value = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    value.align = 1 if kind.element != _F32 else 4
+    return value
 
 
 def splat(builder, value, count):
@@ -135,21 +135,22 @@ def splat(builder, value, count):
 
 
 def _add_scaled(builder, outs, rows, values, codes):
-    """Each of ``outs`` += the sum of the eight values times what ``codes`` makes of the row's address, in order."""
-    numbers = [[load(builder, out, ir.VectorType(_F32, count)), count] for out, count in outs]
+    """For each of ``outs``, (address, lanes): out += sum_i values[i] * codes(rows[i]), in order; ``codes`` returns the
+    vectors of a row, one for each of ``outs``."""
+    sums = [[load(builder, out, ir.VectorType(_F32, count)), count] for out, count in outs]
     for i in range(8):
         value = builder.extract_value(values, i)
-        for number, vector in zip(numbers, codes(builder.extract_value(rows, i)), strict=True):
-            product = builder.fmul(splat(builder, value, number[1]), vector, flags=("contract",))
-            number[0] = builder.fadd(number[0], product, flags=("contract",))
-    for (out, _), (vector, _) in zip(outs, numbers, strict=True):
+        for total, vector in zip(sums, codes(builder.extract_value(rows, i)), strict=True):
+            product = builder.fmul(splat(builder, value, total[1]), vector, flags=("contract",))
+            total[0] = builder.fadd(total[0], product, flags=("contract",))
+    for (out, _), (vector, _) in zip(outs, sums, strict=True):
         builder.store(vector, builder.inttoptr(out, vector.type.as_pointer())).align = 4
 
 
 @intrinsic
 def add_lanes(typingctx, out, rows, values, offset, tag):
-    """out[j] += sum_i values[i] * (the weights of ``tag``'s type at rows[i] + offset)[j]: LANES columns of eight rows, or
-    as many as a cache line has."""
+    """out[j] += sum_i values[i] * (weights of ``tag``'s type at rows[i] + offset)[j], of eight rows and LANES columns,
+    or those of a cache line if fewer."""
 
     def codegen(context, builder, signature, args):
         lanes = min(LANES, 512 // tag.bitwidth)
@@ -167,7 +168,7 @@ def add_lanes(typingctx, out, rows, values, offset, tag):
 
 @fixed(types.void(types.int64, types.int64, _EIGHT, _VALUES, types.int64))
 def add_nibbles(builder, even, odd, rows, values, offset):
-    """As `add_lanes` for the low and the high halves of LANES bytes."""
+    """`add_lanes` for the low nibbles (even columns) and the high nibbles (odd columns) of LANES bytes."""
     wide = ir.VectorType(_I32, LANES)
 
     def codes(row):
@@ -180,8 +181,8 @@ def add_nibbles(builder, even, odd, rows, values, offset):
 
 @intrinsic
 def four_dots(typingctx, rows, x, count, ahead, tag):
-    """Of each of four rows at ``rows`` the sum of the first ``count`` weights, of ``tag``'s type, times float32 x;
-    ``count`` is a multiple of DOTTED. Prefetches what lies ``ahead`` bytes after."""
+    """Four dot products: the first ``count`` weights, of ``tag``'s type, at each address of ``rows``, times float32 x;
+    ``count`` is a multiple of DOTTED. Prefetches ``ahead`` bytes further on."""
     lanes, size = 16, tag.bitwidth // 8
 
     def codegen(context, builder, signature, args):
@@ -201,15 +202,15 @@ def four_dots(typingctx, rows, x, count, ahead, tag):
                     weights = load(builder, builder.add(row, ir.Constant(_I64, size * j)), stored)
                     product = builder.fmul(value, widened(builder, weights, tag), flags=("contract",))
                     builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
-        found = []
+        results = []
         for total in sums:
             vector, width = builder.load(total), lanes
             while width > 1:
                 width //= 2
                 halves = [ir.Constant(ir.VectorType(_I32, width), list(range(i, i + width))) for i in (0, width)]
                 vector = builder.fadd(*(builder.shuffle_vector(vector, vector, half) for half in halves))
-            found.append(builder.extract_element(vector, ir.Constant(_I32, 0)))
-        return context.make_tuple(builder, signature.return_type, found)
+            results.append(builder.extract_element(vector, ir.Constant(_I32, 0)))
+        return context.make_tuple(builder, signature.return_type, results)
 
     return types.UniTuple(types.float32, 4)(
         types.UniTuple(types.int64, 4), types.int64, types.int64, types.int64, tag
@@ -218,16 +219,16 @@ def four_dots(typingctx, rows, x, count, ahead, tag):
 
 @intrinsic
 def add_folded(typingctx, out, even, odd, even_scale, odd_scale, subtracted, tag):
-    """out[2 j], out[2 j + 1] += (even[j] - subtracted) * even_scale[j], the same of odd; FOLDED of each, scales of
-    ``tag``'s type."""
+    """out[2 j] += (even[j] - subtracted) * even_scale[j], out[2 j + 1] += the same of odd, for FOLDED values of j;
+    scales of ``tag``'s type."""
 
     def codegen(context, builder, signature, args):
         kind = ir.VectorType(_F32, FOLDED)
         scales = ir.VectorType(context.get_value_type(tag), FOLDED)
-        less, parts = splat(builder, args[5], FOLDED), []
-        for numbers, scale in ((args[1], args[3]), (args[2], args[4])):
-            number = builder.fsub(load(builder, numbers, kind), less)
-            parts.append(builder.fmul(number, widened(builder, load(builder, scale, scales), tag), flags=("contract",)))
+        subtracted, parts = splat(builder, args[5], FOLDED), []
+        for sums, scale in ((args[1], args[3]), (args[2], args[4])):
+            part = builder.fsub(load(builder, sums, kind), subtracted)
+            parts.append(builder.fmul(part, widened(builder, load(builder, scale, scales), tag), flags=("contract",)))
         lanes = [i // 2 + i % 2 * FOLDED for i in range(2 * FOLDED)]
         both = builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(_I32, 2 * FOLDED), lanes))
         total = builder.fadd(load(builder, args[0], both.type), both, flags=("contract",))
@@ -239,7 +240,7 @@ def add_folded(typingctx, out, even, odd, even_scale, odd_scale, subtracted, tag
 
 @intrinsic
 def narrow(typingctx, value, tag):
-    """A float32 rounded to nearest even, as ``tag``'s type (float32, bfloat16 or float16) stores it."""
+    """A float32 rounded to nearest even in ``tag``'s type: float32, bfloat16 or float16."""
     i16 = ir.IntType(16)
 
     def codegen(context, builder, signature, args):
@@ -250,7 +251,7 @@ def narrow(typingctx, value, tag):
         bits = builder.bitcast(args[0], _I32)
         odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
         rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
-        # Rounding up could carry a NaN's payload into the sign: keep it a quiet NaN.
+        # Rounding a NaN up could carry into its sign bit: set the quiet bit instead.
         quiet = builder.or_(bits, ir.Constant(_I32, 0x400000))
         is_nan = builder.fcmp_unordered("uno", args[0], args[0])
         return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), ir.Constant(_I32, 16)), i16)
@@ -261,19 +262,19 @@ def narrow(typingctx, value, tag):
 @fixed(types.float32(types.uint8, types.int64))
 def nibble(builder, byte, shift):
     """Four bits of a byte, from bit ``shift`` on, as float32."""
-    word = builder.zext(byte, _I32)  # first: there is no vector shift of bytes
+    word = builder.zext(byte, _I32)  # before the shift: x86 has no vector shift of bytes
     word = builder.lshr(word, builder.trunc(shift, _I32))
     return builder.sitofp(builder.and_(word, ir.Constant(_I32, 15)), _F32)
 
 
-_config: Any = numba.config  # its names come from the environment: unknown to a type checker
+_config: Any = numba.config  # Any: its attributes are defined at run time
 _features = str(_config.CPU_FEATURES or ("" if _config.CPU_NAME else binding.get_host_cpu_features().flatten()))
 _x86 = platform.machine().lower() in ("x86_64", "amd64")
-# Whether `add_products` can be compiled for the processor that is compiled for, and whether by AVX-512's instructions.
+# Whether the target processor supports `add_products`, and whether by AVX-512 instructions.
 HAS_PRODUCTS = _x86 and "+avx2" in _features.split(",")
 HAS_QUADS = HAS_PRODUCTS and {"+avx512bw", "+avx512vnni"} <= set(_features.split(","))
 HAS_TILES = "+amx-bf16" in _features.split(",")  # of `product`
-# Of `add_products`: channels of a call and of one of its sums, bytes of a row, and bits of a number's lower limb.
+# Of `add_products`: channels of a call, channels of an instruction, bytes of a row, bits of a value's lower limb.
 TOGETHER, STEP, TILE_BYTES, LIMB = (16, 4, 64, 8) if HAS_QUADS else (32, 2, 32, 7)
 
 
@@ -304,13 +305,13 @@ def _prefetch(builder, address, locality=3):
 
 @fixed(types.void(types.int64))
 def prefetch(builder, address):
-    """The cache line at an address; any address is fine."""
+    """Prefetch the cache line at an address, which need not be valid."""
     _prefetch(builder, address)
 
 
 @fixed(types.void(types.int64))
 def prefetch_l2(builder, address):
-    """The same into the second-level cache, where lines a power of two apart do not push each other out."""
+    """`prefetch` into the L2 cache, where lines a power of two apart do not evict each other."""
     _prefetch(builder, address, 2)
 
 
@@ -334,7 +335,7 @@ def put_word(builder, address, value):
 
 @fixed(types.void())
 def relax(builder):
-    """The processor's spin-wait hint."""
+    """The processor's spin-wait hint (pause, yield)."""
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64"):
         kind, name, arguments = ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause", []
@@ -357,7 +358,7 @@ def now_ns(builder):
 
 
 # "contract" allows fused multiply-adds, whose results do not depend on the vector width. "reassoc" allows reordered
-# sums: for dot products only, whose order is fixed once compiled.
+# sums, whose results do: used for dot products only, whose order compilation fixes.
 exact = njit(error_model="numpy", fastmath={"contract"})
 dot = njit(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
 
@@ -373,15 +374,15 @@ def words(address):
 
 
 @exact
-def span(length, part, parts):
-    """The first column of thread ``part``, a multiple of ``_ALIGN``; ``span(length, part + 1, parts)`` is its end."""
+def span(length, thread, threads):
+    """The first column of a thread, a multiple of ``_ALIGN``; ``span(length, thread + 1, threads)`` is its end."""
     units = (length + _ALIGN - 1) // _ALIGN
-    return min(length, units * part // parts * _ALIGN)
+    return min(length, units * thread // threads * _ALIGN)
 
 
 @exact
 def exp32(x):
-    """e**x in float32, within 2 ulp; vectorises, unlike libc's (Cephes' expf)."""
+    """e**x in float32, within 2 ulp (Cephes' expf); vectorizes, unlike libc's."""
     y = min(max(x, np.float32(-87.3)), np.float32(88.7))
     magic = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
     z = (y * np.float32(1.44269504088896341) + magic) - magic

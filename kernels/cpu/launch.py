@@ -1,9 +1,10 @@
-"""Compiles the CPU's regions, each ``void region(int64 *parameters)``, and launches them on a team of OpenMP threads.
+"""Compiles the CPU's parallel regions, ``void region(int64 *parameters)``, and launches them on a team of OpenMP
+threads.
 
-Code that numba has just compiled and the same code loaded from its cache may inline differently, and then sum in
-another order. So a region is compiled by another process and always loaded from the cache: every process computes the
-same bits. numba's own cache goes by the path of a function's source. This one goes by what the source says, so that
-copies of the package share it.
+Code just compiled by numba and the same code loaded from its cache may be inlined differently, and then sum in another
+order. A region is therefore compiled in another process and always loaded from the cache, so that all processes compute
+the same bits. numba's own cache is keyed by the path of the source file; this one by its contents, so that copies of
+the package share it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from numba.core import serialize
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
 
-from ..backend import say_compiling
+from ..backend import warn_compiling
 from . import linear
 from .intrinsics import SYMBOLS
 from .layout import TeamField
@@ -53,16 +54,16 @@ _SIGNATURE = types.void(types.CPointer(types.int64))
 _OPENMP = "omp_get_thread_num", "omp_get_num_threads"  # both in the order of SYMBOLS
 _LIBC = "usleep", "clock_gettime", "madvise"
 _LINE_S = 10.0
-_NOT_WRITTEN = "not written: "  # how the compiling process says that the disk is full
+_NOT_WRITTEN = "not written: "  # prefix of the compiling process's message after an OSError
 _COMPILER = """
 import json, sys
-path, *given = json.loads(sys.argv[1])
+path, *arguments = json.loads(sys.argv[1])
 sys.path[:] = path
 from wisparse.kernels.cpu.launch import compile_here
-compile_here(*given)
+compile_here(*arguments)
 """
-_config: Any = numba.config  # its names come from the environment: unknown to a type checker
-_regions: dict[str, Any] = {}  # compiled
+_config: Any = numba.config  # Any: its attributes are defined at run time
+_regions: dict[str, Any] = {}  # compiled regions by name
 _lock = threading.Lock()
 
 
@@ -78,7 +79,7 @@ def step_float16(p):
     step(p, np.int16(0), DENSE)
 
 
-# Apart, as they take twice as long to compile.
+# Regions of their own, as they take twice as long to compile.
 
 
 def experts_float32(p):
@@ -115,7 +116,7 @@ REGIONS = {
 
 
 def prepare(*names: str) -> None:
-    """Compile the regions that are not on disk, side by side, and load all; RuntimeError if one cannot be compiled."""
+    """Compile the regions that are not on disk, in parallel, and load all; RuntimeError if one cannot be compiled."""
     with _lock:
         missing = [name for name in dict.fromkeys(names) if name not in _regions]
         if missing:
@@ -128,28 +129,28 @@ def _compiled(names: Sequence[str]) -> list[Any]:
     if folder is not None:
         try:
             return _through_disk(names, folder)
-        except OSError as error:  # the disk is full, say
+        except OSError as error:  # for example, the disk is full
             _warn(str(error))
     try:
-        with tempfile.TemporaryDirectory() as passing:
-            return _through_disk(names, Path(passing))
-    except OSError as error:  # nothing can be written, or no process started
+        with tempfile.TemporaryDirectory() as temporary:
+            return _through_disk(names, Path(temporary))
+    except OSError as error:  # no folder is writable, or no process can be started
         log.info("%s compiled in memory: %s", ", ".join(names), error)
         return [numba.cfunc(_SIGNATURE)(REGIONS[name]) for name in names]
 
 
 def _through_disk(names: Sequence[str], folder: Path) -> list[Any]:
-    """Regions loaded from a folder, after other processes compiled those that it lacks."""
+    """Load regions from a folder, after other processes have compiled the missing ones into it."""
     missing = [name for name in names if not _file(REGIONS[name], folder).exists()]
-    if missing and folder == _cache_folder():  # else a warning has said that every process compiles them
-        say_compiling("CPU", len(missing))
+    if missing and folder == _cache_folder():  # else ``_warn`` has been logged
+        warn_compiling("CPU", len(missing))
     if missing and not sys.executable:
-        raise OSError("this Python is inside another program, and its path is not known")
+        raise OSError("sys.executable is not set, as this Python is embedded in another program")
     with contextlib.ExitStack() as running:
         compilers = []
         for name in missing:
-            given = json.dumps([sys.path, REGIONS[name].__module__, name, str(folder)])
-            command = [sys.executable, "-c", _COMPILER, given]
+            arguments = json.dumps([sys.path, REGIONS[name].__module__, name, str(folder)])
+            command = [sys.executable, "-c", _COMPILER, arguments]
             compilers.append(running.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
         outputs = [_output(compiler) for compiler in compilers]
     for compiler, name, output in zip(compilers, missing, outputs, strict=True):
@@ -164,7 +165,7 @@ def _through_disk(names: Sequence[str], folder: Path) -> list[Any]:
 
 
 def _output(compiler: subprocess.Popen[str]) -> str:
-    """What a compiling process prints, awaited with a line every ten seconds."""
+    """The standard error of a compiling process; logs a line every ten seconds."""
     began = time.monotonic()
     while True:
         try:
@@ -174,8 +175,8 @@ def _output(compiler: subprocess.Popen[str]) -> str:
 
 
 def compile_here(module: str, name: str, folder: str) -> None:
-    """Compile a region into a folder: what the compiling process does, which runs nothing of it."""
-    for symbol in SYMBOLS:  # they only have to be known
+    """Compile a region into a folder, in the compiling process, which does not run it."""
+    for symbol in SYMBOLS:  # any address: the code is not run here
         llvmlite.binding.add_symbol(symbol, 1)
     try:
         _load(getattr(importlib.import_module(module), name), Path(folder))
@@ -184,7 +185,7 @@ def compile_here(module: str, name: str, folder: str) -> None:
 
 
 class _OnDisk:
-    """What a compiled function asks for its code, and gives it to: one file."""
+    """numba's cache interface of a function, backed by one file."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -196,12 +197,12 @@ class _OnDisk:
         return None
 
     def save_overload(self, signature: object, compiled: Any) -> None:
-        whole = self.file.with_suffix(f".{uuid.uuid4().hex}")  # others may write the same code at the same time
+        temporary = self.file.with_suffix(f".{uuid.uuid4().hex}")  # other processes may write the same file
         try:
-            whole.write_bytes(serialize.dumps(compiled._reduce()))
-            whole.replace(self.file)
+            temporary.write_bytes(serialize.dumps(compiled._reduce()))
+            temporary.replace(self.file)
         finally:
-            whole.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def _load(region: Any, folder: Path) -> Any:
@@ -212,11 +213,11 @@ def _load(region: Any, folder: Path) -> Any:
 
 
 def _file(region: Any, folder: Path) -> Path:
-    """A region's code. The name changes with its source, the CPU back end's, the compiler and the processor."""
+    """The file of a region's code, named by a digest of the back end's sources, the compiler and the processor."""
     name, features = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
-    asked = f"{_config.CPU_NAME} {_config.CPU_FEATURES}"  # by NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
+    target = f"{_config.CPU_NAME} {_config.CPU_FEATURES}"  # NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
     versions = f"{platform.python_version()} {numba.__version__} {llvmlite.__version__}"
-    digest = hashlib.sha256(f"{versions} {name} {features} {asked}".encode())
+    digest = hashlib.sha256(f"{versions} {name} {features} {target}".encode())
     for file in (*sorted(Path(__file__).parent.glob("*.py")), Path(inspect.getfile(region))):
         digest.update(file.read_bytes())
     return folder / f"{region.__name__}-{digest.hexdigest()[:16]}.code"
@@ -224,7 +225,7 @@ def _file(region: Any, folder: Path) -> Path:
 
 @functools.cache
 def _cache_folder() -> Path | None:
-    """Where compiled code is kept: under NUMBA_CACHE_DIR or the user's cache; None, with a warning, if not writable."""
+    """The folder of compiled code, under NUMBA_CACHE_DIR or the user's cache; None, with a warning, if not writable."""
     try:
         parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wisparse"
         folder = Path(_config.CACHE_DIR or parent) / "wisparse-cpu"
@@ -245,12 +246,12 @@ def _warn(reason: str) -> None:
 
 
 def team_size() -> int:
-    """Threads of the next launch: torch's own setting, or 1 where no OpenMP runtime was found."""
+    """Threads of the next launch: torch's setting, or 1 without an OpenMP runtime."""
     return torch.get_num_threads() if _openmp() is not None else 1
 
 
 def launch(name: str, parameters: np.ndarray, threads: int) -> None:
-    """Run a region on at most ``threads`` threads. parameters: int64, by its fields; what they point to stays alive."""
+    """Run a region on at most ``threads`` threads. parameters: int64; the caller keeps alive what they point to."""
     if name not in _regions:
         prepare(name)
     address, runtime = _regions[name].address, _openmp()
@@ -262,7 +263,7 @@ def launch(name: str, parameters: np.ndarray, threads: int) -> None:
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch uses; None, with a warning, where none was found."""
+    """The OpenMP runtime that torch uses; None, with a warning, if none was found."""
     tried = []
     for library in _candidates():
         try:
@@ -281,22 +282,22 @@ def _openmp() -> ctypes.CDLL | None:
 
 
 def _candidates() -> Iterator[str]:
-    # The library in torch's folder is loaded already, so its threads are torch's own. Builds without one (conda,
-    # distributions) load the system's, under one of these names; LLVM's and Intel's have GOMP's entry points too.
+    # The library in torch's folder is already loaded, so threads are shared with torch. Builds without one (conda,
+    # distributions) use the system's, under one of these names; LLVM's and Intel's also have GOMP's entry points.
     yield from sorted(str(path) for path in (Path(torch.__file__).parent / "lib").glob("*omp*") if ".so" in path.name)
     yield from filter(None, map(ctypes.util.find_library, ("gomp", "iomp5", "omp")))
 
 
 @functools.cache
 def _register() -> tuple[Any, ...]:
-    """Give OpenMP's and libc's functions the names that compiled code uses; returns what must stay alive for them."""
+    """Register OpenMP's and libc's functions under SYMBOLS; returns objects that must stay alive."""
     runtime = _openmp()
     if runtime is not None:
         libc = ctypes.CDLL(None)
         functions: tuple[Any, ...] = (runtime, libc)
         entries = [getattr(runtime, name) for name in _OPENMP] + [getattr(libc, name) for name in _LIBC]
         addresses = [ctypes.cast(entry, ctypes.c_void_p).value for entry in entries]
-    else:  # one thread waits for nobody: it neither sleeps nor reads the clock, nor asks for memory
+    else:  # a single thread calls none of libc's functions, so any address will do
         functions = tuple(ctypes.CFUNCTYPE(ctypes.c_int32)(lambda number=number: number) for number in (0, 1))
         thread_num, num_threads = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
         addresses = [thread_num, num_threads, *[thread_num] * len(_LIBC)]
@@ -305,18 +306,18 @@ def _register() -> tuple[Any, ...]:
     return functions
 
 
-# A thread less costs at most 1 / size of the speed; half of that may be lost by waiting for longer.
+# Tolerated waiting, as a fraction of 1 / size of the run time, which is what one thread less would cost.
 _TOLERATED = 0.5
-_DEBT_NS = 1_000_000  # shrink when this much more was lost: another program takes a core for milliseconds
-_FIRST_PAUSE_NS, _LONGEST_PAUSE_NS = 10_000_000, 640_000_000  # between tries of a larger size
-_CROWDED = 0.05  # share of a smaller team's time in which the calling thread had no core: no point in a try
+_DEBT_NS = 1_000_000  # waiting beyond the tolerated time from which a team shrinks
+_FIRST_PAUSE_NS, _LONGEST_PAUSE_NS = 10_000_000, 640_000_000  # between attempts at a larger size
+_CROWDED = 0.05  # fraction of time in which the calling thread had no core, from which no attempt is made
 
 
 class Team:
-    """Launches regions, each on as many threads as found a core lately. All threads of a team wait for the last one,
-    and where another program takes a core, for as long as the scheduler lets that run: ten decode steps of a small
-    model. So a team that lost too much time shrinks by a thread, and tries the larger size again later, less often with
-    every try that failed. Only the waits are measured: other programs cannot be counted in a container."""
+    """Launches regions with a number of threads adapted to the cores that are free. All threads wait for the last one;
+    if another process takes its core, for a time slice of the scheduler, about ten decode steps of a small model. A
+    team that waited too long shrinks by a thread and attempts the larger size again later, with exponential backoff.
+    Only waiting times are measured, as other processes are not visible in a container."""
 
     def __init__(self) -> None:
         self.size = 0  # threads of the last launch
@@ -342,19 +343,19 @@ class Team:
             else:
                 self._resize(self.size + 1, start, _FIRST_PAUSE_NS)
         small = self.size < most
-        worked = time.thread_time_ns() if small else 0
+        cpu_start = time.thread_time_ns() if small else 0
         self.words[TeamField.WAITED_NS] = 0
         launch(name, parameters, self.size)
         end = time.perf_counter_ns()
         if small:
             self._ran += end - start
-            self._lost += end - start - (time.thread_time_ns() - worked)
+            self._lost += end - start - (time.thread_time_ns() - cpu_start)
         if self.size == 1:
             return
         waited = int(self.words[TeamField.WAITED_NS])
         self._debt = max(0.0, self._debt + waited - (end - start) * _TOLERATED / self.size)
         if self._debt > _DEBT_NS:
-            # A failed try doubles the pause, a size that had been good for long does not.
+            # The pause doubles after a failed attempt, not after a size that lasted longer than the pause.
             failed = start - self._since < self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_NS) if failed else _FIRST_PAUSE_NS
             self._resize(self.size - 1, end, self._pause)

@@ -1,14 +1,14 @@
 """Compiled: selection of the kept channels, and products over them.
 
-    select:  index = {k : some row has |x_k| * channel_scale_k >= threshold},  value = x at these, 0 where a row drops k
-             of a graded weight row 2 k (high plane, value 16 x) by the first threshold, row 2 k + 1 by the second
+    select:  index = {k : some row has |x_k| * channel_scale_k >= threshold},  value = x_k, 0 where a row drops k
+             graded weights: row 2 k (high plane, value 16 x_k) by the first threshold, row 2 k + 1 by the second
     project: y[n] = sum over the list of value_k * weight_t[k, n], + bias
 
-A kept channel's weights are one contiguous row of ``weight_t`` (K, N). Each thread owns a span of columns and adds
-eight channels per pass, by float32 fused multiply-adds in the order of k: the bits depend neither on the number of
-threads nor on the other rows of a batch. The definition is ``reference.sparse_linear``.
+A channel's weights are one contiguous row of ``weight_t`` (K, N). Each thread has a span of columns and adds eight
+channels a pass, by float32 fused multiply-adds in the order of k, so results depend neither on the number of threads
+nor on the other rows of a batch. The definition is ``reference.sparse_linear``.
 
-Lists: index (count,) int32; value (rows, value_stride) float32.
+An index list is index (count,) int32 and value (rows, value_stride) float32.
 """
 
 from __future__ import annotations
@@ -46,26 +46,23 @@ from .intrinsics import (
     widen,
     words,
 )
-from .layout import CACHE_LINE, MOST_LISTED, OWN_WORDS, DequantizeField, ProjectionField, ScaleType, StoredAs
+from .layout import CACHE_LINE, LIST_WORDS, MOST_LISTED, DequantizeField, ProjectionField, ScaleType, StoredAs
 from .product import add_products
 
 _BYTE, _INT8 = np.uint8(0), np.int8(0)
-_ZERO_CODE = np.float32(8)  # where there are no zero points
-_HIGH = np.float32(16)  # what a code of the high plane counts
-# Of numbers whose limbs `add_products` takes; the bits of the largest float32 for them, and the smallest unit.
-_LARGEST_NUMBER, _LARGEST_BITS, _SMALLEST_UNIT = (
-    np.float32(32639 if HAS_QUADS else 8128),
-    np.int32(0x7149F2CA),
-    np.float32(1e-38),
-)
+_ZERO_CODE = np.float32(8)  # the default zero point
+_HIGH = np.float32(16)  # factor of the high plane's codes
+# Of values that `_add_in_integers` quantizes: the largest integer, the bits of the largest float32, the smallest unit.
+_LARGEST_INTEGER, _LARGEST_BITS = np.float32(32639 if HAS_QUADS else 8128), np.int32(0x7149F2CA)
+_SMALLEST_UNIT = np.float32(1e-38)
 _INFINITY = np.float32(np.inf)
-_ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
+_ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
 
 
 @exact
 def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, value_stride, counts):
-    """List the channels lo..hi, of a graded weight the planes, that a row keeps; returns their number. ``counts``, int64,
-    grows by each row's."""
+    """List the channels lo..hi (graded: their rows of the weight) that any row keeps; returns their number. Adds the
+    number that each row keeps to ``counts``, int64."""
     scale = words(projection)[ProjectionField.SCALE]
     x_, scale_, value_ = floats(x), floats(scale), floats(value)
     threshold, low = floats(thresholds)[0], floats(thresholds)[1]
@@ -85,17 +82,17 @@ def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, valu
         for k in range(lo, hi):
             for plane in range(2):
                 index_[n] = np.int32(2 * k + plane)
-                limit, times = (low, ONE) if plane else (threshold, _HIGH)
-                here = 0
+                limit, factor = (low, ONE) if plane else (threshold, _HIGH)
+                keeping = 0
                 for b in range(rows):
                     v = x_[b * x_stride + k]
                     keep = 1
                     if scale != 0 and abs(v) * scale_[k] < limit:
                         keep = 0
-                    value_[b * value_stride + n] = times * v if keep else ZERO
-                    here += keep
-                n += 1 if here else 0
-                kept += here
+                    value_[b * value_stride + n] = factor * v if keep else ZERO
+                    keeping += keep
+                n += 1 if keeping else 0
+                kept += keeping
     elif scale == 0:
         for k in range(lo, hi):
             index_[n] = np.int32(k)
@@ -113,27 +110,27 @@ def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, valu
     else:
         for k in range(lo, hi):
             index_[n] = np.int32(k)
-            here = 0
+            keeping = 0
             for b in range(rows):
                 v = x_[b * x_stride + k]
                 keep = 0 if abs(v) * scale_[k] < threshold else 1
                 value_[b * value_stride + n] = v if keep else ZERO
-                here += keep
-            n += 1 if here else 0
-            kept += here
+                keeping += keep
+            n += 1 if keeping else 0
+            kept += keeping
     counts_ = words(counts)
     counts_[0] += kept
     return n
 
 
 @exact
-def gather(segment_index, segment_value, segment_stride, segments, parts, rows, index, value, value_stride):
-    """Join the lists of all threads, in order of channels; returns the length."""
+def gather(segment_index, segment_value, segment_stride, segments, threads, rows, index, value, value_stride):
+    """Concatenate the lists of all threads, in the order of channels; returns the length."""
     from_, to = pointer(segment_index, np.int32(0)), pointer(index, np.int32(0))
     segments_ = words(segments)
     n = 0
-    for part in range(parts):
-        first, count = segments_[2 * part], segments_[2 * part + 1]
+    for thread in range(threads):
+        first, count = segments_[2 * thread], segments_[2 * thread + 1]
         for i in range(count):
             to[n + i] = from_[first + i]
         for b in range(rows):
@@ -147,7 +144,7 @@ def gather(segment_index, segment_value, segment_stride, segments, parts, rows, 
 
 @exact
 def _eight_rows(weight, stride, index, p, last):
-    """Addresses of the rows that ``index`` lists from p on; beyond ``last`` that one again."""
+    """Addresses of the eight rows listed from entry p on; entries beyond ``last`` repeat it."""
     return (
         weight + np.int64(index[min(p, last)]) * stride,
         weight + np.int64(index[min(p + 1, last)]) * stride,
@@ -167,7 +164,7 @@ def _or_zero(values, i, count):
 
 @exact
 def _eight_values(values, count):
-    """The first eight of ``count`` values; beyond the end 0."""
+    """The first eight values; 0 from ``count`` on."""
     return (
         values[0], _or_zero(values, 1, count), _or_zero(values, 2, count), _or_zero(values, 3, count),
         _or_zero(values, 4, count), _or_zero(values, 5, count), _or_zero(values, 6, count), _or_zero(values, 7, count),
@@ -176,8 +173,8 @@ def _eight_values(values, count):
 
 @exact
 def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, tag):
-    """acc[b, :] = sum over the list of value[b, i] * weight[index[i], lo:hi]. The next eight rows are prefetched a cache
-    line of each at a time: kept channels have no stride to predict."""
+    """acc[b, :] = sum over the list of value[b, i] * weight[index[i], lo:hi]. The next eight rows are prefetched, as
+    the hardware prefetcher cannot predict the addresses of kept channels."""
     width = hi - lo
     size = size_of(tag)
     index_ = pointer(index, np.int32(0))
@@ -190,28 +187,28 @@ def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, a
         for j in range(width):
             a[j] = ZERO
     for p in range(0, count, 8):
-        here = _eight_rows(weight, stride, index_, p, count - 1)
-        ahead = _eight_rows(weight, stride, index_, p + 8, count - 1)
+        addresses = _eight_rows(weight, stride, index_, p, count - 1)
+        next_addresses = _eight_rows(weight, stride, index_, p + 8, count - 1)
         for b in range(rows):
             values = _eight_values(floats(value + 4 * (b * value_stride + p)), count - p)
             out = acc + 4 * b * acc_stride
             for x in range(0, whole, line):
                 if b == 0:
-                    prefetch_rows(ahead, x * size)
+                    prefetch_rows(next_addresses, x * size)
                 for y in range(x, x + line, min(LANES, line)):
-                    add_lanes(out + 4 * y, here, values, y * size, tag)
+                    add_lanes(out + 4 * y, addresses, values, y * size, tag)
             a = floats(out)
             for j in range(whole, width):
                 s = a[j]
                 for i in range(8):
-                    s += values[i] * widen(pointer(here[i], tag)[j])
+                    s += values[i] * widen(pointer(addresses[i], tag)[j])
                 a[j] = s
 
 
 @exact
 def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag):
-    """acc[b, :] = columns lo..hi of an int4 projection, without its bias, a group of channels at a time. ``partial``:
-    (rows, partial_stride) float32, partial_stride >= hi - lo + PARTIAL_MORE, the sums of one group."""
+    """acc[b, :] = columns lo..hi of an int4 projection, without bias, group by group. ``partial``: scratch memory for
+    the sums of one group, (rows, partial_stride) float32, partial_stride >= hi - lo + PARTIAL_EXTRA."""
     field = words(row)
     group, half = field[ProjectionField.GROUP], (field[ProjectionField.N] + 1) // 2
     stride = field[ProjectionField.STRIDE]
@@ -244,12 +241,12 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
                 codes, stride, index, p, end, count, value, value_stride, rows, width, partial, partial_stride
             )
         while i < end:
-            here = _eight_rows(codes, stride, index_, i, end - 1)
-            ahead = _eight_rows(codes, stride, index_, min(i + 8, end), count - 1)
+            addresses = _eight_rows(codes, stride, index_, i, end - 1)
+            next_addresses = _eight_rows(codes, stride, index_, min(i + 8, end), count - 1)
             for b in range(rows):
                 values = _eight_values(floats(value + 4 * (b * value_stride + i)), end - i)
                 even = partial + 4 * b * partial_stride
-                _add_eight(here, ahead, values, width, even, even + 4 * width, b == 0)
+                _add_eight(addresses, next_addresses, values, width, even, even + 4 * width, b == 0)
             i += 8
         for b in range(rows):
             total = ZERO
@@ -259,19 +256,19 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
             sums, out = partial + 4 * b * partial_stride, acc + 4 * b * acc_stride
             kind = field[ProjectionField.SCALE_TYPE]
             if kind == ScaleType.BFLOAT16:
-                _fold(field, g, half, sums, width, total, lo, hi, out, np.uint16(0))
+                _add_scaled(field, g, half, sums, width, total, lo, hi, out, np.uint16(0))
             elif kind == ScaleType.FLOAT16:
-                _fold(field, g, half, sums, width, total, lo, hi, out, np.int16(0))
+                _add_scaled(field, g, half, sums, width, total, lo, hi, out, np.int16(0))
             else:
-                _fold(field, g, half, sums, width, total, lo, hi, out, ZERO)
+                _add_scaled(field, g, half, sums, width, total, lo, hi, out, ZERO)
         p = end
 
 
 @exact
 def _add_in_integers(codes, stride, index, p, end, count, value, value_stride, rows, width, partial, partial_stride):
-    """partial[b, :] += value[b, p:end] @ codes of these channels, values rounded to 16 bits (without AVX-512 14) of the
-    largest of a row, which in a model of 16-bit numbers is fine: several times as fast. Gives where the rest begins: p if
-    a value is not finite."""
+    """partial[b, :] += value[b, p:end] @ codes in integers, several times as fast: values are quantized to 16 bits (14
+    without AVX-512) of a row's largest. Returns ``end``, or p, having done nothing, for values not finite or too
+    large."""
     whole = width // TILE_BYTES * TILE_BYTES
     listed, magnitude = pointer(index, np.int32(0)), np.int32(0x7FFFFFFF)
     for b in range(rows):
@@ -285,47 +282,54 @@ def _add_in_integers(codes, stride, index, p, end, count, value, value_stride, r
         given = floats(value + 4 * b * value_stride)
         even = partial + 4 * b * partial_stride
         odd = even + 4 * width
-        # A row's own channels, so that its sums do not depend on those of other rows: their places and numbers, both limbs.
-        own = (even + 4 * (partial_stride - OWN_WORDS) + 4) & -8
-        numbers = own + 8 * (MOST_LISTED + TOGETHER)
-        uppers = numbers + 4 * MOST_LISTED
+        # This row's own list, so that its sums do not depend on other rows: offsets of codes, values, limbs of values.
+        offsets = (even + 4 * (partial_stride - LIST_WORDS) + 4) & -8
+        quantized = offsets + 8 * (MOST_LISTED + TOGETHER)
+        uppers = quantized + 4 * MOST_LISTED
         lowers = uppers + MOST_LISTED
-        rows_, v = words(own), floats(numbers)
+        offset, v = words(offsets), floats(quantized)
         upper, lower = pointer(uppers, _INT8), pointer(lowers, _INT8)
         stop = np.int64(0)
         for i in range(p, end):
-            rows_[stop], v[stop] = np.int64(listed[i]) * stride, given[i]
+            offset[stop], v[stop] = np.int64(listed[i]) * stride, given[i]
             stop += 1 if given[i] != ZERO else 0
-        bits = pointer(numbers, np.int32(0))
+        bits = pointer(quantized, np.int32(0))
         largest = np.int32(0)
         for i in range(stop):
             largest = max(largest, bits[i] & magnitude)
-        unit = bits_to_float(largest) / _LARGEST_NUMBER
+        unit = bits_to_float(largest) / _LARGEST_INTEGER
         inverse = ONE / unit if unit > _SMALLEST_UNIT else ZERO
         padded = (stop + STEP - 1) // STEP * STEP
         for i in range(stop, padded):
-            rows_[i], v[i] = rows_[0], ZERO
+            offset[i], v[i] = offset[0], ZERO
         for i in range(padded):
             v[i] = (v[i] * inverse + _ROUNDING) - _ROUNDING
-            number = np.int32(v[i])
-            limb = (number + np.int32(1 << (LIMB - 1))) >> np.int32(LIMB)
+            integer = np.int32(v[i])
+            limb = (integer + np.int32(1 << (LIMB - 1))) >> np.int32(LIMB)
             upper[i] = np.int8(limb)
-            lower[i] = np.int8(number - (limb << np.int32(LIMB)))
-        for i in range(TOGETHER):  # to be prefetched
-            rows_[padded + i] = np.int64(listed[min(end + i, count - 1)]) * stride
+            lower[i] = np.int8(integer - (limb << np.int32(LIMB)))
+        for i in range(TOGETHER):  # the next group's, to be prefetched
+            offset[padded + i] = np.int64(listed[min(end + i, count - 1)]) * stride
         for first in range(0, padded, TOGETHER):
             steps = (min(padded - first, TOGETHER)) // STEP
             for x in range(0, whole, TILE_BYTES):
                 if x % CACHE_LINE == 0 and b == 0:
                     for i in range(first + STEP * steps, first + STEP * steps + TOGETHER):
-                        prefetch(codes + x + rows_[i])
+                        prefetch(codes + x + offset[i])
                 add_products(
-                    codes + x, own + 8 * first, uppers + first, lowers + first, steps, even + 4 * x, odd + 4 * x, unit
+                    codes + x,
+                    offsets + 8 * first,
+                    uppers + first,
+                    lowers + first,
+                    steps,
+                    even + 4 * x,
+                    odd + 4 * x,
+                    unit,
                 )
         if whole < width:
             even_, odd_ = floats(even), floats(odd)
             for i in range(stop):
-                r = pointer(codes + rows_[i], _BYTE)
+                r = pointer(codes + offset[i], _BYTE)
                 for j in range(whole, width):
                     even_[j], odd_[j] = _add_pair(even_[j], odd_[j], unit * v[i], r[j])
     return end
@@ -337,23 +341,24 @@ def _add_pair(even, odd, value, byte):
 
 
 @exact
-def _add_eight(here, ahead, values, width, even, odd, first):
-    """even += values @ codes of even outputs, odd those of odd ones; ``first``: of the batch's rows, which prefetches."""
+def _add_eight(addresses, next_addresses, values, width, even, odd, prefetches):
+    """even += values @ codes of even outputs, odd += the same of odd ones, of eight channels."""
     whole = width // CACHE_LINE * CACHE_LINE
     for x in range(0, whole, CACHE_LINE):
-        if first:
-            prefetch_rows(ahead, x)
+        if prefetches:
+            prefetch_rows(next_addresses, x)
         for y in range(x, x + CACHE_LINE, LANES):
-            add_nibbles(even + 4 * y, odd + 4 * y, here, values, y)
+            add_nibbles(even + 4 * y, odd + 4 * y, addresses, values, y)
     even_, odd_ = floats(even), floats(odd)
     for j in range(whole, width):
         for i in range(8):
-            even_[j], odd_[j] = _add_pair(even_[j], odd_[j], values[i], pointer(here[i], _BYTE)[j])
+            even_[j], odd_[j] = _add_pair(even_[j], odd_[j], values[i], pointer(addresses[i], _BYTE)[j])
 
 
 @exact
-def _fold(field, g, half, sums, width, total, lo, hi, out, tag):
-    """out += scale * (sums - zero * total) for columns lo..hi of group g; ``sums`` begins at an even column."""
+def _add_scaled(field, g, half, sums, width, total, lo, hi, out, tag):
+    """out += scale * (sums - zero * total), columns lo..hi of group g; sums: even columns from lo // 2 * 2 on, then
+    odd."""
     at, size = 2 * g * half + lo // 2, size_of(tag)
     even, odd, scales = sums, sums + 4 * width, field[ProjectionField.COLUMN_SCALE] + at * size
     subtracted = _ZERO_CODE * total
@@ -364,7 +369,7 @@ def _fold(field, g, half, sums, width, total, lo, hi, out, tag):
             zero = pointer(field[ProjectionField.ZERO_POINT] + at + parity * half, _BYTE)
             for j in range(width):
                 sum_[j] -= np.float32(zero[j]) * total
-    # lo and hi may each cut a pair of columns: whole pairs first.
+    # lo and hi may be odd: pairs of columns first.
     skip, rest = lo % 2, hi % 2
     end = skip + (width - rest - skip) // FOLDED * FOLDED
     out -= 4 * skip
@@ -383,7 +388,7 @@ def _fold(field, g, half, sums, width, total, lo, hi, out, tag):
 
 @exact
 def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag):
-    """acc[b, :] = columns lo..hi of one projection, with scales and bias; ``tag`` is the base type's."""
+    """acc[b, :] = columns lo..hi of a projection, with scales and bias; ``tag``: of the base type."""
     field = words(row)
     weight, n, kind = field[ProjectionField.WEIGHT], field[ProjectionField.N], field[ProjectionField.STORED_AS]
     if kind == StoredAs.INT4:
@@ -409,12 +414,12 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
 
 @dot
 def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, outputs, vocab, tag):
-    """out[outputs[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
+    """out[outputs[b], lo:hi] = weight[lo:hi] @ x[b], weight (V, K); ``scale``: (V,) float32 of int8, 0: none."""
     size, whole = size_of(tag), k // DOTTED * DOTTED
     outputs_ = words(outputs)
     v = lo
     while v < hi:
-        # The last group overlaps the one before it, within this thread's span.
+        # Four dot products at a time; the last four may overlap the ones before.
         group = min(v, max(lo, hi - 4))
         last = hi - 1
         addresses = (
@@ -447,15 +452,13 @@ def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, outputs, vocab
 
 @exact
 def _dequantize_channel(field, k, lo, hi, target, scale_tag, tag):
-    """target[0:hi - lo] = channel k of outputs lo..hi; lo is even."""
+    """target[0:hi - lo] = row k of the weight, outputs lo..hi; lo is even."""
     half, first = (field[ProjectionField.N] + 1) // 2, lo // 2
     at = 2 * (k // field[ProjectionField.GROUP]) * half + first
     codes = pointer(field[ProjectionField.WEIGHT] + k * field[ProjectionField.STRIDE] + first, _BYTE)
     out = pointer(target, tag)
-    scales, zeros = (
-        field[ProjectionField.COLUMN_SCALE] + at * size_of(scale_tag),
-        field[ProjectionField.ZERO_POINT] + at,
-    )
+    scales = field[ProjectionField.COLUMN_SCALE] + at * size_of(scale_tag)
+    zeros = field[ProjectionField.ZERO_POINT] + at
     even, odd = pointer(scales, scale_tag), pointer(scales + half * size_of(scale_tag), scale_tag)
     if field[ProjectionField.ZERO_POINT] == 0:
         for j in range((hi - lo) // 2):
@@ -474,11 +477,11 @@ def _dequantize_channel(field, k, lo, hi, target, scale_tag, tag):
 
 @exact
 def dequantize(p, tag):
-    """Outputs FIRST..LAST of an int4 weight as numbers of ``tag``'s type, (K * PLANES, LAST - FIRST)."""
-    parts, part = np.int64(num_threads()), np.int64(thread_num())
+    """Dequantize outputs FIRST..LAST of an int4 weight to ``tag``'s type, (K * PLANES, LAST - FIRST)."""
+    threads, thread = np.int64(num_threads()), np.int64(thread_num())
     field, lo, hi = words(p[DequantizeField.PROJECTION]), p[DequantizeField.FIRST], p[DequantizeField.LAST]
     kind, channels = field[ProjectionField.SCALE_TYPE], field[ProjectionField.K] * field[ProjectionField.PLANES]
-    for k in range(channels * part // parts, channels * (part + 1) // parts):
+    for k in range(channels * thread // threads, channels * (thread + 1) // threads):
         target = p[DequantizeField.TARGET] + k * (hi - lo) * size_of(tag)
         if kind == ScaleType.BFLOAT16:
             _dequantize_channel(field, k, lo, hi, target, np.uint16(0), tag)

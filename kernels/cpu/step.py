@@ -1,7 +1,7 @@
-"""Compiled: one decode step of the whole model, run by every thread of a team. Activations are float32.
+"""Compiled: a decode step of the whole model, run by every thread of a team. Activations are float32.
 
-A block takes five barriers, one of experts three and two a token, two more with PER_LAYER. After each half every thread adds all of it to a residual of its own, since a norm and the
-next half's selection need all of it.
+A block takes five barriers; with experts three, and two for each token; with PER_LAYER two more. Every thread has a
+copy of the whole residual stream, to which it adds the outputs of all threads, as norms and selections need all of it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .intrinsics import (
     widen,
     words,
 )
-from .layout import PARTIAL_MORE, BlockField, FloatField, ProjectionField, StepField
+from .layout import PARTIAL_EXTRA, BlockField, FloatField, ProjectionField, StepField
 from .linear import gather, output_rows, project, select
 from .mlp import ROW_BYTES, activate_times, mlp
 
-_INT8, _NONE, _ROOT_OF_HALF = np.int8(0), np.int64(0), np.float32(0.5**0.5)
+_INT8, _NONE, _SQRT_HALF = np.int8(0), np.int64(0), np.float32(0.5**0.5)
 
 
 @exact
 def _normed(x, norm, rows, hidden, eps, out):
-    """x (rows, hidden) normalised into ``out``; x itself without a norm."""
+    """RMSNorm of x (rows, hidden) into ``out``; returns ``out``, or x if ``norm`` is 0."""
     if norm == 0:
         return x
     for b in range(rows):
@@ -52,23 +52,23 @@ def _add(residual, half, length, multiplier):
 
 @exact
 def _tap(p, index, residual, rows, hidden):
-    """Keep every row's input of a block for who has asked for it."""
+    """Copy the rows' input of block ``index`` to TAPS, if a draft head reads it."""
     if p[StepField.TAPPED] != 0:
         tapped = words(p[StepField.TAPPED])
         if tapped[index] >= 0:
-            x, kept = floats(residual), floats(p[StepField.TAPS])
+            x, taps = floats(residual), floats(p[StepField.TAPS])
             for b in range(rows):
                 at = b * tapped[p[StepField.NUM_BLOCKS] + 1] + tapped[index]
                 for j in range(hidden):
-                    kept[at + j] = x[b * hidden + j]
+                    taps[at + j] = x[b * hidden + j]
 
 
 @exact
-def _logits(p, x, part, parts, base_tag):
-    """This thread's span of every row's logits, multiplied and capped; x: (rows, hidden)."""
+def _logits(p, x, thread, threads, base_tag):
+    """This thread's span of the logits of x (rows, hidden), multiplied and capped."""
     rows, hidden, vocab = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.VOCAB]
     head, scale, out, outputs = p[StepField.HEAD], p[StepField.HEAD_SCALE], p[StepField.LOGITS], p[StepField.OUTPUTS]
-    lo, hi = vocab * part // parts, vocab * (part + 1) // parts
+    lo, hi = vocab * thread // threads, vocab * (thread + 1) // threads
     if scale != 0:
         output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, outputs, vocab, _INT8)
     else:
@@ -86,11 +86,12 @@ def _logits(p, x, part, parts, base_tag):
 
 
 @exact
-def _per_layer_inputs(p, x, part, parts, base_tag):
-    """Add to PER_LAYER_INPUTS, which hold the tokens' rows, what this thread's blocks have of the embeddings x."""
+def _per_layer_inputs(p, x, thread, threads, base_tag):
+    """PER_LAYER_INPUTS = (PER_LAYER_INPUTS + norm(projection of the embeddings x)) * sqrt(1/2), for this thread's
+    blocks."""
     rows, hidden, size = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.PER_LAYER]
     blocks, eps = p[StepField.NUM_BLOCKS], floats(p[StepField.FLOATS])[FloatField.EPS]
-    width, lo, hi = blocks * size, blocks * part // parts * size, blocks * (part + 1) // parts * size
+    width, lo, hi = blocks * size, blocks * thread // threads * size, blocks * (thread + 1) // threads * size
     projected, factor = p[StepField.PER_LAYER_PROJECTED], ONE / np.float32(math.sqrt(np.float32(hidden)))
     output_rows(
         p[StepField.PER_LAYER_PROJECTION], hidden, lo, hi, x, hidden, rows, _NONE, projected, p[StepField.ROW_NUMBERS],
@@ -98,35 +99,35 @@ def _per_layer_inputs(p, x, part, parts, base_tag):
     )  # fmt: skip
     for b in range(rows):
         for at in range(b * width + lo, b * width + hi, size):
-            here, inputs = floats(projected + 4 * at), floats(p[StepField.PER_LAYER_INPUTS] + 4 * at)
+            projected_, inputs = floats(projected + 4 * at), floats(p[StepField.PER_LAYER_INPUTS] + 4 * at)
             for j in range(size):
-                here[j] *= factor
+                projected_[j] *= factor
             rms_norm(projected + 4 * at, p[StepField.PER_LAYER_NORM], size, eps, projected + 4 * at)
             for j in range(size):
-                inputs[j] = (here[j] + inputs[j]) * _ROOT_OF_HALF
+                inputs[j] = (projected_[j] + inputs[j]) * _SQRT_HALF
 
 
 @exact
-def _add_per_layer(p, block, residual, normed, part, parts, base_tag):
-    """Add a block's own part: norm(projection @ (activation(gate @ x) * inputs))."""
+def _add_per_layer(p, block, residual, normed, thread, threads, base_tag):
+    """residual += norm(projection @ (activation(gate @ residual) * PER_LAYER_INPUTS))."""
     block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
     rows, hidden, size = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.PER_LAYER]
-    gated, half, numbers = p[StepField.PER_LAYER_GATED], p[StepField.HALF], p[StepField.ROW_NUMBERS]
+    gated, half, row_ids = p[StepField.PER_LAYER_GATED], p[StepField.HALF], p[StepField.ROW_NUMBERS]
     constants = floats(p[StepField.FLOATS])
-    lo, hi = span(size, part, parts), span(size, part + 1, parts)
+    lo, hi = span(size, thread, threads), span(size, thread + 1, threads)
     output_rows(
-        block_[BlockField.PER_LAYER_GATE], hidden, lo, hi, residual, hidden, rows, _NONE, gated, numbers, size, base_tag
+        block_[BlockField.PER_LAYER_GATE], hidden, lo, hi, residual, hidden, rows, _NONE, gated, row_ids, size, base_tag
     )
     for b in range(rows):
         inputs = p[StepField.PER_LAYER_INPUTS] + 4 * ((b * p[StepField.NUM_BLOCKS] + block) * size + lo)
         activate_times(gated + 4 * (b * size + lo), inputs, size, 1, hi - lo, p[StepField.ACTIVATION], constants)
-    barrier(p[StepField.TEAM], parts)
+    barrier(p[StepField.TEAM], threads)
 
-    lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
+    lo, hi = span(hidden, thread, threads), span(hidden, thread + 1, threads)
     output_rows(
-        block_[BlockField.PER_LAYER_PROJECTION], size, lo, hi, gated, size, rows, _NONE, half, numbers, hidden, base_tag
+        block_[BlockField.PER_LAYER_PROJECTION], size, lo, hi, gated, size, rows, _NONE, half, row_ids, hidden, base_tag
     )
-    barrier(p[StepField.TEAM], parts)
+    barrier(p[StepField.TEAM], threads)
 
     x = _normed(half, block_[BlockField.PER_LAYER_OUTPUT], rows, hidden, constants[FloatField.EPS], normed)
     _add(residual, x, rows * hidden, ONE)
@@ -134,8 +135,8 @@ def _add_per_layer(p, block, residual, normed, part, parts, base_tag):
 
 @exact
 def step(p, base_tag, kind):
-    """One token for every row: embedding, blocks, final norm, logits. ``kind``: see `mlp`."""
-    parts, part = np.int64(num_threads()), np.int64(thread_num())
+    """A token of every row: embedding, blocks, final norm, logits. ``kind``: see `mlp`."""
+    threads, thread = np.int64(num_threads()), np.int64(thread_num())
     team = p[StepField.TEAM]
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
     constants = floats(p[StepField.FLOATS])
@@ -143,19 +144,19 @@ def step(p, base_tag, kind):
     half, qkv = p[StepField.HALF], p[StepField.QKV]
     thresholds = p[StepField.THRESHOLDS]
 
-    residual = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
+    residual = p[StepField.SCRATCH] + thread * p[StepField.SCRATCH_BYTES]
     normed = residual + p[StepField.NORMED_AT]
     acc = residual + p[StepField.ACC_AT]
     index, value = residual + p[StepField.INDEX_AT], residual + p[StepField.VALUE_AT]
     partial = residual + p[StepField.PARTIAL_AT]
     length, acc_stride = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH]
-    partial_stride = acc_stride + PARTIAL_MORE
+    partial_stride = acc_stride + PARTIAL_EXTRA
     seg_index, seg_value, seg_count = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE], p[StepField.SEGMENT_COUNT]
     segments = words(seg_count)
-    counts = p[StepField.COUNTS] + 8 * part * p[StepField.NUM_PROJECTIONS]
-    spare = p[StepField.SPARE_COUNTS] + 8 * part  # what every thread selects for itself is counted by thread 0 only
+    counts = p[StepField.COUNTS] + 8 * thread * p[StepField.NUM_PROJECTIONS]
+    spare = p[StepField.SPARE_COUNTS] + 8 * thread  # all threads select the same channels, thread 0 counts
 
-    lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
+    lo, hi = span(hidden, thread, threads), span(hidden, thread + 1, threads)
 
     tokens = words(p[StepField.TOKENS])
     for b in range(rows):
@@ -164,16 +165,16 @@ def step(p, base_tag, kind):
         for j in range(hidden):
             target[j] = widen(source[j]) * constants[FloatField.EMBEDDING_MULTIPLIER]
     if p[StepField.PER_LAYER] != 0:
-        _per_layer_inputs(p, residual, part, parts, base_tag)
+        _per_layer_inputs(p, residual, thread, threads, base_tag)
 
     for block in range(p[StepField.NUM_BLOCKS]):
         block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
         first, num_qkv, width = block_[BlockField.FIRST], block_[BlockField.NUM_INPUTS], block_[BlockField.INPUT_WIDTH]
-        qkv_lo, qkv_hi = span(width, part, parts), span(width, part + 1, parts)
-        if part == 0:
+        qkv_lo, qkv_hi = span(width, thread, threads), span(width, thread + 1, threads)
+        if thread == 0:
             _tap(p, block, residual, rows, hidden)
 
-        # q, k, v: this thread's columns of all of them together.
+        # q, k, v: this thread's columns of the concatenated outputs.
         x = _normed(residual, block_[BlockField.ATTENTION_INPUT], rows, hidden, eps, normed)
         begin = np.int64(0)
         for i in range(num_qkv):
@@ -181,10 +182,10 @@ def step(p, base_tag, kind):
             field = words(row)
             end = begin + field[ProjectionField.N]
             from_, to = max(begin, qkv_lo), min(end, qkv_hi)
-            if from_ < to or part == 0:
+            if from_ < to or thread == 0:
                 count = select(
                     x, hidden, rows, 0, hidden, row, thresholds + 8 * (first + i), index, value, length,
-                    counts + 8 * (first + i) if part == 0 else spare,
+                    counts + 8 * (first + i) if thread == 0 else spare,
                 )  # fmt: skip
                 if from_ < to:
                     project(
@@ -192,56 +193,56 @@ def step(p, base_tag, kind):
                         partial, partial_stride, base_tag,
                     )  # fmt: skip
             begin = end
-        barrier(team, parts)
+        barrier(team, threads)
 
-        # This thread's heads into the accumulator, and their kept channels listed for o.
+        # Attention of this thread's heads into the accumulator, then the list of o's kept channels among them.
         if block_[BlockField.DELTA] != 0:
-            a_lo, a_hi = delta_net(p, block_[BlockField.DELTA], part, parts, x, qkv, acc, index, base_tag)
+            a_lo, a_hi = delta_net(p, block_[BlockField.DELTA], thread, threads, x, qkv, acc, index, base_tag)
         else:
-            a_lo, a_hi = attention(p, block, part, parts, acc, index, base_tag)
+            a_lo, a_hi = attention(p, block, thread, threads, acc, index, base_tag)
         i = first + num_qkv
         row = p[StepField.PROJECTIONS] + i * ROW_BYTES
         field = words(row)
         begin = a_lo * field[ProjectionField.PLANES]
-        segments[2 * part] = begin
-        segments[2 * part + 1] = select(
+        segments[2 * thread] = begin
+        segments[2 * thread + 1] = select(
             acc, field[ProjectionField.K], rows, a_lo, a_hi, row, thresholds + 8 * i, seg_index + 4 * begin,
             seg_value + 4 * begin, length, counts + 8 * i,
         )  # fmt: skip
-        barrier(team, parts)
+        barrier(team, threads)
 
-        count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
+        count = gather(seg_index, seg_value, length, seg_count, threads, rows, index, value, length)
         project(
             row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, partial, partial_stride, base_tag
         )
-        barrier(team, parts)
+        barrier(team, threads)
 
         x = _normed(half, block_[BlockField.ATTENTION_OUTPUT], rows, hidden, eps, normed)
         _add(residual, x, rows * hidden, multiplier)
 
         x = _normed(residual, block_[BlockField.MLP_INPUT], rows, hidden, eps, normed)
-        mlp(kind, p, block, x, part, parts, base_tag)
-        barrier(team, parts)
+        mlp(kind, p, block, x, thread, threads, base_tag)
+        barrier(team, threads)
 
         x = half
         if block_[BlockField.BESIDE] != 0:
             x = acc
             for b in range(rows):
-                mine, other = acc + 4 * b * hidden, normed + 4 * b * hidden
-                rms_norm(half + 4 * b * hidden, block_[BlockField.EXPERTS_OUTPUT], hidden, eps, mine)
-                rms_norm(p[StepField.BESIDE] + 4 * b * hidden, block_[BlockField.SHARED_OUTPUT], hidden, eps, other)
-                _add(mine, other, hidden, ONE)
+                experts, dense = acc + 4 * b * hidden, normed + 4 * b * hidden
+                rms_norm(half + 4 * b * hidden, block_[BlockField.EXPERTS_OUTPUT], hidden, eps, experts)
+                rms_norm(p[StepField.BESIDE] + 4 * b * hidden, block_[BlockField.SHARED_OUTPUT], hidden, eps, dense)
+                _add(experts, dense, hidden, ONE)
         x = _normed(x, block_[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
         _add(residual, x, rows * hidden, multiplier)
         if p[StepField.PER_LAYER] != 0:
-            _add_per_layer(p, block, residual, normed, part, parts, base_tag)
+            _add_per_layer(p, block, residual, normed, thread, threads, base_tag)
         if block_[BlockField.SCALAR] != 0:
             scalar, r = floats(block_[BlockField.SCALAR])[0], floats(residual)
             for j in range(rows * hidden):
                 r[j] *= scalar
 
-    if part == 0:
+    if thread == 0:
         _tap(p, p[StepField.NUM_BLOCKS], residual, rows, hidden)
     x = _normed(residual, p[StepField.FINAL_NORM], rows, hidden, eps, normed)
-    _logits(p, x, part, parts, base_tag)
-    barrier(team, parts)
+    _logits(p, x, thread, threads, base_tag)
+    barrier(team, threads)

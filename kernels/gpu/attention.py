@@ -1,24 +1,23 @@
-"""Attention: one decode step for every row, and a short prompt's chunk behind what its slot holds.
+"""Attention over the KV cache: a decode step of B rows, and a chunk of a prompt.
 
     q, k  = rotary(norm?(q)), rotary(norm?(k)) at position p,   v = v / rms?(v)
-    cache[slot, head, p] = k, v, or their codes and scales: what is attended to, the new position included
-    out   = softmax(cap?(scale * q . K[: p + 1])) V[: p + 1] * sigmoid?(gate)     with a sink: exp(sink) more below the line
+    cache[slot, head, p] = k, v, or their codes and scales; position p too is attended to as stored
+    out   = softmax(cap?(scale * q . K[: p + 1])) V[: p + 1] * sigmoid?(gate)   a sink adds exp(sink) to the sum
 
-Decode (``launch_attention``): programs (kv_splits, kv_heads, B), each with one split of one KV head's context:
+Decode (``launch_attention``): grid (kv_splits, kv_heads, B), a program has one KV split of one KV head:
 
     context   |-- split 0 --|-- split 1 --|-- split 2 --|-- split 3 --| p  K, V: (block_t, d) tiles, stages in flight
                                                                            q: (heads / kv_heads padded to 16, d)
 
-The linear that reads the attention's output combines the splits as it selects its channels. Split 0 takes the new
-token's key and value from registers, so no program waits for the cache's store. Bytes: 2 * kv_heads * d * context *
-sizeof(dtype) a row. Codes (int8 or e4m3) are multiplied as they are; their scales, one for each position and
-head, multiply the scores and the weights of the values. Rows that continue one another, of one slot, are stored first
-by a launch of their own (``launch_store_rows``); a row then has the bits that it has alone with as many splits.
+The next linear combines the KV splits when it loads its input. Split 0 takes the new token's key and value from
+registers, so no program waits for the cache's store. Bytes: 2 * kv_heads * d * context * sizeof(dtype) a row. Codes
+(int8 or e4m3) are operands of tl.dot; their scales, one for each position and head, multiply the scores and the softmax
+weights. If several rows are consecutive positions of one slot (a draft), ``launch_store_rows`` stores all keys and
+values first; each row's result is then bitwise equal to that of a launch of its own with as many splits.
 
-A prompt's chunk: ``launch_store_kv``, then ``launch_chunk_attention``, as every row reads what the rows before it have
-stored. Slot, start and number of rows are in a tensor, so that a captured graph serves every prompt.
-
-Rotary products are rounded to the model's dtype one by one, as transformers does. Twin: ``runtime.torch.block``.
+A prompt's chunk: ``launch_store_kv``, then ``launch_chunk_attention``, as rows read the keys and values of the rows
+before them. Slot, start and number of rows are in a tensor, so that one CUDA graph serves all prompts. The rotary
+products are rounded to the model's dtype, as in transformers. Twin: ``runtime.torch.block``.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import KVSplits, gdc_wait, rms_normalize, soft_cap
-from .kv_cache import KVSlots, load_kv, pairs, place_of, scale_place_of, store_vector
+from .kv_cache import KVSlots, load_kv, scale_offset, slot_offset, store_vector, widen_pairs
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_CHUNK_TILES = 8  # programs of one KV head, about: 8 KV heads then fill half of an H200
+_CHUNK_TILES = 8  # programs of a KV head, about; with 8 KV heads half of an H200's multiprocessors
 
 
 class QKNorms(NamedTuple):
@@ -46,39 +45,39 @@ class QKNorms(NamedTuple):
 
 
 class RotaryTables(NamedTuple):
-    cos: Tensor  # (max_seq_len, rotary / 2) dtype; of no columns where nothing is rotated
+    cos: Tensor  # (max_seq_len, rotary / 2) dtype; (max_seq_len, 0) without a rotary embedding
     sin: Tensor
-    query_scale: Tensor | None  # (max_seq_len,) dtype, what rotated queries are multiplied by
+    query_scale: Tensor | None  # (max_seq_len,) dtype, multiplies rotated queries
 
 
 class Rows(NamedTuple):
-    """What each row of a step reads and where its token goes. An idle row reads and writes no cache."""
+    """Token, position and cache slot of each row of a step. Idle rows neither read nor write the cache."""
 
     token: Tensor  # (B,) int64, negative for an idle row
     position: Tensor  # (B,) int32
-    slot: Tensor  # (B,) int32, of the cache; a row that is not idle has one of its own, unless all are stored first
+    slot: Tensor  # (B,) int32; rows that are not idle have different slots, except after ``launch_store_rows``
 
 
 class AttentionShape(NamedTuple):
-    """Compiled in: what is computed."""
+    """Compile-time constants: what is computed."""
 
     heads: int
     kv_heads: int
     d: int
     rotary: int  # rotated dimensions of a head
-    window: int = 0  # positions seen, the new one included; 0: all
-    interleaved: bool = False  # neighbours are rotated together, not halves
+    window: int = 0  # sliding window, in positions, the new one included; 0: none
+    interleaved: bool = False  # rotary pairs are (2 i, 2 i + 1), not (i, i + rotary / 2)
     softcap: float = 0.0  # c in c * tanh(score / c); 0: none
     norm_of: str = "head"  # RMSNorm of q and k: "head", "rotated head" (after the rotation), "whole" (all heads as one)
-    gated: bool = False  # each head's query is followed by a gate of the same width
-    shared: bool = False  # keys as they come are the values too
+    gated: bool = False  # each head's query is followed by a gate (d,)
+    shared: bool = False  # the values are the keys before norm and rotation
     value_norm: bool = False  # each head's values are divided by their root mean square
 
 
 class _Config(NamedTuple):
-    """Compiled in: how it is computed. ``…_pad``: powers of two."""
+    """Compile-time constants: how it is computed. ``…_pad``: powers of two."""
 
-    splits: int  # decode: of the context; chunk: unused
+    splits: int  # decode: KV splits; chunk: unused
     block_m: int  # chunk: queries of a program, rows times the heads that share a KV head; decode: unused
     block_t: int
     stages: int
@@ -89,15 +88,14 @@ class _Config(NamedTuple):
 @triton.jit
 def _head_vectors(
     base_ptr, head, live_head, norm_ptr, cos, sin, eps,  # base_ptr: a row's queries, or keys and values, head by head
-    # The first head of queries, or of keys, how many there are, and from one to the next.
-    FIRST: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
+    FIRST: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,  # head: first, number, stride
     shape: tl.constexpr, config: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """(heads, d_pad) rotated query or key vectors, rounded to dtype; zeros in the padding."""
     D: tl.constexpr = shape.d
     HALF: tl.constexpr = shape.rotary // 2
     d = tl.arange(0, config.d_pad)
-    # The partner of d in the rotation, and its sign: (-x2, x1).
+    # The other dimension of d's rotary pair, and its sign: (-x2, x1).
     if shape.interleaved:
         partner = tl.where(d < shape.rotary, d ^ 1, d)
         sign = tl.where(d % 2 == 0, -1.0, 1.0)
@@ -114,9 +112,9 @@ def _head_vectors(
             i = tl.arange(0, triton.next_power_of_2(WIDTH))
             whole = tl.load(base_ptr + FIRST * D + i, mask=i < WIDTH, other=0.0).to(tl.float32)
             rstd = tl.rsqrt(tl.sum(whole * whole, axis=0) / WIDTH + eps)
-            own_ptr = norm_ptr + (head - FIRST)[:, None] * D
-            norm_x = tl.load(own_ptr + d[None, :], mask=live, other=0.0)
-            norm_y = tl.load(own_ptr + partner[None, :], mask=live_partner, other=0.0)
+            head_ptr = norm_ptr + (head - FIRST)[:, None] * D
+            norm_x = tl.load(head_ptr + d[None, :], mask=live, other=0.0)
+            norm_y = tl.load(head_ptr + partner[None, :], mask=live_partner, other=0.0)
         elif shape.norm_of == "head":
             rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
             norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0)[None, :]
@@ -124,9 +122,9 @@ def _head_vectors(
         if shape.norm_of != "rotated head":
             x = rms_normalize(x, norm_x, rstd, dtype).to(tl.float32)
             y = rms_normalize(y, norm_y, rstd, dtype).to(tl.float32)
-    straight = (x * cos[None, :]).to(dtype).to(tl.float32)
-    crossed = (sign[None, :] * y * sin[None, :]).to(dtype).to(tl.float32)
-    rotated = tl.where((d < shape.rotary)[None, :], (straight + crossed).to(dtype).to(tl.float32), x)
+    cos_term = (x * cos[None, :]).to(dtype).to(tl.float32)
+    sin_term = (sign[None, :] * y * sin[None, :]).to(dtype).to(tl.float32)
+    rotated = tl.where((d < shape.rotary)[None, :], (cos_term + sin_term).to(dtype).to(tl.float32), x)
     if norm_ptr is not None and shape.norm_of == "rotated head":
         rstd = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / D + eps)[:, None]
         norm = tl.load(norm_ptr + d, mask=d < D, other=0.0)
@@ -136,7 +134,7 @@ def _head_vectors(
 
 @triton.jit
 def _cos_sin(rotary, p, shape: tl.constexpr, config: tl.constexpr):
-    """Of a head's dimensions at position p: they repeat for the second half of the rotated ones, or every other one."""
+    """cos and sin (d_pad,) of each dimension of a head at position p; equal for both dimensions of a rotary pair."""
     HALF: tl.constexpr = shape.rotary // 2
     d = tl.arange(0, config.d_pad)
     at = p * HALF + (d // 2 if shape.interleaved else tl.where(d < HALF, d, d - HALF))
@@ -167,14 +165,14 @@ def _store_new_kv(
     query_ptr, kv_head, slot, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """The new key and value (d_pad,) of a KV head as they are stored at position p if ``live``, in float32."""
+    """Store a KV head's new key and value at position p if ``live``; returns them as stored, (d_pad,) float32."""
     D: tl.constexpr = shape.d
     VALUES: tl.constexpr = shape.heads if shape.shared else shape.heads + shape.kv_heads  # the first head of values
     base_ptr = query_ptr + (shape.heads * D if shape.gated else 0)
     d = tl.arange(0, config.d_pad)
-    one = tl.arange(0, 1)
+    zero = tl.arange(0, 1)
     k = _head_vectors(
-        base_ptr, shape.heads + kv_head + one, one == 0, norms.k, cos, sin, norms.eps, shape.heads, shape.kv_heads, D,
+        base_ptr, shape.heads + kv_head + zero, zero == 0, norms.k, cos, sin, norms.eps, shape.heads, shape.kv_heads, D,
         shape, config, dtype,
     )  # fmt: skip
     k = tl.reshape(k, (config.d_pad,))
@@ -182,11 +180,11 @@ def _store_new_kv(
     if shape.value_norm:
         v_float = v.to(tl.float32)
         v = (v_float * tl.rsqrt(tl.sum(v_float * v_float, axis=0) / D + norms.eps)).to(dtype)
-    at = place_of(cache, slot, kv_head) + p.to(tl.int64) * cache.stride
+    at = slot_offset(cache, slot, kv_head) + p.to(tl.int64) * cache.stride
     k_scale = None
     v_scale = None
     if cache.k_scale is not None:
-        scale_at = scale_place_of(cache, slot, kv_head) + p.to(tl.int64) * cache.scale_stride
+        scale_at = scale_offset(cache, slot, kv_head) + p.to(tl.int64) * cache.scale_stride
         k_scale = cache.k_scale + scale_at
         v_scale = cache.v_scale + scale_at
     k = store_vector(k, cache.k + at, k_scale, live, shape, config)
@@ -195,7 +193,7 @@ def _store_new_kv(
 
 @triton.jit
 def _scores(products, scale_log2, shape: tl.constexpr):
-    """Scores in the log2 domain, from products of queries and keys."""
+    """Scores in the log2 domain from the products q . k."""
     s = products * scale_log2
     if shape.softcap > 0.0:
         s = soft_cap(s, shape.softcap * _LOG2_E)
@@ -203,37 +201,37 @@ def _scores(products, scale_log2, shape: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
-    """One tile more (of ``load_kv``) of the online softmax, over the positions ``seen``: maximum (log2 domain),
-    denominator, sum. Of codes ``q`` and ``acc`` are the even columns, ``q_odd`` and ``odd`` the others."""
+def _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape: tl.constexpr, dtype: tl.constexpr):
+    """Online softmax over one more tile (of ``load_kv``) at the positions of ``mask``: maximum m (log2 domain),
+    denominator ``total``, sum ``acc``. With codes q and acc are the even columns, q_odd and acc_odd the odd ones."""
     k, v, k_scale, v_scale = kv
     if k.dtype.is_int():
-        even_k, odd_k = pairs(k, dtype)
+        even_k, odd_k = widen_pairs(k, dtype)
         s = tl.dot(q, tl.trans(even_k), input_precision="ieee")
         s = tl.dot(q_odd, tl.trans(odd_k), s, input_precision="ieee") * k_scale[None, :]
     else:
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    s = tl.where(seen, _scores(s, scale_log2, shape), float("-inf"))
+    s = tl.where(mask, _scores(s, scale_log2, shape), float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=1))
-    factor = tl.exp2(m - m_new)
+    rescale = tl.exp2(m - m_new)
     weight = tl.exp2(s - m_new[:, None])
-    total = total * factor + tl.sum(weight, axis=1)
-    acc = acc * factor[:, None]
+    total = total * rescale + tl.sum(weight, axis=1)
+    acc = acc * rescale[:, None]
     if v.dtype.is_int():
-        # float16 would lose weights that are multiplied by the scale alone.
+        # In float16 weight * scale may underflow.
         UNIT: tl.constexpr = 128.0 if dtype == tl.float16 else 1.0
         weight = (weight * (v_scale * UNIT)[None, :]).to(dtype)
-        even_v, odd_v = pairs(v, dtype)
+        even_v, odd_v = widen_pairs(v, dtype)
         acc += tl.dot(weight, even_v * (1.0 / UNIT), input_precision="ieee")
-        odd = odd * factor[:, None] + tl.dot(weight, odd_v * (1.0 / UNIT), input_precision="ieee")
+        acc_odd = acc_odd * rescale[:, None] + tl.dot(weight, odd_v * (1.0 / UNIT), input_precision="ieee")
     else:
         acc += tl.dot(weight.to(dtype), v, input_precision="ieee")
-    return m_new, total, acc, odd
+    return m_new, total, acc, acc_odd
 
 
 @triton.jit
-def _halves(x, cache):
-    """(rows, d_pad) as ``_attend`` takes it: x and nothing, or for codes its even and its odd columns."""
+def _split_columns(x, cache):
+    """x (rows, d_pad) for ``_attend``: with codes its even and its odd columns, else x twice, the second unused."""
     if cache.k_scale is not None:
         even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
     else:
@@ -243,15 +241,15 @@ def _halves(x, cache):
 
 
 @triton.jit
-def _whole(acc, odd, cache):
+def _join_columns(acc, acc_odd, cache):
     if cache.k_scale is not None:
-        acc = tl.reshape(tl.join(acc, odd), (acc.shape[0], 2 * acc.shape[1]))
+        acc = tl.reshape(tl.join(acc, acc_odd), (acc.shape[0], 2 * acc.shape[1]))
     return acc
 
 
 @triton.jit
 def _attention_kernel(
-    qkv_ptr, norms, rotary, cache, rows, out, sinks_ptr, scale_log2,  # as of launch_attention; scale_log2: times log2(e)
+    qkv_ptr, norms, rotary, cache, rows, out, sinks_ptr, scale_log2,  # of launch_attention; scale * log2(e)
     shape: tl.constexpr, config: tl.constexpr, STORED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -264,10 +262,10 @@ def _attention_kernel(
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
 
-    # Positions and cache are older than this step: they are read while the linear before it still runs. An idle row may
-    # be full.
-    place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
-    p = tl.maximum(place, 0)
+    # Positions and cache were written in earlier steps: loaded before gdc_wait. The position of an idle row may be
+    # beyond the cache.
+    row_position = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
+    p = tl.maximum(row_position, 0)
     cos, sin = _cos_sin(rotary, p, shape, config)
     if sinks_ptr is not None:
         lane = tl.arange(0, GROUP_PAD)
@@ -291,36 +289,37 @@ def _attention_kernel(
     total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if split == 0:
+        stores = (row_position >= 0) & (not STORED)
         k_new, v_new = _store_new_kv(
-            query_ptr, kv_head, slot, p, (place >= 0) & (not STORED), cos, sin, norms, cache, shape, config, dtype
-        )
+            query_ptr, kv_head, slot, p, stores, cos, sin, norms, cache, shape, config, dtype
+        )  # fmt: skip
         m = _scores(tl.sum(q.to(tl.float32) * k_new[None, :], axis=1), scale_log2, shape)
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
         acc += v_new[None, :]
-        if sinks_ptr is not None:  # one more score, of a value that is 0; of all splits in one
-            new = tl.exp2(m - tl.maximum(m, sink))
+        if sinks_ptr is not None:  # a score whose value is 0, in split 0 only
+            rescale = tl.exp2(m - tl.maximum(m, sink))
             m = tl.maximum(m, sink)
-            total = new + tl.exp2(sink - m)
-            acc = acc * new[:, None]
+            total = rescale + tl.exp2(sink - m)
+            acc = acc * rescale[:, None]
 
-    # If there are codes. Nothing is left of the second parts where there are none.
-    q, q_odd = _halves(q, cache)
-    acc, odd = _halves(acc, cache)
+    # Without codes q_odd and acc_odd are eliminated as dead code.
+    q, q_odd = _split_columns(q, cache)
+    acc, acc_odd = _split_columns(acc, cache)
     if begin < end:
-        seen = (t < end)[None, :]
-        m, total, acc, odd = _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape, dtype)
+        mask = (t < end)[None, :]
+        m, total, acc, acc_odd = _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape, dtype)
     for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=config.stages):
         t = start + tl.arange(0, BLOCK_T)
         kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
-        seen = (t < end)[None, :]
-        m, total, acc, odd = _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape, dtype)
-    acc = _whole(acc, odd, cache)
+        mask = (t < end)[None, :]
+        m, total, acc, acc_odd = _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape, dtype)
+    acc = _join_columns(acc, acc_odd, cache)
 
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
     head = kv_head * GROUP + g
     live = (g < GROUP)[:, None] & (d < D)[None, :]
-    if shape.gated:  # every split alike, which is as if their sum were
+    if shape.gated:  # applied to every split: linear in acc
         gate = tl.load(query_ptr + head[:, None] * Q_STRIDE + D + d[None, :], mask=live, other=0.0).to(tl.float32)
         acc = acc / (1.0 + tl.exp(-gate))
     at = (row * shape.heads + head) * config.splits + split
@@ -337,21 +336,21 @@ def launch_attention(
     qkv: Tensor, cache: KVSlots, rows: Rows, rotary: RotaryTables, out: KVSplits, shape: AttentionShape, *,
     scale: float, norms: QKNorms, sinks: Tensor | None = None, stages: int = 3, stored: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Launch one block's attention for B rows; ``stored``: after ``launch_store_rows``. Nothing is checked or allocated
-    here. qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding; gated:
-    twice the heads; shared: kv_heads once. scale: of the scores. sinks: (heads,), one more score of each head's softmax.
-    ``stages`` tiles of keys and values are in flight in shared memory, 32 KiB each with heads of 128."""
+    """Launch one block's attention for B rows; nothing is checked or allocated. qkv: (B, (heads + 2 * kv_heads) * D),
+    queries, keys and values side by side, before norm and rotary embedding; gated: twice the heads; shared: kv_heads
+    once. scale: of the scores. sinks: (heads,), an additional score of each head's softmax. ``stored``: after
+    ``launch_store_rows``. ``stages``: num_stages of the loop over tiles, 32 KiB of shared memory each with D = 128."""
     batch, _, splits, _ = out.x.shape
-    # Wide heads take as much shared memory with fewer positions: some chips have little.
+    # A tile of wide heads has fewer positions, so that its bytes fit into the shared memory of all architectures.
     d_pad = _padded(shape, cache)
     block_t = max(16, min(64, 8192 // d_pad))
     if cache.k_scale is not None and splits * batch >= 16:
-        block_t *= 2  # as many bytes
+        block_t *= 2  # codes have half the bytes
     if qkv.dtype == torch.float32:
-        # Twice the bytes; and without tensor cores a thread holds whole rows of q and of keys, the fewer the better.
+        # Twice the bytes, and without tensor cores a thread holds whole rows of q and of keys in registers.
         stages, block_t = 1, max(16, block_t // 2)
-    # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them, and the
-    # widest do not fit into the registers of fewer.
+    # Eight warps if there are few programs and the head is wide enough, or if the head is too wide for the registers of
+    # four warps.
     warps = 8 if shape.d > 256 or (splits * (1 if stored else batch) <= 8 and shape.d >= 128) else 4
     group_pad = max(16, triton.next_power_of_2(shape.heads // shape.kv_heads))  # 16: tl.dot's smallest side
     config = _Config(splits, 0, block_t, stages, d_pad, group_pad)
@@ -369,21 +368,21 @@ def _store_rows_kernel(
     D: tl.constexpr = shape.d
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
-    place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
-    p = tl.maximum(place, 0)
+    row_position = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
+    p = tl.maximum(row_position, 0)
     cos, sin = _cos_sin(rotary, p, shape, config)
     slot = tl.load(rows.slot + row).to(tl.int64)
     gdc_wait(PDL)
     Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
     query_ptr = qkv_ptr + row * (shape.heads * Q_STRIDE + shape.kv_heads * D * (1 if shape.shared else 2))
-    _store_new_kv(query_ptr, kv_head, slot, p, place >= 0, cos, sin, norms, cache, shape, config, dtype)
+    _store_new_kv(query_ptr, kv_head, slot, p, row_position >= 0, cos, sin, norms, cache, shape, config, dtype)
 
 
 def launch_store_rows(
     qkv: Tensor, cache: KVSlots, rows: Rows, rotary: RotaryTables, shape: AttentionShape, norms: QKNorms, *,
     pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Store every row's key and value, before ``launch_attention`` with ``stored``; arguments as there."""
+    """Store every row's key and value, for ``launch_attention`` with ``stored``; the same arguments."""
     config = _Config(0, 0, 0, 0, _padded(shape, cache), 0)
     _store_rows_kernel[(qkv.shape[0], shape.kv_heads)](
         qkv, norms, rotary, cache, rows, shape, config, pdl, num_warps=1, launch_pdl=pdl
@@ -424,50 +423,50 @@ def _chunk_attention_kernel(
     kv_head = tl.program_id(1)
     slot = tl.load(chunk_ptr)
     start = tl.load(chunk_ptr + 1).to(tl.int32)
-    last = tl.maximum(tl.load(chunk_ptr + 2).to(tl.int32) - 1, 0)  # rows beyond it see what it sees
+    last = tl.maximum(tl.load(chunk_ptr + 2).to(tl.int32) - 1, 0)  # rows beyond it attend to the same positions
     i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row = i // GROUP
     head = kv_head * GROUP + i % GROUP
-    place = start + tl.minimum(row, last)
+    row_position = start + tl.minimum(row, last)
     d = tl.arange(0, D_PAD)
-    inside = (row < rows)[:, None] & (d < D)[None, :]
+    live = (row < rows)[:, None] & (d < D)[None, :]
     at = (row * shape.heads + head)[:, None] * D + d[None, :]
-    q = tl.load(q_ptr + at, mask=inside, other=0.0)
+    q = tl.load(q_ptr + at, mask=live, other=0.0)
     end = start + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, last) + 1
     begin = 0
     if shape.window > 0:
         begin = tl.maximum(start + tl.minimum(tile * BLOCK_M // GROUP, last) + 1 - shape.window, 0)
-    # Finite: of a window's first positions a row may see none.
+    # Finite, as with a sliding window a tile may have no position that a row attends to.
     m = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if sinks_ptr is not None:
         m = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2_E
         total = tl.full((BLOCK_M,), 1.0, tl.float32)
-    q, q_odd = _halves(q, cache)
-    acc, odd = _halves(tl.zeros((BLOCK_M, D_PAD), tl.float32), cache)
+    q, q_odd = _split_columns(q, cache)
+    acc, acc_odd = _split_columns(tl.zeros((BLOCK_M, D_PAD), tl.float32), cache)
     for first in tl.range(begin, end, BLOCK_T, num_stages=config.stages):
         t = first + tl.arange(0, BLOCK_T)
         kv = load_kv(cache, slot, kv_head, t, t < end, D, D_PAD)
-        seen = t[None, :] <= place[:, None]
+        mask = t[None, :] <= row_position[:, None]
         if shape.window > 0:
-            seen = seen & (t[None, :] > place[:, None] - shape.window)
-        m, total, acc, odd = _attend(q, q_odd, kv, seen, m, total, acc, odd, scale_log2, shape, dtype)
-    acc = _whole(acc, odd, cache)
+            mask = mask & (t[None, :] > row_position[:, None] - shape.window)
+        m, total, acc, acc_odd = _attend(q, q_odd, kv, mask, m, total, acc, acc_odd, scale_log2, shape, dtype)
+    acc = _join_columns(acc, acc_odd, cache)
     out = acc / total[:, None]
     if shape.gated:
         gate_at = row * (2 * shape.heads + 2 * shape.kv_heads) * D + head * 2 * D + D
-        gate = tl.load(qkv_ptr + gate_at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(qkv_ptr + gate_at[:, None] + d[None, :], mask=live, other=0.0).to(tl.float32)
         out = out / (1.0 + tl.exp(-gate))
-    tl.store(out_ptr + at, out.to(dtype), mask=inside)
+    tl.store(out_ptr + at, out.to(dtype), mask=live)
 
 
 def launch_store_kv(
     qkv: Tensor, chunk: Tensor, cache: KVSlots, rotary: RotaryTables, queries: Tensor, shape: AttentionShape,
     norms: QKNorms,
 ) -> None:  # fmt: skip
-    """Store the keys and values of a chunk of up to T rows, and give its queries (T, heads, D), all rotated. qkv: (T,
-    (heads + 2 * kv_heads) * D). chunk: (3,) int64: the slot, the first row's position, and how many rows there are, 0
-    to T; rows beyond write nothing."""
+    """Store a chunk's rotated keys and its values in the cache, its rotated queries in ``queries`` (T, heads, D). qkv:
+    (T, (heads + 2 * kv_heads) * D). chunk: (3,) int64: slot, first position, number of rows; rows beyond are not
+    cached."""
     d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(shape.heads // shape.kv_heads)
     config = _Config(0, 0, 0, 0, d_pad, group_pad)
     _store_kv_kernel[(len(queries), shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, shape, config)
@@ -477,8 +476,8 @@ def launch_chunk_attention(
     queries: Tensor, qkv: Tensor, chunk: Tensor, cache: KVSlots, out: Tensor, shape: AttentionShape, scale: float, *,
     sinks: Tensor | None = None, stages: int = 2,
 ) -> None:  # fmt: skip
-    """Launch one block's attention for a chunk, after ``launch_store_kv``; half precision only. qkv: for the gates;
-    out: (T, heads, D); sinks as of ``launch_attention``. ``stages`` tiles of keys and values are in flight in shared memory."""
+    """Launch one block's attention for a chunk, after ``launch_store_kv``; fp16 and bf16 only. qkv: for the gates; out:
+    (T, heads, D); sinks and stages as for ``launch_attention``."""
     rows, group = len(out), shape.heads // shape.kv_heads
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows * group, _CHUNK_TILES)), 16), 64)
     d_pad, group_pad = _padded(shape, cache), triton.next_power_of_2(group)

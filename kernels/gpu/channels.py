@@ -1,7 +1,7 @@
-"""How the kernels of a linear begin: which columns and channels a program has, its input, which channels it keeps.
+"""The prologue of a linear's kernel: a program's columns and channels, its input, the selection of kept channels.
 
-Channels are dealt to the S programs of a split in chunks of ``CHUNK``: chunk c goes to program c mod S. Heads or other
-runs of channels that are kept more often than others are spread evenly, so the splits finish together.
+The channels are divided among S splits in chunks of ``CHUNK``: chunk c belongs to split c mod S. Runs of channels that
+are kept more often than others, such as a head's, are thereby spread evenly over the splits.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from .common import (
 
 
 class Columns(NamedTuple):
-    """Within a kernel: a program's tile of columns and its split of the channels."""
+    """A program's tile of columns and its split of the channels (values within a kernel)."""
 
     tile: Any
     split: Any
     projection: Any  # of the tile
-    local: Any  # the tile's index among the projection's
+    local: Any  # index of the tile within its projection
     first: Any  # the projection's first column
-    width: Any  # and its columns
-    n: Any  # (BLOCK_N,) the tile's columns, from the projection's first
-    live: Any  # those that exist
-    column: Any  # from the first projection's first
+    width: Any  # the projection's number of columns
+    n: Any  # (BLOCK_N,) columns within the projection
+    live: Any  # n < width
+    column: Any  # first + n
 
 
 class Channels(NamedTuple):
-    """Within a kernel: a program's channels, their positions in its segment and ids; and what is known before x."""
+    """A program's channels and their constants (values within a kernel), (segment,) unless said otherwise."""
 
-    position: Any
+    position: Any  # within the program's segment
     k: Any  # rows of the weights: channels times planes
-    live: Any  # those that exist
-    norm: Any
-    scale: Any
-    threshold: Any
-    low: Any  # of ``paired_channels``: the threshold of the low plane
-    count: Any  # of them; the last chunk may run past K and is masked where it is read
-    cell: Any  # the program's own in ``Counting``
-    counts: Any  # a projection's first tile counts for all of its tiles
+    live: Any  # k < K
+    norm: Any  # weights of the RMSNorm
+    scale: Any  # channel scales
+    threshold: Any  # scalar; of graded weights one for each row
+    low: Any  # of ``paired_channels``: scalar, threshold of the low planes
+    count: Any  # scalar, number of rows, including those of a last chunk that are K or more
+    cell: Any  # scalar, the program's index in ``Counting``
+    counts: Any  # scalar, whether this program counts: only a projection's first tile does
 
 
 @triton.jit
 def tile_columns(tile, split, problem: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The ``Columns`` of a tile of BLOCK_N of them; none spans two projections."""
+    """The ``Columns`` of a tile of BLOCK_N columns; a tile does not span two projections."""
     T0: tl.constexpr = (problem.n0 + BLOCK_N - 1) // BLOCK_N
     T1: tl.constexpr = (problem.n1 + BLOCK_N - 1) // BLOCK_N
     second = (tile >= T0).to(tl.int32)
@@ -80,21 +80,20 @@ def segment_channel(position, split, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def channel_of(row, problem: tl.constexpr):
-    """The channel that a row of the weights belongs to."""
+    """The channel of a row of the weights."""
     return row if problem.planes == 1 else row // problem.planes
 
 
 @triton.jit
 def plane_value(x, row, problem: tl.constexpr):
-    """What the codes of a row are multiplied by, float32: x, and 16 times it in a high plane."""
+    """The float32 factor of a row's codes: x, or 16 x for a high plane."""
     value = x.to(tl.float32)
     return value if problem.planes == 1 else tl.where(row % 2 == 0, value * 16.0, value)
 
 
 @triton.jit
 def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.constexpr, CHUNK: tl.constexpr, begin=0):
-    """The ``Channels`` of a program from the position ``begin`` on: constants, which are read before the previous kernel
-    has ended."""
+    """The ``Channels`` of a program from position ``begin`` on. Loads constants only, so it may precede gdc_wait."""
     position = tl.arange(0, launch.segment)
     k = segment_channel(begin + position, of.split, launch.splits, CHUNK)
     live = k < problem.k
@@ -133,7 +132,8 @@ def paired_channels(given, weights, of, problem: tl.constexpr, launch: tl.conste
 
 @triton.jit
 def clear_lists(index, values, K: tl.constexpr, VALUES: tl.constexpr, launch: tl.constexpr, LISTED: tl.constexpr):
-    """Fill a program's lists with "no channel" (LISTED) and VALUES float32 zeros, so that no one asks their length."""
+    """Fill a program's index list (if LISTED) with K, the padding, and its list of x values with VALUES float32
+    zeros."""
     SEGMENT: tl.constexpr = launch.segment
     LENGTH: tl.constexpr = launch.length
     SHARED: tl.constexpr = launch.smem != ""
@@ -149,13 +149,13 @@ def clear_lists(index, values, K: tl.constexpr, VALUES: tl.constexpr, launch: tl
 
 @triton.jit
 def is_dropped(x, scale, limit):
-    """The mask, as ``reference.keep_mask`` defines it: a NaN is not below anything, so it is kept."""
+    """Not ``reference.keep_mask``: a NaN score is kept."""
     return tl.abs(x.to(tl.float32)) * scale < limit
 
 
 @triton.jit
 def drops(given, x, channels, row, LOW: tl.constexpr = False):
-    """``is_dropped`` for the channels of a row, LOW: for their low planes; its threshold is 0 if it keeps all of them."""
+    """``is_dropped`` for a row's channels, LOW: for their low planes; none of a row whose ``row_mask`` is 0."""
     limit = channels.low if LOW else channels.threshold
     if given.row_mask is not None:
         limit = limit * tl.load(given.row_mask + row)
@@ -166,8 +166,8 @@ def drops(given, x, channels, row, LOW: tl.constexpr = False):
 def load_input(
     given, row, channels, problem: tl.constexpr, dtype: tl.constexpr, PAIRED: tl.constexpr = False
 ):  # fmt: skip
-    """A row's values of the program's channels before any norm: x, or in ``dtype`` attention's splits combined. One
-    tensor for each split: a second dimension would cost exchanges between threads."""
+    """A row's x at the program's channels, without norm, or attention's combined KV splits in ``dtype``. Each KV split
+    is a tensor of its own: reducing a second dimension would exchange data between threads."""
     k = channels.k if PAIRED else channel_of(channels.k, problem)
     CHANNELS: tl.constexpr = problem.k // problem.planes
     live = channels.live
@@ -203,13 +203,13 @@ def choose_channels(
     given, channels, counting, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr,
     PAIRED: tl.constexpr = False,
 ):  # fmt: skip
-    """For one row or two: each row's float32 values of the program's channels, which of them any row keeps, and how
-    many counted rows keep each. EACH: a row's own dropped channels are 0, and what each row keeps is counted. Of
-    ``paired_channels`` (PAIRED): the values of the high planes, then those of the low ones; a second mask is that of the low."""
+    """For one or two rows: each row's float32 values at the program's channels, the mask of channels that any row
+    keeps, and the number of counted rows that keep each. EACH: values are 0 where their own row drops the channel, and
+    rows are counted. PAIRED: values and masks of the high planes, then of the low ones."""
     BATCH: tl.constexpr = problem.batch
     CHANNELS: tl.constexpr = problem.k // problem.planes
     NORMED: tl.constexpr = given.norm is not None
-    # Loads first: none passes a store or a barrier.
+    # All loads first: the compiler moves none across a store or a barrier.
     inputs = ()
     squares = ()
     for row in tl.static_range(BATCH):
@@ -249,17 +249,18 @@ def store_inputs(
     problem: tl.constexpr, LENGTH: tl.constexpr, SHARED: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr = 1.0,
     RUN: tl.constexpr = 1,
 ):  # fmt: skip
-    """Wait for the previous kernel, let the next one start, and store each row's values of the program's channels,
-    times SCALE, 0 where it drops one, LENGTH apart; returns where, for ``smem_load``. Counts what the rows keep. RUN: of
-    ``smem_store_runs``, in shared memory."""
+    """gdc_wait and gdc_launch, then store each row's masked values at the program's channels, times SCALE, from
+    values[row * LENGTH] on; returns ``values`` after a barrier. Counts the kept channels. RUN: 1, or the RUN of
+    ``smem_store_runs``."""
     BATCH: tl.constexpr = problem.batch
     CHANNELS: tl.constexpr = problem.k // problem.planes
     NORMED: tl.constexpr = given.norm is not None
     COUNT: tl.constexpr = counting is not None
-    AT_ONCE: tl.constexpr = 8 if BATCH <= 16 or COUNT else 16  # rows whose inputs are read at the same time
+    AT_ONCE: tl.constexpr = 8 if BATCH <= 16 or COUNT else 16  # rows whose inputs are loaded together
     position = channels.position
-    # ``gdc_wait`` inside a loop whose first loads have to come before it: the compiler moves no load across that one.
-    # The 0 is added to the address of what is read afterwards, or that may come too early.
+    # Called within the loop over the weights, whose prologue has to load them before the wait; the compiler moves no
+    # load across tl.extra.cuda.gdc_wait. This asm returns 0, which is added to the pointers loaded after it, as a
+    # dependency.
     zero = ssq_parts * 0
     if problem.pdl:
         zero = tl.inline_asm_elementwise(
@@ -281,7 +282,7 @@ def store_inputs(
     if NORMED:
         ssq_ptr += zero
     for begin in tl.static_range(0, BATCH, AT_ONCE):
-        # Several rows' loads first: none passes a store or a barrier.
+        # All loads first: the compiler moves none across a store or a barrier.
         inputs = ()
         squares = ()
         for row in tl.static_range(begin, begin + AT_ONCE):

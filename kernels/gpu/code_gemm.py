@@ -1,11 +1,11 @@
-"""Seventeen to some hundred rows of x times quantized weights on the tensor cores: codes are read and become numbers
-beside the product, instead of being written to memory as numbers first (``weights.widen``), which then are read again.
+"""Seventeen to a few hundred rows of x times quantized weights on the tensor cores, dequantized in registers. For more
+rows ``weights.widen`` stores the dequantized weights to memory once, for cuBLAS.
 
     y[m, n] = sum over k of x[m, k] * dtype((q[k, n] - zero[k // group, n]) * scale[k // group, n]) + bias[n]
 
 A program has block_m rows, block_n columns of one projection and every splits-th block of block_k channels; the last
-program of a tile to arrive adds up the splits in their order. Bytes: as of ``packed_gemv``, once for block_m rows. The
-numbers are those of ``widen``; its product is the twin.
+program of a tile to finish adds up the splits in order. Bytes: those of ``packed_gemv`` without a mask, for every
+block_m rows. Twin: a product with the result of ``widen``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .channels import tile_columns
 from .common import Weights
 from .weights import FusedLinear, code_block, quant_columns
 
-MOST_TILES = 1 << 14  # of one launch
+MOST_TILES = 1 << 14  # of a launch: the size of its counter
 
 
 class CodeGemmTile(NamedTuple):
@@ -34,7 +34,7 @@ class CodeGemmTile(NamedTuple):
 
 
 class _Config(NamedTuple):
-    """Compiled in."""
+    """Compile-time constants."""
 
     k: int
     n0: int
@@ -44,7 +44,7 @@ class _Config(NamedTuple):
     group: int
     quant: str
     tile: CodeGemmTile
-    copies: bool  # each projection has its own x
+    copies: bool  # x is (projections, M, K)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -62,23 +62,23 @@ def _code_gemm_kernel(x_ptr, weights, out_ptr, partial_ptr, counter_ptr, M, conf
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     of = tile_columns(tl.program_id(0), tl.program_id(1), config, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = m < M
+    live_rows = m < M
     x_at = x_ptr + m.to(tl.int64)[:, None] * K
     if config.copies:
         x_at += of.projection.to(tl.int64) * M * K
-    # The padded columns of a projection are there to be read, and their scales are 0.
+    # No mask on columns: the padding of a projection may be loaded, its scales are 0.
     word = quant_columns(of, of.local * BLOCK_N, config) // EACH
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     count = (K // BLOCK_K - of.split + SPLITS - 1) // SPLITS
     for step in tl.range(0, count, num_stages=config.tile.stages):
         first = (step * SPLITS + of.split) * BLOCK_K
-        x = tl.load(x_at + (first + lane)[None, :], mask=there[:, None], other=0.0)
+        x = tl.load(x_at + (first + lane)[None, :], mask=live_rows[:, None], other=0.0)
         k = first + lane
         w = code_block(weights, word, first, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype)
         acc = tl.dot(x, w, acc)
     out_at = m.to(tl.int64)[:, None] * N + of.column[None, :]
-    live = there[:, None] & of.live[None, :]
+    live = live_rows[:, None] & of.live[None, :]
     last = True
     if SPLITS > 1:
         tl.store(partial_ptr + of.split.to(tl.int64) * M * N + out_at, acc, mask=live)
@@ -98,8 +98,8 @@ def _code_gemm_kernel(x_ptr, weights, out_ptr, partial_ptr, counter_ptr, M, conf
 
 
 def code_gemm_tile(linear: FusedLinear, rows: int, processors: int) -> CodeGemmTile | None:
-    """How so many rows are multiplied; None where the kernel cannot: graded weights, and groups that no block of channels
-    divides."""
+    """The tile for a number of rows; None for weights that the kernel does not support: unquantized, graded, or groups
+    that are not a multiple of block_k."""
     weight, block_k = linear.weight, 64
     if weight.quant == "none" or weight.planes > 1 or weight.group % block_k or weight.in_features % block_k:
         return None
@@ -108,15 +108,15 @@ def code_gemm_tile(linear: FusedLinear, rows: int, processors: int) -> CodeGemmT
     def programs(block_n: int) -> int:
         return triton.cdiv(rows, block_m) * sum(triton.cdiv(width, block_n) for width in linear.widths)
 
-    # Measured on an H100, 8B shape, 32 and 128 rows: narrow tiles where wide ones leave multiprocessors idle, then so
-    # many splits that each multiprocessor has about three programs.
+    # Measured on an H100, 8B shape, 32 and 128 rows: narrow tiles if wide ones are fewer than the multiprocessors, and
+    # splits for about three programs on each.
     block_n = 128 if programs(128) >= processors else 64
     splits = max(1, min(3 * processors // programs(block_n), weight.in_features // (8 * block_k), 8))
     return CodeGemmTile(block_m, block_n, block_k, 1 << (splits.bit_length() - 1), 4, 3)
 
 
 def code_gemm(x: Tensor, linear: FusedLinear, counter: Tensor, tile: CodeGemmTile) -> Tensor:
-    """y (M, N) of x (M, K), or of a copy of x for each projection (projections, M, K), fp16 or bf16. ``counter``:
+    """y (M, N) of x (M, K), or (projections, M, K) with a masked x for each projection, fp16 or bf16. ``counter``:
     (MOST_TILES,) int32, 0 before and after."""
     rows, weight = x.shape[-2], linear.weight
     out = x.new_empty(rows, linear.out_features)

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: groups of arguments, shared memory, programmatic dependent launch, RMSNorm."""
+"""Shared by the Triton kernels: argument tuples, shared memory, programmatic dependent launch, RMSNorm."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from torch import Tensor
 
 
 class KVSplits(NamedTuple):
-    """Attention's partial results, one for each split of the context."""
+    """Partial results of split-KV attention, one for each KV split."""
 
-    x: Tensor  # (B, heads, kv_splits, head_dim) float32, softmax-weighted sums
-    maximum: Tensor  # (B, heads, kv_splits) float32, log2 domain
-    total: Tensor  # the same shape, denominators
+    x: Tensor  # (B, heads, kv_splits, head_dim) float32, softmax-weighted sums of values, not divided by ``total``
+    maximum: Tensor  # (B, heads, kv_splits) float32, of the scores, log2 domain
+    total: Tensor  # the same shape, softmax denominators
 
 
 class Input(NamedTuple):
-    """A linear's input: x as it is; x after an RMSNorm (``ssq``, ``norm``); or attention's splits, combined."""
+    """A linear's input: x; RMSNorm of x (``ssq``, ``norm``); or attention's combined KV splits."""
 
     x: Tensor | None  # (B, K) dtype
     ssq: Tensor | None = None  # (B, ssq_parts) float32, partial sums of squares of x's rows
-    norm: Tensor | None = None  # (K,) of the weights' dtype; float32 if multiplied before any rounding: 1 + weight
+    norm: Tensor | None = None  # (K,) of the weights' dtype; float32: 1 + weight, multiplied before x is rounded
     attention: KVSplits | None = None
     row_mask: Tensor | None = None  # (B,) float32, 1 for a masked row, 0 for one that keeps all channels; None: all 1
 
 
 class Weights(NamedTuple):
-    weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side; quantized: int32 words
+    weight_t: Tensor  # (K, stride), the projections' columns side by side; quantized: int32 words, see ``weights``
     bias: Tensor | None  # (N,) of the weights' dtype; of experts (E, N)
-    scales: Tensor | None  # (projections, K) float32, channel scales; None: as thresholds, not read
+    scales: Tensor | None  # (projections, K) float32, channel scales; they and thresholds: None if not read
     thresholds: Tensor | None  # (projections * planes,) float32
     quant_scales: Tensor | None  # quantized: (K / group, padded columns) float32
-    quant_zeros: Tensor | None  # zero points other than the type's own: the same shape
+    quant_zeros: Tensor | None  # zero points, the same shape; None: the type's default
 
 
 class Output(NamedTuple):
-    out: Tensor  # dtype: (B, N), "residual" read and written; of an activation (B, n0)
+    out: Tensor  # dtype: (B, N), "residual": read and updated; an activation: (B, n0)
     ssq: Tensor | None = None  # "residual": (B, tiles * max(1, reducers)) float32, sums of squares for the next norm
 
 
@@ -51,8 +51,7 @@ class Workspace(NamedTuple):
     counter: Tensor | None  # no spinning reducers: (tiles,) int32, 0 before and after
     list_index: Tensor | None  # compacted index lists outside shared memory: (programs, length) int32
     list_value: Tensor | None  # and (programs, B, length) dtype
-    # Within a kernel of experts whose products are added up: which of the chosen ones, the weights of all of them, and
-    # which experts they are.
+    # Within ``experts``' down kernel: the program's index among the row's chosen experts, their weights, their ids.
     chosen: Any = None
     chosen_weight: Any = None
     chosen_expert: Any = None
@@ -61,11 +60,11 @@ class Workspace(NamedTuple):
 class Counting(NamedTuple):
     token: Tensor  # (B,) int64, negative for a row that is not counted
     before: Tensor  # (projections, splits) int64
-    after: Tensor  # the same shape: before, and what this launch keeps
+    after: Tensor  # the same shape: before + the channels that this launch keeps
 
 
 class Problem(NamedTuple):
-    """Compiled in: what is computed."""
+    """Compile-time constants: what is computed."""
 
     k: int  # rows of weight_t: channels times planes
     n0: int  # the projections' widths, and their sum
@@ -76,19 +75,19 @@ class Problem(NamedTuple):
     batch: int
     kv_splits: int  # of the attention that is read
     head_dim: int
-    ssq_pad: int  # partial sums of squares at most, a multiple of 32
-    output: str  # "plain" (y), "residual" (residual + y), or an activation of gate and up, as of ``reduction.activate``
+    ssq_pad: int  # the most partial sums of squares of a row, a multiple of 32
+    output: str  # "plain" (y), "residual" (residual + y), or the activation of gate and up, see ``reduction.activate``
     dense: bool  # no channel is dropped
     pdl: bool  # programmatic dependent launch
     quant: str  # "none", "int4", "int8", "fp8"
     group: int  # rows of weight_t that share a quantization scale
-    planes: int  # 2 of graded weights: row 2 k is the high plane of channel k, row 2 k + 1 the low one
-    experts: int = 0  # chosen experts whose products are added up, times their weights; 0: none
+    planes: int  # 2: graded weights, row 2 k is the high plane of channel k, row 2 k + 1 the low one
+    experts: int = 0  # chosen experts whose weighted products the epilogue adds up; 0: none
     clamp: tuple[float, float] = (0.0, 0.0)  # slope and limit of "clamped"
 
 
 class LaunchConfig(NamedTuple):
-    """Compiled in: how it is computed. Fields as in ``GemvTile``, and what follows from it."""
+    """Compile-time constants: how it is computed. Fields of ``GemvTile``, and constants derived from it."""
 
     tiles: int  # of columns
     block_n: int
@@ -102,14 +101,14 @@ class LaunchConfig(NamedTuple):
     lead: int
     reducers: int
     segment: int  # a program's channels, a power of two
-    length: int  # entries of each of its lists
-    smem: str  # PTX that declares the lists' shared memory; "": they lie in scratch memory
-    reduce_splits: int  # splits whose partial sums are read at a time
+    length: int  # entries of its index list, and of each row's list of x values
+    smem: str  # PTX that declares the lists' shared memory; "": the lists are in scratch memory
+    reduce_splits: int  # splits whose partial sums the epilogue loads at a time
 
 
 @triton.jit
 def smem_alloc(SOURCE: tl.constexpr, scalar):
-    """The address of what ``LaunchConfig.smem`` declares; ``scalar`` is any int32. Once in a kernel."""
+    """The shared-memory address of what ``LaunchConfig.smem`` declares; ``scalar``: any int32. Once in a kernel."""
     return tl.inline_asm_elementwise(SOURCE, "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -119,85 +118,88 @@ _STORE_32 = tl.constexpr(_STORE.format(32))
 
 
 @triton.jit
-def smem_store(items, place, value, wanted, SHARED: tl.constexpr):
-    """items[place] = value (int32, float32, fp16 or bf16) where wanted, in shared or global memory."""
+def smem_store(base, index, value, mask, SHARED: tl.constexpr):
+    """base[index] = value (int32, float32, fp16, bf16) where ``mask``; SHARED: base is a shared-memory address."""
     if SHARED:
         HALF: tl.constexpr = value.dtype.primitive_bitwidth == 16
-        # A float32 as such: as bits among integers it costs a quarter more registers.
-        KIND: tl.constexpr = "h" if HALF else "f" if value.dtype.is_floating() else "r"
+        # float32 is passed in an "f" register: bitcast to int32 the kernel takes a quarter more registers.
+        REGISTER: tl.constexpr = "h" if HALF else "f" if value.dtype.is_floating() else "r"
         if HALF:
             value = value.to(tl.int16, bitcast=True)
         tl.inline_asm_elementwise(
-            _STORE_16 if HALF else _STORE_32, "=r,r," + KIND + ",r",
-            [items + place * (2 if HALF else 4), value, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            _STORE_16 if HALF else _STORE_32, "=r,r," + REGISTER + ",r",
+            [base + index * (2 if HALF else 4), value, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        tl.store(items + place, value.to(items.dtype.element_ty), mask=wanted)
+        tl.store(base + index, value.to(base.dtype.element_ty), mask=mask)
 
 
-def _store_run(count: int) -> str:
-    """PTX: ``count`` (2 or 4) 16-bit values of each thread, at once where their addresses are neighbours, which the
-    compiler's layout decides for all threads alike."""
-    at, values, wanted = count, 2 * count, 2 * count + count // 2
-    halves = [f"h{i}" for i in range(count)]
+def _store_run(count: int) -> tuple[str, str]:
+    """PTX and constraints: store ``count`` (2 or 4) 16-bit values of each thread, at once if their addresses are
+    consecutive, which depends on the tensor's layout and is the same for all threads."""
+    address, value, mask = count, 2 * count, 2 * count + count // 2
     lines = [".reg .pred apart, wanted;", ".reg .b32 last;", f".reg .b16 h<{count}>;"]
-    lines += [f"add.u32 last, ${at}, {2 * count - 2};", f"setp.ne.b32 apart, last, ${at + count - 1};"]
-    lines += [f"setp.ne.b32 wanted, ${wanted}, 0;", "@apart bra.uni APART;"]
-    words = ", ".join(f"${values + i}" for i in range(count // 2))
-    lines += [f"@wanted st.shared{'.v2' if count == 4 else ''}.b32 [${at}], {{{words}}};", "bra.uni DONE;", "APART:"]
-    lines += [f"mov.b32 {{h{2 * i}, h{2 * i + 1}}}, ${values + i};" for i in range(count // 2)]
-    for i, half in enumerate(halves):
-        lines += [f"setp.ne.b32 wanted, ${wanted + i}, 0;", f"@wanted st.shared.b16 [${at + i}], {half};"]
-    return f"{{ {' '.join(lines)} DONE: {' '.join(f'mov.b32 ${i}, 0;' for i in range(count))} }}"
+    lines += [f"add.u32 last, ${address}, {2 * count - 2};", f"setp.ne.b32 apart, last, ${address + count - 1};"]
+    lines += [f"setp.ne.b32 wanted, ${mask}, 0;", "@apart bra.uni APART;"]
+    words = ", ".join(f"${value + i}" for i in range(count // 2))
+    lines += [
+        f"@wanted st.shared{'.v2' if count == 4 else ''}.b32 [${address}], {{{words}}};",
+        "bra.uni DONE;",
+        "APART:",
+    ]
+    lines += [f"mov.b32 {{h{2 * i}, h{2 * i + 1}}}, ${value + i};" for i in range(count // 2)]
+    for i in range(count):
+        lines += [f"setp.ne.b32 wanted, ${mask + i}, 0;", f"@wanted st.shared.b16 [${address + i}], h{i};"]
+    source = f"{{ {' '.join(lines)} DONE: {' '.join(f'mov.b32 ${i}, 0;' for i in range(count))} }}"
+    return source, ",".join(["=r"] * count + ["r"] * (2 * count + count // 2))
 
 
-_STORE_2 = tl.constexpr((_store_run(2), "=r,=r,r,r,r,r,r"))
-_STORE_4 = tl.constexpr((_store_run(4), "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r"))
+_STORE_2 = tl.constexpr(_store_run(2))
+_STORE_4 = tl.constexpr(_store_run(4))
 
 
 @triton.jit
-def smem_store_runs(items, place, value, wanted, RUN: tl.constexpr):
-    """``smem_store`` of fp16 or bf16 in shared memory, of which RUN (2 or 4) neighbouring places, from a multiple of RUN
-    on, are all wanted or none."""
+def smem_store_runs(base, index, value, mask, RUN: tl.constexpr):
+    """Vectorized ``smem_store`` of fp16 or bf16; ``mask`` is the same for each aligned run of RUN (2 or 4) indices."""
     SOURCE: tl.constexpr = _STORE_2 if RUN == 2 else _STORE_4
     PTX: tl.constexpr = SOURCE[0]
     CONSTRAINTS: tl.constexpr = SOURCE[1]
     tl.inline_asm_elementwise(
-        PTX, CONSTRAINTS, [items + place * 2, value.to(tl.int16, bitcast=True), wanted.to(tl.int32)], dtype=tl.int32,
+        PTX, CONSTRAINTS, [base + index * 2, value.to(tl.int16, bitcast=True), mask.to(tl.int32)], dtype=tl.int32,
         is_pure=False, pack=RUN,
     )  # fmt: skip
 
 
 @triton.jit
-def smem_load(items, place, dtype: tl.constexpr, SHARED: tl.constexpr):
-    """items[place], after ``smem_barrier``."""
+def smem_load(base, index, dtype: tl.constexpr, SHARED: tl.constexpr):
+    """base[index], after ``smem_barrier``; as for ``smem_store``."""
     if SHARED:
         HALF: tl.constexpr = dtype.primitive_bitwidth == 16
         value = tl.inline_asm_elementwise(
             "ld.shared.b16 $0, [$1];" if HALF else "ld.shared.b32 $0, [$1];", "=h,r" if HALF else "=r,r",
-            [items + place * (2 if HALF else 4)], dtype=tl.int16 if HALF else tl.int32, is_pure=True, pack=1,
+            [base + index * (2 if HALF else 4)], dtype=tl.int16 if HALF else tl.int32, is_pure=True, pack=1,
         ).to(dtype, bitcast=True)  # fmt: skip
     else:
-        value = tl.load(items + place)
+        value = tl.load(base + index)
     return value
 
 
 @triton.jit
-def smem_barrier(items, SHARED: tl.constexpr):
-    """``items`` again, once every thread of the program has stored."""
+def smem_barrier(base, SHARED: tl.constexpr):
+    """__syncthreads; returns ``base``, so that loads through the result cannot be moved before the barrier."""
     if SHARED:
-        # Not the compiler's own barrier: it reads no weights ahead in a loop that has one.
-        items = tl.inline_asm_elementwise(
-            "bar.sync 0; mov.b32 $0, $1;", "=r,r", [items], dtype=tl.int32, is_pure=False, pack=1
+        # Not tl.debug_barrier: the compiler does not pipeline the loads of a loop that contains one.
+        base = tl.inline_asm_elementwise(
+            "bar.sync 0; mov.b32 $0, $1;", "=r,r", [base], dtype=tl.int32, is_pure=False, pack=1
         )
     else:
         tl.debug_barrier()
-    return items
+    return base
 
 
 @triton.jit
 def issue_loads(scalar):
-    """Issue the loads before this before what follows: left alone, the compiler moves each to where it is needed."""
+    """Keep the loads above this call above the code below it; the compiler moves each to its first use."""
     tl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -205,8 +207,8 @@ def issue_loads(scalar):
 
 @triton.jit
 def gdc_wait(PDL: tl.constexpr, START_NEXT: tl.constexpr = True):
-    """Wait until the previous kernel has written everything. What precedes this call may only read constants (weights,
-    scales): it overlaps the previous kernel's tail. START_NEXT: ``gdc_launch`` too."""
+    """griddepcontrol.wait: the previous kernel has completed and its writes are visible. Code before this call overlaps
+    that kernel and may only read constants (weights, scales). START_NEXT: also ``gdc_launch``."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         if START_NEXT:
@@ -215,14 +217,14 @@ def gdc_wait(PDL: tl.constexpr, START_NEXT: tl.constexpr = True):
 
 @triton.jit
 def gdc_launch(PDL: tl.constexpr):
-    """Let the next kernel's programs start; they wait for this kernel's end before they read its results."""
+    """griddepcontrol.launch_dependents: the next kernel may start; its ``gdc_wait`` waits for this kernel."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def rms_normalize(x, weight, rstd, dtype):
-    """``dtype(weight * dtype(x * rstd))``; with weights of float32 only the outer rounding, as Gemma's norms have."""
+    """``dtype(weight * dtype(x * rstd))``; float32 weights (Gemma's norms): ``dtype(weight * x * rstd)``."""
     scaled = x.to(tl.float32) * rstd
     if weight.dtype != tl.float32:
         scaled = scaled.to(dtype).to(tl.float32)
@@ -231,8 +233,8 @@ def rms_normalize(x, weight, rstd, dtype):
 
 @triton.jit
 def load_squares(ssq_ptr, row, parts, SSQ_PAD: tl.constexpr):
-    """(32,) sums of a row's partial sums of squares: as many as one warp adds up by itself, where more would have to be
-    exchanged between warps. SSQ_PAD: ``parts`` at most, a multiple of 32."""
+    """A row's partial sums of squares, added up to (32,), which a reduction within one warp finishes. SSQ_PAD: the most
+    ``parts``, a multiple of 32."""
     i = tl.arange(0, 32)
     squares = tl.load(ssq_ptr + row * parts + i, mask=i < parts, other=0.0)
     for start in tl.static_range(32, SSQ_PAD, 32):
@@ -242,11 +244,11 @@ def load_squares(ssq_ptr, row, parts, SSQ_PAD: tl.constexpr):
 
 @triton.jit
 def reciprocal_rms(squares, eps, K: tl.constexpr):
-    """1 / rms of a row, from what ``load_squares`` gives."""
+    """1 / rms of a row of K values; ``squares``: of ``load_squares``."""
     return tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
 
 
 @triton.jit
 def soft_cap(x, CAP: tl.constexpr):
-    """CAP * tanh(x / CAP), to a few roundings of CAP."""
+    """CAP * tanh(x / CAP), with an absolute error of a few ulps of CAP."""
     return CAP - 2.0 * CAP / (1.0 + tl.exp(x * (2.0 / CAP)))

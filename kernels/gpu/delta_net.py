@@ -1,16 +1,16 @@
-"""One decode step of a gated DeltaNet, the recurrent half of a hybrid's blocks: convolution, state, norm and gate.
+"""A decode step of Gated DeltaNet, the linear attention of hybrid models: causal convolution, state, norm and gate.
 
-    c     = silu(sum over taps of kernel * inputs)                     of queries, keys and values, channel by channel
-    S     = exp(g) S + k (beta (v - exp(g) k^T S))^T,   o = S^T q      for each value head; q and k have length 1
+    c     = silu(sum over taps of kernel * inputs)                     depthwise, of queries, keys and values
+    S     = exp(g) S + k (beta (v - exp(g) k^T S))^T,   o = S^T q      for each value head; q and k are L2-normalized
     out   = norm(o) * silu(z)
     g     = -rate * softplus(a.x + dt_bias),  beta = sigmoid(b.x)      x: the input of the block's first linear
 
-Each program has one value head of one row: its state (key_dim x value_dim, float32) fits in registers, and a norm needs
-all of it. Bytes: twice the state, 128 KiB a head of 128 x 128, and the weights of a and b. Roundings are transformers'.
+A program has one value head of one row, with its state (key_dim x value_dim, float32) in registers. Bytes: twice the
+state, 128 KiB for a head of 128 x 128, and the weights a and b. Roundings are those of transformers.
 
-States and inputs have two buffers or more: at position p buffer p % buffers is read and the next one written. So value
-heads that share a key head read the same inputs whoever writes first, and a step that was started ahead, or rows of a
-draft, that are not wanted have destroyed nothing. Twin: ``runtime.torch.block``.
+States and convolution inputs have at least two buffers: position p reads buffer p % buffers and writes the next one.
+Value heads that share a key head therefore read the same inputs in any order, and rejected rows of a draft, or of a
+step launched ahead, overwrite nothing that is still needed. Twin: ``runtime.torch.block``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 from .attention import Rows
 from .common import gdc_wait, load_squares, reciprocal_rms, rms_normalize
 
-LARGEST_STATE = 128 * 128  # numbers of a head's state that stay in registers, both sides padded to powers of two
-_LENGTH_EPS = tl.constexpr(1e-6)  # of the squared length by which queries and keys are divided
+LARGEST_STATE = 128 * 128  # elements of a head's state that fit in registers, key_dim and value_dim padded
+_L2_EPS = tl.constexpr(1e-6)  # of the L2 norm of queries and keys
 
 
 class DeltaTensors(NamedTuple):
-    """A block's own weights, of the activations' type."""
+    """A block's weights, of the activations' dtype."""
 
     a: Tensor  # (value_heads, H)
     b: Tensor  # (value_heads, H)
@@ -41,13 +41,13 @@ class DeltaTensors(NamedTuple):
 
 class DeltaInput(NamedTuple):
     mixed: Tensor  # (B, mixed + value_size) dtype: queries, keys and values, then the gate z
-    hidden: Tensor  # (B, H) dtype, normalized as ``common.Input`` says
+    hidden: Tensor  # (B, H) dtype; x, ssq and norm of ``common.Input``
     ssq: Tensor | None  # (B, parts) float32, partial sums of squares; None: no norm
     norm: Tensor | None  # (H,)
 
 
 class DeltaMemory(NamedTuple):
-    """All buffers, each ``…_stride`` numbers after the one before."""
+    """All buffers; ``…_stride``: elements from one buffer to the next."""
 
     inputs: Tensor  # (buffers, slots, taps - 1, mixed) dtype, oldest first
     state: Tensor  # (buffers, slots, value_heads, key_dim, value_dim) float32
@@ -72,9 +72,9 @@ def _silu(x):
 
 
 @triton.jit
-def _earlier(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS: tl.constexpr):
-    """The kernel (taps_pad, channels), and the inputs of earlier positions, 0 in the last row of taps. In one tensor:
-    the compiler reads small ones once for every thread that needs them."""
+def _load_taps(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS: tl.constexpr):
+    """The convolution kernel (taps_pad, channels), and the inputs of earlier positions, 0 in the last tap's row. One
+    tensor for all taps, as the compiler replicates the loads of small tensors across threads."""
     t = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
     kernel = tl.load(weights.kernel + channel[None, :] * TAPS + t, mask=(t < TAPS) & live[None, :], other=0.0)
     at = before + t * MIXED + channel[None, :]
@@ -82,16 +82,16 @@ def _earlier(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS: 
 
 
 @triton.jit
-def _convolved(
-    kernel, earlier, inputs, new_ptr, after, channel, live, moves, MIXED: tl.constexpr, TAPS: tl.constexpr,
+def _convolve(
+    kernel, earlier, inputs, new_ptr, after, channel, live, stores, MIXED: tl.constexpr, TAPS: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of some channels, float32; their inputs move on by one position."""
+    """silu(convolution) of some channels, float32; stores their inputs shifted by one position where ``stores``."""
     t = tl.arange(0, kernel.shape[0])[:, None]
     new = tl.load(new_ptr + channel[None, :] + t * 0, mask=(t == TAPS - 1) & live[None, :], other=0.0)
     x = tl.where(t == TAPS - 1, new, earlier)
     at = after + (t - 1) * MIXED + channel[None, :]
-    tl.store(inputs + at, x, mask=(t >= 1) & (t < TAPS) & moves[None, :])
+    tl.store(inputs + at, x, mask=(t >= 1) & (t < TAPS) & stores[None, :])
     total = tl.sum(kernel.to(tl.float32) * x.to(tl.float32), axis=0)
     return _silu(total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
@@ -118,42 +118,41 @@ def _delta_net_kernel(
     row = first + tl.program_id(1)
     key_head = head // SHARE
 
-    # Tokens, positions and states are older than this step, weights than all steps: they are read while the products
-    # before this launch still run.
-    busy = tl.load(rows.token + row) >= 0  # an idle row moves nothing
+    # Before gdc_wait: tokens, positions and states, which earlier steps have written, and weights.
+    busy = tl.load(rows.token + row) >= 0
     position = tl.where(busy, tl.load(rows.position + row), 0).to(tl.int64)
-    read = position % shape.buffers
-    written = (position + 1) % shape.buffers
+    read_buffer = position % shape.buffers
+    write_buffer = (position + 1) % shape.buffers
     i = tl.arange(0, triton.next_power_of_2(KEY))
     j = tl.arange(0, triton.next_power_of_2(VALUE))
     keys = tl.where(busy, KEY, 0)
     live_key = i < keys
     live_value = j < tl.where(busy, VALUE, 0)
-    # One of the heads that share them writes a key head's inputs.
-    moves_key = i < tl.where(head % SHARE == 0, keys, 0)
-    own = live_key[:, None] & live_value[None, :]
+    # The first of the value heads that share a key head stores the key head's inputs.
+    stores_key = i < tl.where(head % SHARE == 0, keys, 0)
+    live_state = live_key[:, None] & live_value[None, :]
     slot = tl.load(rows.slot + row).to(tl.int64)
     at = ((slot * shape.value_heads + head) * KEY + i[:, None]) * VALUE + j[None, :]
-    state = tl.load(memory.state + read * memory.state_stride + at, mask=own, other=0.0)
+    state = tl.load(memory.state + read_buffer * memory.state_stride + at, mask=live_state, other=0.0)
     inputs_at = slot * (TAPS - 1) * MIXED
-    before = read * memory.inputs_stride + inputs_at
-    after = written * memory.inputs_stride + inputs_at
+    before = read_buffer * memory.inputs_stride + inputs_at
+    after = write_buffer * memory.inputs_stride + inputs_at
     q_at = key_head * KEY + i
     k_at = KEY_SIZE + q_at
     v_at = 2 * KEY_SIZE + head * VALUE + j
-    q_kernel, q = _earlier(weights, memory.inputs, before, q_at, live_key, MIXED, TAPS)
-    k_kernel, k = _earlier(weights, memory.inputs, before, k_at, live_key, MIXED, TAPS)
-    v_kernel, v = _earlier(weights, memory.inputs, before, v_at, live_value, MIXED, TAPS)
+    q_kernel, q = _load_taps(weights, memory.inputs, before, q_at, live_key, MIXED, TAPS)
+    k_kernel, k = _load_taps(weights, memory.inputs, before, k_at, live_key, MIXED, TAPS)
+    v_kernel, v = _load_taps(weights, memory.inputs, before, v_at, live_value, MIXED, TAPS)
     h = tl.arange(0, BLOCK_H)
-    of_a = ()
-    of_b = ()
-    of_norm = ()
+    a = ()
+    b = ()
+    norm = ()
     for start in tl.static_range(0, H, BLOCK_H):
-        there = start + h < H
-        of_a += (tl.load(weights.a + head * H + start + h, mask=there, other=0.0),)
-        of_b += (tl.load(weights.b + head * H + start + h, mask=there, other=0.0),)
+        live = start + h < H
+        a += (tl.load(weights.a + head * H + start + h, mask=live, other=0.0),)
+        b += (tl.load(weights.b + head * H + start + h, mask=live, other=0.0),)
         if NORMED:
-            of_norm += (tl.load(given.norm + start + h, mask=there, other=0.0),)
+            norm += (tl.load(given.norm + start + h, mask=live, other=0.0),)
     rate = tl.exp(tl.load(weights.log_rate + head).to(tl.float32))
     dt_bias = tl.load(weights.dt_bias + head).to(tl.float32)
     out_norm = tl.load(weights.norm + j, mask=j < VALUE, other=0.0)
@@ -161,9 +160,9 @@ def _delta_net_kernel(
 
     new_ptr = given.mixed + row * (MIXED + VALUE_SIZE)
     gate = tl.load(new_ptr + MIXED + head * VALUE + j, mask=j < VALUE, other=0.0).to(tl.float32)
-    q = _convolved(q_kernel, q, memory.inputs, new_ptr, after, q_at, live_key, moves_key, MIXED, TAPS, dtype)
-    k = _convolved(k_kernel, k, memory.inputs, new_ptr, after, k_at, live_key, moves_key, MIXED, TAPS, dtype)
-    v = _convolved(v_kernel, v, memory.inputs, new_ptr, after, v_at, live_value, live_value, MIXED, TAPS, dtype)
+    q = _convolve(q_kernel, q, memory.inputs, new_ptr, after, q_at, live_key, stores_key, MIXED, TAPS, dtype)
+    k = _convolve(k_kernel, k, memory.inputs, new_ptr, after, k_at, live_key, stores_key, MIXED, TAPS, dtype)
+    v = _convolve(v_kernel, v, memory.inputs, new_ptr, after, v_at, live_value, live_value, MIXED, TAPS, dtype)
     sums_a = tl.zeros((BLOCK_H,), tl.float32)
     sums_b = tl.zeros((BLOCK_H,), tl.float32)
     rstd = eps
@@ -172,20 +171,20 @@ def _delta_net_kernel(
     for start in tl.static_range(0, H, BLOCK_H):
         x = tl.load(given.hidden + row * H + start + h, mask=start + h < H, other=0.0)
         if NORMED:
-            x = rms_normalize(x, of_norm[start // BLOCK_H], rstd, dtype)
-        sums_a += x.to(tl.float32) * of_a[start // BLOCK_H].to(tl.float32)
-        sums_b += x.to(tl.float32) * of_b[start // BLOCK_H].to(tl.float32)
+            x = rms_normalize(x, norm[start // BLOCK_H], rstd, dtype)
+        sums_a += x.to(tl.float32) * a[start // BLOCK_H].to(tl.float32)
+        sums_b += x.to(tl.float32) * b[start // BLOCK_H].to(tl.float32)
     step = tl.sum(sums_a, axis=0).to(dtype).to(tl.float32) + dt_bias
-    # softplus; above 20 it is the number itself
+    # softplus(x); x above 20, as in PyTorch
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
     beta = (1.0 / (1.0 + tl.exp(-tl.sum(sums_b, axis=0).to(dtype).to(tl.float32)))).to(dtype).to(tl.float32)
     decay = tl.exp(-rate * step)
 
-    q = q * tl.rsqrt(tl.sum(q * q, axis=0) + _LENGTH_EPS) * query_scale
-    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _LENGTH_EPS)
+    q = q * tl.rsqrt(tl.sum(q * q, axis=0) + _L2_EPS) * query_scale
+    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _L2_EPS)
     recalled = decay * tl.sum(k[:, None] * state, axis=0)
     state = decay * state + k[:, None] * (beta * (v - recalled))[None, :]
-    tl.store(memory.state + written * memory.state_stride + at, state, mask=own)
+    tl.store(memory.state + write_buffer * memory.state_stride + at, state, mask=live_state)
     y = tl.sum(q[:, None] * state, axis=0).to(dtype).to(tl.float32)
     out_rstd = tl.rsqrt(tl.sum(y * y, axis=0) / VALUE + eps)
     y = rms_normalize(y, out_norm, out_rstd, dtype).to(tl.float32) * _silu(gate)
@@ -193,7 +192,7 @@ def _delta_net_kernel(
 
 
 def delta_state_size(key_dim: int, value_dim: int) -> int:
-    """Numbers of a head's state as a program holds it, at most ``LARGEST_STATE``."""
+    """Elements of a head's padded state, at most ``LARGEST_STATE``."""
     return triton.next_power_of_2(key_dim) * triton.next_power_of_2(value_dim)
 
 
@@ -201,19 +200,19 @@ def launch_delta_net(
     given: DeltaInput, weights: DeltaTensors, memory: DeltaMemory, rows: Rows, out: Tensor, *, key_heads: int,
     eps: float, pdl: bool = False, in_order: bool = False,
 ) -> None:  # fmt: skip
-    """Launch one block's recurrent half for B rows: out (B, value_heads * value_dim). ``key_heads``: of queries and of
-    keys; each serves a group of value heads. ``eps``: of the input's norm and of each head's output. ``in_order``: rows may
-    continue one another, and are launched one by one."""
+    """Launch one block's Gated DeltaNet for B rows: out (B, value_heads * value_dim). ``key_heads``: of queries and of
+    keys; each serves a group of value heads. ``eps``: of the input's norm and of each head's output norm. ``in_order``:
+    rows may be consecutive positions of one slot and are launched one after the other."""
     buffers, _, value_heads, key_dim, value_dim = memory.state.shape
     batch, hidden = given.hidden.shape
     parts = 1 if given.ssq is None else given.ssq.shape[1]
     ssq_pad = max(32, triton.next_power_of_2(parts))
     shape = _Shape(hidden, key_heads, value_heads, key_dim, value_dim, weights.kernel.shape[-1], ssq_pad, buffers)
-    pdl = pdl and not in_order  # a state must have been written before it is read
+    pdl = pdl and not in_order  # a row reads the state before gdc_wait
     for first in range(batch) if in_order else (0,):
         _delta_net_kernel[(value_heads, 1 if in_order else batch)](
             given, weights, memory, rows, out, eps, key_dim**-0.5, parts, first, shape, pdl,
-            # So many that nearly nothing is spilled.
+            # Enough that the state fits in registers with few spills.
             num_warps=max(1, min(16, delta_state_size(key_dim, value_dim) // (32 * 32))),
             launch_pdl=pdl,
         )  # fmt: skip

@@ -1,13 +1,13 @@
-"""A mixture of experts for many rows: a prompt's rows are sorted by the experts that they chose, and each expert's are
-multiplied together on the tensor cores.
+"""A mixture of experts for many rows, a grouped GEMM: a prompt's rows are sorted by their chosen experts, and the rows
+of an expert are multiplied together on the tensor cores.
 
-    sort      (row, chosen expert) pairs by expert, in the rows' order               (``Groups``)
-    gate_up   activation(gate[e] x) * up[e] x                                        (pairs, I), sorted
-    down      weight * down[e] (what gate_up left), each pair where it came from     (rows, k, N); ``torch.sum`` adds
+    sort      (row, chosen expert) pairs by expert, then by row        (``Groups``)
+    gate_up   activation(gate[e] x) * up[e] x                          h (pairs, I), sorted
+    down      weight * down[e] h, stored at each pair's row            (rows, k, N), added by ``torch.sum``
 
-A program has block_m sorted pairs of one expert and block_n columns, of gate and up the same ones. How many tiles an
-expert has is not known to the host: as many programs are launched as there are at most, and each finds its own place
-among the offsets. Bytes: the weights of every expert that was chosen, once for block_m pairs.
+A program has block_m sorted pairs of one expert and block_n columns, the same of gate and up. The host does not know
+the number of tiles of an expert: it launches the largest possible number of programs, and each finds its expert from
+the offsets. Bytes: the weights of every chosen expert, once for every block_m pairs.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch import Tensor
 
 from .channels import is_dropped
 from .common import Weights
-from .experts import ExpertLinear, scales_before
+from .experts import ExpertLinear, scale_offset
 from .plan import Gpu
 from .reduction import activate
 from .weights import BITS, BLOCK, code_block
 
-_SCANNED = tl.constexpr(1024)  # pairs that a program looks at together
+_SCAN_BLOCK = tl.constexpr(1024)  # pairs loaded at a time
 
 
 class Groups(NamedTuple):
-    """The pairs of T rows and their k chosen experts, sorted."""
+    """The pairs of T rows and their k chosen experts, sorted by expert."""
 
-    order: Tensor  # (T k,) int32: pairs, those of one expert after those of another
-    offset: Tensor  # (E + 1,) int32: where each expert's begin
+    order: Tensor  # (T k,) int32: indices of the pairs in sorted order
+    offset: Tensor  # (E + 1,) int32: the first sorted pair of each expert
 
 
 class _Config(NamedTuple):
-    """Compiled in."""
+    """Compile-time constants."""
 
     k: int
-    planes: int  # 2 of graded weights, whose rows are two for each channel
+    planes: int  # 2: graded weights, with two rows for each channel
     n: int  # of one projection
     stride: int
     projections: int
@@ -50,7 +50,7 @@ class _Config(NamedTuple):
     group: int  # channels that share a scale
     masked: bool
     activation: str  # of gate_up; "": down
-    clamp: tuple[float, float]  # as of ``common.Problem``
+    clamp: tuple[float, float]  # as in ``common.Problem``
     block_m: int
     block_n: int
     block_k: int
@@ -59,23 +59,23 @@ class _Config(NamedTuple):
 
 @triton.jit(do_not_specialize=["COUNT"])
 def _sort_kernel(expert_ptr, groups, COUNT, LAST: tl.constexpr):
-    mine = tl.program_id(0)
-    before = tl.zeros((_SCANNED,), tl.int32)
-    for start in range(0, COUNT, _SCANNED):
-        at = start + tl.arange(0, _SCANNED)
-        before += (tl.load(expert_ptr + at, mask=at < COUNT, other=LAST) < mine).to(tl.int32)
-    place = tl.sum(before, axis=0)
-    tl.store(groups.offset + mine, place)
-    for start in range(0, COUNT, _SCANNED):
-        at = start + tl.arange(0, _SCANNED)
-        here = (tl.load(expert_ptr + at, mask=at < COUNT, other=LAST) == mine) & (at < COUNT)
-        rank = tl.cumsum(here.to(tl.int32), axis=0)
-        tl.store(groups.order + place + rank - 1, at, mask=here)
-        place += tl.max(rank, axis=0)
+    expert = tl.program_id(0)
+    before = tl.zeros((_SCAN_BLOCK,), tl.int32)
+    for start in range(0, COUNT, _SCAN_BLOCK):
+        at = start + tl.arange(0, _SCAN_BLOCK)
+        before += (tl.load(expert_ptr + at, mask=at < COUNT, other=LAST) < expert).to(tl.int32)
+    offset = tl.sum(before, axis=0)
+    tl.store(groups.offset + expert, offset)
+    for start in range(0, COUNT, _SCAN_BLOCK):
+        at = start + tl.arange(0, _SCAN_BLOCK)
+        match = (tl.load(expert_ptr + at, mask=at < COUNT, other=LAST) == expert) & (at < COUNT)
+        rank = tl.cumsum(match.to(tl.int32), axis=0)
+        tl.store(groups.order + offset + rank - 1, at, mask=match)
+        offset += tl.max(rank, axis=0)
 
 
 def sort_by_expert(expert: Tensor, experts: int) -> Groups:
-    """Sort the pairs of rows and their chosen experts (T, k) int32, in one launch."""
+    """Sort the pairs of rows and chosen experts (``expert`` (T, k) int32) in one launch; a program per expert."""
     offset = torch.empty(experts + 1, dtype=torch.int32, device=expert.device)
     groups = Groups(torch.empty(expert.numel(), dtype=torch.int32, device=expert.device), offset)
     _sort_kernel[(experts + 1,)](expert, groups, expert.numel(), experts, num_warps=4)
@@ -97,32 +97,33 @@ def _expert_gemm_kernel(
     ACTIVATION: tl.constexpr = config.activation
     GATED: tl.constexpr = ACTIVATION != ""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    # This program's expert: tiles of the experts before it.
+    # This program's expert, from the cumulative number of tiles of the experts.
     e = tl.arange(0, E_PAD)
-    begins = tl.load(groups.offset + e, mask=e < E, other=0)
-    ends = tl.load(groups.offset + e + 1, mask=e < E, other=0)
-    tiles = tl.cumsum((ends - begins + BLOCK_M - 1) // BLOCK_M, axis=0)
+    first_pair = tl.load(groups.offset + e, mask=e < E, other=0)
+    end_pair = tl.load(groups.offset + e + 1, mask=e < E, other=0)
+    tiles = tl.cumsum((end_pair - first_pair + BLOCK_M - 1) // BLOCK_M, axis=0)
     tile = tl.program_id(0)
     expert = tl.sum(((tiles <= tile) & (e < E)).to(tl.int32), axis=0)
     if expert < E:
         end = tl.load(groups.offset + expert + 1)
         begin = tl.load(groups.offset + expert)
-        before = tl.sum(tl.where(e == expert, tiles - (ends - begins + BLOCK_M - 1) // BLOCK_M, 0), axis=0)
+        before = tl.sum(tl.where(e == expert, tiles - (end_pair - first_pair + BLOCK_M - 1) // BLOCK_M, 0), axis=0)
         m = begin + (tile - before) * BLOCK_M + tl.arange(0, BLOCK_M)
-        there = m < end
-        pair = tl.load(groups.order + m, mask=there, other=0)
+        live_rows = m < end
+        pair = tl.load(groups.order + m, mask=live_rows, other=0)
         x_at = x_ptr + (pair // config.chosen if GATED else m).to(tl.int64)[:, None] * K
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         lane = tl.arange(0, BLOCK_K)
-        wide = expert.to(tl.int64)
+        expert_id = expert.to(tl.int64)
         quant_scales = weights.quant_scales
         quant_zeros = weights.quant_zeros
         if config.quant != "none":
-            quant_scales += scales_before(wide, config)
+            quant_scales += scale_offset(expert_id, config)
             if quant_zeros is not None:
-                quant_zeros += scales_before(wide, config)
-        own = Weights(
-            weights.weight_t + wide * (K * PLANES * config.stride), None, weights.scales + wide * (config.projections * K),
+                quant_zeros += scale_offset(expert_id, config)
+        expert_weights = Weights(
+            weights.weight_t + expert_id * (K * PLANES * config.stride), None,
+            weights.scales + expert_id * (config.projections * K),
             weights.thresholds + expert * (config.projections * PLANES), quant_scales, quant_zeros,
         )  # fmt: skip
         masked = (pair // config.chosen >= first_sparse).to(tl.float32)
@@ -130,28 +131,28 @@ def _expert_gemm_kernel(
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
             k = start + lane
-            x = tl.load(x_at + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
-            acc = _add_products(acc, x, own, masked, 0, n, start, k, config)
+            x = tl.load(x_at + k[None, :], mask=live_rows[:, None] & (k < K)[None, :], other=0.0)
+            acc = _accumulate(acc, x, expert_weights, masked, 0, n, start, k, config)
             if GATED:
-                up = _add_products(up, x, own, masked, 1, n, start, k, config)
-        wanted = there[:, None] & (n < N)[None, :]
+                up = _accumulate(up, x, expert_weights, masked, 1, n, start, k, config)
+        live = live_rows[:, None] & (n < N)[None, :]
         if weights.bias is not None:
-            bias_at = weights.bias + wide * (config.projections * N) + n
+            bias_at = weights.bias + expert_id * (config.projections * N) + n
             acc += tl.load(bias_at, mask=n < N, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 up += tl.load(bias_at + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
             gate = acc.to(dtype).to(tl.float32)
             y = activate(gate, up.to(dtype).to(tl.float32), dtype, ACTIVATION, config.clamp[0], config.clamp[1])
-            tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=wanted)
+            tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=live)
         else:
-            acc = acc * tl.load(weight_ptr + pair, mask=there, other=0.0)[:, None]
-            tl.store(out_ptr + pair.to(tl.int64)[:, None] * N + n[None, :], acc.to(dtype), mask=wanted)
+            acc = acc * tl.load(weight_ptr + pair, mask=live_rows, other=0.0)[:, None]
+            tl.store(out_ptr + pair.to(tl.int64)[:, None] * N + n[None, :], acc.to(dtype), mask=live)
 
 
 @triton.jit
-def _add_products(acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr):
-    """acc, and x (BLOCK_M, BLOCK_K) times a projection's rows ``k``; masked (BLOCK_M,): 1 for a row that is, else 0."""
+def _accumulate(acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr):
+    """acc + mask(x) @ w, x (BLOCK_M, BLOCK_K), w rows ``k`` of a projection; masked (BLOCK_M,): 0 for unmasked rows."""
     PLANES: tl.constexpr = config.planes
     dtype: tl.constexpr = x.dtype
     kept = x
@@ -161,10 +162,10 @@ def _add_products(acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k
         kept = tl.where(is_dropped(x, scale, (tl.load(thresholds) * masked)[:, None]), 0.0, x).to(dtype)
     w = _weight_block(weights, PROJECTION, n, start, k, config, dtype, False)
     acc = tl.dot(kept, w, acc, input_precision="ieee")
-    if PLANES == 2 and config.masked:  # the low plane of what is read by the high one alone
-        alone = tl.where(is_dropped(x, scale, (tl.load(thresholds + 1) * masked)[:, None]), -kept, 0.0).to(dtype)
+    if PLANES == 2 and config.masked:  # channels below the second threshold have their high plane only
+        high_only = tl.where(is_dropped(x, scale, (tl.load(thresholds + 1) * masked)[:, None]), -kept, 0.0).to(dtype)
         w = _weight_block(weights, PROJECTION, n, start, k, config, dtype, True)
-        acc = tl.dot(alone, w, acc, input_precision="ieee")
+        acc = tl.dot(high_only, w, acc, input_precision="ieee")
     return acc
 
 
@@ -172,8 +173,8 @@ def _add_products(acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k
 def _weight_block(
     weights, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr, dtype: tl.constexpr, LOW: tl.constexpr
 ):  # fmt: skip
-    """(BLOCK_K, BLOCK_N) numbers of a projection, LOW: of their low plane; of columns that do not exist any."""
-    # Constants of their own, as in sparse_gemv_kernel.
+    """A projection's weights (BLOCK_K, BLOCK_N), LOW: of the low plane; undefined for columns from N on."""
+    # Copies of the fields, as in sparse_gemv_kernel.
     K: tl.constexpr = config.k
     STRIDE: tl.constexpr = config.stride
     GROUP: tl.constexpr = config.group
@@ -199,8 +200,8 @@ def expert_gemm(
     x: Tensor, linear: ExpertLinear, groups: Groups, out: Tensor, gpu: Gpu, *, weight: Tensor | None = None,
     activation: str = "", clamp: tuple[float, float] = (0.0, 0.0), first_sparse: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """gate_up with its ``activation``, and its ``clamp``: x (T, K), ``out`` (T k, I), sorted. down: x as gate_up left it, ``weight`` (T, k)
-    float32, ``out`` (T, k, N). Rows from ``first_sparse`` on are masked; None: no row is."""
+    """gate_up, with ``activation`` and ``clamp``: x (T, K), ``out`` (T k, I), sorted. down: x gate_up's ``out``,
+    ``weight`` (T, k) float32, ``out`` (T, k, N). Rows from ``first_sparse`` on are masked; None: no row."""
     pairs = len(groups.order)
     rows = pairs if activation else len(out)
     chosen = pairs // (len(x) if activation else rows)
@@ -208,22 +209,22 @@ def expert_gemm(
     k, planes, n, quant = linear.in_features, linear.weight.planes, linear.widths[0], linear.weight.quant
     group = linear.weight.group // planes
     masked = first_sparse is not None and not linear.dense
-    # As many rows as an expert has on average, in few sizes.
+    # The average number of rows of an expert, rounded up to few sizes.
     block_m = max(16, min(64, triton.next_power_of_2(triton.cdiv(pairs, experts))))
-    roomy = gpu.arch in (80, 90, 100)
+    large_smem = gpu.arch in (80, 90, 100)
     block_k = 64 if k % 64 == 0 else 32
     block_n = max(16 if quant == "none" else 32, min(128, triton.next_power_of_2(n)))
-    stages = 3 if roomy and x.dtype != torch.float32 else 1
+    stages = 3 if large_smem and x.dtype != torch.float32 else 1
     if x.dtype == torch.float32:
         block_n = min(block_n, 64)
-    # What a turn of the loop loads lies in shared memory stages - 1 times; of codes also their scales and zero points.
+    # Shared memory holds the loads of stages - 1 iterations: x, weights, and of codes also scales and zero points.
     each = x.itemsize if quant == "none" else planes * BITS[quant] / 8 + 4 * (1 if linear.weight.zeros is None else 2)
     staged = block_k * (block_n * len(linear.widths) * each + block_m * x.itemsize)
     while stages > 1 and (stages - 1) * staged > (150_000 if gpu.arch == 80 else 220_000):
         stages -= 1
     config = _Config(
-        k, planes, n, stride, len(linear.widths), chosen, experts, quant, group, masked, activation, clamp, block_m, block_n,
-        block_k, stages,
+        k, planes, n, stride, len(linear.widths), chosen, experts, quant, group, masked, activation, clamp, block_m,
+        block_n, block_k, stages,
     )  # fmt: skip
     data = linear.weight
     weights = Weights(data.data, linear.bias, linear.scales, linear.thresholds, data.scales, data.zeros)

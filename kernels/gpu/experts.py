@@ -1,15 +1,17 @@
-"""A mixture of experts in a decode step: three launches for 1 to 16 rows, and the host waits for none of them.
+"""A mixture of experts in a decode step of 1 to 16 rows: three launches, without synchronization with the host.
 
-    router    logits = router @ n, their softmax, the largest k and their weights           (``Routing``, on the device)
-    gate_up   activation(gate[e] n) * up[e] n    of each row's chosen experts e             (rows x k, I)
-    down      residual + sum over the chosen e of weight[e] * down[e] (what gate_up left)   (rows, N)
+    router    logits = router @ n, softmax, top k experts and their weights          (``Routing``, on the device)
+    gate_up   activation(gate[e] n) * up[e] n   for each row's chosen experts e      h (rows * k, I)
+    down      residual + sum over the chosen e of weight[e] * down[e] h[e]           (rows, N)
 
-Each product may have a bias. n is the RMSNorm of the residual stream. Gate, up and down are products of one row by the kernels of ``plan``, launched
-for every pair of a row and a chosen expert side by side: a program reads which expert its pair has, and moves its
-pointers there. Down's reducers add up the partial sums of all the chosen, in their order, so results repeat.
+n is the RMSNorm of the residual stream; each product may have a bias. gate_up and down are one-row products by the
+kernels of ``plan``, with a grid of (programs, pairs of a row and a chosen expert): a program loads its pair's expert id
+and offsets its pointers. Down's reducers add up the partial sums of all chosen experts in order, so results are
+reproducible.
 
-A shared expert stands behind the others as one or more of their size; its gate's row is the router's last, and its
-weight the sigmoid. Bytes: what the chosen experts keep, and the router's; rows that choose the same read it again.
+A shared expert is stored after the others, as one or more experts of their size. Its gate is the router's last row, its
+weight the gate's sigmoid. Bytes: the chosen experts' kept channels and the router; rows with the same expert load it
+again.
 """
 
 from __future__ import annotations
@@ -41,19 +43,19 @@ from .plan import GemvTile, Gpu, KernelPlan, Scratch, count_tiles, gpu_of, most_
 from .sparse_gemv import sparse_gemv_kernel
 from .weights import BITS, DeviceWeight, FusedLinear, LinearShape, empty_weight
 
-_ROUTER_ROWS = 4  # of the router's weights that a program has
-_MOST_ROWS = 2048  # of graded weights that a program has
+_ROUTER_ROWS = 4  # rows of the router's weights of a program
+_MOST_ROWS = 2048  # rows of graded weights of a program
 
 
 @dataclass(frozen=True)
 class ExpertLinear:
-    """The same linear of E experts. ``weight``: of one, but its tensors have a first dimension of E."""
+    """A linear of E experts. ``weight``: as of one expert, its tensors with an additional first dimension E."""
 
     weight: DeviceWeight
     scales: Tensor  # (E, projections, K) float32, channel scales
     thresholds: Tensor  # (E, projections * planes) float32
     dense: bool  # no channel is ever dropped
-    chosen: int  # experts that a row reads
+    chosen: int  # experts of a row
     bias: Tensor | None = None  # (E, N) of the weights' dtype
 
     @property
@@ -70,7 +72,7 @@ class ExpertLinear:
 
     @property
     def num_bytes_read(self) -> int:
-        """By a row."""
+        """For one row."""
         return self.weight.num_bytes * self.chosen // len(self.scales)
 
     @cached_property
@@ -78,7 +80,7 @@ class ExpertLinear:
         return self.one(0).shape
 
     def one(self, expert: int) -> FusedLinear:
-        """A single expert's, in the same memory."""
+        """A view of one expert."""
         weight = self.weight
         scales, zeros = (None if part is None else part[expert] for part in (weight.scales, weight.zeros))
         weight = replace(weight, data=weight.data[expert], scales=scales, zeros=zeros)
@@ -92,11 +94,11 @@ class Router(NamedTuple):
     weight: Tensor  # (E, K) of dtype; with a shared expert (E + 1, K), its gate's row last
     experts: int  # E
     chosen: int  # k
-    shared: int  # experts behind the others that every row chooses too, 0 or more
-    renormalised: bool  # the chosen ones' weights are divided by their sum
+    shared: int  # experts, after the others, that every row uses; 0 or more
+    renormalised: bool  # the chosen experts' weights are divided by their sum
     multiplier: float = 1.0  # of n
     bias: Tensor | None = None  # (E,) of the logits
-    expert_scale: Tensor | None = None  # (E,), the chosen ones' weights are multiplied by
+    expert_scale: Tensor | None = None  # (E,), factors of the experts' weights
 
     @property
     def total(self) -> int:
@@ -105,7 +107,7 @@ class Router(NamedTuple):
 
 
 class _RouterConfig(NamedTuple):
-    """Compiled in."""
+    """Compile-time constants."""
 
     k: int
     experts: int
@@ -114,7 +116,7 @@ class _RouterConfig(NamedTuple):
     renormalised: bool
     multiplier: float
     ssq_pad: int
-    block: int  # rows of the weights that a program has
+    block: int  # rows of the weights of a program
     programs: int
 
 
@@ -136,28 +138,28 @@ def _router_kernel(
         norm = tl.load(given.norm + k, mask=k < K, other=0.0)
     gdc_wait(PDL)
     x = tl.load(given.x + row * K + k, mask=k < K, other=0.0)
-    rounded: tl.constexpr = x.dtype
+    dtype: tl.constexpr = x.dtype
     if given.norm is not None:
         rstd = reciprocal_rms(load_squares(given.ssq, row, ssq_parts, config.ssq_pad), eps, K)
-        x = rms_normalize(x, norm, rstd, rounded)
+        x = rms_normalize(x, norm, rstd, dtype)
     if config.multiplier != 1.0:
-        x = (x.to(tl.float32) * config.multiplier).to(rounded)
+        x = (x.to(tl.float32) * config.multiplier).to(dtype)
     logit = tl.sum(x.to(tl.float32)[None, :] * w.to(tl.float32), axis=1)
     if bias_ptr is not None:
         logit += tl.load(bias_ptr + expert, mask=expert < ROWS, other=0.0).to(tl.float32)
-    logit = logit.to(rounded).to(tl.float32)
+    logit = logit.to(dtype).to(tl.float32)
     logit_ptr += row * ROWS
     tl.store(logit_ptr + expert, logit, mask=expert < ROWS)
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
     if arrived == config.programs - 1:
         tl.store(counter_ptr + row, 0)
-        _choose(logit_ptr, scale_ptr, row, routing, config, rounded)
+        _choose(logit_ptr, scale_ptr, row, routing, config, dtype)
 
 
 @triton.jit
-def _choose(logit_ptr, scale_ptr, row, routing, config: tl.constexpr, rounded: tl.constexpr):
-    """A row's experts and their weights, as rounded as the model's own."""
+def _choose(logit_ptr, scale_ptr, row, routing, config: tl.constexpr, dtype: tl.constexpr):
+    """Choose a row's experts and compute their weights, with the roundings of transformers."""
     E: tl.constexpr = config.experts
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     OTHERS: tl.constexpr = 32
@@ -166,7 +168,7 @@ def _choose(logit_ptr, scale_ptr, row, routing, config: tl.constexpr, rounded: t
     TOTAL: tl.constexpr = CHOSEN + SHARED
     e = tl.arange(0, E_PAD)
     logit = tl.load(logit_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    # An expert's rank: how many are before it, by their logits and then by their number. NaN counts as the least.
+    # An expert's rank: the number of experts with a larger logit, or an equal one and a lower id. NaN sorts last.
     order = tl.where(logit == logit, logit, float("-inf"))
     rank = tl.zeros((E_PAD,), tl.int32)
     for start in tl.static_range(0, E_PAD, OTHERS):
@@ -185,10 +187,10 @@ def _choose(logit_ptr, scale_ptr, row, routing, config: tl.constexpr, rounded: t
         weight = weight * tl.load(scale_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     at = row.to(tl.int64) * TOTAL + rank
     tl.store(routing.expert + at, e, mask=wanted)
-    tl.store(routing.weight + at, weight.to(rounded).to(tl.float32), mask=wanted)
+    tl.store(routing.weight + at, weight.to(dtype).to(tl.float32), mask=wanted)
     if SHARED > 0:
         gate = tl.load(logit_ptr + E, cache_modifier=".cg").to(tl.float32)
-        gate = (1.0 / (1.0 + tl.exp(-gate))).to(rounded).to(tl.float32)
+        gate = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
         for i in tl.static_range(SHARED):
             tl.store(routing.expert + row.to(tl.int64) * TOTAL + CHOSEN + i, E + i)
             tl.store(routing.weight + row.to(tl.int64) * TOTAL + CHOSEN + i, gate)
@@ -202,17 +204,11 @@ def _choose_kernel(logit_ptr, scale_ptr, routing, config: tl.constexpr):
 
 
 def launch_router(
-    given: Input,
-    router: Router,
-    logits: Tensor,
-    counter: Tensor,
-    routing: Routing,
-    *,
-    eps: float = 0.0,
+    given: Input, router: Router, logits: Tensor, counter: Tensor, routing: Routing, *, eps: float = 0.0,
     pdl: bool = False,
-) -> None:
-    """Each row's experts, by falling logit and then rising number, and their weights. ``logits``: (B, rows of the
-    router's weights) float32, written; ``counter``: (B,) int32, 0 before and after."""
+) -> None:  # fmt: skip
+    """Each row's experts, by descending logit and then ascending id, and their weights. ``logits``: (B, rows of the
+    router's weights) float32 scratch memory; ``counter``: (B,) int32, 0 before and after."""
     assert given.x is not None
     ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
     config = _config(router, max(32, triton.next_power_of_2(ssq_parts)))
@@ -223,7 +219,7 @@ def launch_router(
 
 
 def choose_experts(x: Tensor, router: Router) -> Routing:
-    """The same for the normed rows (T, K) of a prompt, multiplied."""
+    """``launch_router`` for the rows x (T, K) of a prompt, already normalized and multiplied."""
     expert = torch.empty(len(x), router.total, dtype=torch.int32, device=x.device)
     routing = Routing(expert, torch.empty_like(expert, dtype=torch.float32))
     logits = functional.linear(x, router.weight, router.bias)
@@ -240,8 +236,8 @@ def _config(router: Router, ssq_pad: int) -> _RouterConfig:
 
 
 @triton.jit
-def scales_before(expert, of: tl.constexpr):
-    """How many quantization scales, or zero points, stand before an expert's; ``of``: k, stride, quant and group."""
+def scale_offset(expert, of: tl.constexpr):
+    """The offset of an expert's quantization scales and zero points; ``of``: has k, stride, quant and group."""
     EACH: tl.constexpr = 8 if of.quant == "int4" else 4
     return expert * ((of.k // of.group) * of.stride * EACH)
 
@@ -251,7 +247,7 @@ def expert_gemv_kernel(
     given, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
     routing,  # Routing
     problem: tl.constexpr, launch: tl.constexpr,
-    packed: tl.constexpr,  # PackedConfig; None: sparse_gemv_kernel's product
+    packed: tl.constexpr,  # PackedConfig; None: sparse_gemv_kernel
     CHOSEN: tl.constexpr,  # experts of a row
 ):  # fmt: skip
     ADDS: tl.constexpr = problem.experts > 0
@@ -259,19 +255,18 @@ def expert_gemv_kernel(
     K: tl.constexpr = problem.k // problem.planes
     N: tl.constexpr = problem.n
     PROJECTIONS: tl.constexpr = 1 + (1 if problem.n1 > 0 else 0)
-    PAIRED: tl.constexpr = not ADDS
     PARTS: tl.constexpr = launch.tiles * (launch.reducers if launch.reducers > 0 else 1)
     pair = tl.program_id(1)
     row = pair // CHOSEN
     in_row = pair if ADDS else row
     out_row = row if ADDS else pair
-    # The experts were chosen two launches before down, so its weights may be read while gate_up ends. Past L1, which may
-    # still have those of the block before.
+    # Down runs two launches after the router, so it may load its weights before gate_up has completed. The load
+    # bypasses L1, which may still hold the expert ids of the block before.
     if not ADDS:
         gdc_wait(problem.pdl, False)
     expert = tl.load(routing.expert + pair, cache_modifier=".cg").to(tl.int64)
 
-    # --- everything from here on is this expert's and this row's own
+    # --- offset all pointers to this expert and this row
     x = given.x + in_row * K
     if given.norm is not None:
         given = Input(x, given.ssq + in_row * ssq_parts, given.norm, None, None)
@@ -283,18 +278,14 @@ def expert_gemv_kernel(
     quant_scales = weights.quant_scales
     quant_zeros = weights.quant_zeros
     if problem.quant != "none":
-        quant_scales += scales_before(expert, problem)
+        quant_scales += scale_offset(expert, problem)
         if quant_zeros is not None:
-            quant_zeros += scales_before(expert, problem)
+            quant_zeros += scale_offset(expert, problem)
     weights = Weights(
-        weights.weight_t + expert * (ROWS * problem.stride),
-        bias,
-        weights.scales + expert * (PROJECTIONS * K),
-        weights.thresholds + expert * (PROJECTIONS * problem.planes),
-        quant_scales,
-        quant_zeros,
-    )
-    out = output.out + out_row * (problem.n0 if PAIRED else N)
+        weights.weight_t + expert * (ROWS * problem.stride), bias, weights.scales + expert * (PROJECTIONS * K),
+        weights.thresholds + expert * (PROJECTIONS * problem.planes), quant_scales, quant_zeros,
+    )  # fmt: skip
+    out = output.out + out_row * (N if ADDS else problem.n0)
     ssq = output.ssq
     if ssq is not None:
         ssq += out_row * PARTS
@@ -330,7 +321,8 @@ def plan_experts(
     linear: ExpertLinear, rows: int, *, output: str, ssq_parts: int = 1, tile: GemvTile | None = None,
     pdl: bool | None = None, clamp: tuple[float, float] = (0.0, 0.0),
 ) -> KernelPlan:  # fmt: skip
-    """Plan gate_up (``output`` an activation, ``clamp`` as of ``Problem``) or down ("residual" or "plain") of the experts that each row has chosen."""
+    """Plan gate_up (``output`` an activation, ``clamp`` as in ``Problem``) or down ("residual" or "plain") of the
+    chosen experts of each row."""
     shape, chosen, gpu = linear.shape, linear.chosen, gpu_of(linear.scales.device)
     adds = chosen if output in ("residual", "plain") else 0
     tile = tile or expert_tile(gpu, shape, rows * chosen, adds)
@@ -340,9 +332,9 @@ def plan_experts(
 
 
 def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile:
-    """As the tiles that were measured of one linear with the bytes of all pairs: about four programs of four warps for
-    each multiprocessor, or seven of two. ``adds``: experts whose products are added up. Quantized gate and up have
-    fewer programs, and no spinning reducers: measured 9.3 us in place of 10.7 (H100, int4)."""
+    """A tile like those measured for a linear with the bytes of all pairs: about four programs of four warps for each
+    multiprocessor, or seven of two. ``adds``: experts whose products are added up, 0 for gate_up. Quantized gate_up has
+    fewer programs and no spinning reducers: measured 9.3 instead of 10.7 us (H100, int4)."""
     k, n, processors = shape.in_features, sum(shape.widths), gpu.multiprocessors
     grouped = 0 < shape.group < k
     if shape.quant == "none":
@@ -353,13 +345,13 @@ def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile
         each = 7 if adds else 4
         tile = GemvTile(block_n, 16, 1, 2, chunk=chunk, unroll=2 if grouped and not shape.dense else 4, trigger=2)
     chunks = triton.cdiv(k, chunk)
-    # Every split as many chunks as any other, or one less; of unquantized weights at least three.
+    # Numbers of chunks that differ by at most one between splits; of unquantized weights at least three.
     least = min(chunks, 3) if shape.quant == "none" else 1
     splits = max(1, min(each * processors // (pairs * count_tiles(shape.widths, block_n)), chunks // least))
-    if shape.planes > 1:  # a program's channels are in its registers
+    if shape.planes > 1:  # a program selects its channels in registers
         splits = max(splits, triton.cdiv(k, _MOST_ROWS))
     splits = triton.cdiv(chunks, triton.cdiv(chunks, splits))
-    # As many spinning reducers in all as have a multiprocessor each.
+    # At most one spinning reducer for each multiprocessor, over all rows.
     share = gpu._replace(multiprocessors=processors // max(1, pairs // max(1, adds)))
     tile = replace(tile, splits=splits)
     spins = adds > 0 or shape.quant == "none"
@@ -370,14 +362,15 @@ def launch_experts(
     linear: ExpertLinear, given: Input, output: Output, scratch: Scratch, plan: KernelPlan, *, routing: Routing,
     eps: float = 0.0, counting: Counting | None = None,
 ) -> None:  # fmt: skip
-    """As ``plan.launch_linear``, for a plan of ``plan_experts``. gate_up: ``given`` (B, K), ``output`` (B * k, I); down:
+    """``plan.launch_linear`` for a plan of ``plan_experts``. gate_up: ``given`` (B, K), ``output`` (B * k, I); down:
     ``given`` (B * k, I), ``output`` (B, N). ``counting``: before and after (B * k, projections, splits)."""
     weight = linear.weight
     weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
     ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
     expert_gemv_kernel[(plan.programs, plan.pairs)](
         given, weights, output, scratch.workspace(plan), counting, eps, ssq_parts, routing, plan.problem, plan.launch,
-        plan.packed, routing.expert.shape[1], num_warps=plan.tile.warps, launch_pdl=plan.problem.pdl and plan.tile.early,
+        plan.packed, routing.expert.shape[1], num_warps=plan.tile.warps,
+        launch_pdl=plan.problem.pdl and plan.tile.early,
     )  # fmt: skip
 
 
@@ -385,17 +378,16 @@ def empty_experts(
     experts: int, chosen: int, quant: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype,
     device: torch.device | str, *, zeros: bool = False, planes: int = 1,
 ) -> ExpertLinear:  # fmt: skip
-    """Room for the weights of ``experts``, which ``store_columns`` of ``one`` fills; no mask is in force. k and
-    ``group`` count rows, as of ``empty_weight``."""
+    """A linear without masks, whose experts ``one`` and ``store_columns`` fill; arguments as of ``empty_weight``."""
     one = empty_weight(quant, k, widths, group, dtype, "meta", zeros=zeros, planes=planes)
-    # Zeros: what is not stored, of a shared expert that is no multiple of the others' size, adds nothing.
-    data, scales, points = (
+    # Zeros: a shared expert whose size is no multiple of the others' is padded.
+    data, scales, zero_points = (
         None if part is None else torch.zeros(experts, *part.shape, dtype=part.dtype, device=device)
         for part in (one.data, one.scales, one.zeros)
     )
     assert data is not None
     return ExpertLinear(
-        replace(one, data=data, scales=scales, zeros=points),
+        replace(one, data=data, scales=scales, zeros=zero_points),
         torch.ones(experts, len(widths), k // planes, device=device),
         torch.zeros(experts, len(widths) * planes, device=device), True, chosen,
     )  # fmt: skip

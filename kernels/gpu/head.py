@@ -1,12 +1,12 @@
-"""The two ends of a decode step: the embedding row that starts the residual stream, and the vocabulary's logits.
+"""Embedding, ``lm_head`` and the greedy choice of the next token.
 
-    embed:    hidden = embedding[token], multiplied, with the partial sums of squares that the first norm needs
-    logits:   dtype(weight @ RMSNorm(hidden)), stored as float32; the largest of each tile, lowest id first
-    next id:  the largest of the tiles' largest, lowest id first; the positions move on by one
+    embed:    hidden = multiplier * embedding[token], and the partial sums of squares for the first norm
+    logits:   dtype(weight @ RMSNorm(hidden)), stored as float32; each tile's maximum and its lowest id
+    argmax:   the maximum over the tiles, lowest id first; positions are incremented
 
-``lm_head`` is read densely, in Hugging Face's (V, K) layout: tied embeddings are then stored once. One row of x and
-unquantized weights: a program reads ``passes`` times a few whole rows of the weights, x broadcast over them. Otherwise:
-tl.dot. Bytes: V * K * sizeof(dtype) (int8: V * (K + 4)).
+``lm_head`` is dense, in Hugging Face's (V, K) layout, so that tied embeddings are stored once. One row of x and
+unquantized weights: a program reduces its rows of the weights along K, in ``passes`` groups of rows. Otherwise: tl.dot.
+Bytes: V * K * sizeof(dtype) (int8: V * (K + 4)).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .common import gdc_wait, load_squares, reciprocal_rms, rms_normalize
 class HeadTile(NamedTuple):
     """Measured on an H200: K of 4096, 5120 and 8192, 1 to 32 rows."""
 
-    block_v: int  # rows of the vocabulary that a program has
+    block_v: int  # rows of the weights of a program
     block_k: int
     warps: int
-    stages: int  # of reading (tl.dot)
+    stages: int  # num_stages of the K loop (tl.dot)
 
 
 def head_tile(batch: int, weight: Tensor) -> HeadTile:
@@ -35,15 +35,15 @@ def head_tile(batch: int, weight: Tensor) -> HeadTile:
 
 
 def _by_rows(batch: int, weight: Tensor) -> bool:
-    """Without tensor cores. To convert codes takes longer than to read them, unless they go through ``tl.dot``."""
+    """Whether a launch does without ``tl.dot``, which is slower for int8 weights, bound by the conversion of codes."""
     return batch == 1 and weight.dtype != torch.int8
 
 
 class Logits(NamedTuple):
-    """What the head leaves: values rounded to the weights' dtype, each tile's largest and its lowest id."""
+    """Logits rounded to the weights' dtype, each tile's maximum and its lowest id."""
 
-    logit: Tensor  # (B, V) float32 (Triton tuples have a ``values`` of their own)
-    best: Tensor  # (B, tiles) float32; NaN if one of the tile's logits is
+    logit: Tensor  # (B, V) float32 (a field ``values`` would shadow one of Triton's tuples)
+    best: Tensor  # (B, tiles) float32; NaN if one of the tile's logits is NaN
     best_id: Tensor  # (B, tiles) int32
 
     @classmethod
@@ -55,13 +55,15 @@ class Logits(NamedTuple):
 
 
 class HeadConfig(NamedTuple):
+    """Compile-time constants of ``_logits_kernel``."""
+
     k: int
     batch: int
-    by_rows: bool
+    by_rows: bool  # without tl.dot
     ssq_parts: int
     ssq_pad: int
     block_v: int
-    passes: int  # in which a program reads its rows of the vocabulary (by rows)
+    passes: int  # groups of rows that a program loads one after the other (by_rows)
     block_k: int
     stages: int
 
@@ -91,16 +93,16 @@ def _logits_kernel(
     BATCH: tl.constexpr = config.batch
     K: tl.constexpr = config.k
     BLOCK_K: tl.constexpr = config.block_k
-    PART: tl.constexpr = config.block_v // config.passes
+    BLOCK_V: tl.constexpr = config.block_v // config.passes  # of a pass
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     tile = tl.program_id(0)
     lane = tl.arange(0, BLOCK_K)
-    v = tile * config.block_v + tl.arange(0, PART)
+    v = tile * config.block_v + tl.arange(0, BLOCK_V)
     if config.by_rows:
         CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
         PASSES: tl.constexpr = config.passes
-        # The first rows and the norm are constants: they are in flight before the last block has ended.
-        w = _vocabulary_rows(weight_ptr, v, V, lane, CHUNKS, config)
+        # The first rows and the norm's weights are constants, loaded before the previous kernel has completed.
+        w = _load_weights(weight_ptr, v, V, lane, CHUNKS, config)
         norms = ()
         if norm_ptr is not None:
             for chunk in tl.static_range(CHUNKS):
@@ -114,87 +116,87 @@ def _logits_kernel(
             if norm_ptr is not None:
                 x = rms_normalize(x, norms[chunk], rstd, dtype)
             xs += (x.to(tl.float32),)
-        best = tl.full((PART,), float("-inf"), tl.float32)
-        best_id = tl.full((PART,), 2147483647, tl.int32)
-        broken = tl.zeros((PART,), tl.int32)
-        for part in tl.static_range(PASSES):
+        best = tl.full((BLOCK_V,), float("-inf"), tl.float32)
+        best_id = tl.full((BLOCK_V,), 2147483647, tl.int32)
+        has_nan = tl.zeros((BLOCK_V,), tl.int32)
+        for i in tl.static_range(PASSES):
             acc = xs[0][None, :] * w[0].to(tl.float32)
             for chunk in tl.static_range(1, CHUNKS):
                 acc += xs[chunk][None, :] * w[chunk].to(tl.float32)
-            if part + 1 < PASSES:
-                w = _vocabulary_rows(weight_ptr, v + PART, V, lane, CHUNKS, config)
-            y = _rounded(tl.sum(acc, axis=1), scale_ptr, v, V, dtype)
+            if i + 1 < PASSES:
+                w = _load_weights(weight_ptr, v + BLOCK_V, V, lane, CHUNKS, config)
+            y = _scale_and_round(tl.sum(acc, axis=1), scale_ptr, v, V, dtype)
             tl.store(out.logit + v, y, mask=v < V)
             better = (v < V) & (y > best)
             best = tl.where(better, y, best)
             best_id = tl.where(better, v, best_id)
-            broken = broken | ((v < V) & (y != y)).to(tl.int32)
-            v += PART
+            has_nan = has_nan | ((v < V) & (y != y)).to(tl.int32)
+            v += BLOCK_V
         largest = tl.max(best, axis=0)
         tl.store(out.best_id + tile, tl.min(tl.where(best == largest, best_id, 2147483647), axis=0))
-        # NaN if one is NaN: such a row has no largest.
-        tl.store(out.best + tile, tl.where(tl.max(broken, axis=0) > 0, float("nan"), largest))
+        tl.store(out.best + tile, tl.where(tl.max(has_nan, axis=0) > 0, float("nan"), largest))
     else:
         ROWS: tl.constexpr = 16 if BATCH <= 16 else 32
         gdc_wait(PDL)
         row = tl.arange(0, ROWS)
-        there = row < BATCH
+        live_rows = row < BATCH
         if norm_ptr is not None:
             i = tl.arange(0, config.ssq_pad)
             squares_at = ssq_ptr + row[:, None] * config.ssq_parts + i[None, :]
-            squares = tl.load(squares_at, mask=there[:, None] & (i < config.ssq_parts)[None, :], other=0.0)
+            squares = tl.load(squares_at, mask=live_rows[:, None] & (i < config.ssq_parts)[None, :], other=0.0)
             rstd_rows = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
-        # The weights are the left operand: int8 codes, exact in every dtype, then stay in registers.
-        acc = tl.zeros((PART, ROWS), tl.float32)
+        # The weights are operand A, so that int8 codes, exact in every dtype, are converted in registers.
+        acc = tl.zeros((BLOCK_V, ROWS), tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
-            w = _vocabulary_rows(weight_ptr, v, V, start + lane, 1, config)[0]
+            w = _load_weights(weight_ptr, v, V, start + lane, 1, config)[0]
             k = start + lane
             x_at = hidden_ptr + row[:, None] * K + k[None, :]
-            x = tl.load(x_at, mask=there[:, None] & (k < K)[None, :], other=0.0)
+            x = tl.load(x_at, mask=live_rows[:, None] & (k < K)[None, :], other=0.0)
             if norm_ptr is not None:
                 norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
                 x = rms_normalize(x, norm[None, :], rstd_rows[:, None], dtype)
             acc = tl.dot(w.to(dtype), tl.trans(x), acc, input_precision="ieee")
-        y = _rounded(acc, scale_ptr, v[:, None], V, dtype)
-        live = (v < V)[:, None] & there[None, :]
+        y = _scale_and_round(acc, scale_ptr, v[:, None], V, dtype)
+        live = (v < V)[:, None] & live_rows[None, :]
         tl.store(out.logit + row[None, :] * V + v[:, None], y, mask=live)
         best_at = row * tl.num_programs(0) + tile
-        shown = tl.where(live & (y == y), y, float("-inf"))
-        largest = tl.max(shown, axis=0)
-        chosen = tl.min(tl.where(shown == largest[None, :], v[:, None], 2147483647), axis=0)
-        broken = tl.max((live & (y != y)).to(tl.int32), axis=0)
-        tl.store(out.best_id + best_at, chosen, mask=there)
-        tl.store(out.best + best_at, tl.where(broken > 0, float("nan"), largest), mask=there)
+        masked = tl.where(live & (y == y), y, float("-inf"))
+        largest = tl.max(masked, axis=0)
+        chosen = tl.min(tl.where(masked == largest[None, :], v[:, None], 2147483647), axis=0)
+        has_nan = tl.max((live & (y != y)).to(tl.int32), axis=0)
+        tl.store(out.best_id + best_at, chosen, mask=live_rows)
+        tl.store(out.best + best_at, tl.where(has_nan > 0, float("nan"), largest), mask=live_rows)
 
 
 @triton.jit
-def _rounded(total, scale_ptr, v, V, dtype: tl.constexpr):
-    """Sums of the tokens ``v``, times their int8 scales if there are any, as the weights' dtype rounds them."""
+def _scale_and_round(acc, scale_ptr, v, V, dtype: tl.constexpr):
+    """The logits of the ids ``v``: acc, times the int8 scale if there is one, rounded to dtype, as float32."""
     if scale_ptr is not None:
-        total *= tl.load(scale_ptr + v, mask=v < V, other=0.0)
-    return total.to(dtype).to(tl.float32)
+        acc *= tl.load(scale_ptr + v, mask=v < V, other=0.0)
+    return acc.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _vocabulary_rows(weight_ptr, v, V, k, CHUNKS: tl.constexpr, config: tl.constexpr):
-    """weight[v, k], and so many chunks of ``block_k`` behind it, zeros outside. Read once."""
-    found = ()
+def _load_weights(weight_ptr, v, V, k, CHUNKS: tl.constexpr, config: tl.constexpr):
+    """weight[v, k + chunk * block_k] for each of CHUNKS chunks, zeros outside."""
+    chunks = ()
     for chunk in tl.static_range(CHUNKS):
         at = k + chunk * config.block_k
-        there = (v < V)[:, None] & (at < config.k)[None, :]
+        live = (v < V)[:, None] & (at < config.k)[None, :]
         w_at = weight_ptr + v.to(tl.int64)[:, None] * config.k + at[None, :]
-        found += (tl.load(w_at, mask=there, other=0.0, eviction_policy="evict_first"),)
-    return found
+        chunks += (tl.load(w_at, mask=live, other=0.0, eviction_policy="evict_first"),)
+    return chunks
 
 
 @triton.jit
 def likeliest_token(logits, row, tiles, value, largest):
-    """The lowest id of a row's largest logit, given the tiles' (padded: -inf); -1 if it is infinite or one is NaN."""
+    """The lowest id of a row's largest logit; -1 if it is infinite or a logit is NaN. value: the tiles' maxima, padded
+    by -inf; largest: their maximum."""
     i = tl.arange(0, value.shape[0])
     token = tl.load(logits.best_id + row * tiles + i, mask=i < tiles, other=2147483647)
     chosen = tl.min(tl.where(value == largest, token, 2147483647), axis=0)
-    broken = tl.max((value != value).to(tl.int32), axis=0)  # a maximum may pass over NaN
-    return tl.where((broken > 0) | (tl.abs(largest) == float("inf")), -1, chosen)
+    has_nan = tl.max((value != value).to(tl.int32), axis=0)  # tl.max may ignore NaN
+    return tl.where((has_nan > 0) | (tl.abs(largest) == float("inf")), -1, chosen)
 
 
 @triton.jit
@@ -214,8 +216,8 @@ def _argmax_kernel(
 
 
 def launch_embed(tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor, *, multiplier: float = 1.0) -> None:
-    """hidden (B, K) = multiplied rows of ``embedding`` (V, K) at ``tokens`` (B,) int64; idle rows (negative) become
-    zeros. ``ssq`` (B, parts) float32 receives the partial sums of squares, whatever number of parts it has."""
+    """hidden (B, K) = multiplier * embedding[tokens]; embedding (V, K), tokens (B,) int64, negative for idle rows,
+    which become zeros. ``ssq`` (B, parts) float32 receives partial sums of squares, for any number of parts."""
     width, parts = hidden.shape[1], ssq.shape[1]
     block = triton.next_power_of_2(triton.cdiv(width, parts))
     _embed_kernel[(parts, hidden.shape[0])](tokens, embedding, hidden, ssq, multiplier, width, parts, block)
@@ -225,20 +227,20 @@ def launch_logits(
     hidden: Tensor, ssq: Tensor | None, norm: Tensor | None, weight: Tensor, scales: Tensor | None, out: Logits, *,
     eps: float = 0.0, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Final norm and ``lm_head``: hidden (B, K), ssq (B, parts) float32 the partial sums of its squares, norm (K,) as
-    ``common.Input.norm``, weight (V, K) of hidden's dtype or int8 with scales (V,) float32. Rows may come
-    normalized, without ssq and norm: of more than 16 rows no program then works out the norms anew."""
+    """Final norm and ``lm_head``: hidden (B, K), ssq (B, parts) float32 its partial sums of squares, norm (K,) as
+    ``common.Input.norm``, weight (V, K) of hidden's dtype or int8 with scales (V,) float32. Without ssq and norm hidden
+    is already normalized: faster for more than 16 rows, where every program would normalize all of them again."""
     (batch, width), parts = hidden.shape, 1 if ssq is None else ssq.shape[1]
     tile, by_rows = head_tile(batch, weight), _by_rows(batch, weight)
     block_k, passes = tile.block_k, 1
     if width <= block_k or not by_rows:
         block_k = min(64 if hidden.dtype == torch.float32 and not by_rows else block_k, triton.next_power_of_2(width))
-    else:  # whole rows all the same, in the chunks that waste least
+    else:  # whole rows, in chunks of the size with the least padding
         block_k = min((block_k, block_k // 2, block_k // 4), key=lambda size: triton.cdiv(width, size) * size)
     block_k = max(16, block_k)
-    if by_rows:  # about 16,384 numbers at a time
-        read = tile.block_v * triton.cdiv(width, block_k) * block_k // 16384
-        passes = 1 << min(max(1, read).bit_length() - 1, tile.block_v.bit_length() - 1)
+    if by_rows:  # a pass loads about 16,384 weights
+        wanted = tile.block_v * triton.cdiv(width, block_k) * block_k // 16384
+        passes = 1 << min(max(1, wanted).bit_length() - 1, tile.block_v.bit_length() - 1)
     config = HeadConfig(
         width, batch, by_rows, parts, max(32, triton.next_power_of_2(parts)), tile.block_v, passes, block_k, tile.stages
     )
@@ -248,8 +250,8 @@ def launch_logits(
 
 
 def launch_argmax(logits: Logits, tokens: Tensor, next_tokens: Tensor, positions: Tensor, *, pdl: bool = False) -> None:
-    """The greedy choice of every row, and its position moved on; idle rows give -1 and stay where they are. ``tokens``
-    (the ids just read, negative for idle rows) and ``next_tokens`` (B,) int64, ``positions`` (B,) int32."""
+    """Each row's greedy choice, and its position incremented; idle rows give -1 and keep their position. ``tokens``
+    (the step's input ids, negative for idle rows) and ``next_tokens`` (B,) int64, ``positions`` (B,) int32."""
     batch, tiles = logits.best.shape
     _argmax_kernel[(batch,)](
         logits, tokens, next_tokens, positions, tiles, triton.next_power_of_2(tiles), pdl, num_warps=8, launch_pdl=pdl

@@ -1,8 +1,8 @@
-"""The KV cache as kernels read and write it: numbers of the model's dtype, or codes (int8 or e4m3) with a float32 scale for
-each position and head. Twin: ``runtime.decoding.cache``.
+"""Loads and stores of the KV cache: keys and values in the model's dtype, or codes (int8 or e4m3) with a float32 scale
+for each position and head. Twin: ``runtime.decoding.cache``.
 
-Two codes side by side are read as one 16-bit number and widened two at a time, to the even columns and the odd ones: so
-they take the way of 16-bit numbers to the tensor cores, where bytes would be transposed one by one.
+Two adjacent codes are loaded as one 16-bit element and converted two at a time, to even and odd columns: a tile of
+16-bit elements can be transposed by ldmatrix for the tensor cores, bytes would be transposed one by one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # which has no PTX
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 to which it is added is rounded to an integer
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # without inline PTX
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds a float32 to an integer
 
 
 class KVSlots(NamedTuple):
@@ -24,7 +24,7 @@ class KVSlots(NamedTuple):
     v: Tensor
     k_scale: Tensor | None  # of codes: (slots, kv_heads, positions) float32
     v_scale: Tensor | None
-    # From one to the next, of keys and values alike; of scales.
+    # Strides in elements of k and v, then of k_scale and v_scale.
     slot_stride: int
     head_stride: int
     stride: int
@@ -34,7 +34,8 @@ class KVSlots(NamedTuple):
 
 
 def kv_slots(k: Tensor, v: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> KVSlots:
-    """Of keys and values (slots, kv_heads, positions, D), and of the scales of codes (slots, kv_heads, positions)."""
+    """``KVSlots`` of keys and values (slots, kv_heads, positions, D), with scales (slots, kv_heads, positions) of
+    codes."""
     if k_scale is not None:
         pairs = torch.int16 if k.dtype == torch.int8 else torch.uint16
         k, v = k.view(pairs), v.view(pairs)
@@ -43,33 +44,30 @@ def kv_slots(k: Tensor, v: Tensor, k_scale: Tensor | None = None, v_scale: Tenso
 
 
 @triton.jit
-def _numbers(codes, e4m3: tl.constexpr, dtype: tl.constexpr):
-    """Codes, in the lower bytes of int16, as numbers of a type that holds them exactly, without their scale."""
+def _widen(codes, e4m3: tl.constexpr, dtype: tl.constexpr):
+    """Codes, in the low bytes of int16, converted exactly to dtype, without their scale."""
     if e4m3:
-        # The exponent's and fraction's bits in float16 are a number that is too small by a power of two.
-        numbers = ((codes & 0x80) << 8 | ((codes & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        # The exponent and fraction bits moved into a float16 give the value times 2^-8.
+        values = ((codes & 0x80) << 8 | ((codes & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
     else:
-        # A float16 from 1024 on has whole numbers as its fraction.
-        numbers = ((codes ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
-    return numbers.to(dtype)
+        # The fraction of a float16 in [1024, 2048) counts integers.
+        values = ((codes ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    return values.to(dtype)
 
 
-def _pairs_source(first: list[str], second: list[str], unit: str) -> tl.constexpr:
-    """PTX of two pairs of codes, $2: the numbers of their lower bytes ($0) and upper bytes ($1)."""
-    lines = ["{ .reg .b32 a, b;", *first, unit.format("$0"), *second, unit.format("$1"), "}"]
+def _pairs_source(low: list[str], high: list[str], convert: str) -> tl.constexpr:
+    """PTX: convert two pairs of codes ($2) to the values of their low bytes ($0) and of their high bytes ($1)."""
+    lines = ["{ .reg .b32 a, b;", *low, convert.format("$0"), *high, convert.format("$1"), "}"]
     return tl.constexpr(" ".join(lines))
 
 
-# As `_numbers`, two codes at a time. int8 to bfloat16: 128 + the lower bits, less 128, or less 256 for a negative number.
+# `_widen` of two codes at a time. int8 to bfloat16: 128 + the low seven bits, minus 128, or minus 256 if negative.
 _INT8_BF16 = _pairs_source(
     ["lop3.b32 a, $2, 0x007f007f, 0x43004300, 0xea;", "lop3.b32 b, $2, 0x00800080, 0x43004300, 0xea;"],
-    [
-        "shr.u32 b, $2, 8;",
-        "lop3.b32 a, b, 0x007f007f, 0x43004300, 0xea;",
-        "lop3.b32 b, b, 0x00800080, 0x43004300, 0xea;",
-    ],
+    ["shr.u32 b, $2, 8;", "lop3.b32 a, b, 0x007f007f, 0x43004300, 0xea;",
+     "lop3.b32 b, b, 0x00800080, 0x43004300, 0xea;"],
     "{{ .reg .b32 m; mov.b32 m, 0xbf80bf80; fma.rn.bf16x2 {0}, b, m, a; }}",
-)
+)  # fmt: skip
 _INT8_FP16 = _pairs_source(
     ["lop3.b32 a, $2, 0x00ff00ff, 0x64806480, 0x6a;"],
     ["shr.u32 b, $2, 8;", "lop3.b32 a, b, 0x00ff00ff, 0x64806480, 0x6a;"],
@@ -88,12 +86,12 @@ _E4M3_FP16 = _pairs_source(
 
 
 @triton.jit
-def pairs(words, dtype: tl.constexpr):
-    """Pairs of codes as numbers: the lower bytes', and the upper bytes'."""
+def widen_pairs(words, dtype: tl.constexpr):
+    """The values in dtype of pairs of codes: those of the low bytes, and those of the high bytes."""
     e4m3: tl.constexpr = words.dtype == tl.uint16
     if _INTERPRETED or dtype == tl.float32:
-        even = _numbers((words & 0xFF).to(tl.int16), e4m3, dtype)
-        odd = _numbers(((words >> 8) & 0xFF).to(tl.int16), e4m3, dtype)
+        even = _widen((words & 0xFF).to(tl.int16), e4m3, dtype)
+        odd = _widen(((words >> 8) & 0xFF).to(tl.int16), e4m3, dtype)
     elif dtype == tl.bfloat16:
         BF16: tl.constexpr = _E4M3_BF16 if e4m3 else _INT8_BF16
         even, odd = tl.inline_asm_elementwise(
@@ -109,12 +107,12 @@ def pairs(words, dtype: tl.constexpr):
 
 @triton.jit
 def store_vector(x, base_ptr, scale_ptr, live, shape: tl.constexpr, config: tl.constexpr):
-    """Store a key or value x (d_pad,), with zeros in the padding, as the cache keeps it, if ``live``: what is then
-    stored, as float32. Twin: ``quantise`` in ``runtime.decoding.cache``."""
+    """Store a key or value x (d_pad,), zero in the padding, if ``live``; returns it as float32 after quantization.
+    Twin: ``quantise`` in ``runtime.decoding.cache``."""
     d = tl.arange(0, config.d_pad)
     if not base_ptr.dtype.element_ty.is_int():
         tl.store(base_ptr + d, x, mask=tl.where(live, d, shape.d) < shape.d)
-        number = x.to(tl.float32)
+        stored = x.to(tl.float32)
     else:
         e4m3: tl.constexpr = base_ptr.dtype.element_ty == tl.uint16
         LIMIT: tl.constexpr = 448.0 if e4m3 else 127.0
@@ -134,34 +132,34 @@ def store_vector(x, base_ptr, scale_ptr, live, shape: tl.constexpr, config: tl.c
         words = (even | (odd << 8)).to(base_ptr.dtype.element_ty)
         tl.store(base_ptr + pair, words, mask=tl.where(live, 2 * pair, shape.d) < shape.d)
         tl.store(scale_ptr, scale, mask=live)
-        number = _numbers(code.to(tl.int16), e4m3, tl.float32) * scale
-    return number
+        stored = _widen(code.to(tl.int16), e4m3, tl.float32) * scale
+    return stored
 
 
 @triton.jit
-def place_of(cache, slot, kv_head):
+def slot_offset(cache, slot, kv_head):
     return slot.to(tl.int64) * cache.slot_stride + kv_head * cache.head_stride
 
 
 @triton.jit
-def scale_place_of(cache, slot, kv_head):
+def scale_offset(cache, slot, kv_head):
     return slot.to(tl.int64) * cache.scale_slot_stride + kv_head * cache.scale_head_stride
 
 
 @triton.jit
 def load_kv(cache, slot, kv_head, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Keys and values (block_t, d_pad) at the positions ``t``, or (block_t, d_pad / 2) pairs of codes and their scales
-    (block_t,); zeros where not live."""
+    """Keys and values (block_t, d_pad) at the positions ``t``, or pairs of codes (block_t, d_pad / 2) and their scales
+    (block_t,); zeros where not ``live_t``."""
     EACH: tl.constexpr = 2 if cache.k_scale is not None else 1
     d = tl.arange(0, D_PAD // EACH)
-    both = live_t[:, None] & (d < D // EACH)[None, :]
-    at = place_of(cache, slot, kv_head) + t.to(tl.int64)[:, None] * cache.stride + d[None, :]
-    k = tl.load(cache.k + at, mask=both, other=0)
-    v = tl.load(cache.v + at, mask=both, other=0)
+    live = live_t[:, None] & (d < D // EACH)[None, :]
+    at = slot_offset(cache, slot, kv_head) + t.to(tl.int64)[:, None] * cache.stride + d[None, :]
+    k = tl.load(cache.k + at, mask=live, other=0)
+    v = tl.load(cache.v + at, mask=live, other=0)
     k_scale = tl.zeros(t.shape, tl.float32)
     v_scale = k_scale
     if cache.k_scale is not None:
-        scale_at = scale_place_of(cache, slot, kv_head) + t.to(tl.int64) * cache.scale_stride
+        scale_at = scale_offset(cache, slot, kv_head) + t.to(tl.int64) * cache.scale_stride
         k_scale = tl.load(cache.k_scale + scale_at, mask=live_t, other=0.0)
         v_scale = tl.load(cache.v_scale + scale_at, mask=live_t, other=0.0)
     return k, v, k_scale, v_scale

@@ -2,17 +2,17 @@
 
     y[n] = sum over groups G of scale[G, n] * (sum over kept k in G of q[k, n] x[k] - zero[G, n] * sum of these x[k])
 
-Codes are never converted: their bits are used as bf16 or fp16 numbers, which below the smallest normal number are
-multiples of one step (subnormals), so int4 and int8 codes are exact with no bit added and no constant subtracted; fp8's
-seven lower bits are moved to where its exponent ends in the wider type. The power of two that this leaves is divided
-out with the scale; int4's odd columns stay in the upper half of their byte, 16 times too large. x of bf16 is multiplied
-by 2^96 first, so that no product of such numbers is itself subnormal. ``keeps_subnormals`` checks the device for this.
+Codes are not converted to floating point: their bits are the mma operands. Below the smallest normal number a bf16 or
+fp16 number is a multiple of the smallest subnormal, so int4 and int8 codes are exact as they are; fp8's seven low bits
+are shifted to where the exponent ends in the wider type. The power of two that remains is divided out with the scale
+(``code_unit``). int4's odd columns stay in the upper half of their byte and are 16 times too large. x of bf16 is
+multiplied by 2^96 first, so that no product is subnormal. ``keeps_subnormals`` checks that the device supports this.
 
-Written one element a thread: what a tensor here holds at i is thread i's. Weights are the product's left operand, x's
-rows its right one, so one to eight rows cost the same. A warp owns 8 lanes' columns and takes 16 of its program's
-channels a step:
+The kernel is written with one element per thread: element i of every tensor belongs to thread i. The weights are mma's
+A operand and rows of x its B operand, so one to eight rows cost the same. A warp covers the columns that its 8 lane
+groups load, and takes 16 channels a step:
 
-    loads    lane 4 g + t: its 4, 8 or 16 bytes of the channels 4 t .. 4 t + 3 of the step (1 to 4 words w of each):
+    loads    lane 4 g + t loads 4, 8 or 16 bytes of each of the channels 4 t .. 4 t + 3 of the step (1 to 4 words w):
 
                       g = 0           g = 1                g = 7
         channel 0   [w0 .. w3     ] [w0 .. w3     ] ... [          ]   t = 0    a word: 8 columns of int4, 4 of int8
@@ -25,12 +25,12 @@ channels a step:
 
         a0 = c of channels 4 t, 4 t + 1      a1 = d of the same      a2 = c of 4 t + 2, 4 t + 3      a3 = d of the same
         b0 = x[row g] of 4 t, 4 t + 1        b1 = x[row g] of 4 t + 2, 4 t + 3
-        sums: column c of rows 2 t and 2 t + 1, column d of rows 2 t and 2 t + 1
+        accumulators: column c of rows 2 t and 2 t + 1, column d of rows 2 t and 2 t + 1
 
-One, two or four rows stand among the eight several times (``copies``), and the lanes that hold the same sums see to a
-part of the columns each. For one or two rows the kept channels are compacted into an index list in which each
-quantization group has a slot of its own, and a step never spans two; more rows read all channels, with x in shared
-memory for so many at a time as fit (a piece). At a slot's end its sums are scaled and added to the result's.
+One, two or four rows are repeated to fill mma's eight (``replicas``); lanes with the same accumulators divide their
+columns among them. For one or two rows the kept channels are compacted into an index list in which each quantization
+group has a slot of its own, and a pipeline stage never spans two slots. More rows read all channels, with x in shared
+memory, in tiles of as many channels as fit. At the end of a slot its accumulators are scaled and added to the result.
 
 Bytes: kept channels * N * bits / 8 + 4 N K / group of scales. Twins: ``QuantizedMatrix.dequantise`` and
 ``reference.sparse_linear``.
@@ -58,12 +58,12 @@ from .common import Counting, gdc_launch, gdc_wait, issue_loads, smem_alloc, sme
 from .reduction import reduce_tile, store_partial, store_partial4
 from .weights import BLOCK, INT4_ZERO, quant_columns
 
-INT8_OFFSET = 128  # what an int8 code's bits, xor 128, are more than it
-_SMALLEST = {"bfloat16": -133, "float16": -24}  # its subnormal numbers are multiples of this power of two
-# How far fp8's seven lower bits are moved, and the power of two that the number then is too small by.
+INT8_OFFSET = 128  # an int8 code is (bits xor 128) - 128
+_SMALLEST = {"bfloat16": -133, "float16": -24}  # exponent of the smallest subnormal
+# The left shift of fp8's seven low bits, and the exponent of the factor by which the result is too small.
 _FP8 = {"bfloat16": (4, 120), "float16": (7, 8)}
-# What x is multiplied by before the product, exactly: x of bfloat16 is then infinite from 2^32 on; a product with the
-# smallest code is a normal number down to 2^-89.
+# x is multiplied by this before the product, exactly. For bfloat16, |x| from 2^32 on overflows to infinity, and
+# products with the smallest code are normal numbers down to |x| = 2^-89.
 VALUE_SCALE = {"bfloat16": 2.0**96, "float16": 1.0}
 _INT8_OFFSET = tl.constexpr(float(INT8_OFFSET))
 
@@ -71,30 +71,31 @@ _INT8_OFFSET = tl.constexpr(float(INT8_OFFSET))
 class PackedConfig(NamedTuple):
     """Compiled in: how a program multiplies."""
 
-    listed: bool  # the kept channels stand in a list; else all are read
-    slot: int  # places of the list for each quantization group
-    pieces: int  # of launch.segment channels, whose inputs are stored one after the other; 1 with a list
-    words: int  # a lane reads so many of each channel
-    steps: int  # of 16 channels, together a turn
-    ahead: int  # turns in flight
-    copies: int  # of each row among eight
-    sums: int  # of one word
-    value_scale: float  # what x is multiplied by
-    unit: float  # of the sums
+    listed: bool  # the kept channels are compacted into an index list; else all channels are read
+    slot: int  # list entries of each quantization group
+    x_tiles: int  # tiles of launch.segment channels in which x is stored to shared memory; 1 with an index list
+    lane_words: int  # int32 words that a lane loads of each channel
+    steps: int  # mma steps of 16 channels in a pipeline stage
+    stages: int  # pipeline stages in flight
+    replicas: int  # of each row among mma's eight
+    word_acc: int  # accumulators of a word
+    value_scale: float  # factor of x
+    unit: float  # ``code_unit``
     load: tuple[str, str]  # PTX and its constraints: ``load_source``
     product: tuple[str, str]  # ``product_source``
     total: tuple[str, str]  # ``sum_source``; "" if no sum of x is needed
 
 
 def code_unit(quant: str, dtype: str) -> float:
-    """What the products' sums are multiples of; of int4's odd columns 16 times it."""
+    """An accumulator is code_unit * sum(q * x), of int4's odd columns 16 times that."""
     return VALUE_SCALE[dtype] * 2.0 ** (-_FP8[dtype][1] if quant == "fp8" else _SMALLEST[dtype])
 
 
 def load_source(words: int, stride: int, listed: bool, whole: bool) -> tuple[str, str]:
-    """PTX and constraints: ``words`` words of four channels, channel by channel; undefined where there is no channel.
-    Out: 4 * words; in: the list's address or the first channel; the address of channel 0's first word; the number of
-    channels. ``stride``: words of a channel; ``whole``: the number is a multiple of 16."""
+    """PTX and constraints that load ``words`` words of each of four channels; registers of channels beyond the last are
+    undefined. Out: 4 * words, channel by channel; in: the list entry's address, or the first channel; the address of
+    channel 0's first word; the number of channels. ``stride``: words of a channel; ``whole``: a multiple of 16
+    channels."""
     n = 4 * words
     vector = {1: "", 2: ".v2", 4: ".v4"}[words]
     lines = ["{ .reg .b32 k<4>; .reg .b64 a<4>; .reg .pred p<4>;"]
@@ -113,21 +114,21 @@ def load_source(words: int, stride: int, listed: bool, whole: bool) -> tuple[str
     return " ".join(lines) + " }", ",".join(["=r"] * n + ["r", "l", "r"])
 
 
-def product_source(quant: str, dtype: str, parts: int) -> tuple[str, str]:
-    """PTX and constraints: one word of each of four channels, times x, added to sums; ``parts``: rows of x in eights.
-    Out: the sums, for each part, for each two columns of the word, the first column's two rows and the second's; in:
-    the four words, x's two registers of each part, the sums before."""
+def product_source(quant: str, dtype: str, row_tiles: int) -> tuple[str, str]:
+    """PTX and constraints that multiply one word of each of four channels by x and accumulate. Out: the accumulators:
+    for each of ``row_tiles`` tiles of eight rows, for each two columns of the word, those of the first column's two
+    rows and of the second's; in: the four words, x's two registers of each row tile, the accumulators before."""
     pairs = 4 if quant == "int4" else 2
-    sums = 4 * pairs * parts
-    word = [f"${sums + c}" for c in range(4)]
-    before = sums + 4 + 2 * parts
+    outputs = 4 * pairs * row_tiles
+    word = [f"${outputs + c}" for c in range(4)]
+    inputs = outputs + 4 + 2 * row_tiles
     lines = ["{ .reg .b32 p<2>, s<2>, a<4>;"]
     for column in range(2 * pairs):
         byte = column // 2 if quant == "int4" else column
         for i in range(2):  # channels 0 and 1, then 2 and 3
             out = f"a{column % 2 + 2 * i}"
             if quant != "int4" or column % 2 == 0:
-                # The byte twice, in both halves' both bytes: whatever is not wanted is masked.
+                # Each 16-bit half holds one channel's byte twice; the masks below select bits of it.
                 selector = f"{(4 + byte) * 0x1100 + byte * 0x11:#x}"
                 lines.append(f"prmt.b32 p{i}, {word[2 * i]}, {word[2 * i + 1]}, {selector};")
             if quant == "int4":
@@ -138,19 +139,19 @@ def product_source(quant: str, dtype: str, parts: int) -> tuple[str, str]:
                 lines.append(f"and.b32 s{i}, p{i}, 0x007f007f;")
                 lines.append(f"shl.b32 s{i}, s{i}, {_FP8[dtype][0]};")
                 lines.append(f"lop3.b32 {out}, p{i}, 0x80008000, s{i}, 0xea;")
-        for part in range(parts if column % 2 else 0):
-            at = 4 * (part * pairs + column // 2)
-            d, c = (", ".join(f"${first + at + i}" for i in range(4)) for first in (0, before))
-            x = f"{{${sums + 4 + 2 * part}, ${sums + 5 + 2 * part}}}"
+        for tile in range(row_tiles if column % 2 else 0):
+            acc = 4 * (tile * pairs + column // 2)
+            d, c = (", ".join(f"${first + acc + i}" for i in range(4)) for first in (0, inputs))
+            x = f"{{${outputs + 4 + 2 * tile}, ${outputs + 5 + 2 * tile}}}"
             lines.append(_mma(dtype, d, "a0, a1, a2, a3", x, c))
-    return " ".join(lines) + " }", ",".join(["=f"] * sums + ["r"] * (4 + 2 * parts) + ["f"] * sums)
+    return " ".join(lines) + " }", ",".join(["=f"] * outputs + ["r"] * (4 + 2 * row_tiles) + ["f"] * outputs)
 
 
 def sum_source(dtype: str) -> tuple[str, str]:
-    """PTX and constraints: x's rows added up, in the integers' unit. Out: four sums, the first two of rows 2 t and
-    2 t + 1; in: x's two registers, the sums before."""
+    """PTX and constraints that add ``code_unit`` * sum(x) to the accumulators. Out: four, the first two of rows 2 t and
+    2 t + 1; in: x's two registers, the accumulators before."""
     product = _mma(dtype, "$0, $1, $2, $3", "a, a, a, a", "{$4, $5}", "$6, $7, $8, $9")
-    # 0x10001: the smallest subnormal twice.
+    # A is the smallest subnormal, twice in a register.
     return f"{{ .reg .b32 a; mov.b32 a, 0x10001; {product} }}", "=f,=f,=f,=f,r,r,f,f,f,f"
 
 
@@ -175,8 +176,8 @@ _subnormal_kernel.is_probe = True  # run within ``compiling_side_by_side`` too
 
 @cache
 def keeps_subnormals(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device's tensor cores multiply subnormal numbers as they are: one 16 x 8 product of the smallest one
-    and x, whose 16 products have to add up exactly."""
+    """Whether the device's tensor cores do not flush subnormal operands: one mma of the smallest subnormal and x, whose
+    sum of 16 products has to be exact."""
     name = str(dtype).removeprefix("torch.")
     bits = torch.tensor([VALUE_SCALE[name]] * 2, dtype=dtype).view(torch.int32)
     out = torch.empty(128, device=device)
@@ -198,39 +199,39 @@ def packed_gemv_kernel(
     LENGTH: tl.constexpr = launch.length
     SLOT: tl.constexpr = packed.slot
     LISTED: tl.constexpr = packed.listed
-    PIECES: tl.constexpr = packed.pieces
+    X_TILES: tl.constexpr = packed.x_tiles
     GROUPED: tl.constexpr = problem.group < K
     EACH: tl.constexpr = 8 if problem.quant == "int4" else 4
-    COLUMNS: tl.constexpr = packed.words * EACH  # a lane's
-    PART: tl.constexpr = COLUMNS // packed.copies  # those whose sums it sees to
-    PARTS: tl.constexpr = (BATCH + 7) // 8  # rows of x in eights
-    # Of a row's inputs a thread stores so many at a time.
+    COLUMNS: tl.constexpr = packed.lane_words * EACH  # that a lane loads
+    OUT_COLUMNS: tl.constexpr = COLUMNS // packed.replicas  # whose accumulators it scales and stores
+    ROW_TILES: tl.constexpr = (BATCH + 7) // 8  # of mma's eight rows
+    LANE_ROWS: tl.constexpr = 1 if BATCH == 1 else 2  # of each row tile, whose accumulators a lane has
+    ROWS: tl.constexpr = 8 // packed.replicas  # different rows of a row tile
+    # Neighbouring values of x that a thread stores at once.
     RUN: tl.constexpr = min(4, max(1, SEGMENT // (32 * launch.warps))) if BATCH > 16 else 1
-    SECONDS: tl.constexpr = 1 if BATCH == 1 else 2  # rows of each eight whose sums a lane sees to
-    ROWS: tl.constexpr = 8 // packed.copies  # different rows among eight
-    TURN: tl.constexpr = 16 * packed.steps
-    READ: tl.constexpr = 4 * packed.words * packed.steps  # words of a turn
-    AHEAD: tl.constexpr = packed.ahead
+    BLOCK_K: tl.constexpr = 16 * packed.steps  # channels of a pipeline stage
+    STAGE_WORDS: tl.constexpr = 4 * packed.lane_words * packed.steps  # that a lane loads
+    STAGES: tl.constexpr = packed.stages
     dtype: tl.constexpr = output.out.dtype.element_ty
     program = tl.program_id(0)
     of = tile_columns(program % launch.tiles, program // launch.tiles, problem, BLOCK_N)
     split = of.split
 
-    # --- a lane's place: the columns it reads, those it sees to, and its rows
+    # --- the columns that a lane loads, and those that it stores
     thread = tl.arange(0, 32 * launch.warps)
     g = thread % 32 // 4
     t = thread % 4
     column = of.local * BLOCK_N + thread // 32 * (8 * COLUMNS) + g * COLUMNS
     padded = (of.width + BLOCK - 1) // BLOCK * BLOCK
-    limit = tl.where(column < padded, K, 0)  # a warp beyond the projection reads nothing
+    limit = tl.where(column < padded, K, 0)  # a warp beyond the projection loads no channel
     word_at = weights.weight_t.to(tl.int64) + quant_columns(of, column, problem).to(tl.int64) // EACH * 4
-    copy = 2 * t // ROWS
-    mine = column + copy * PART
-    scale_at = quant_columns(of, mine, problem)
-    there = mine < padded
+    replica = 2 * t // ROWS
+    out_column = column + replica * OUT_COLUMNS
+    scale_at = quant_columns(of, out_column, problem)
+    in_range = out_column < padded
 
     # --- this program's channels, as in sparse_gemv_kernel
-    PLANES: tl.constexpr = problem.planes if LISTED else 1  # listed together
+    PLANES: tl.constexpr = problem.planes if LISTED else 1  # selected together, at one position
     if PLANES == 2:
         channels = paired_channels(given, weights, of, problem, launch)
     else:
@@ -238,9 +239,9 @@ def packed_gemv_kernel(
     position = channels.position
     count = channels.count
     slots = count // SLOT if GROUPED else 1
-    if PIECES > 1:  # one at least, in which a program without channels waits for the previous kernel too
+    if X_TILES > 1:  # at least one, so that a program without channels also waits for the previous kernel
         slots = tl.maximum((count + SLOT - 1) // SLOT, 1)
-    ends = _scales(weights, scale_at, there, 0, split, PART, problem, launch, packed)
+    next_scales = _load_scales(weights, scale_at, in_range, 0, split, OUT_COLUMNS, problem, launch, packed)
     SMEM: tl.constexpr = launch.smem
     base = smem_alloc(SMEM, program)
     if LISTED:
@@ -249,26 +250,28 @@ def packed_gemv_kernel(
         xs, keep, keep_low, kept_rows = choose_channels(
             given, channels, counting, eps, ssq_parts, problem, True, dtype, PLANES == 2
         )
-        EACH_SLOT: tl.constexpr = SLOT // PLANES  # positions
+        SLOT_POSITIONS: tl.constexpr = SLOT // PLANES
         rank = keep.to(tl.int32)
         if PLANES == 2:
             rank += keep_low.to(tl.int32)
         if SLOT < SEGMENT:
-            rank = tl.reshape(tl.cumsum(tl.reshape(rank, (SEGMENT // SLOT, EACH_SLOT)), axis=1), (SEGMENT // PLANES,))
+            rank = tl.reshape(
+                tl.cumsum(tl.reshape(rank, (SEGMENT // SLOT, SLOT_POSITIONS)), axis=1), (SEGMENT // PLANES,)
+            )
         else:
             rank = tl.cumsum(rank, axis=0)
         for plane in tl.static_range(PLANES):
-            # The high plane stands before the low one, if that is read too.
-            place = position // EACH_SLOT * SLOT + rank - 1
+            # A channel's high plane precedes its low plane, if that is kept too.
+            entry = position // SLOT_POSITIONS * SLOT + rank - 1
             if PLANES == 2 and plane == 0:
-                place -= keep_low.to(tl.int32)
+                entry -= keep_low.to(tl.int32)
             kept = keep if plane == 0 else keep_low
-            smem_store(base, place, channels.k * PLANES + plane, kept, True)
+            smem_store(base, entry, channels.k * PLANES + plane, kept, True)
             for row in tl.static_range(BATCH):
                 x = (xs[plane * BATCH + row] * packed.value_scale).to(dtype)
-                smem_store(base + LENGTH * 4, row * LENGTH + place, x, kept, True)
-        slot_end = position % EACH_SLOT == EACH_SLOT - 1
-        smem_store(base + LENGTH * (4 + 2 * BATCH), position // EACH_SLOT, rank, slot_end, True)
+                smem_store(base + LENGTH * 4, row * LENGTH + entry, x, kept, True)
+        slot_end = position % SLOT_POSITIONS == SLOT_POSITIONS - 1
+        smem_store(base + LENGTH * (4 + 2 * BATCH), position // SLOT_POSITIONS, rank, slot_end, True)
         base = smem_barrier(base, True)
         kept_at = base + LENGTH * (4 + 2 * BATCH)
         index = base + 16 * t
@@ -277,71 +280,75 @@ def packed_gemv_kernel(
         index = 4 * t
         kept_at = base
         values = base
-    ahead = ()
-    coming = split * 0
-    for _ in tl.static_range(AHEAD):
-        # Without a list they do not depend on x: the memory would be idle until it is there.
-        ahead = ahead + _words(index, word_at, limit, coming, split, launch, packed)
-        coming = _next_turn(coming, kept_at, GROUPED, launch, packed)
-    if not LISTED and PIECES == 1:
+    # Prefetch the first stages. Without an index list they do not depend on x and overlap the wait for it.
+    prefetched = ()
+    prefetch_at = split * 0
+    for _ in tl.static_range(STAGES):
+        prefetched = prefetched + _load_codes(index, word_at, limit, prefetch_at, split, launch, packed)
+        prefetch_at = _next_stage(prefetch_at, kept_at, GROUPED, launch, packed)
+    if not LISTED and X_TILES == 1:
         values = store_inputs(
             base, given, channels, counting, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
         )
 
     # --- the product
-    # Rows that are not there repeat the last; nobody looks at their sums.
+    # Rows beyond the batch repeat its last row; their accumulators are not stored.
     row_at = tl.minimum(g % ROWS, BATCH - 1) * (2 * LENGTH) + 8 * t
     values += row_at
-    sums = _zeros(thread, PART * PARTS * SECONDS)
+    sums = _zeros(thread, OUT_COLUMNS * ROW_TILES * LANE_ROWS)
     for slot in range(slots):
-        scaled_by = ends
+        scales = next_scales
         first = slot * SLOT
         last = first + tl.minimum(count - first, SLOT)
         if LISTED:
             last = first + tl.maximum(smem_load(kept_at, slot, tl.int32, True), 1)
-        stored_from = 0
-        if PIECES > 1:
-            stored_from = first // SEGMENT * SEGMENT
-            if first == stored_from:  # another piece
-                here = program_channels(given, weights, of, problem, launch, launch.chunk, first)
-                cells = counting
-                if counting is not None:  # adds to what the piece before has left
-                    cells = Counting(
+        tile_start = 0
+        if X_TILES > 1:
+            tile_start = first // SEGMENT * SEGMENT
+            if first == tile_start:
+                tile_channels = program_channels(given, weights, of, problem, launch, launch.chunk, first)
+                tile_counting = counting
+                if counting is not None:  # tiles after the first add to what the tile before has stored
+                    tile_counting = Counting(
                         counting.token, tl.where(slot == 0, counting.before, counting.after), counting.after
                     )
-                base = smem_barrier(base, True)  # every warp is done with the piece before
+                base = smem_barrier(base, True)  # all warps have read the tile before
                 values = row_at + store_inputs(
-                    base, given, here, cells, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
-                )
+                    base, given, tile_channels, tile_counting, eps, ssq_parts, problem, LENGTH, True, dtype,
+                    packed.value_scale, RUN,
+                )  # fmt: skip
         if GROUPED:
-            ends = _scales(weights, scale_at, there, slot + 1, split, PART, problem, launch, packed)
-        acc = _zeros(thread, packed.words * EACH * 2 * PARTS)
-        total = _zeros(thread, 4 * PARTS)
-        for at in range(first, last, TURN):
-            words = ahead[:READ]
-            ahead = ahead[READ:] + _words(index, word_at, limit, coming, split, launch, packed)
-            coming = _next_turn(coming, kept_at, GROUPED, launch, packed)
+            next_scales = _load_scales(
+                weights, scale_at, in_range, slot + 1, split, OUT_COLUMNS, problem, launch, packed
+            )
+        acc = _zeros(thread, packed.lane_words * EACH * 2 * ROW_TILES)
+        x_sums = _zeros(thread, 4 * ROW_TILES)
+        for at in range(first, last, BLOCK_K):
+            codes = prefetched[:STAGE_WORDS]
+            loaded = _load_codes(index, word_at, limit, prefetch_at, split, launch, packed)
+            prefetched = prefetched[STAGE_WORDS:] + loaded
+            prefetch_at = _next_stage(prefetch_at, kept_at, GROUPED, launch, packed)
             issue_loads(program)
-            acc, total = _multiply(acc, total, words, values, at - stored_from, LENGTH, BATCH, g, packed)
-        sums = _scaled(
-            sums, acc, total, scaled_by, copy, PART, SECONDS, weights.quant_zeros is not None, problem, packed
+            acc, x_sums = _multiply(acc, x_sums, codes, values, at - tile_start, LENGTH, BATCH, g, packed)
+        sums = _add_scaled(
+            sums, acc, x_sums, scales, replica, OUT_COLUMNS, LANE_ROWS, weights.quant_zeros is not None, problem, packed
         )
     if LISTED and launch.trigger == 2:
         gdc_launch(problem.pdl)
 
-    # --- what follows it
-    FOUR: tl.constexpr = PART % 4 == 0 and problem.n0 % 4 + problem.n1 % 4 + problem.n2 % 4 == 0
-    for part in tl.static_range(PARTS):
-        for second in tl.static_range(SECONDS):
-            row = 8 * part + 2 * t % ROWS + second
-            at = (split * BATCH + row) * problem.n + of.first + mine
-            for i in tl.static_range(0, PART, 4 if FOUR else 1):
-                wanted = (mine + i < of.width) & (row < BATCH)
-                if FOUR:
-                    store_partial4(workspace.partial + at + i, sums[0], sums[1], sums[2], sums[3], wanted)
+    # --- epilogue
+    VECTOR: tl.constexpr = OUT_COLUMNS % 4 == 0 and problem.n0 % 4 + problem.n1 % 4 + problem.n2 % 4 == 0
+    for row_tile in tl.static_range(ROW_TILES):
+        for lane_row in tl.static_range(LANE_ROWS):
+            row = 8 * row_tile + 2 * t % ROWS + lane_row
+            at = (split * BATCH + row) * problem.n + of.first + out_column
+            for i in tl.static_range(0, OUT_COLUMNS, 4 if VECTOR else 1):
+                live = (out_column + i < of.width) & (row < BATCH)
+                if VECTOR:
+                    store_partial4(workspace.partial + at + i, sums[0], sums[1], sums[2], sums[3], live)
                     sums = sums[4:]
                 else:
-                    store_partial(workspace.partial, at + i, sums[0], wanted)
+                    store_partial(workspace.partial, at + i, sums[0], live)
                     sums = sums[1:]
     if LISTED and counting is not None:
         kept_before = tl.load(counting.before + channels.cell, mask=channels.counts, other=0)
@@ -351,7 +358,7 @@ def packed_gemv_kernel(
 
 @triton.jit
 def _zeros(thread, COUNT: tl.constexpr):
-    """So many zeros for each thread."""
+    """COUNT tensors of float32 zeros, one element per thread."""
     zeros = ()
     for _ in tl.static_range(COUNT):
         zeros += (thread.to(tl.float32) * 0.0,)
@@ -359,86 +366,85 @@ def _zeros(thread, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _next_turn(at, kept_at, GROUPED: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr):
-    """Where the turn after the one at ``at`` begins: at the next slot's begin if that is its slot's last; after the
-    last of all, where there are no channels."""
-    TURN: tl.constexpr = 16 * packed.steps
-    following = at + TURN
+def _next_stage(at, kept_at, GROUPED: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr):
+    """The position of the stage after the one at ``at``: the next slot's after a slot's last kept channel."""
+    BLOCK_K: tl.constexpr = 16 * packed.steps
+    following = at + BLOCK_K
     if packed.listed and GROUPED:
         SLOTS: tl.constexpr = launch.segment // packed.slot
         slot = tl.minimum(at // packed.slot, SLOTS - 1)
         last = slot * packed.slot + smem_load(kept_at, slot, tl.int32, True)
         following = tl.where(following < last, following, (slot + 1) * packed.slot)
-    # With pieces nothing is at a place: channels beyond the last are not there.
-    return tl.minimum(following, launch.length - TURN) if packed.pieces == 1 else following
+    # With several tiles of x positions are not list entries; channels from K on are not loaded.
+    return tl.minimum(following, launch.length - BLOCK_K) if packed.x_tiles == 1 else following
 
 
 @triton.jit
-def _words(index, word_at, limit, at, split, launch: tl.constexpr, packed: tl.constexpr):
-    """The words of the channels at the places ``at`` .. of the list: step by step, of each its four channels'."""
+def _load_codes(index, word_at, limit, at, split, launch: tl.constexpr, packed: tl.constexpr):
+    """A lane's words of the stage at ``at``: step by step, of each step its four channels'."""
     LOAD: tl.constexpr = packed.load[0]
     CONSTRAINTS: tl.constexpr = packed.load[1]
-    FOUND: tl.constexpr = 4 * packed.words
+    STEP_WORDS: tl.constexpr = 4 * packed.lane_words
     STEPS: tl.constexpr = packed.steps
-    words = ()
+    codes = ()
     for step in tl.static_range(STEPS):
         if packed.listed:
-            where = index + (at + 16 * step) * 4
+            channel_at = index + (at + 16 * step) * 4
         else:
-            where = index + segment_channel(at + 16 * step, split, launch.splits, launch.chunk)
-        words = words + tl.inline_asm_elementwise(
-            LOAD, CONSTRAINTS, [where, word_at, limit], dtype=(tl.int32,) * FOUND, is_pure=False, pack=1
+            channel_at = index + segment_channel(at + 16 * step, split, launch.splits, launch.chunk)
+        codes = codes + tl.inline_asm_elementwise(
+            LOAD, CONSTRAINTS, [channel_at, word_at, limit], dtype=(tl.int32,) * STEP_WORDS, is_pure=False, pack=1
         )
-    return words
+    return codes
 
 
 @triton.jit
-def _multiply(acc, total, words, values, at, LENGTH: tl.constexpr, BATCH: tl.constexpr, g, packed: tl.constexpr):
-    """The sums, and x's own if they are asked for, with the channels at the places ``at`` .. added."""
-    WORDS: tl.constexpr = packed.words
-    SUMS: tl.constexpr = packed.sums  # of one word
+def _multiply(acc, x_sums, codes, values, at, LENGTH: tl.constexpr, BATCH: tl.constexpr, g, packed: tl.constexpr):
+    """Accumulate a stage's products, and its sums of x if zero points need them; ``at``: its position in ``values``."""
+    WORDS: tl.constexpr = packed.lane_words
+    WORD_ACC: tl.constexpr = packed.word_acc
     STEPS: tl.constexpr = packed.steps
-    PARTS: tl.constexpr = (BATCH + 7) // 8
+    ROW_TILES: tl.constexpr = (BATCH + 7) // 8
     PRODUCT: tl.constexpr = packed.product[0]
     PRODUCT_CONSTRAINTS: tl.constexpr = packed.product[1]
     TOTAL: tl.constexpr = packed.total[0]
     TOTAL_CONSTRAINTS: tl.constexpr = packed.total[1]
     for step in tl.static_range(STEPS):
-        xs = ()
-        for part in tl.static_range(PARTS):
-            place = values + (at + 16 * step) * 2
-            if part > 0:
-                place += (tl.minimum(g, BATCH - 8 * part - 1) + 8 * part - g) * (2 * LENGTH)
-            xs = xs + tl.inline_asm_elementwise(
-                "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [place], dtype=(tl.int32,) * 2, is_pure=False, pack=1
+        x = ()
+        for row_tile in tl.static_range(ROW_TILES):
+            x_at = values + (at + 16 * step) * 2
+            if row_tile > 0:
+                x_at += (tl.minimum(g, BATCH - 8 * row_tile - 1) + 8 * row_tile - g) * (2 * LENGTH)
+            x = x + tl.inline_asm_elementwise(
+                "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [x_at], dtype=(tl.int32,) * 2, is_pure=False, pack=1
             )
-        added = ()
+        new_acc = ()
         for i in tl.static_range(WORDS):
-            given = ()
+            operands = ()
             for channel in tl.static_range(4):
-                given += (words[(step * 4 + channel) * WORDS + i],)
-            given = given + xs + acc[i * SUMS : (i + 1) * SUMS]
-            added = added + tl.inline_asm_elementwise(
-                PRODUCT, PRODUCT_CONSTRAINTS, given, dtype=(tl.float32,) * SUMS, is_pure=False, pack=1
+                operands += (codes[(step * 4 + channel) * WORDS + i],)
+            operands = operands + x + acc[i * WORD_ACC : (i + 1) * WORD_ACC]
+            new_acc = new_acc + tl.inline_asm_elementwise(
+                PRODUCT, PRODUCT_CONSTRAINTS, operands, dtype=(tl.float32,) * WORD_ACC, is_pure=False, pack=1
             )
-        acc = added
+        acc = new_acc
         if TOTAL != "":
-            summed = ()
-            for part in tl.static_range(PARTS):
-                given = xs[2 * part : 2 * part + 2] + total[4 * part : 4 * part + 4]
-                summed = summed + tl.inline_asm_elementwise(
-                    TOTAL, TOTAL_CONSTRAINTS, given, dtype=(tl.float32,) * 4, is_pure=False, pack=1
+            new_sums = ()
+            for row_tile in tl.static_range(ROW_TILES):
+                operands = x[2 * row_tile : 2 * row_tile + 2] + x_sums[4 * row_tile : 4 * row_tile + 4]
+                new_sums = new_sums + tl.inline_asm_elementwise(
+                    TOTAL, TOTAL_CONSTRAINTS, operands, dtype=(tl.float32,) * 4, is_pure=False, pack=1
                 )
-            total = summed
-    return acc, total
+            x_sums = new_sums
+    return acc, x_sums
 
 
 @triton.jit
-def _scales(
-    weights, scale_at, there, slot, split, PART: tl.constexpr,
+def _load_scales(
+    weights, scale_at, live, slot, split, OUT_COLUMNS: tl.constexpr,
     problem: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr,
 ):  # fmt: skip
-    """A slot's scales of a lane's part of the columns, then, if there are any, its zero points."""
+    """The scales of a slot's group for a lane's OUT_COLUMNS, then, if the weights have them, its zero points."""
     COLUMNS: tl.constexpr = problem.stride * (8 if problem.quant == "int4" else 4)
     GROUPS: tl.constexpr = problem.k // problem.group
     group = 0
@@ -446,61 +452,63 @@ def _scales(
         group = tl.minimum(
             segment_channel(slot * packed.slot, split, launch.splits, launch.chunk) // problem.group, GROUPS - 1
         )
-    found = _floats(weights.quant_scales + group * COLUMNS + scale_at, there, PART)
+    scales = _load_floats(weights.quant_scales + group * COLUMNS + scale_at, live, OUT_COLUMNS)
     if weights.quant_zeros is not None:
-        found = found + _floats(weights.quant_zeros + group * COLUMNS + scale_at, there, PART)
-    return found
+        scales = scales + _load_floats(weights.quant_zeros + group * COLUMNS + scale_at, live, OUT_COLUMNS)
+    return scales
 
 
 @triton.jit
-def _floats(at, there, COUNT: tl.constexpr):
-    """COUNT neighbouring constants of each thread; undefined where it has none."""
-    found = ()
+def _load_floats(at, live, COUNT: tl.constexpr):
+    """COUNT consecutive read-only float32 of each thread; undefined where not ``live``."""
+    loaded = ()
     if COUNT % 4 == 0:
         for i in tl.static_range(0, COUNT, 4):
-            found = found + tl.inline_asm_elementwise(
+            loaded = loaded + tl.inline_asm_elementwise(
                 "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }",
-                "=f,=f,=f,=f,l,r", [(at + i).to(tl.int64), there.to(tl.int32)], dtype=(tl.float32,) * 4, is_pure=False,
+                "=f,=f,=f,=f,l,r", [(at + i).to(tl.int64), live.to(tl.int32)], dtype=(tl.float32,) * 4, is_pure=False,
                 pack=1,
             )  # fmt: skip
     else:
         for i in tl.static_range(COUNT):
-            found += (tl.load(at + i, mask=there, other=0.0),)
-    return found
+            loaded += (tl.load(at + i, mask=live, other=0.0),)
+    return loaded
 
 
 @triton.jit
-def _scaled(
-    sums, acc, total, ends, copy, PART: tl.constexpr, SECONDS: tl.constexpr, ZEROS: tl.constexpr,
+def _add_scaled(
+    sums, acc, x_sums, scales, replica, OUT_COLUMNS: tl.constexpr, LANE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
     problem: tl.constexpr, packed: tl.constexpr,
 ):  # fmt: skip
-    """sums + scale * (acc - zero * total), for a lane's part of the columns and its row or two of each eight."""
+    """sums + scale * (acc - zero * x_sums) / unit, of a lane's columns and rows."""
     INT4: tl.constexpr = problem.quant == "int4"
     EACH: tl.constexpr = 8 if INT4 else 4
-    NONE: tl.constexpr = INT4_ZERO if INT4 else 0.0
+    DEFAULT_ZERO: tl.constexpr = INT4_ZERO if INT4 else 0.0
     EVEN: tl.constexpr = 1.0 / packed.unit
     ODD: tl.constexpr = EVEN / 16.0
-    PARTS: tl.constexpr = (problem.batch + 7) // 8
-    COPIES: tl.constexpr = packed.copies
+    ROW_TILES: tl.constexpr = (problem.batch + 7) // 8
+    REPLICAS: tl.constexpr = packed.replicas
     added = ()
-    for part in tl.static_range(PARTS):
-        for second in tl.static_range(SECONDS):
-            for i in tl.static_range(PART):
-                value = _sum_of(acc, i, second, part, EACH, PARTS)
-                for other in tl.static_range(1, COPIES):
-                    value = tl.where(copy == other, _sum_of(acc, other * PART + i, second, part, EACH, PARTS), value)
+    for row_tile in tl.static_range(ROW_TILES):
+        for lane_row in tl.static_range(LANE_ROWS):
+            for i in tl.static_range(OUT_COLUMNS):
+                value = _accumulator(acc, i, lane_row, row_tile, EACH, ROW_TILES)
+                for other in tl.static_range(1, REPLICAS):
+                    of_other = _accumulator(acc, other * OUT_COLUMNS + i, lane_row, row_tile, EACH, ROW_TILES)
+                    value = tl.where(replica == other, of_other, value)
                 value = value * (ODD if INT4 and i % 2 == 1 else EVEN)
                 if problem.quant != "fp8":
-                    zero = ends[PART + i] if ZEROS else NONE
-                    value -= (zero if INT4 else _INT8_OFFSET + zero) * (total[4 * part + second] * EVEN)
-                added += (sums[(part * SECONDS + second) * PART + i] + ends[i] * value,)
+                    zero = scales[OUT_COLUMNS + i] if ZEROS else DEFAULT_ZERO
+                    value -= (zero if INT4 else _INT8_OFFSET + zero) * (x_sums[4 * row_tile + lane_row] * EVEN)
+                added += (sums[(row_tile * LANE_ROWS + lane_row) * OUT_COLUMNS + i] + scales[i] * value,)
     return added
 
 
 @triton.jit
-def _sum_of(
-    acc, COLUMN: tl.constexpr, SECOND: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr
+def _accumulator(
+    acc, COLUMN: tl.constexpr, LANE_ROW: tl.constexpr, ROW_TILE: tl.constexpr, EACH: tl.constexpr,
+    ROW_TILES: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a lane's column and row, of those that ``product_source`` names, word by word."""
-    PAIR: tl.constexpr = (COLUMN // EACH * PARTS + PART) * (EACH // 2) + COLUMN % EACH // 2
-    return acc[4 * PAIR + COLUMN % 2 * 2 + SECOND]
+    """The accumulator of one of a lane's columns and rows, in the order of ``product_source``, word by word."""
+    PAIR: tl.constexpr = (COLUMN // EACH * ROW_TILES + ROW_TILE) * (EACH // 2) + COLUMN % EACH // 2
+    return acc[4 * PAIR + COLUMN % 2 * 2 + LANE_ROW]

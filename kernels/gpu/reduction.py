@@ -1,18 +1,20 @@
-"""The epilogue of a linear's kernel: split-K reduction, bias, activation, residual; and the residual add that has to be
-a launch of its own.
+"""The epilogue of a linear's kernel: split-K reduction, bias, activation, residual; and the elementwise kernels between
+products where these are launches of their own.
 
-Each program stores its partial sums; they are added in the order of the splits, so results repeat. Who adds them?
+Each program stores its partial sums. Those of a tile are added in the order of the splits, so results are reproducible.
+Which program adds them:
 
-reducers = 0: the last program of a tile to arrive, by a counter.
+reducers = 0: the last program of the tile to finish, found by an atomic counter.
 
-reducers > 0: that many of the tile's last programs, part of its columns each, by spinning. The workspace holds EMPTY
-before a launch and after it: they poll until every split's sums are there, and put EMPTY in their place. That is two
-ways to the L2 cache fewer, but takes bandwidth from programs that still read weights, and places on the chip.
+reducers > 0: the tile's last ``reducers`` programs, each for a share of the columns, by spinning. The workspace holds
+EMPTY before and after a launch: they poll until the partial sums of every split are stored, and reset them to EMPTY.
+This saves two L2 round trips, but polling takes bandwidth from programs that still load weights, and spinning programs
+occupy multiprocessors.
 
-Progress: all other programs end without waiting for anybody. A single reducer a tile waits only for programs that began
-before it. Several wait for each other too, so the spinning programs of a launch, reducers * tiles, have to be resident
-at once: ``plan`` allows one for each multiprocessor. Where the process may not use every one that the driver reports
-(MPS with a limited share, or beside a persistent kernel), WISPARSE_SPINNING=0 makes every launch use the counter.
+Progress: all other programs finish without waiting. A single reducer of a tile waits only for programs with lower ids,
+which started earlier. Several also wait for each other, so the reducers * tiles spinning programs of a launch have to
+be resident at once: ``plan`` allows one for each multiprocessor. Where a process may not use all multiprocessors that
+the driver reports (MPS with a limited share, a persistent kernel beside it), WISPARSE_SPINNING=0 selects the counter.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from .common import KVSplits, gdc_wait, rms_normalize
 
-# All bits set: as a float32 a NaN, though none that arithmetic results in, nor one that is ever stored.
+# All bits set: a NaN that arithmetic does not produce. ``_bits`` replaces it, so that it is never stored as a sum.
 EMPTY = -1
 _EMPTY = tl.constexpr(EMPTY)
 _NAN = tl.constexpr(0x7FC00000)
@@ -34,131 +36,132 @@ _NAN = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def _bits(y):
+    """float32 as int32, EMPTY replaced by the canonical NaN."""
     bits = y.to(tl.int32, bitcast=True)
     return tl.where(bits == _EMPTY, _NAN, bits)
 
 
 @triton.jit
-def store_partial(partial_ptr, place, y, mask):
-    """Store float32 partial sums where ``reduce_tile`` looks for them."""
-    tl.store(partial_ptr + place, _bits(y), mask=mask)
+def store_partial(partial_ptr, offset, y, mask):
+    """Store float32 partial sums for ``reduce_tile``."""
+    tl.store(partial_ptr + offset, _bits(y), mask=mask)
 
 
 @triton.jit
-def store_partial4(at, a, b, c, d, wanted):
-    """The same for four neighbouring sums of each thread, the first at a multiple of 16 bytes."""
+def store_partial4(at, a, b, c, d, mask):
+    """The same for four consecutive sums of each thread, 16-byte aligned."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0; }",
         "=r,l,r,r,r,r,r",
-        [at.to(tl.int64), _bits(a), _bits(b), _bits(c), _bits(d), wanted.to(tl.int32)],
+        [at.to(tl.int64), _bits(a), _bits(b), _bits(c), _bits(d), mask.to(tl.int32)],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: tl.constexpr, TOGETHER: tl.constexpr):
-    """The end of every program: its tile's reducer adds up the partial sums of all splits and writes the result, row by
-    row or, TOGETHER, all rows in one tensor. ``of``: the tile's ``Columns``."""
+def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: tl.constexpr, ROW_TENSOR: tl.constexpr):
+    """Called at the end of every program: a reducer adds up its columns' partial sums of all splits and stores the
+    result, row by row, or all rows as one (rows, columns) tensor. ``of``: the tile's ``Columns``."""
     BATCH: tl.constexpr = problem.batch
     PAIRS: tl.constexpr = problem.output != "plain" and problem.output != "residual"
-    EACH: tl.constexpr = 2 if PAIRS else 1  # sums of a row: gate's, then up's
+    RESULTS: tl.constexpr = 2 if PAIRS else 1  # of a row: gate, then up
     OUT_N: tl.constexpr = problem.n0 if PAIRS else problem.n
-    PARTS: tl.constexpr = launch.reducers if launch.reducers > 0 else 1
-    PART: tl.constexpr = launch.block_n // PARTS
-    SSQ_PARTS: tl.constexpr = launch.tiles * PARTS
-    AT_ONCE: tl.constexpr = launch.reduce_splits
+    REDUCERS: tl.constexpr = launch.reducers if launch.reducers > 0 else 1
+    COLUMNS: tl.constexpr = launch.block_n // REDUCERS  # of a reducer
+    SSQ_PARTS: tl.constexpr = launch.tiles * REDUCERS
+    SPLIT_BLOCK: tl.constexpr = launch.reduce_splits
     EXPERTS: tl.constexpr = problem.experts
-    SPLITS: tl.constexpr = launch.splits * (EXPERTS if EXPERTS > 0 else 1)  # those of one expert after another's
+    SPLITS: tl.constexpr = launch.splits * (EXPERTS if EXPERTS > 0 else 1)  # expert by expert
     dtype: tl.constexpr = output.out.dtype.element_ty
-    # Gate's and up's programs of one tile arrive together.
-    ARRIVALS: tl.constexpr = SPLITS * EACH
-    arrival = of.split + of.projection * launch.splits if PAIRS else of.split
+    # Programs whose partial sums a tile's result needs; gate's and up's are reduced together.
+    PROGRAMS: tl.constexpr = SPLITS * RESULTS
+    program = of.split + of.projection * launch.splits if PAIRS else of.split
     partial_ptr = workspace.partial
     if EXPERTS > 0:
-        arrival += workspace.chosen * launch.splits
-        partial_ptr -= workspace.chosen * (launch.splits * problem.n)  # the first expert's
-    # Which part of the tile's columns this program writes; negative: none.
+        program += workspace.chosen * launch.splits
+        partial_ptr -= workspace.chosen * (launch.splits * problem.n)  # of the first chosen expert
+    # Index of this program among the tile's reducers; negative: it is none.
     if launch.reducers > 0:
-        part = arrival - (ARRIVALS - launch.reducers)
+        reducer = program - (PROGRAMS - launch.reducers)
     else:
         counter_ptr = workspace.counter + (of.local if PAIRS else of.tile)
         tl.debug_barrier()
-        if ARRIVALS > 1:
+        if PROGRAMS > 1:
             arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
-            part = tl.where(arrived == ARRIVALS, 0, -1)
-            tl.store(counter_ptr, 0, mask=arrived == ARRIVALS)
+            reducer = tl.where(arrived == PROGRAMS, 0, -1)
+            tl.store(counter_ptr, 0, mask=arrived == PROGRAMS)
         else:
-            part = arrival
-    if part >= 0:
-        n = of.local * launch.block_n + part * PART + tl.arange(0, PART)
+            reducer = program
+    if reducer >= 0:
+        n = of.local * launch.block_n + reducer * COLUMNS + tl.arange(0, COLUMNS)
         live = n < of.width
-        # Columns of partial sums and bias; with gate and up gate's, n0 before up's.
+        # Columns of the partial sums and the bias; of gate, where up's follow n0 later.
         columns = n if PAIRS else of.first + n
-        ssq_at = of.tile * PARTS + part
-        if TOGETHER:
+        ssq_at = of.tile * REDUCERS + reducer
+        if ROW_TENSOR:
             ROWS: tl.constexpr = triton.next_power_of_2(BATCH)
             row = tl.arange(0, ROWS)
-            there = (row < BATCH)[:, None] & live[None, :]
+            live_rows = (row < BATCH)[:, None] & live[None, :]
             out_at = output.out + row[:, None] * OUT_N + columns[None, :]
-            hidden = tl.zeros((ROWS, PART), dtype)
-            if problem.output == "residual":  # loaded ahead
-                hidden = tl.load(out_at, mask=there, other=0.0)
-            y = tl.zeros((ROWS, PART), tl.float32)
-            up = tl.zeros((ROWS, PART), tl.float32)
-            for start in tl.range(0, launch.splits, AT_ONCE, num_stages=1):
-                splits = start + tl.arange(0, AT_ONCE)
+            hidden = tl.zeros((ROWS, COLUMNS), dtype)
+            if problem.output == "residual":  # prefetch
+                hidden = tl.load(out_at, mask=live_rows, other=0.0)
+            y = tl.zeros((ROWS, COLUMNS), tl.float32)
+            up = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for start in tl.range(0, launch.splits, SPLIT_BLOCK, num_stages=1):
+                splits = start + tl.arange(0, SPLIT_BLOCK)
                 sum_row = splits[:, None] * BATCH + row[None, :]
                 at = workspace.partial + sum_row[:, :, None] * problem.n + columns[None, None, :]
-                wanted = (splits < launch.splits)[:, None, None] & there[None, :, :]
-                found = _poll(at, wanted, launch.reducers)
+                mask = (splits < launch.splits)[:, None, None] & live_rows[None, :, :]
+                bits = _load_partial(at, mask, launch.reducers)
                 if PAIRS:
-                    found_up = _poll(at + problem.n0, wanted, launch.reducers)
-                    up += _consume(found_up, at + problem.n0, wanted, launch.reducers)
-                y += _consume(found, at, wanted, launch.reducers)
+                    up_bits = _load_partial(at + problem.n0, mask, launch.reducers)
+                    up += _sum_splits(up_bits, at + problem.n0, mask, launch.reducers)
+                y += _sum_splits(bits, at, mask, launch.reducers)
             y = _add_bias_and_activate(y, up, bias_ptr, columns[None, :], live[None, :], dtype, problem)
             if problem.output == "residual":
                 y = (hidden.to(tl.float32) + y.to(tl.float32)).to(dtype)
-                squares = tl.where(there, y.to(tl.float32) * y.to(tl.float32), 0.0)
+                squares = tl.where(live_rows, y.to(tl.float32) * y.to(tl.float32), 0.0)
                 tl.store(output.ssq + row * SSQ_PARTS + ssq_at, tl.sum(squares, axis=1), mask=row < BATCH)
-            tl.store(out_at, y, mask=there)
+            tl.store(out_at, y, mask=live_rows)
         else:
             hidden = ()
-            if problem.output == "residual":  # loaded ahead
+            if problem.output == "residual":  # prefetch
                 for row in tl.static_range(BATCH):
                     hidden += (tl.load(output.out + row * problem.n + columns, mask=live, other=0.0),)
             sums = ()
-            for _ in tl.static_range(BATCH * EACH):
-                sums += (tl.zeros((PART,), tl.float32),)
-            if EXPERTS > 0 and bias_ptr is not None:  # each expert's, times its weight; read ahead too
+            for _ in tl.static_range(BATCH * RESULTS):
+                sums += (tl.zeros((COLUMNS,), tl.float32),)
+            if EXPERTS > 0 and bias_ptr is not None:  # each expert's bias, times its weight
                 for i in tl.static_range(EXPERTS):
                     expert = tl.load(workspace.chosen_expert + i, cache_modifier=".cg").to(tl.int64)
-                    own = tl.load(bias_ptr + expert * problem.n + columns, mask=live, other=0.0).to(tl.float32)
-                    sums = (sums[0] + own * tl.load(workspace.chosen_weight + i),)
-            for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
-                # First all loads, so that one way to the L2 cache serves them, then the waiting.
-                places = ()
-                found = ()
-                for i in tl.static_range(BATCH * EACH):
-                    splits = start + tl.arange(0, AT_ONCE)
-                    column = columns + i % EACH * problem.n0
-                    at = partial_ptr + (splits * BATCH + i // EACH)[:, None] * problem.n + column[None, :]
-                    there = (splits < SPLITS)[:, None] & live[None, :]
-                    places += ((at, there),)
-                    found += (_poll(at, there, launch.reducers),)
+                    bias = tl.load(bias_ptr + expert * problem.n + columns, mask=live, other=0.0).to(tl.float32)
+                    sums = (sums[0] + bias * tl.load(workspace.chosen_weight + i),)
+            for start in tl.range(0, SPLITS, SPLIT_BLOCK, num_stages=1):
+                # All loads are issued before the first one is waited for.
+                pointers = ()
+                loaded = ()
+                for i in tl.static_range(BATCH * RESULTS):
+                    splits = start + tl.arange(0, SPLIT_BLOCK)
+                    column = columns + i % RESULTS * problem.n0
+                    at = partial_ptr + (splits * BATCH + i // RESULTS)[:, None] * problem.n + column[None, :]
+                    mask = (splits < SPLITS)[:, None] & live[None, :]
+                    pointers += ((at, mask),)
+                    loaded += (_load_partial(at, mask, launch.reducers),)
                 factor = 1.0
                 if EXPERTS > 0:
-                    chosen = (start + tl.arange(0, AT_ONCE)) // launch.splits
+                    chosen = (start + tl.arange(0, SPLIT_BLOCK)) // launch.splits
                     factor = tl.load(workspace.chosen_weight + chosen, mask=chosen < EXPERTS, other=0.0)[:, None]
                 added = ()
-                for i in tl.static_range(BATCH * EACH):
-                    at, there = places[i]
-                    added += (sums[i] + _consume(found[i], at, there, launch.reducers, factor),)
+                for i in tl.static_range(BATCH * RESULTS):
+                    at, mask = pointers[i]
+                    added += (sums[i] + _sum_splits(loaded[i], at, mask, launch.reducers, factor),)
                 sums = added
             for row in tl.static_range(BATCH):
-                # Gate's and up's; else the same one twice, and the second is not used.
+                # Without gate and up the second argument is not used.
                 y = _add_bias_and_activate(
-                    sums[row * EACH], sums[row * EACH + EACH - 1], None if EXPERTS > 0 else bias_ptr, columns, live,
-                    dtype, problem,
+                    sums[row * RESULTS], sums[row * RESULTS + RESULTS - 1], None if EXPERTS > 0 else bias_ptr, columns,
+                    live, dtype, problem,
                 )  # fmt: skip
                 if problem.output == "residual":
                     y = (hidden[row].to(tl.float32) + y.to(tl.float32)).to(dtype)
@@ -168,28 +171,29 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
 
 
 @triton.jit
-def _poll(at, there, REDUCERS: tl.constexpr):
-    """Partial sums as they are now, read past L1: other multiprocessors write them."""
+def _load_partial(at, mask, REDUCERS: tl.constexpr):
+    """The bits of partial sums, loaded past L1; EMPTY where not yet stored."""
     if REDUCERS > 0:
-        found = tl.load(at, mask=there, other=0, volatile=True)
+        bits = tl.load(at, mask=mask, other=0, volatile=True)
     else:
-        found = tl.load(at, mask=there, other=0, cache_modifier=".cg")
-    return found
+        bits = tl.load(at, mask=mask, other=0, cache_modifier=".cg")
+    return bits
 
 
 @triton.jit
-def _consume(found, at, there, REDUCERS: tl.constexpr, factor=1.0):
-    """The sum over the splits, each times its factor, once all are there; spinning reducers leave EMPTY."""
+def _sum_splits(bits, at, mask, REDUCERS: tl.constexpr, factor=1.0):
+    """The sum over the splits (axis 0), each times its factor. Spinning reducers first poll until all partial sums are
+    stored, and reset them to EMPTY."""
     if REDUCERS > 0:
-        while tl.max((found == _EMPTY).to(tl.int32)) > 0:
-            found = tl.load(at, mask=found == _EMPTY, other=found, volatile=True)
-        tl.store(at, tl.full(found.shape, _EMPTY, found.dtype), mask=there)
-    return tl.sum(found.to(tl.float32, bitcast=True) * factor, axis=0)
+        while tl.max((bits == _EMPTY).to(tl.int32)) > 0:
+            bits = tl.load(at, mask=bits == _EMPTY, other=bits, volatile=True)
+        tl.store(at, tl.full(bits.shape, _EMPTY, bits.dtype), mask=mask)
+    return tl.sum(bits.to(tl.float32, bitcast=True) * factor, axis=0)
 
 
 @triton.jit
 def _add_bias_and_activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, problem: tl.constexpr):
-    """Sums with their bias, or activation(gate) * up, in dtype; rounded where the model's own tensors are."""
+    """y + bias, or activation(y + bias) * (up + bias), in dtype, with the roundings of transformers."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(tl.float32)
     y = y.to(dtype)
@@ -205,28 +209,28 @@ def _add_bias_and_activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, 
 def activate(
     gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr = 0.0, LIMIT: tl.constexpr = 0.0
 ):
-    """activation(gate) * up in dtype, of float32 that holds rounded numbers: "silu", "gelu_tanh", or "clamped", gpt-oss's
-    gate * sigmoid(SLOPE * gate) * (up + 1), of gate up to LIMIT and up within it."""
-    slope = gate
+    """activation(gate) * up in dtype; gate and up: float32 already rounded to dtype. ACTIVATION: "silu", "gelu_tanh",
+    or gpt-oss's "clamped": gate * sigmoid(SLOPE * gate) * (up + 1), gate at most LIMIT, up in [-LIMIT, LIMIT]."""
+    exponent = gate
     if ACTIVATION == "clamped":
-        # Not tl.minimum, which takes a NaN for the limit.
+        # tl.minimum would replace a NaN by LIMIT.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         up = (up + 1.0).to(dtype).to(tl.float32)
-        slope = gate * SLOPE
+        exponent = gate * SLOPE
     if ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 u = sqrt(8 / pi) * (gate + 0.044715 gate**3)
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    activated = (gate / (1.0 + tl.exp(-slope))).to(dtype).to(tl.float32)
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    activated = (gate / (1.0 + tl.exp(-exponent))).to(dtype).to(tl.float32)
     return (activated * up).to(dtype)
 
 
 class Beside(NamedTuple):
-    """A second half, of experts beside a dense MLP, and norms of both, which are added then."""
+    """The output of experts beside a dense MLP, and the norms of both outputs before they are added."""
 
-    half: Tensor  # (B, K)
+    half: Tensor  # (B, K), of the experts
     norm: Tensor  # (K,)
-    norm_of_first: Tensor  # (K,)
+    norm_of_first: Tensor  # (K,), of the dense MLP's output
 
 
 @triton.jit
@@ -275,10 +279,9 @@ def launch_residual_add(
     scalar: Tensor | None = None, next_norm: Tensor | None = None, normed: Tensor | None = None, eps: float = 0.0,
     multiplier: float = 1.0, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """hidden = (hidden + multiplier * norm?(half)) * scalar?, both (B, K), each step rounded as transformers does; norm
+    """hidden = (hidden + multiplier * norm?(half)) * scalar?, both (B, K), with the roundings of transformers; norm
     (K,) as ``common.Input.norm``, scalar (1,). ``ssq`` (B, 1) float32 receives the sums of squares of hidden's rows,
-    ``normed`` (B, K) hidden after the RMSNorm ``next_norm``, or as it is. One program has a whole row, as a norm needs
-    all of it."""
+    ``normed`` (B, K) the RMSNorm ``next_norm`` of hidden, or a copy. One program computes a row."""
     batch, width = hidden.shape
     _residual_add_kernel[(batch,)](
         half, beside, hidden, norm, scalar, ssq, next_norm, normed, eps, multiplier, width,
@@ -286,15 +289,15 @@ def launch_residual_add(
     )  # fmt: skip
 
 
-# Between the products of many rows: fewer rows have both inside their products (``channels.load_input``, ``reduce_tile``).
-# Roundings are alike.
+# Between the products of many rows. With sixteen rows and fewer ``channels.load_input`` and ``reduce_tile`` do the
+# same, with the same roundings.
 
-Mask = tuple[Tensor, Tensor]  # of a linear that is one projection: scales (1, K), thresholds (1,)
+Mask = tuple[Tensor, Tensor]  # of a linear with one projection: channel scales (1, K), thresholds (1,)
 
 
 @triton.jit
 def _masked(y, k, live, scale_ptr, threshold_ptr):
-    """y, zero where a linear's mask drops channel k; as it is without one."""
+    """y, zero where the next linear's mask drops channel k; y if there is no mask."""
     if scale_ptr is not None:
         score = tl.abs(y.to(tl.float32)) * tl.load(scale_ptr + k, mask=live, other=0.0)
         y = tl.where(score < tl.load(threshold_ptr), 0.0, y)
@@ -316,7 +319,7 @@ def _activate_kernel(
 
 
 def launch_activate(gate_up: Tensor, activation: str, mask: Mask | None = None) -> Tensor:
-    """activation(gate) * up, (T, I) of (T, 2 I), then masked; ``silu`` or ``gelu_tanh``."""
+    """activation(gate) * up, masked: (T, I) of ``gate_up`` (T, 2 I); ``silu`` or ``gelu_tanh``."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(2048, triton.next_power_of_2(width))
@@ -348,7 +351,7 @@ def _combine_kernel(
 
 
 def launch_combine(splits: KVSplits, dtype: torch.dtype, mask: Mask | None = None) -> Tensor:
-    """The attention's output (B, heads * D), then masked."""
+    """The attention's output (B, heads * D) from its KV splits, masked."""
     batch, heads, count, d = splits.x.shape
     out = torch.empty(batch, heads * d, dtype=dtype, device=splits.x.device)
     _combine_kernel[(batch * heads,)](

@@ -1,16 +1,15 @@
-"""The next token drawn at random from the logits, on the device, in three launches: what runtime/decoding/sampling.py
-defines, its twin.
+"""Sampling of the next token on the device, in three launches. Twin: runtime/decoding/sampling.py.
 
-    count:      how many logits have each of the 2**16 values that a half-precision number can have, leaving out those
-                that cannot be kept: below top_k other logits, or too light for top_p
-    threshold:  from those counts, the least value that top-k and top-p keep
-    draw:       sums of the kept weights exp((logit - max) / temperature), in the order of the ids, and the first id at
-                which they exceed a random number
+    count:      histogram of the logits over the 2**16 values of a 16-bit type, without those that top-k or top-p cannot
+                keep: top_k other logits are larger, or the softmax weight is too small for top_p
+    threshold:  the smallest value that top-k and top-p keep, from the histogram
+    draw:       cumulative sum of the kept weights exp((logit - max) / temperature), by ascending id; the first id at
+                which it exceeds a random number
 
-Logits are the head's products, rounded to the model's dtype, so with bf16 and fp16 the counts hold all there is to
-know, and nothing has to be sorted. To count every logit would be most of the cost: thousands have one of a few values.
-Counts are integers and sums are added in a fixed order: the same input gives the same token on every run. Where a model
-multiplies or caps its logits, that happens as they are weighed: their order stays the same.
+Logits are rounded to the model's dtype, so with bf16 and fp16 the histogram is exact and replaces a sort. The small
+logits are left out because the atomic additions dominate: thousands of logits share a few values. Counts are integers
+and sums are added in a fixed order: the same input gives the same token on every run. A model's multiplier and soft cap
+of logits are monotonic, so they are applied where the weights are computed.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ from torch import Tensor
 from .common import gdc_wait, soft_cap
 from .head import Logits, likeliest_token
 
-# What the logits may have been rounded to: float32 has too many values to count.
+# The dtypes of logits; float32 has too many values for a histogram.
 SAMPLED_DTYPES = (torch.bfloat16, torch.float16)
 
-VALUES = tl.constexpr(1 << 16)  # of a 16-bit number
-TILE = tl.constexpr(1024)  # of them, or of the vocabulary, in a program
-BLOCKS = tl.constexpr(64)  # of values
+VALUES = tl.constexpr(1 << 16)  # of a 16-bit type
+TILE = tl.constexpr(1024)  # values, or vocabulary entries, of a program
+BLOCKS = tl.constexpr(64)  # VALUES / TILE
 
 
 class SampleState(NamedTuple):
-    """What the launches read and pass on to each other, for B rows."""
+    """Parameters and intermediate results of B rows. A rank is the index of a value, 0 the largest."""
 
     numbers: Tensor  # (B, 4) float64: temperature, top_k, top_p, min_p as in SamplingParams
     seeds: Tensor  # (B,) int64
-    counts: Tensor  # (B, 2**16) int32 by rank of the value, largest first; zero between steps, as is ``arrived``
+    counts: Tensor  # (B, 2**16) int32, histogram by rank; zero between steps, as is ``arrived``
     block_counts: Tensor  # (B, blocks) int32, logits of each block of ranks
-    block_sums: Tensor  # (B, blocks) float64, and their weights
-    threshold: Tensor  # (B,) int32, the last rank kept; 2**16 where none is dropped
+    block_sums: Tensor  # (B, blocks) float64, the sum of their weights
+    threshold: Tensor  # (B,) int32, the last rank kept; 2**16 without top-k and top-p
     sums: Tensor  # (B, tiles) float64, of each tile of the vocabulary: all weights (count), then the kept ones (draw)
     largest: Tensor  # (B,) float32, the largest logit
-    likeliest: Tensor  # (B,) int32, its lowest id; -1 if it is infinite or the row holds a NaN
-    arrived: Tensor  # (B,) int32
+    likeliest: Tensor  # (B,) int32, its lowest id; -1 if it is infinite or the row has a NaN
+    arrived: Tensor  # (B,) int32, counter of programs
 
     @classmethod
     def empty(cls, batch: int, vocabulary: int, device: torch.device) -> SampleState:
-        """Memory for ``batch`` rows: 0.25 MB each."""
+        """Zeros for ``batch`` rows, 0.25 MB each."""
         i32, i64, f32, f64 = torch.int32, torch.int64, torch.float32, torch.float64
         columns = (
             (f64, 4), (i64,), (i32, VALUES.value), (i32, BLOCKS.value), (f64, BLOCKS.value), (i32,),
@@ -59,7 +58,7 @@ class SampleState(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Compiled in: logits are multiplied, then capped; ``half``: they are rounded to fp16, else bf16."""
+    """Compile-time constants: logits are multiplied, then capped; ``half``: their dtype is fp16, else bf16."""
 
     multiplier: float
     cap: float | None
@@ -67,16 +66,14 @@ class Finish(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Where the choice is made; idle rows have a negative token."""
-
-    token: Tensor  # (B,) int64: the ids just read
-    next: Tensor  # (B,) int64; may be the same
+    token: Tensor  # (B,) int64: the step's input ids, negative for idle rows
+    next: Tensor  # (B,) int64: the sampled ids; may be the same tensor
     position: Tensor  # (B,) int32, of ``token``
 
 
 @triton.jit
 def _rank(logit, HALF: tl.constexpr):
-    """Place of a logit's value among all values, 0 the largest; both zeros have the same."""
+    """The rank of a logit's value; -0 has that of 0."""
     logit = tl.where(logit == 0.0, 0.0, logit)
     if HALF:
         bits = logit.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
@@ -87,7 +84,7 @@ def _rank(logit, HALF: tl.constexpr):
 
 @triton.jit
 def _value(rank, HALF: tl.constexpr):
-    """The reverse, float32."""
+    """The float32 value of a rank."""
     bits = tl.where(rank >= 0x8000, rank, 0x7FFF - rank)
     if HALF:
         return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -96,7 +93,7 @@ def _value(rank, HALF: tl.constexpr):
 
 @triton.jit
 def _finished(logit, finish: tl.constexpr):
-    """The head's product multiplied and capped, float32: all that grows with it; a logit that is not there stays so."""
+    """The logit multiplied and soft-capped, float32; -inf, a masked logit, stays -inf."""
     if finish.multiplier != 1.0:
         logit = logit * finish.multiplier
     if finish.cap is not None:
@@ -106,7 +103,7 @@ def _finished(logit, finish: tl.constexpr):
 
 @triton.jit
 def _weight(logit, largest, temperature, finish: tl.constexpr):
-    """exp((logit - largest) / temperature), float64: 1 for the largest, so a tiny temperature does not overflow."""
+    """exp((logit - largest) / temperature), float64, at most 1."""
     logit = _finished(logit, finish)
     return tl.exp((logit.to(tl.float64) - _finished(largest, finish).to(tl.float64)) / temperature)
 
@@ -121,7 +118,7 @@ def _mix(state):
 
 @triton.jit
 def _limits(state, token_ptr, row, V):
-    """Temperature, top_k (V if off), top_p, and whether the row needs a threshold at all."""
+    """Temperature, top_k (V if off), top_p, and whether the row is sampled with top-k or top-p."""
     temperature = tl.load(state.numbers + row * 4)
     top_k = tl.load(state.numbers + row * 4 + 1)
     top_p = tl.load(state.numbers + row * 4 + 2)
@@ -150,11 +147,13 @@ def _count_kernel(
             logit = tl.load(logits.logit + row * V + v, mask=v < V, other=float("-inf"))
             rank = _rank(logit, finish.half)
             if top_k < V:
-                # The head's tiles have top_k maxima of at least this rank: so many logits are not beaten by any other.
+                # At least top_k of the tiles' maxima, so at least top_k logits, have the rank ``_kth`` or a smaller
+                # one.
                 ranks = tl.where(i < head_tiles, _rank(value, finish.half), VALUES)
                 counted = rank <= _kth(ranks, top_k)
             else:
-                # All that weigh less than this weigh, together, less than top_p leaves out; half of it, for rounding.
+                # All logits with smaller weights sum to less than the weight that top_p drops; half of it, for
+                # rounding.
                 weight = _weight(logit, largest, temperature, finish)
                 tl.store(state.sums + row * tl.num_programs(0) + tile, tl.sum(weight, axis=0))
                 counted = weight * V >= 0.5 * (1.0 - top_p)
@@ -163,7 +162,7 @@ def _count_kernel(
 
 @triton.jit
 def _kth(ranks, k):
-    """The k-th smallest of ranks; the last rank of all if they are fewer."""
+    """The k-th smallest of ranks, by bisection; VALUES - 1 if there are fewer."""
     low = tl.full((), 0, tl.int32)
     high = tl.full((), VALUES - 1, tl.int32)
     for _ in range(16):
@@ -176,7 +175,7 @@ def _kth(ranks, k):
 
 @triton.jit
 def _block_weights(state, row, block, largest, temperature, finish: tl.constexpr):
-    """Of one block of ranks: the ranks, how many logits have each, and what those weigh together."""
+    """Of a block of ranks: the ranks, their counts, and the sum of the weights of each rank's logits."""
     rank = block * TILE + tl.arange(0, TILE)
     count = tl.load(state.counts + row * VALUES + rank)
     weight = tl.where(count > 0, _weight(_value(rank, finish.half), largest, temperature, finish), 0.0)
@@ -202,17 +201,17 @@ def _threshold_kernel(choice, state, V, tiles, TILES_PAD: tl.constexpr, finish: 
             sums = tl.load(state.block_sums + row * BLOCKS + b)
             threshold = tl.full((), VALUES - 1, tl.int32)
             if top_k < V:
-                # top-k: the first rank by which top_k logits have been met.
+                # top-k: the first rank whose cumulative count reaches top_k.
                 counts = tl.load(state.block_counts + row * BLOCKS + b)
                 block_k = tl.sum((tl.cumsum(counts, axis=0) < top_k).to(tl.int32), axis=0)
                 before = tl.sum(tl.where(b < block_k, counts, 0), axis=0)
                 rank, count, weight = _block_weights(state, row, block_k, largest, temperature, finish)
-                met = before + tl.cumsum(count, axis=0)
-                threshold = block_k * TILE + tl.sum((met < top_k).to(tl.int32), axis=0)
-                of_block_k = tl.sum(tl.where(rank <= threshold, weight, 0.0), axis=0)
-                sums = tl.where(b < block_k, sums, tl.where(b == block_k, of_block_k, 0.0))
+                cumulative = before + tl.cumsum(count, axis=0)
+                threshold = block_k * TILE + tl.sum((cumulative < top_k).to(tl.int32), axis=0)
+                block_k_sum = tl.sum(tl.where(rank <= threshold, weight, 0.0), axis=0)
+                sums = tl.where(b < block_k, sums, tl.where(b == block_k, block_k_sum, 0.0))
             if top_p < 1.0:
-                # top-p: the first rank by which that share of the weight left by top-k has been met.
+                # top-p: the first rank whose cumulative weight reaches top_p of the weight that top-k keeps.
                 total = tl.sum(sums, axis=0)
                 if top_k >= V:
                     t = tl.arange(0, TILES_PAD)
@@ -223,9 +222,9 @@ def _threshold_kernel(choice, state, V, tiles, TILES_PAD: tl.constexpr, finish: 
                 before_p = tl.sum(tl.where(b < block_p, sums, 0.0), axis=0)
                 rank, _, weight = _block_weights(state, row, block_p, largest, temperature, finish)
                 weight = tl.where(rank <= threshold, weight, 0.0)
-                met_p = before_p + tl.cumsum(weight, axis=0)
-                enough = block_p * TILE + tl.sum((met_p < wanted).to(tl.int32), axis=0)
-                threshold = tl.minimum(threshold, enough)
+                cumulative_p = before_p + tl.cumsum(weight, axis=0)
+                threshold_p = block_p * TILE + tl.sum((cumulative_p < wanted).to(tl.int32), axis=0)
+                threshold = tl.minimum(threshold, threshold_p)
             tl.store(state.threshold + row, threshold)
     elif block == 0:
         tl.store(state.threshold + row, VALUES)
@@ -233,7 +232,7 @@ def _threshold_kernel(choice, state, V, tiles, TILES_PAD: tl.constexpr, finish: 
 
 @triton.jit
 def _kept_weights(logits, row, tile, V, largest, temperature, threshold, min_p, finish: tl.constexpr):
-    """Of one tile of the vocabulary: the ids, and the weights, 0 where a filter drops them."""
+    """Of a tile of the vocabulary: the ids, and their weights, 0 if top-k, top-p or min-p drops them."""
     v = tile * TILE + tl.arange(0, TILE)
     logit = tl.load(logits.logit + row * V + v, mask=v < V, other=float("-inf"))
     weight = _weight(logit, largest, temperature, finish)
@@ -249,8 +248,8 @@ def _draw_kernel(logits, choice, state, V, tiles, TILES_PAD: tl.constexpr, finis
     idle = tl.load(choice.token + row) < 0
     likeliest = tl.load(state.likeliest + row)
     temperature = tl.load(state.numbers + row * 4)
-    place = tl.load(choice.position + row)
-    if threshold < VALUES:  # the row was counted: leave the counts as they were found
+    position = tl.load(choice.position + row)
+    if threshold < VALUES:  # the row was counted: reset its counts to zero
         share = (VALUES + tiles - 1) // tiles
         for start in range(0, share, TILE):
             i = start + tl.arange(0, TILE)
@@ -266,31 +265,31 @@ def _draw_kernel(logits, choice, state, V, tiles, TILES_PAD: tl.constexpr, finis
             tl.store(state.arrived + row, 0)
             t = tl.arange(0, TILES_PAD)
             sums = tl.load(state.sums + row * tiles + t, mask=t < tiles, other=0.0)
-            # The random number of the position, in [0, 1), times the sum of all weights.
+            # A random number in [0, 1), of the seed and the position, times the sum of all kept weights.
             start = _mix(tl.load(state.seeds + row).to(tl.uint64) + 0x9E3779B97F4A7C15)
-            mixed = _mix(start + (place + 2).to(tl.uint64) * 0x9E3779B97F4A7C15)
+            mixed = _mix(start + (position + 2).to(tl.uint64) * 0x9E3779B97F4A7C15)
             wanted = (mixed >> 40).to(tl.int64).to(tl.float64) * 5.9604644775390625e-08 * tl.sum(sums, axis=0)
-            # The first whose sum exceeds it; if rounding leaves none, the last that has any weight.
-            found = tl.min(tl.where((tl.cumsum(sums, axis=0) > wanted) & (sums > 0.0), t, TILES_PAD), axis=0)
-            found = tl.where(found < TILES_PAD, found, tl.max(tl.where(sums > 0.0, t, 0), axis=0))
-            before = tl.sum(tl.where(t < found, sums, 0.0), axis=0)
-            v, weight = _kept_weights(logits, row, found, V, largest, temperature, threshold, min_p, finish)
-            met = before + tl.cumsum(weight, axis=0)
-            chosen = tl.min(tl.where((met > wanted) & (weight > 0.0), v, 2147483647), axis=0)
+            # The first tile, then id, whose cumulative sum exceeds it; if rounding leaves none, the last with a weight.
+            drawn = tl.min(tl.where((tl.cumsum(sums, axis=0) > wanted) & (sums > 0.0), t, TILES_PAD), axis=0)
+            drawn = tl.where(drawn < TILES_PAD, drawn, tl.max(tl.where(sums > 0.0, t, 0), axis=0))
+            before = tl.sum(tl.where(t < drawn, sums, 0.0), axis=0)
+            v, weight = _kept_weights(logits, row, drawn, V, largest, temperature, threshold, min_p, finish)
+            cumulative = before + tl.cumsum(weight, axis=0)
+            chosen = tl.min(tl.where((cumulative > wanted) & (weight > 0.0), v, 2147483647), axis=0)
             chosen = tl.where(chosen < 2147483647, chosen, tl.max(tl.where(weight > 0.0, v, 0), axis=0))
             tl.store(choice.next + row, chosen.to(tl.int64))
-            tl.store(choice.position + row, place + 1)
+            tl.store(choice.position + row, position + 1)
     elif tile == 0:
         tl.store(choice.next + row, tl.where(idle, -1, likeliest).to(tl.int64))
-        tl.store(choice.position + row, tl.where(idle, place, place + 1))
+        tl.store(choice.position + row, tl.where(idle, position, position + 1))
 
 
 def launch_sample(
     logits: Logits, choice: Choice, state: SampleState, dtype: torch.dtype, *, multiplier: float = 1.0,
     cap: float | None = None, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """The next token of every row, and its position moved on; idle rows give -1 and stay where they are. ``dtype``: one
-    of SAMPLED_DTYPES, which the logits are rounded to."""
+    """Sample each row's next token and increment its position; idle rows give -1 and keep their position. ``dtype``: of
+    SAMPLED_DTYPES, to which the logits are rounded."""
     batch, vocabulary = logits.logit.shape
     tiles, head_tiles = triton.cdiv(vocabulary, TILE.value), logits.best.shape[1]
     tiles_pad, finish = triton.next_power_of_2(tiles), Finish(multiplier, cap, dtype == torch.float16)

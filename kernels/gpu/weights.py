@@ -1,10 +1,10 @@
-"""Weights on the device, channel-major: unquantized, or int4, int8 or fp8 in int32 words.
+"""Weights on the device, transposed to (K, N): unquantized, or int4, int8 or fp8 packed into int32 words.
 
     weight[k, n] = (q[k, n] - zero[k // group, n]) * scale[k // group, n]    ``widen``; the twin is ``dequantize``
 
-Unquantized: (K, stride), the projections' columns side by side; rows begin at multiples of 16 elements.
-Quantized: (K, words), each projection padded to 256 columns, so that no warp's 16 bytes a lane span two projections. A
-word holds the neighbouring columns of one channel, the first in its lowest bits:
+Unquantized: (K, stride), the projections' columns side by side; the stride is a multiple of 16 elements.
+Quantized: (K, words), each projection padded to a multiple of 256 columns, so that a warp's loads of 16 bytes a lane
+never span two projections. A word holds consecutive columns of one channel, the first in its lowest bits:
 
     int4   bits 0-3 column 8 w | 4-7 column 8 w + 1 | ... | 28-31 column 8 w + 7            zero 8, or a zero point
     int8   bits 0-7 column 4 w | 8-15 column 4 w + 1 | ...  two's complement                zero 0, or a zero point
@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 BITS = {"int4": 4, "int8": 8, "fp8": 8}
-ZERO = {"int4": 8, "int8": 0, "fp8": 0}  # the code of zero without zero points
+ZERO = {"int4": 8, "int8": 0, "fp8": 0}  # default zero points
 COLUMN_BLOCK = 256
 _UNQUANTIZED_BLOCK = 16
-_PIECE = 8 << 20  # numbers stored or dequantized at a time
+_CHUNK = 8 << 20  # weights stored or dequantized at a time, which bounds temporary memory
 BLOCK = tl.constexpr(COLUMN_BLOCK)
 INT4_ZERO = tl.constexpr(float(ZERO["int4"]))
 
@@ -38,8 +38,8 @@ class DeviceWeight:
     quant: str  # "none", "int4", "int8" or "fp8"
     data: Tensor  # (K, stride) of dtype; quantized: (K, words) int32
     scales: Tensor | None  # quantized: (K / group, padded columns) float32; 0 in the padding
-    zeros: Tensor | None  # the same shape, zero points; None: the type's own
-    group: int  # neighbouring channels that share a scale; 0: unquantized
+    zeros: Tensor | None  # the same shape, zero points; None: the type's default
+    group: int  # consecutive rows that share a scale; 0: unquantized
     dtype: torch.dtype
     widths: tuple[int, ...]
     planes: int = 1  # 2: graded, int4 rows 2 k and 2 k + 1 are the high and the low plane of channel k
@@ -53,15 +53,15 @@ class DeviceWeight:
         return sum(part.nbytes for part in (self.data, self.scales, self.zeros) if part is not None)
 
     def first(self, index: int) -> int:
-        """The first column of a projection, in the columns of ``scales`` and of the unpacked data."""
+        """The first column of a projection, in ``scales`` and in the unpacked data."""
         widths = self.widths[:index]
         return sum(widths) if self.quant == "none" else sum(map(padded_width, widths))
 
 
 class LinearShape(NamedTuple):
-    """What a plan has to know of a fused linear."""
+    """The properties of a fused linear that its plan depends on."""
 
-    in_features: int  # of graded weights times planes
+    in_features: int  # rows of the weights: channels times planes
     widths: tuple[int, ...]
     stride: int
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class LinearShape(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """Projections that read one input, their columns side by side, and their masks."""
+    """Projections of the same input, fused along N, and their masks."""
 
     weight: DeviceWeight
     bias: Tensor | None  # (N,) of the weights' dtype
@@ -108,12 +108,12 @@ class FusedLinear:
 
 
 def padded_width(width: int) -> int:
-    """Columns that a projection takes in the quantized layout."""
+    """The columns of a projection in the quantized layout."""
     return triton.cdiv(width, COLUMN_BLOCK) * COLUMN_BLOCK
 
 
 def unquantized(data: Tensor, widths: tuple[int, ...]) -> DeviceWeight:
-    """Weights as they are: (K, stride), of which the first ``sum(widths)`` columns are used."""
+    """Unquantized weights: data (K, stride), of which the first ``sum(widths)`` columns are used."""
     return DeviceWeight("none", data, None, None, 0, data.dtype, widths)
 
 
@@ -121,8 +121,8 @@ def empty_weight(
     quant: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype, device: torch.device | str,
     *, zeros: bool = False, planes: int = 1,
 ) -> DeviceWeight:  # fmt: skip
-    """A weight for ``store_columns``; ``group`` divides k, None: one scale for all; ``zeros``: with zero points; k and
-    ``group`` count rows, ``planes`` of each channel."""
+    """A weight that ``store_columns`` fills. k: rows, ``planes`` for each channel; group: rows that share a scale, a
+    divisor of k, None: all; zeros: with zero points."""
     if quant == "none":
         stride = triton.cdiv(sum(widths), _UNQUANTIZED_BLOCK) * _UNQUANTIZED_BLOCK
         return unquantized(torch.empty(k, stride, dtype=dtype, device=device), widths)
@@ -130,16 +130,16 @@ def empty_weight(
     columns = sum(map(padded_width, widths))
     data = torch.zeros(k, columns * BITS[quant] // 32, dtype=torch.int32, device=device)
     scales = torch.zeros(k // group, columns, device=device)
-    points = torch.full_like(scales, ZERO[quant]) if zeros else None
-    return DeviceWeight(quant, data, scales, points, group, dtype, widths, planes)
+    zero_points = torch.full_like(scales, ZERO[quant]) if zeros else None
+    return DeviceWeight(quant, data, scales, zero_points, group, dtype, widths, planes)
 
 
 def store_columns(
     weight: DeviceWeight, index: int, codes: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None
 ) -> None:
-    """Store projection ``index`` of a weight; its numbers come row by row, as checkpoints hold them. codes: (N, K),
-    int4 (N, ceil(K / 2)) uint8, channel 2 j in the low half of byte j. scales: (N, K / group) or (N, 1). zeros: the
-    same, None: the type's own. Of graded weights as `weight_types.interleaved` has them."""
+    """Store projection ``index`` from a checkpoint's (N, K) layout. codes: (N, K), int4 (N, ceil(K / 2)) uint8, channel
+    2 j in the low half of byte j; unquantized: the weights. scales: (N, K / group) or (N, 1). zeros: the same, None:
+    the type's default. Graded weights: planes interleaved by `weight_types.interleaved`."""
     k, width, first = len(weight.data), weight.widths[index], weight.first(index)
     expected = (width, (k + 1) // 2 if weight.quant == "int4" else k)
     if tuple(codes.shape) != expected:
@@ -154,48 +154,48 @@ def store_columns(
             raise ValueError("zeros: the weight was made without zero points")
         weight.zeros[:, columns] = zeros.T.to(weight.zeros)
     raw = weight.data.view(torch.uint8)
-    step = max(COLUMN_BLOCK, _PIECE // k // COLUMN_BLOCK * COLUMN_BLOCK)
+    step = max(COLUMN_BLOCK, _CHUNK // k // COLUMN_BLOCK * COLUMN_BLOCK)
     for start in range(0, width, step):
-        piece = codes[start : start + step].to(raw.device)
+        chunk = codes[start : start + step].to(raw.device)
         if weight.quant == "int4":
-            # Two columns in a byte instead of two channels.
-            piece = torch.nn.functional.pad(piece, (0, 0, 0, len(piece) % 2))
-            even, odd = piece[::2], piece[1::2]
-            piece = torch.stack(((even & 15) | (odd << 4), (even >> 4) | (odd & 240)), dim=2).flatten(1)[:, :k]
+            # From two channels in a byte to two columns in a byte.
+            chunk = torch.nn.functional.pad(chunk, (0, 0, 0, len(chunk) % 2))
+            even, odd = chunk[::2], chunk[1::2]
+            chunk = torch.stack(((even & 15) | (odd << 4), (even >> 4) | (odd & 240)), dim=2).flatten(1)[:, :k]
         at = (first + start) * BITS[weight.quant] // 8
-        raw[:, at : at + len(piece)] = piece.view(torch.uint8).T
+        raw[:, at : at + len(chunk)] = chunk.view(torch.uint8).T
 
 
 def dequantize(weight: DeviceWeight, index: int, out: Tensor, *, low: bool = False) -> Tensor:
-    """Projection ``index`` of a quantized weight, rounded once: float32 (q - zero) * scale to the type of ``out`` (K,
-    N), which may have any strides and is returned; ``low``: only the low plane of graded weights."""
+    """Projection ``index`` of a quantized weight: float32 (q - zero) * scale, rounded to the dtype of ``out`` (K, N),
+    which may have any strides and is returned; ``low``: only the low plane of graded weights."""
     assert weight.scales is not None
     raw, k, bits = weight.data.view(torch.uint8), len(weight.data), BITS[weight.quant]
     width, first = weight.widths[index], weight.first(index)
-    columns, step = slice(first, first + width), max(1, _PIECE // width) * weight.planes
+    columns, step = slice(first, first + width), max(1, _CHUNK // width) * weight.planes
     for begin in range(0, k, step):
-        piece = slice(begin, min(k, begin + step))
-        codes = raw[piece, first * bits // 8 : (first + padded_width(width)) * bits // 8]
+        rows = slice(begin, min(k, begin + step))
+        codes = raw[rows, first * bits // 8 : (first + padded_width(width)) * bits // 8]
         if weight.quant == "int4":
             codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
         else:
             codes = codes.view(torch.int8 if weight.quant == "int8" else torch.float8_e4m3fn)
-        groups = torch.arange(piece.start, piece.stop, device=raw.device) // weight.group
+        groups = torch.arange(rows.start, rows.stop, device=raw.device) // weight.group
         zero = ZERO[weight.quant] if weight.zeros is None else weight.zeros[groups, columns]
-        numbers, scales = codes[:, :width].float() - zero, weight.scales[groups, columns]
+        values, scales = codes[:, :width].float() - zero, weight.scales[groups, columns]
         if weight.planes == 2:
-            numbers = numbers[1::2] if low else 16 * numbers[::2] + numbers[1::2]
+            values = values[1::2] if low else 16 * values[::2] + values[1::2]
             scales = scales[::2]
         first_row = begin // weight.planes
-        out[first_row : first_row + len(numbers)] = numbers.mul_(scales)
+        out[first_row : first_row + len(values)] = values.mul_(scales)
     return out
 
 
 @triton.jit
 def code_values(code, QUANT: tl.constexpr):
-    """Codes in the low bits of int32 as float32."""
+    """Codes in the low bits of int32, converted to float32."""
     if QUANT == "fp8":
-        # As a float32 whose exponent is 120 too small; that of subnormal numbers too.
+        # The bits moved into a float32 give the value times 2^-120, also of subnormals.
         bits = ((code & 127) << 20) | ((code & 128) << 24)
         return bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
     return ((code ^ 128) - 128 if QUANT == "int8" else code).to(tl.float32)
@@ -212,27 +212,27 @@ def _widen_kernel(
     live = (k < K)[:, None] & (word * EACH < WIDTH)[None, :]
     at = data_ptr + k.to(tl.int64)[:, None] * (PLANES * STRIDE) + word[None, :]
     words = tl.load(at, mask=live, other=0)
-    # Each thread's words become neighbouring columns of the third axis.
+    # Unpack along a third axis, whose elements a thread has.
     each = tl.arange(0, EACH)
     column = word[:, None] * EACH + each[None, :]
     code = (words[:, :, None] >> (each * (32 // EACH))[None, None, :]) & (15 if QUANT == "int4" else 255)
     value = code_values(code, QUANT)
-    if PLANES == 2:  # int4 in both; with their zeros 16 (high - 8) + low - 8 = 16 high + low - 128 - 8
+    if PLANES == 2:  # both int4: 16 (high - 8) + low - 8 = 16 high + low - 128 - 8
         low = tl.load(at + STRIDE, mask=live, other=0)
         value = value * 16.0 - 128.0 + ((low[:, :, None] >> (each * 4)[None, None, :]) & 15).to(tl.float32)
     scale_at = (k * PLANES // GROUP)[:, None, None] * (STRIDE * EACH) + column[None, :, :]
-    there = (k < K)[:, None, None] & (column < WIDTH)[None, :, :]
+    live_columns = (k < K)[:, None, None] & (column < WIDTH)[None, :, :]
     if zero_ptr is not None:
-        value -= tl.load(zero_ptr + scale_at, mask=there, other=0.0)
+        value -= tl.load(zero_ptr + scale_at, mask=live_columns, other=0.0)
     elif QUANT == "int4":
         value -= INT4_ZERO
-    value = value * tl.load(scale_ptr + scale_at, mask=there, other=0.0)
+    value = value * tl.load(scale_ptr + scale_at, mask=live_columns, other=0.0)
     out_at = out_ptr + k.to(tl.int64)[:, None, None] * WIDTH + column[None, :, :]
-    tl.store(out_at, value.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_at, value.to(out_ptr.dtype.element_ty), mask=live_columns)
 
 
 def widen(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
-    """As ``dequantize``, in one launch; out (K, N) contiguous."""
+    """``dequantize`` in one launch, to a contiguous out (K, N)."""
     k, width = out.shape
     each = 32 // BITS[weight.quant]
     first, block_w = weight.first(index), 512 // each
@@ -246,14 +246,14 @@ def widen(weight: DeviceWeight, index: int, out: Tensor) -> Tensor:
 
 
 def without_default_zeros(weight: DeviceWeight) -> DeviceWeight:
-    """The same weight; zero points that all are the type's own are not read."""
+    """The weight without its zero points if all are the type's default."""
     default = weight.zeros is not None and bool((weight.zeros == ZERO[weight.quant]).all())
     return replace(weight, zeros=None) if default else weight
 
 
 @triton.jit
 def quant_columns(of, n, problem: tl.constexpr):
-    """Where the columns ``n`` of a tile's projection stand among the padded ones: an index of ``quant_scales``."""
+    """The padded columns, indices of ``quant_scales``, of the columns ``n`` of a tile's projection."""
     FIRST: tl.constexpr = (problem.n0 + BLOCK - 1) // BLOCK * BLOCK
     SECOND: tl.constexpr = FIRST + (problem.n1 + BLOCK - 1) // BLOCK * BLOCK
     return tl.where(of.projection == 0, 0, tl.where(of.projection == 1, FIRST, SECOND)) + n
@@ -261,7 +261,8 @@ def quant_columns(of, n, problem: tl.constexpr):
 
 @triton.jit
 def dequantize_block(weights, column, k, live, problem: tl.constexpr):
-    """(q - zero) * scale of the channels ``k`` and padded columns, float32; 0 where not ``live`` (BLOCK_K, BLOCK_N)."""
+    """(q - zero) * scale of the rows ``k`` and padded columns ``column``: float32 (BLOCK_K, BLOCK_N), 0 where not
+    ``live``."""
     QUANT: tl.constexpr = problem.quant
     INT4: tl.constexpr = QUANT == "int4"
     EACH: tl.constexpr = 8 if INT4 else 4
@@ -278,13 +279,13 @@ def dequantize_block(weights, column, k, live, problem: tl.constexpr):
 
 
 @triton.jit
-def _values_of_words(at, live, MASKED: tl.constexpr, INT4: tl.constexpr, QUANT: tl.constexpr):
-    """The codes of words (R, W), each word's side by side: float32 (R, columns)."""
+def _load_code_values(at, live, MASKED: tl.constexpr, INT4: tl.constexpr, QUANT: tl.constexpr):
+    """Load words (R, W) and unpack their codes to float32 (R, columns)."""
     if MASKED:  # noqa: SIM108 (resolved at compile time)
         words = tl.load(at, mask=live, other=0)
     else:
         words = tl.load(at)
-    # Joined, a word's columns stay side by side in the thread that has loaded it.
+    # tl.join keeps a word's columns, in order, in the thread that has loaded it.
     if INT4:
         even = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
         odd = tl.join(tl.join(words >> 4, words >> 20), tl.join(words >> 12, words >> 28))
@@ -302,16 +303,16 @@ def code_block(
     K: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, QUANT: tl.constexpr, dtype: tl.constexpr,
     PLANES: tl.constexpr = 1, LOW: tl.constexpr = False,
 ):  # fmt: skip
-    """The numbers (ROWS, COLUMNS) in dtype of the channels ``k``, which are ``start`` and those after it, 0 from K on,
-    and of the columns from those in word ``first_word`` on; LOW: of graded weights their low plane alone."""
+    """Dequantized weights (ROWS, COLUMNS) in dtype of the channels ``k`` = start .. start + ROWS - 1, 0 from K on, and
+    of the columns from word ``first_word`` on; LOW: only the low plane of graded weights."""
     INT4: tl.constexpr = QUANT == "int4"
     EACH: tl.constexpr = 8 if INT4 else 4
     word = first_word + tl.arange(0, COLUMNS // EACH)
     at = weights.weight_t + k.to(tl.int64)[:, None] * (PLANES * STRIDE) + word[None, :] + (STRIDE if LOW else 0)
     live = (k < K)[:, None] & (word >= 0)[None, :]
-    value = _values_of_words(at, live, K % ROWS != 0, INT4, QUANT)
+    value = _load_code_values(at, live, K % ROWS != 0, INT4, QUANT)
     if PLANES == 2 and not LOW:  # as in _widen_kernel
-        value = value * 16.0 - 128.0 + _values_of_words(at + STRIDE, live, K % ROWS != 0, INT4, QUANT)
+        value = value * 16.0 - 128.0 + _load_code_values(at + STRIDE, live, K % ROWS != 0, INT4, QUANT)
     column = first_word * EACH + tl.arange(0, COLUMNS)
     if GROUP % ROWS == 0 or GROUP == K:
         scale_at = ((start // GROUP) * (STRIDE * EACH) + column)[None, :]

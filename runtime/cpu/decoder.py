@@ -1,4 +1,5 @@
-"""The decoder for CPUs: a decode step is one compiled call that reads only the kept channels (``kernels.cpu``)."""
+"""The decoder for CPUs: a decode step is one call of a compiled region (``kernels.cpu``), which reads only kept
+channels."""
 
 from __future__ import annotations
 
@@ -41,31 +42,31 @@ from ..torch.decoder import TorchDecoder
 from .weights import CpuProjection, MappedMemory, Matrix, has_tiles, product_dtype, read_matrix
 
 _EMBEDDING = "model.embed_tokens.weight"
-# A thread that reads less than this per step waits for the others for longer than it helps.
+# With fewer bytes of weights for each thread, waiting at barriers costs more than an additional thread gains.
 _BYTES_PER_THREAD = 1 << 20
 _CACHED_AS = {"auto": StoredAs.BASE, "int8": StoredAs.INT8, "fp8": StoredAs.E4M3}
-MOST_ROWS = 32  # tokens of a prompt that a step reads
+MOST_ROWS = 32  # the most tokens of a prompt that a step reads
 _PREFIX_BLOCK = TorchDecoder.prefix_block_size
 
 
 class CpuDecoder(TorchDecoder):
     name: ClassVar[str] = "numba"
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
-    # A screen shows no more. Delivering takes two cores from the step, and what it needs is no longer in the caches: for each
-    # token it would be a third of a small model's step.
+    # Tokens are delivered at a display's rate: a delivery uses two cores and evicts the step's data from the caches,
+    # which for every token would take a third of a small model's step.
     together_seconds: ClassVar[float] = 1 / 60
-    # Each chunk converts the weights once. Products of so many rows have the bits of those of a prefix block.
+    # A chunk converts the weights once. Its products are bitwise equal to those of a prefix block.
     prefill_chunk, pieces_under_load = 4 * _PREFIX_BLOCK, 4
 
     def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
         super()._load(bundle, weights, cache)
-        if any(block.experts for block in self.config.blocks):  # whose products have as many rows as tokens chose them
+        if any(block.experts for block in self.config.blocks):  # their products' rows depend on the tokens' choices
             self.prefill_chunk, self.pieces_under_load = _PREFIX_BLOCK, 1
-        # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
+        # The most tokens of a prompt that a step reads faster than torch, which converts the weights. Measured.
         codes = any(projection.weight.scale is not None for projection in self._projections)
         converted = self.dtype != torch.float32 or codes
         fast = product_dtype(self.dtype) == torch.bfloat16
-        if not codes:  # of codes a row more takes as long as the first
+        if not codes:  # with codes every row costs as much as the first
             self.verify_costs = 0.3, 0.5
         tiled = self.dtype == torch.bfloat16 and has_tiles()
         few = 4 if codes else 2
@@ -85,7 +86,7 @@ class CpuDecoder(TorchDecoder):
         of_experts = [projection for projection in config.projections() if projection.experts]
         routed = {f"{part}.weight" for projection in of_experts for part in projection.parts}
         mapped = self._mapped = None if self._lack is None else MappedMemory()
-        # Reading, checksums and the transposition all run without the interpreter's lock.
+        # Reading, checksums and transposition release the GIL.
         with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
 
             def read(name: str) -> Matrix:
@@ -147,8 +148,8 @@ class CpuDecoder(TorchDecoder):
     def step(
         self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, last: bool = False
     ) -> Tensor:
-        """The tokens are valid until the next call. They are chosen without torch, whose every operation takes ten to thirty
-        microseconds where a step has just filled the caches with weights."""
+        """The tokens are valid until the next call. They are chosen without torch, whose operations take 10 to 30 us
+        each after a step has filled the caches with weights."""
         if adjust is not None:
             return super().step(token_ids, settings, adjust, last)
         self.decode(token_ids)
@@ -162,7 +163,7 @@ class CpuDecoder(TorchDecoder):
         return product_dtype(self.dtype)
 
     def _tell(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Give a head that drafts what a step of rows of (slot, token, position) has left for it."""
+        """Pass the hidden states of the last step's rows (slot, token, position) to the draft head."""
         if self.head is not None:
             slots, tokens, positions = zip(*rows, strict=True)
             self.head.take(slots, positions, tokens, self._step.taps(len(rows)))
@@ -185,9 +186,9 @@ class CpuDecoder(TorchDecoder):
         return sample(logits, verified_settings(token_ids, settings), self._verified_positions(token_ids)), logits
 
     def _forward(self, cache: KVCache, slot: int, ids: Tensor, *, start: int, total: int, first_sparse: int) -> Tensor:
-        """Few tokens, also those behind the last whole prefix block, are rows of a decode step, which converts no
-        weights."""
-        switch = switch_length(self.config)  # the step has one table of rotary factors
+        """A few tokens, also those after the last whole prefix block, are read as rows of a decode step, which converts
+        no weights."""
+        switch = switch_length(self.config)  # a step has a single table of rotary factors
         one_table = switch is None or total <= switch
         rest = (start + len(ids)) % self.prefix_block_size
         if one_table and cache is self._cache and 0 < rest <= self._step_rows and rest < len(ids):
@@ -211,15 +212,11 @@ class CpuDecoder(TorchDecoder):
 
     @staticmethod
     def _attention(
-        config: ModelConfig,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        window: int | None,
+        config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
-        """A prefix block of queries at a time: as many scores, and the same bits whatever the chunk."""
+    ) -> Tensor:  # fmt: skip
+        """One prefix block of queries at a time, which bounds the scores' memory and makes results independent of
+        chunks."""
         parts = []
         for first in range(0, q.shape[1], _PREFIX_BLOCK):
             some, at = q[:, first : first + _PREFIX_BLOCK], start + first
@@ -241,11 +238,11 @@ class CpuDecoder(TorchDecoder):
         self._step.counts[:] = 0
 
     def _kept_channels(self) -> list[int]:
-        """Decode steps always count, prompts where asked to."""
+        """Of prompts, if measured, and of decode steps, which always count."""
         return [prompt + decoded for prompt, decoded in zip(super()._kept_channels(), self._step.kept(), strict=True)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        if len(hidden) == 1 and self._head.scale is not None:  # torch would convert the codes
+        if len(hidden) == 1 and self._head.scale is not None:  # without converting the codes
             return self._step.finish(hidden)
         return finish_logits(self.config, self._head.linear(self._norm(hidden), None).float())
 
@@ -266,7 +263,7 @@ class Step:
         self._per_layer, self._dtype = decoder._per_layer, decoder.dtype
         self._kept_alive: list[Tensor] = []
         self._team = Team()
-        self._threads = self._capacity = 0  # what the buffers were allocated for
+        self._threads = self._capacity = 0  # threads and rows of the allocated buffers
         self._projections = decoder._projections
         self.counts = np.zeros((1, len(self._projections)), dtype=np.int64)
         self._most_threads = max(1, min(usable_cores(), sum(decoder.bytes_read()) // _BYTES_PER_THREAD))
@@ -275,10 +272,10 @@ class Step:
         max_batch, max_len = decoder.max_batch, decoder.max_seq_len
         self.logits = torch.empty(max(max_batch, decoder.most_verified), config.vocab_size)  # float32
         self._numpy_logits, self._chosen = self.logits.numpy(), np.zeros(max_batch, dtype=np.int64)
-        # Of the first rows, by their number.
+        # Views of the first rows, indexed by their number.
         self.first_logits = [self.logits[:count] for count in range(max_batch + 1)]
         self._first_chosen = [torch.from_numpy(self._chosen)[:count] for count in range(max_batch + 1)]
-        # Slot, token and position of every row, and the row of its logits.
+        # Slot, token, position and OUTPUTS of every row.
         rows = torch.zeros(4, max(max_batch, MOST_ROWS), dtype=torch.int64)
         self._rows = rows.numpy()
         tables = [tuple(table.float() for table in rotary.step_tables(max_len)) for rotary in decoder._rotaries]
@@ -336,22 +333,22 @@ class Step:
         self.take_masks()
 
     def tap(self, taps: tuple[int, ...]) -> None:
-        """Keep the inputs of these blocks, each once; the number of blocks stands for the last one's output."""
+        """Store the inputs of these blocks in each step; the number of blocks stands for the last one's output."""
         self._taps, self._threads, hidden = taps, 0, self._config.hidden_size
-        places = torch.full((self._config.num_blocks + 2,), -1)
-        places[sorted(set(taps))] = torch.arange(len(set(taps))) * hidden
-        places[-1] = len(set(taps)) * hidden
-        self._kept_alive.append(places)
-        self._parameters[StepField.TAPPED] = places.data_ptr()
+        offsets = torch.full((self._config.num_blocks + 2,), -1)
+        offsets[sorted(set(taps))] = torch.arange(len(set(taps))) * hidden
+        offsets[-1] = len(set(taps)) * hidden
+        self._kept_alive.append(offsets)
+        self._parameters[StepField.TAPPED] = offsets.data_ptr()
 
     def taps(self, rows: int) -> Tensor:
-        """What the last step of so many rows has left: (rows, taps * H) float32, valid until the next."""
-        order, kept = sorted(set(self._taps)), self._buffers[StepField.TAPS][:rows]
-        return kept[:, [order.index(one) for one in self._taps]].flatten(1)
+        """The hidden states that the last step stored: (rows, taps * H) float32, valid until the next step."""
+        order, stored = sorted(set(self._taps)), self._buffers[StepField.TAPS][:rows]
+        return stored[:, [order.index(tap) for tap in self._taps]].flatten(1)
 
     def run(self, rows: Sequence[tuple[int, int, int]], outputs: Sequence[int] = ()) -> None:
-        """Append a token to some slots: rows of (slot, token, position); those of one slot in order of position.
-        ``outputs``: where each one's logits go; none where no logits are asked for."""
+        """Append tokens to slots. rows: (slot, token, position), those of a slot in order of position. outputs: for
+        each row the row of ``logits``."""
         threads = min(team_size(), self._most_threads)
         if threads > self._threads or len(rows) > self._capacity:
             self._allocate(max(threads, self._threads), max(len(rows), self._capacity))
@@ -367,13 +364,13 @@ class Step:
         self._team.launch(self._region, self._parameters, threads)
 
     def choose(self, settings: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-        """`sample` of the first rows' logits; valid until the next call."""
+        """Sample from the logits of the first rows; valid until the next call."""
         for row, setting in enumerate(settings):
             self._chosen[row] = choose(self._numpy_logits[row], setting, positions[row])
         return self._first_chosen[len(settings)]
 
     def read(self, slot: int, tokens: Sequence[int], start: int, *, masked: bool) -> Tensor:
-        """Read part of a prompt, a row a token: hidden states (T, H) float32, valid until the next step."""
+        """Read part of a prompt as rows of a step: hidden states (T, H) float32, valid until the next step."""
         thresholds, counts = self._thresholds.clone(), None if masked else self.kept()
         if not masked:
             self._thresholds.zero_()
@@ -390,13 +387,13 @@ class Step:
         return self._buffers[StepField.SCRATCH][: 4 * len(tokens) * hidden].view(torch.float32).view(-1, hidden)
 
     def finish(self, hidden: Tensor, *, normed: bool = False) -> Tensor:
-        """Logits (R, V) of a few hidden states (R, H), of the last norm's output if ``normed``; valid until the next step.
-        Those of a step without blocks, whose embedding they are."""
+        """Logits (R, V) of hidden states (R, H), before the final norm or, if ``normed``, after it; valid until the
+        next step. Runs a step without blocks, with the hidden states as its embedding."""
         hidden, count = hidden.contiguous(), len(hidden)
         replaced = {StepField.EMBEDDING: hidden.data_ptr(), StepField.NUM_BLOCKS: 0}
         if normed:
             replaced[StepField.FINAL_NORM] = 0
-        before = {field: self._parameters[field] for field in replaced}
+        saved = {field: self._parameters[field] for field in replaced}
         multiplier = self._floats[FloatField.EMBEDDING_MULTIPLIER].item()
         self._floats[FloatField.EMBEDDING_MULTIPLIER] = 1.0
         try:
@@ -405,23 +402,23 @@ class Step:
             self.run([(0, row, 0) for row in range(count)], range(count))
         finally:
             self._floats[FloatField.EMBEDDING_MULTIPLIER] = multiplier
-            for field, value in before.items():
+            for field, value in saved.items():
                 self._parameters[field] = value
         return self.logits[:count]
 
     def take_masks(self) -> None:
-        """Put the projections' masks into the tables; no step may run meanwhile."""
+        """Write the projections' masks to the tables; not while a step runs."""
         for row, projection in enumerate(self._projections):
             scale = projection.channel_scale
             self._table[row, ProjectionField.SCALE] = 0 if scale is None else scale.data_ptr()
             self._thresholds[row] = torch.tensor(projection.thresholds)
 
     def kept(self) -> list[int]:
-        """Channels kept since ``counts`` were zero, over all rows, of each projection."""
+        """Kept channels of each projection, over all rows and threads."""
         return self.counts.sum(0).tolist()
 
     def _fill(self, fields: type[IntEnum], values: dict) -> np.ndarray:
-        """A table's row: numbers, and the addresses of tensors, which are kept alive; None is 0."""
+        """A row of a table: integers, and addresses of tensors, which are kept alive; None is 0."""
         row = np.zeros(len(fields), dtype=np.int64)
         for field, value in values.items():
             if isinstance(value, Tensor):
@@ -476,7 +473,7 @@ class Step:
                 delta, states = block.delta, cache.recurrent[index]
                 sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "taps")
                 tensors = ("a", "b", "dt_bias", "norm")
-                numbers = {
+                fields = {
                     **{DeltaField[name.upper()]: getattr(delta.config, name) for name in sizes},
                     **{DeltaField[name.upper()]: getattr(delta, name).float() for name in tensors},
                     DeltaField.KERNEL: delta.kernel[:, 0].t().float(),
@@ -486,7 +483,7 @@ class Step:
                     DeltaField.BUFFERS: cache.buffers,
                     DeltaField.SLOTS: len(cache.lengths),
                 }
-                row[BlockField.DELTA] = torch.from_numpy(self._fill(DeltaField, numbers))
+                row[BlockField.DELTA] = torch.from_numpy(self._fill(DeltaField, fields))
             if spec.rotary is not None:
                 rope, (cos, sin) = self._config.rotaries[spec.rotary], tables[spec.rotary]
                 row[BlockField.ROTARY_HALF], row[BlockField.INTERLEAVED] = rope.rotary_dim // 2, rope.interleaved
@@ -496,10 +493,10 @@ class Step:
         return np.array(rows)
 
     def _allocate(self, threads: int, rows: int) -> None:
-        """Buffers for a team of ``threads`` and ``rows`` rows; counts are kept."""
+        """Allocate the buffers for ``threads`` threads and ``rows`` rows; counts are preserved."""
         config = self._config
         longest = max(config.hidden_size, *(projection.in_features for projection in self._projections))
-        if config.delta_net is not None:  # out_proj's input, and a head's scratch
+        if config.delta_net is not None:  # out_proj's input, and ``delta_net``'s scratch memory
             delta = config.delta_net
             longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))
         planes = max(projection.weight.planes for projection in self._projections)
@@ -523,7 +520,9 @@ class Step:
             StepField.PER_LAYER_GATED: torch.empty(rows, config.per_layer_size),
             StepField.TAPS: torch.empty(rows, len(set(self._taps)), config.hidden_size),
         }
-        for experts in {block.experts for block in config.blocks if block.experts is not None}:  # alike in all blocks
+        for experts in {
+            block.experts for block in config.blocks if block.experts is not None
+        }:  # the same in all blocks
             slots, inner = experts.chosen + 1, planes * max(experts.intermediate_size, experts.shared_size)
             self._buffers |= {
                 StepField.EXPERT_SCORES: torch.empty(experts.count),

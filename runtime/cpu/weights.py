@@ -1,4 +1,4 @@
-"""A bundle's weights as the CPU kernels read them: transposed, so that a kept channel is one contiguous row."""
+"""A bundle's weights in the layout of the CPU kernels: transposed, a channel is one contiguous row."""
 
 from __future__ import annotations
 
@@ -47,43 +47,43 @@ from wisparse.kernels.cpu.product import PADDING, TILE
 from ..torch.block import MaskedLinear
 
 log = logging.getLogger(__name__)
-# Codes are dequantised in spans of this size, for which the allocator reuses memory instead of mapping fresh pages.
+# Weights are dequantized in spans of this size, for which the allocator reuses memory instead of mapping new pages.
 _SPAN_BYTES = 8 << 20
-_CHUNK_BYTES = 4 << 20  # of a weight that is read
-_SEGMENT_BYTES = 256 << 20  # of a file that is mapped, at least
-_COLD_BYTES = 1 << 20  # read together to tell how fast a file is read
-_ROW_STEP = 64  # rows of a chunk: whole cache lines of the transposed weight, whatever its type
-# Types for stored scales: the first that holds them exactly is taken.
+_CHUNK_BYTES = 4 << 20  # of a weight read at a time
+_SEGMENT_BYTES = 256 << 20  # the smallest size of a mapped file
+_COLD_BYTES = 1 << 20  # of a read that measures the disk's speed
+_ROW_STEP = 64  # chunks are multiples of this many rows: whole cache lines of the transposed weight, for every type
+# Types of stored scales; the first that represents them exactly is used.
 _SCALE_TYPES = {torch.bfloat16: ScaleType.BFLOAT16, torch.float16: ScaleType.FLOAT16, torch.float32: ScaleType.FLOAT32}
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which type torch multiplies matrices of ``dtype`` fast on this CPU, also where one is transposed. Without
-    AVX-512, torch 2.13 takes 80 times as long for a transposed bfloat16 matrix as for a row-major one; where AVX-512 has no
-    bfloat16, twice as long as for float32 with the conversion."""
+    """The dtype in which torch multiplies matrices of ``dtype`` fastest on this CPU. torch 2.13 takes 80 times as long
+    for a transposed bfloat16 matrix as for a row-major one without AVX-512; with AVX-512 but without its bfloat16
+    instructions twice as long as for float32 including the conversion."""
     fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_avx512_bf16_supported()
     return dtype if fast and dtype == torch.bfloat16 else torch.float32
 
 
 @functools.cache
 def has_tiles() -> bool:
-    """Whether this process may use AMX's tiles, which Linux gives to those that ask."""
+    """Whether this process may use AMX tiles, for which Linux requires a permission request."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return HAS_TILES and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 class MappedMemory:
-    """Memory in files without a name, for experts that do not fit the machine's: their weights lie there as the kernels
-    read them, and the system keeps in memory what is in use."""
+    """Memory-mapped unnamed files for experts that do not fit into the machine's memory, in the kernels' layout; the
+    operating system caches the pages in use."""
 
     def __init__(self) -> None:
-        self.folder = os.environ.get("TMPDIR") or "/var/tmp"  # /tmp may be in memory
+        self.folder = os.environ.get("TMPDIR") or "/var/tmp"  # /tmp may be a tmpfs
         self.num_bytes, self._lock = 0, threading.Lock()
         self._segments: list[tuple[int, mmap.mmap]] = []
         self._at = self._size = 0
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """As `torch.empty`; the file lives as long as the tensor."""
+        """`torch.empty` in a mapped file, which is freed with its last tensor."""
         count = math.prod(shape)
         size = -(-count * dtype.itemsize // CACHE_LINE) * CACHE_LINE
         with self._lock:
@@ -96,21 +96,21 @@ class MappedMemory:
                 except OSError as error:
                     raise ResourceError(
                         f"experts do not fit the free memory, and {self.folder} has no room for a file of them "
-                        f"({error.strerror}): set TMPDIR to a folder on a disk with more, or load with weights int4"
+                        f"({error.strerror}): set TMPDIR to a folder on a larger disk, or load with weights int4"
                     ) from None
                 self._segments.append((file, mmap.mmap(file, self._size)))
             at, self._at, self.num_bytes = self._at, self._at + size, self.num_bytes + size
             return torch.frombuffer(self._segments[-1][1], dtype=dtype, count=count, offset=at).view(shape)
 
     def close_files(self, needed: int, free: int, share: float) -> None:
-        """Say what is mapped, and the speed to expect: of ``needed`` bytes ``free`` fit, and a token reads a ``share`` of
-        the experts. Measured is what comes from the disk when a step asks for experts. The mappings stay."""
+        """Close the file descriptors (the mappings stay), measure the disk's speed and log the expected tok/s: ``free``
+        of ``needed`` bytes fit into memory, and a token reads a ``share`` of the experts."""
         file, memory = self._segments[0]
         memory.flush()
         memory.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         count, values = len(memory) // _COLD_BYTES, np.frombuffer(memory, np.uint8)
-        spans = [17 * i % count * _COLD_BYTES for i in range(min(count, 64))]  # scattered, as experts are
+        spans = [17 * i % count * _COLD_BYTES for i in range(min(count, 64))]  # scattered, like a step's experts
         started = time.perf_counter()
         for first in range(0, len(spans), 8):
             for at in spans[first : first + 8]:
@@ -120,12 +120,13 @@ class MappedMemory:
         seconds = time.perf_counter() - started
         for file, _ in self._segments:
             os.close(file)
-        speed, read = len(spans) * _COLD_BYTES / seconds, share * self.num_bytes
+        speed, bytes_read = len(spans) * _COLD_BYTES / seconds, share * self.num_bytes
         missing = min(1.0, (needed - free) / self.num_bytes)
         log.warning(
-            "experts of %.1f GB are mapped from a file in %s, as %.1f GB of memory are free: a token reads %.2f GB of them, "
-            "about %.0f%% from disk at %.2f GB/s: expect up to %.2g tok/s",
-            self.num_bytes / 1e9, self.folder, free / 1e9, read / 1e9, 100 * missing, speed / 1e9, speed / (read * missing),
+            "experts of %.1f GB are mapped from a file in %s, as %.1f GB of memory are free: a token reads %.2f GB of "
+            "them, about %.0f%% from disk at %.2f GB/s: expect up to %.2g tok/s",
+            self.num_bytes / 1e9, self.folder, free / 1e9, bytes_read / 1e9, 100 * missing, speed / 1e9,
+            speed / (bytes_read * missing),
         )  # fmt: skip
 
 
@@ -134,37 +135,32 @@ class Matrix:
     """A weight (N, K)."""
 
     stored_as: StoredAs
-    data: Tensor  # (K, N) if transposed, else (N, K); int4: (K, ceil(N / 2)) uint8, output 2j in byte j's low half
+    data: Tensor  # (K, N) if transposed, else (N, K); int4: (K, ceil(N / 2)) uint8, output 2j in the low half of byte j
     shape: tuple[int, int]
     transposed: bool = True
-    scale: Tensor | None = None  # int8: (N,) float32; int4: (G, 2, ceil(N / 2)), the even outputs' scales, then the odd
-    zero: Tensor | None = None  # int4: uint8, laid out as scale; None: the code 8 is zero
+    scale: Tensor | None = None  # int8: (N,) float32; int4: (G, 2, ceil(N / 2)), even outputs, then odd ones
+    zero: Tensor | None = None  # int4: uint8, in the layout of scale; None: all zero points are 8
     group: int = 0  # int4: rows of data that share a scale, planes * K / G
-    planes: int = 1  # 2: graded, row 2k of data the high plane of channel k and row 2k + 1 the low one, as int4
+    planes: int = 1  # 2: graded, rows 2k and 2k + 1 of data are the int4 high and low plane of channel k
 
     @classmethod
     def int4(
-        cls,
-        shape: tuple[int, int],
-        group: int,
-        scale_dtype: torch.dtype,
-        zero_points: bool,
-        planes: int = 1,
+        cls, shape: tuple[int, int], group: int, scale_dtype: torch.dtype, zero_points: bool, planes: int = 1,
         empty: Callable[..., Tensor] = torch.empty,
-    ) -> Matrix:
-        """Memory for an int4 or a graded weight, to be filled by :meth:`store`; ``group``: channels that share a scale."""
+    ) -> Matrix:  # fmt: skip
+        """An int4 or graded weight, to be filled by :meth:`store`; ``group``: channels that share a scale."""
         n, k = shape
-        # Zeros: the second half of an odd row's last byte has no output, and no NaN may come of it.
+        # Zeros: with odd N the last byte's high half is padding, whose scale must not be NaN.
         scale = torch.zeros(k // group, 2, (n + 1) // 2, dtype=scale_dtype)
         zero = torch.zeros_like(scale, dtype=torch.uint8) if zero_points else None
         width = columns = (n + 1) // 2
-        if planes == 2:  # an odd number of cache lines: neighbouring rows are not in each other's way in the cache
+        if planes == 2:  # an odd number of cache lines, so that consecutive rows do not share a cache set
             width = (-(-columns // CACHE_LINE) | 1) * CACHE_LINE
         data = empty(planes * k, width, dtype=torch.uint8)[:, :columns]
         return cls(StoredAs.INT4, data, shape, scale=scale, zero=zero, group=planes * group, planes=planes)
 
     def store(self, first: int, rows: Tensor | QuantizedMatrix) -> None:
-        """Put some rows of the weight, outputs from ``first`` (int4: even) on, into their place."""
+        """Store some rows of the weight: outputs from ``first`` on, which is even for int4."""
         codes = rows if isinstance(rows, Tensor) else rows.codes
         if isinstance(rows, QuantizedMatrix) and self.stored_as == StoredAs.INT4:
             codes = unpack_int4(codes, self.planes * self.shape[1])
@@ -188,7 +184,7 @@ class Matrix:
         return sum(tensor.nbytes for tensor in (self.data, self.scale, self.zero) if tensor is not None)
 
     def row(self) -> np.ndarray:
-        """A row of `ProjectionField`, without a mask and a bias; valid while the matrix lives."""
+        """A row of `ProjectionField`, without mask and bias; it holds addresses of this matrix."""
         row = np.zeros(len(ProjectionField), dtype=np.int64)
         row[ProjectionField.STORED_AS], row[ProjectionField.GROUP] = self.stored_as, self.group
         row[ProjectionField.N], row[ProjectionField.K] = self.shape
@@ -202,12 +198,12 @@ class Matrix:
         return row
 
     def linear(self, x: Tensor, bias: Tensor | None, low: Tensor | None = None) -> Tensor:
-        """The dense product of x (T, K): (T, N) in x's type; of a graded weight the low plane's with ``low`` in place of
-        x, if it is given. Quantised weights, and 16-bit ones without a fast product here, are converted a span of outputs
-        at a time."""
+        """The dense product of x (T, K): (T, N) in x's dtype. ``low``: input of a graded weight's low plane, if not x.
+        Quantized weights, and 16-bit ones without a fast product on this CPU, are converted a span of outputs at a
+        time."""
         tiled = self.tiled(x.dtype)
-        added = self.planes == 2 and low is None and not tiled  # half of the product, for a pass over the weights
-        if self.planes == 2 and not added:  # row 2 k is the high plane of channel k, whose codes count 16 times
+        added = self.planes == 2 and low is None and not tiled  # add the planes first, which halves the product
+        if self.planes == 2 and not added:  # row 2 k is the high plane of channel k, with a factor of 16
             x = torch.stack((16 * x, x if low is None else low), -1).flatten(1)
         if tiled:
             return self._multiply_tiles(x, bias)
@@ -222,7 +218,7 @@ class Matrix:
         span = max(2, _SPAN_BYTES // (computed.itemsize * k) // 2 * 2)
         for first in range(0, n, span):
             last = min(first + span, n)
-            # int8 is exact in every floating type; its scale multiplies the sums
+            # int8 codes are exact in every dtype; their scale multiplies the products.
             int4 = self.stored_as == StoredAs.INT4
             part = self._dequantize(first, last, computed) if int4 else weight[first:last].to(computed)
             if added:
@@ -233,14 +229,14 @@ class Matrix:
         return (y if bias is None else y + bias).to(x.dtype)
 
     def tiled(self, dtype: torch.dtype) -> bool:
-        """Whether `kernels.cpu.product` multiplies it."""
+        """Whether `kernels.cpu.product` supports the matrix."""
         fits = self.transposed and not any(size % TILE for size in self.shape)
         return fits and dtype == torch.bfloat16 and has_tiles()
 
     def _multiply_tiles(self, x: Tensor, bias: Tensor | None) -> Tensor:
         (k, n), threads, rows = (len(self.data), self.shape[0]), team_size(), -(-2 * len(x) // TILE) * TILE // 2
         columns, depth = (512, 128) if rows <= 2 * TILE else (256, 512)  # measured
-        padded = x.new_zeros(rows, k + TILE)  # rows a power of two apart share a set of the cache
+        padded = x.new_zeros(rows, k + TILE)  # rows a power of two apart would share a cache set
         padded[: len(x), :k] = x
         y = x.new_empty(len(x), n)
         row, stride = self.row(), 4 * (columns + PADDING)
@@ -267,7 +263,7 @@ class Matrix:
         return y
 
     def _dequantize(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Outputs first..last of an int4 weight, (last - first, planes * K)."""
+        """Outputs first..last of an int4 weight: (last - first, planes * K)."""
         target = torch.empty(len(self.data), last - first, dtype=dtype)
         row = self.row()
         parameters = np.zeros(len(DequantizeField), dtype=np.int64)
@@ -286,17 +282,12 @@ class CpuProjection(MaskedLinear):
 
 
 def read_matrix(
-    bundle: Bundle,
-    name: str,
-    dtype: torch.dtype,
-    weights: str,
-    *,
-    transposed: bool,
+    bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, transposed: bool,
     empty: Callable[..., Tensor] = torch.empty,
-) -> Matrix:
-    """Read the weight ``name`` (N, K), laid out as (K, N) if ``transposed``; int4 always is. ``weights``: as at load;
-    ``native`` takes int4, graded, and int8 with a scale a row, as they are on disk, and dequantises others to
-    ``dtype``. ``empty``: gives the memory."""
+) -> Matrix:  # fmt: skip
+    """Read the weight ``name`` (N, K), to (K, N) if ``transposed``, which int4 always is. ``weights``: as for ``load``;
+    ``native`` keeps the type of int4, graded, and int8 with one scale a row, and dequantizes others to ``dtype``.
+    ``empty``: allocates memory."""
     checkpoint, (n, k) = bundle.checkpoint, bundle.checkpoint.shape(name)
     stored, graded, packed = None, False, checkpoint.quantised.get(name)
     if packed is not None and weights in ("native", packed.packing.kind):
@@ -326,9 +317,9 @@ def read_matrix(
     step = max(_ROW_STEP, _CHUNK_BYTES // (k * checkpoint.dtype.itemsize) // _ROW_STEP * _ROW_STEP)
     if stored is not None:
         for first in range(0, n, step):
-            some = stored.rows(first, first + step)
+            chunk = stored.rows(first, first + step)
             try:
-                matrix.store(first, interleaved(some) if graded else some)
+                matrix.store(first, interleaved(chunk) if graded else chunk)
             except ValueError as error:
                 raise checkpoint.error(f"{name}: {error}; convert again") from None
         return matrix

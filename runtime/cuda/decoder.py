@@ -1,4 +1,4 @@
-"""The decoder for NVIDIA GPUs: Triton kernels that read only the kept channels, one CUDA graph a step."""
+"""The decoder for NVIDIA GPUs: Triton kernels that load only the kept channels, one CUDA graph a step."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 
 log = logging.getLogger(__name__)
 
-# Positions that each slot of a server has memory for from the start: mapping a page takes about 0.1 ms.
+# Positions of each slot of a server whose memory is mapped in advance; mapping a page takes about 0.1 ms.
 _READY_POSITIONS = 2048
-# Which of the steps that serve a batch together, rows, KV splits.
+# Index among the steps of a batch (-1: verifies), rows, KV splits.
 _StepKey = tuple[int, int, int]
 
 
 class TokenReadback:
-    """Host memory that token ids are copied to beside what the device does next."""
+    """Copies token ids to pinned host memory on a stream of its own, beside the next step's kernels."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -64,7 +64,7 @@ class TokenReadback:
         self._stream = torch.cuda.Stream(device) if on_gpu else None
 
     def send(self, parts: Sequence[Tensor]) -> None:
-        """Start to copy ids, part behind part; they must stay as they are until they are read."""
+        """Start to copy the ids of all parts; the tensors must not change before ``read`` returns."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         first = 0
@@ -74,7 +74,7 @@ class TokenReadback:
                 first += len(ids)
 
     def read(self, count: int) -> Tensor:
-        """Wait for what was sent: the first ``count`` ids."""
+        """Wait for the copies; returns the first ``count`` ids."""
         if self._stream is not None:
             self._stream.synchronize()
         return self._ids[:count].clone()
@@ -88,9 +88,9 @@ class CudaDecoder(Decoder):
     prefix_block_size = 1
     verify_costs = (0.1, 0.08)  # an H200, 8B shape, bf16, int8 and int4
     verify_margin = 0.25
-    verifies_alike = False  # rows beside a row change its roundings
+    verifies_alike = False  # a row's roundings depend on the number of rows
     most_verified = MAX_ROWS
-    times_heads = False  # a draft's first calls are captured
+    times_heads = False  # a draft head's first calls include its capture
     page_bytes = CudaPages.page_bytes
     _drafting: CudaDecoder | None
     _attention = staticmethod(attention)
@@ -100,31 +100,31 @@ class CudaDecoder(Decoder):
         self.weights = load_weights(bundle, device, dtype, weights)
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
         self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
-        how = max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, max(2, self._state_buffers)
+        options = max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, max(2, self._state_buffers)
         memory = CudaPages if device.type == "cuda" else Pages
-        self._cache = cache or KVCache(config, *how, memory=memory, pages=self._pages)
+        self._cache = cache or KVCache(config, *options, memory=memory, pages=self._pages)
         self.prefill_chunk = chunk_size(config, dtype)
         self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
         self._prompts = PromptReader(self.weights, config, self._cache, self._tables) if refusal is None else None
         self.most_together = 0 if self._prompts is None else self._prompts.most_together
         self._steps: dict[_StepKey, DecodeStep] = {}
-        # Of steps that verify; one for the longest draft of one request.
+        # Numbers of rows of verifying steps, one of them for the longest draft of one request.
         self._verified_rows = sorted({2, 4, 8, MAX_ROWS, min(self.most_drafted + 1, MAX_ROWS)} - {1})
-        # The weights and steps by which linears masks leave dense; now these are in force.
+        # Weights and steps by ``dense_linears`` of the masks: kernels are compiled for which linears are dense.
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
             dense_linears(config, bundle.masks): (self.weights, self._steps)
         }
         self._most_rows = WIDE_ROWS if takes_wide_steps(self.weights) else MAX_ROWS  # of one step
-        # Of one DecodeStep. Unquantised weights of more rows are faster by cuBLAS.
+        # The most rows of a DecodeStep; with more, cuBLAS is faster for unquantized weights.
         native = self._most_rows > MAX_ROWS and dtype != torch.float32 and self.weights.dequantized is None
         self._fused_rows = MAX_ROWS // 2 if native else MAX_ROWS
-        # The next step of a batch, started before anybody asked for it: its input ids (negative for idle slots), how each
-        # slot chooses, its captured steps, and whether it is counted.
+        # The step that was launched ahead: its input ids (negative for idle slots), each slot's sampling parameters,
+        # its captured steps, and whether it counts kept channels.
         self._ahead: tuple[list[int], list[SamplingParams], list[DecodeStep], bool] | None = None
         self._readback = TokenReadback(max_batch, device)
-        # Counting: the prompts' kept weights, on the device; decoded rows that were counted, and the weights of dense
-        # linears that they read; one of so many steps is counted, and so many have been started.
+        # Counts for the realised sparsity: kept weights of prompts; counted decoded rows and the dense linears' weights
+        # of these rows; every ``_every``-th of the ``_started`` steps is counted.
         self._observe: Observer | None = None  # None: nothing is counted
         self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=device)
         self._decoded, self._kept_dense, self._every, self._started = 0, 0, 1, 0
@@ -135,14 +135,15 @@ class CudaDecoder(Decoder):
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
-            return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"
+            return f"its attention kernel keeps a head in registers: expected head_dim of at most 512, found {widest}"
         if config.per_layer_size or config.shares_kv:
-            return "its kernels have neither embeddings for each block nor keys and values that blocks share"
+            return "its kernels support neither per-layer embeddings nor keys and values shared between blocks"
         delta = config.delta_net
         if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
             return (
-                f"its recurrent blocks keep a head's state in registers, up to {LARGEST_STATE} numbers with both sides padded "
-                f"to powers of two; linear_key_head_dim is {delta.key_dim}, linear_value_head_dim {delta.value_dim}"
+                f"its Gated DeltaNet kernel keeps a head's state in registers: expected at most {LARGEST_STATE} "
+                f"elements, both sizes padded to powers of two, found linear_key_head_dim {delta.key_dim}, "
+                f"linear_value_head_dim {delta.value_dim}"
             )
         return None
 
@@ -184,7 +185,7 @@ class CudaDecoder(Decoder):
     def attach(self, files: HeadFiles | MtpFiles) -> None:
         super().attach(files)
         assert self.head is not None
-        if self.head.experts is None:  # which are chosen on the host
+        if self.head.experts is None:  # experts are chosen on the host, which cannot be captured
             self.head.capture = capture
         if self._prompts is not None:
             self._prompts.attach(self.head)
@@ -211,7 +212,7 @@ class CudaDecoder(Decoder):
         step, counts = self._verifying_step(len(rows), max(positions) + 1), self._counts_next()
         chosen_by = verified_settings(token_ids, settings)
         on_device = self.dtype in SAMPLED_DTYPES or all(setting.greedy for setting in settings)
-        step.place(tokens, positions, slots)
+        step.set_inputs(tokens, positions, slots)
         step.replay(chosen_by if on_device else (), count=counts)
         if self.head is not None:
             self.head.note(slots, positions, tokens)
@@ -239,14 +240,14 @@ class CudaDecoder(Decoder):
     def step(
         self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: OnLogits = None, last: bool = False
     ) -> Tensor:
-        """A step starts the one after it before it returns, as its input is known by then: the GPU does not wait for the
-        host to read the token. If something else is asked for next, that step is forgotten."""
+        """A step launches the next one before it returns, whose input ids are already on the device, so that the GPU
+        does not wait for the host. If the next call is a different one, the step launched ahead is discarded."""
         tokens, settings = token_ids.tolist(), list(settings)
         active = [slot for slot, token in enumerate(tokens) if token >= 0]
-        known = all(setting.greedy for setting in settings) or adjust is not None or self.dtype in SAMPLED_DTYPES
-        if not active or not known:
+        on_device = all(setting.greedy for setting in settings) or adjust is not None or self.dtype in SAMPLED_DTYPES
+        if not active or not on_device:
             return super().step(token_ids, settings, adjust, last)
-        drawn = settings if adjust is None else []  # how the graph chooses; adjusted logits are chosen from behind it
+        drawn = settings if adjust is None else []  # sampled within the graph; adjusted logits are sampled after it
         if self._ahead is not None and self._ahead[0] == tokens and (adjust is not None or self._ahead[1] == settings):
             _, _, steps, counted = self._ahead
             self._ahead = None
@@ -255,7 +256,7 @@ class CudaDecoder(Decoder):
             steps = self._replay(tokens, drawn)
         lengths, groups = self._cache.lengths, self._groups(active)
         if adjust is not None:
-            # Nothing here may wait for the device: the step that follows is on its way before this one has ended.
+            # Nothing here may synchronize: the next step is launched before this one has completed.
             logits = self._logits_of(steps, tokens).clone()
             adjust(logits)
             adjusted = sample(logits, settings, lengths[: len(tokens)])
@@ -263,22 +264,22 @@ class CudaDecoder(Decoder):
                 step.tokens[: len(slots)] = adjusted[step.slots[: len(slots)]]
         self._readback.send([step.tokens[: len(slots)] for step, slots in zip(steps, groups, strict=True)])
         most = self.max_seq_len if self.head is None else self.head.length
-        room = all(lengths[slot] < most and self._cache.grow(slot, lengths[slot] + 1) for slot in active)
-        follows = room and not last and self._steps_for(groups) == steps
-        counts = follows and self._counts_next()
-        if follows:
+        fits = all(lengths[slot] < most and self._cache.grow(slot, lengths[slot] + 1) for slot in active)
+        launch_ahead = fits and not last and self._steps_for(groups) == steps
+        counts = launch_ahead and self._counts_next()
+        if launch_ahead:
             for step, slots in zip(steps, groups, strict=True):
                 step.replay([drawn[slot] for slot in slots] if drawn else (), count=counts)
         chosen = torch.full((len(tokens),), -1)
         chosen[active] = self._readback.read(len(active))
-        if follows:
+        if launch_ahead:
             self._ahead = chosen.tolist(), drawn, steps, counts
         return chosen
 
     @torch.inference_mode()
     def _grow_head(self, positions: int) -> None:
         self._forget_ahead()
-        # Captured steps keep the addresses of the head's smaller cache, and the counts of what their rows have kept.
+        # Captured steps hold the address of the head's smaller cache. Their counts are saved before they are dropped.
         captured = [steps for _, steps in self._by_dense.values()]
         if self._drafting is not None:
             captured += [steps for _, steps in self._drafting._by_dense.values()]
@@ -294,28 +295,29 @@ class CudaDecoder(Decoder):
     @torch.inference_mode()
     def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
         sampled = sampled and self.dtype in SAMPLED_DTYPES
-        if self.head is not None and last > self.head.length:  # which would have the steps captured anew
+        if self.head is not None and last > self.head.length:  # growing later would drop the captured steps
             self._grow_head(last)
-        for index, group in enumerate(self._groups(slots)):
-            for context in contexts_between(first, last):
-                step = self.step_for(len(group), context, index)
-                for count in {self._observe is not None, self._observe is not None and self._every == 1}:
-                    step.prepare(sampled=sampled, count=count)
-        for step in self._all_verifying(first, last):
-            for count in {self._observe is not None, self._observe is not None and self._every == 1}:
+        groups, contexts = enumerate(self._groups(slots)), contexts_between(first, last)
+        steps = [self.step_for(len(group), context, index) for index, group in groups for context in contexts]
+        for step in steps + self._all_verifying(first, last):
+            for count in self._count_options():
                 step.prepare(sampled=sampled, count=count)
         if self._drafting is not None:
             self._drafting.prepare(slots, first, last, sampled=sampled)
 
+    def _count_options(self) -> set[bool]:
+        """Values of ``count`` of the steps to come."""
+        return {self._observe is not None, self._observe is not None and self._every == 1}
+
     def _all_verifying(self, first: int, last: int) -> list[DecodeStep]:
-        """The steps that drafts take while contexts grow from first to last."""
+        """The verifying steps of contexts from ``first`` to ``last`` positions."""
         most = MAX_ROWS if self.max_batch > 1 else max(8, self.most_drafted + 1)
         rows = [size for size in self._verified_rows if size <= most] if self.speculates else ()
         return [self._verifying_step(count, context) for count in rows for context in contexts_between(first, last)]
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:
-        if self.head is not None and self.head.length < self.max_seq_len:  # graphs keep its addresses
+        if self.head is not None and self.head.length < self.max_seq_len:  # graphs hold its addresses
             self._grow_head(self.max_seq_len)
         cache = self._cache
         ready = cache.paging.positions(cache.pages // (4 * self.max_batch), min(_READY_POSITIONS, self.max_seq_len))
@@ -324,7 +326,7 @@ class CudaDecoder(Decoder):
         lower_right()
         refusal = too_little_memory(self.device) or PromptReader.refusal(self.config, self.dtype)
         if self._prompts is None or refusal is not None:
-            log.info("short prompts are read without graphs: %s", refusal)
+            log.info("no CUDA graphs for short prompts: %s", refusal)
         elif not self._prompts.captured:
             self._forget_ahead()
             self._prompts.capture(min(self.prefill_chunk, self.max_seq_len))
@@ -333,7 +335,7 @@ class CudaDecoder(Decoder):
     def prepare_batches(self) -> None:
         refusal = too_little_memory(self.device)
         if refusal is not None:
-            log.info("batches are prepared as they come: %s", refusal)
+            log.info("no CUDA graphs captured in advance for batches: %s", refusal)
             return
         self._forget_ahead()
         # Warm up prefill on a scratch KV cache.
@@ -341,7 +343,7 @@ class CudaDecoder(Decoder):
         scratch = KVCache(self.config, 1, size, self.device, self.dtype, self.kv_cache_dtype)
         for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
             pass
-        for setting in (SamplingParams(), SamplingParams(1.0, 20, 0.9, 0.01, seed=0)):  # of a prompt's first token
+        for setting in (SamplingParams(), SamplingParams(1.0, 20, 0.9, 0.01, seed=0)):  # for a prompt's first token
             sample(torch.zeros(1, self.config.vocab_size, device=self.device), [setting], [0])
         steps = []
         for index, full in enumerate(range(0, self.max_batch, self._most_rows)):
@@ -350,22 +352,23 @@ class CudaDecoder(Decoder):
                 steps += [self.step_for(rows, context, index) for context in contexts_between(1, self.max_seq_len)]
                 rows *= 2
         steps += self._all_verifying(1, self.max_seq_len)
-        counts = {self._observe is not None, self._observe is not None and self._every == 1}
         choices = (False, True) if self.dtype in SAMPLED_DTYPES else (False,)
         if self._drafting is not None:
             self._drafting.prepare_batches()
-        ways = [(step, sampled, count) for step in dict.fromkeys(steps) for sampled in choices for count in counts]
+        graphs = [
+            (s, sampled, count) for s in dict.fromkeys(steps) for sampled in choices for count in self._count_options()
+        ]
         if self.device.type == "cuda":
             with compiling_side_by_side():
-                for step, sampled, count in ways:
+                for step, sampled, count in graphs:
                     step.prepare(sampled=sampled, count=count, compile_only=True)
-        for step, sampled, count in ways:
+        for step, sampled, count in graphs:
             step.prepare(sampled=sampled, count=count)
 
     @torch.inference_mode()
     def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Self:
         other, dense = copy(self), dense_linears(self.config, masks)
-        other.weights, other._steps = with_dense(self.weights, dense, apart=True), {}
+        other.weights, other._steps = with_dense(self.weights, dense, copy_masks=True), {}
         put_masks(other.weights, self.config, masks)
         other._blocks, other._by_dense = other.weights.blocks, {dense: (other.weights, other._steps)}
         other.speculates, other._ahead, other._observe = False, None, None
@@ -377,7 +380,7 @@ class CudaDecoder(Decoder):
         dense = dense_linears(self.config, masks)
         if dense not in self._by_dense:
             self._by_dense[dense] = with_dense(self.weights, dense), {}
-        # Steps captured for such masks go on with these, which lie where those lay.
+        # Masks with the same dense linears share captured steps: ``put_masks`` writes to the same memory.
         self.weights, self._steps = self._by_dense[dense]
         self._blocks, self._dense_weights = self.weights.blocks, self._count_dense()
         put_masks(self.weights, self.config, masks)
@@ -402,8 +405,8 @@ class CudaDecoder(Decoder):
         return 1.0 - (kept + float(self._kept_in_prompts)) / (positions * per_position)
 
     def step_for(self, rows: int, context: int = 0, index: int = 0) -> DecodeStep:
-        """The captured step of so many rows, of contexts up to ``context`` positions; ``index``: among the steps that
-        serve a batch together."""
+        """The captured step of at least ``rows`` rows for contexts up to ``context`` positions; ``index``: of
+        ``_groups``."""
         rows = triton.next_power_of_2(rows)
         kv_splits = kv_splits_for(context, rows)
         key = index, rows, kv_splits
@@ -415,11 +418,11 @@ class CudaDecoder(Decoder):
         return self._steps[key]
 
     def _groups(self, slots: Sequence[int]) -> list[Sequence[int]]:
-        """The slots that each step of a batch serves."""
+        """Divide the slots of a batch among steps of at most ``_most_rows`` rows."""
         return [slots[first : first + self._most_rows] for first in range(0, len(slots), self._most_rows)]
 
     def _steps_for(self, groups: Sequence[Sequence[int]]) -> list[DecodeStep]:
-        """The steps that append one more token to each slot."""
+        """The steps that append a token to each slot."""
         lengths = self._cache.lengths
         return [
             self.step_for(len(group), max(lengths[slot] for slot in group) + 1, index)
@@ -427,7 +430,7 @@ class CudaDecoder(Decoder):
         ]
 
     def _replay(self, tokens: Sequence[int], settings: Sequence[SamplingParams] = ()) -> list[DecodeStep]:
-        """Append a token to each slot whose own is not negative; gives the steps."""
+        """Append a token to each slot whose token is not negative; returns the steps."""
         if not 1 <= len(tokens) <= self.max_batch:
             raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {len(tokens)}")
         lengths = self._cache.lengths
@@ -437,13 +440,13 @@ class CudaDecoder(Decoder):
         groups = self._groups(active)
         steps = self._steps_for(groups)
         for step, slots in zip(steps, groups, strict=True):
-            step.place([tokens[slot] for slot in slots], [lengths[slot] for slot in slots], slots)
+            step.set_inputs([tokens[slot] for slot in slots], [lengths[slot] for slot in slots], slots)
             step.replay([settings[slot] for slot in slots] if settings else (), count=counts)
         self._append(tokens, counted=counts)
         return steps
 
     def _logits_of(self, steps: Sequence[DecodeStep], tokens: Sequence[int]) -> Tensor:
-        """(B, V) of the slots whose ``tokens`` the steps have appended; zeros for idle ones."""
+        """(B, V) logits of the steps that appended ``tokens``; zeros for idle slots."""
         active = [slot for slot, token in enumerate(tokens) if token >= 0]
         if len(steps) == 1 and len(active) == len(tokens):
             return finish_logits(self.config, steps[0].logits[: len(tokens)])
@@ -453,7 +456,7 @@ class CudaDecoder(Decoder):
         return finish_logits(self.config, logits)
 
     def _counts_next(self) -> bool:
-        """Whether the step that is started now is counted: the first is, and one of so many."""
+        """Whether the step that is launched now counts: the first does, and every ``_every``-th."""
         self._started += 1
         return self._observe is not None and self._started % self._every == 1 % self._every
 
@@ -467,8 +470,8 @@ class CudaDecoder(Decoder):
                 self._kept_dense += counted * self._dense_weights
 
     def _forget_ahead(self) -> None:
-        """Undo a step that ran ahead: what it wrote lies beyond every slot's length, or in the states' other side; what
-        it kept was counted."""
+        """Discard a step launched ahead. It wrote beyond every slot's length, or into the states' other buffer; only
+        its counts have to be taken back."""
         if self._ahead is not None:
             for step in self._ahead[2]:
                 step.counts.forget_last()
@@ -478,7 +481,7 @@ class CudaDecoder(Decoder):
         return [step for _, steps in self._by_dense.values() for step in steps.values()]
 
     def _count_dense(self) -> int:
-        """Weights, of graded ones planes, of the linears that the masks in force leave dense."""
+        """Number of weights (times planes) of the linears that are dense with the current masks, for one row."""
         linears = (linear for block in self.weights.blocks for linear in block.linears if linear.dense)
         read = ((linear, linear.chosen if isinstance(linear, ExpertLinear) else 1) for linear in linears)
         return sum(linear.in_features * linear.out_features * self._planes * times for linear, times in read)
@@ -504,7 +507,7 @@ class CudaDecoder(Decoder):
         return finish_logits(self.config, out.logit)
 
     def _count_prompt(self, linear: FusedLinear, x: Tensor, first_sparse: int) -> None:
-        tail = x[first_sparse:]
-        for i, width in enumerate(linear.widths if len(tail) else ()):
+        sparse = x[first_sparse:]
+        for i, width in enumerate(linear.widths if len(sparse) else ()):
             for limit in linear.thresholds[i * self._planes : (i + 1) * self._planes]:
-                self._kept_in_prompts.add_(keep_mask(tail, linear.scales[i], limit).sum(), alpha=width)
+                self._kept_in_prompts.add_(keep_mask(sparse, linear.scales[i], limit).sum(), alpha=width)

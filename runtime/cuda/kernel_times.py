@@ -1,4 +1,5 @@
-"""A decode step's kernels one by one on an NVIDIA GPU: which run, their times, and the tiles that suit this chip."""
+"""The kernels of a decode step on an NVIDIA GPU: their plans (``--explain``), times (``--kernels``), tuning
+(``--tune``)."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from .wide import WideStep
 
 log = logging.getLogger(__name__)
 
-_CONTEXT = 150  # like that of the default workload
-_MARGIN = 0.002  # a tile has to win by this much of the step to be taken: less is noise
+_CONTEXT = 150  # positions, as in the default workload
+_MARGIN = 0.002  # relative gain in step time from which a tile is taken; smaller differences are noise
 
 
 def explain(decoder: Decoder, *, batch: int) -> str:
-    """Which kernel computes each linear of a step, and why: one line for each linear that differs from the others."""
+    """The plans of a step's linears, one line for each distinct plan of a role."""
     decoder = _require_triton(decoder, "--explain")
     step = _step(decoder, 1 << (batch - 1).bit_length(), None)
     seen: dict[tuple[str, str], list[int]] = {}
@@ -42,40 +43,40 @@ def explain(decoder: Decoder, *, batch: int) -> str:
 
 
 def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) -> dict[str, dict[str, float]]:
-    """Microseconds of each kernel, averaged over the blocks, and for linears the time that their kept weights take
-    to read at ``gbps``. ``sparsity``: realised; the ideal is that of rows in a batch that keep the same channels."""
+    """Microseconds of each kernel, averaged over the blocks, and for linears the time to load their kept weights at
+    ``gbps``, as if all rows kept the same channels. ``sparsity``: realised."""
     decoder = _require_triton(decoder, "--kernels")
     _read_prompts(decoder, batch)
     step = _step(decoder, batch, None)
     blocks = [step.block_launches(index) for index in range(len(decoder.weights.blocks))]
     table: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for launches in blocks for name in launches):
-        mine = [launches[name] for launches in blocks if name in launches]  # only some blocks may have a router
+        kernels = [launches[name] for launches in blocks if name in launches]  # not every block has a router
 
-        def launch(mine: list[Callable[[], object]] = mine) -> None:
-            for one in mine:
-                one()
+        def launch(kernels: list[Callable[[], object]] = kernels) -> None:
+            for kernel in kernels:
+                kernel()
 
-        table[name] = {"us": _time_launches(launch, len(mine))}
+        table[name] = {"us": _time_launches(launch, len(kernels))}
         if name in (*LINEARS, *SHARED):
             linears = (getattr(block, name) for block in decoder.weights.blocks)
-            needed = sum(one.num_bytes_read for one in linears if one is not None) * (1 - sparsity)
-            table[name]["ideal_us"] = needed / len(mine) / gbps * 1e-3
+            num_bytes = sum(linear.num_bytes_read for linear in linears if linear is not None) * (1 - sparsity)
+            table[name]["ideal_us"] = num_bytes / len(kernels) / gbps * 1e-3
     ideal = decoder.bytes_read()[1] / gbps * 1e-3
     table["logits"] = {"us": _time_launches(step.launch_logits, 1), "ideal_us": ideal}
     return table
 
 
 def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
-    """Try tiles in whole decode steps, where each launch starts in the tail of another, one linear at a time, and add the
-    best to the local cache. What is loaded afterwards uses it; ``decoder`` keeps its own tiles."""
+    """Time candidate tiles in whole decode steps, as launches overlap, one linear at a time, and add the fastest to the
+    local cache, for decoders loaded afterwards; ``decoder`` keeps its tiles."""
     decoder = _require_triton(decoder, "--tune")
     first, gpu = decoder.weights.blocks[0], gpu_of(decoder.device)
     _read_prompts(decoder, batch)
     tiles = {role: chosen.tile for role, chosen in _step(decoder, batch, None).plans[0].items()}
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
-    # Experts' tiles are not kept.
+    # Tiles of experts are not cached.
     roles = [role for role in LINEARS if role in tiles and not isinstance(getattr(first, role), ExpertLinear)]
     for role in roles:
         linear = getattr(first, role)
@@ -87,7 +88,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
             if found < best * (1 - _MARGIN):
                 best, tiles[role] = found, candidate
         log.info("tuning: %.1f us after %s: %s", best, role, tiles[role])
-    # The decoder's graphs have a power of two of rows.
+    # The rows of the decoder's graphs are powers of two.
     rows = 1 << (batch - 1).bit_length()
     named = {tuned_key(gpu, getattr(first, role).shape, rows): tiles[role] for role in roles}
     log.info("tuning: kept in %s", remember_tiles(named))
@@ -95,7 +96,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
 
 
 def _neighbours(tile: GemvTile, kind: str, widths: tuple[int, ...], gpu: Gpu) -> Iterator[GemvTile]:
-    """Tiles around one: other widths at the same bytes per load, other numbers of splits, other ways to add up."""
+    """Tiles near ``tile``: other widths with the same bytes per load, other numbers of splits and of reducers."""
     for width in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
         if not 64 <= width <= 1024:
             continue
@@ -120,25 +121,25 @@ def _require_triton(decoder: Decoder, option: str) -> CudaDecoder:
 
 
 def _read_prompts(decoder: CudaDecoder, batch: int) -> None:
-    """Fill the cache that the timed steps attend to. With an empty one o's input is nearly zero, it keeps no channel,
-    and the launches after it work on what no answer has."""
+    """Fill the cache of the timed steps. With an empty cache o's input is nearly zero and all its channels are
+    dropped."""
     length = min(_CONTEXT, decoder.max_seq_len - 1)
     ids = torch.randint(decoder.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
     for slot in range(batch):
         decoder.prefill(slot, ids, length)
-        decoder.cache.grow(slot, min(length + 2, decoder.max_seq_len))  # what the steps write
+        decoder.cache.grow(slot, min(length + 2, decoder.max_seq_len))  # for the steps' own positions
 
 
 def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None) -> DecodeStep:
     if batch > decoder._most_rows:
-        raise UsageError(f"--batch: expected at most {decoder._most_rows} rows, those of one step, found {batch}")
+        raise UsageError(f"--batch: expected at most {decoder._most_rows} rows, the most of one step, found {batch}")
     kind = DecodeStep if batch <= decoder._fused_rows else WideStep
     step = kind(
         decoder.weights, decoder.config, decoder._cache, decoder._tables, rows=batch, tiles=tiles,
         kv_splits=kv_splits_for(_CONTEXT, batch),
     )  # fmt: skip
-    place = min(_CONTEXT, decoder.max_seq_len - 1)
-    step.place([7 % decoder.config.vocab_size] * batch, [place] * batch, range(batch))
+    position = min(_CONTEXT, decoder.max_seq_len - 1)
+    step.set_inputs([7 % decoder.config.vocab_size] * batch, [position] * batch, range(batch))
     return step
 
 
@@ -153,13 +154,13 @@ def _time(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile]) -> float
 
 
 def _time_launches(launch: Callable[[], None], count: int) -> float:
-    """Microseconds of one of ``count`` launches that ``launch`` makes, replayed as a CUDA graph; the median."""
+    """Microseconds of one of the ``count`` kernels that ``launch`` launches, in a CUDA graph; median of 20."""
     replay = capture(launch, torch.device("cuda"))
     return statistics.median(_elapsed_us(replay) for _ in range(20)) / count
 
 
 def _elapsed_us(launch: Callable[[], object]) -> float:
-    """Microseconds that the GPU takes for what ``launch`` gives it."""
+    """GPU time of ``launch`` in microseconds."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     launch()

@@ -1,8 +1,7 @@
-"""Memory of an NVIDIA GPU whose addresses stay where they are while pages come and go: CUDA's virtual memory management.
+"""KV cache pages by CUDA's virtual memory management: a reserved address range to which physical pages are mapped.
 
-Addresses are reserved once, so kernels and captured graphs keep them; pages are mapped to them as they are needed, and
-from one place to another. What is not mapped must be neither read nor written. Mapping waits for nothing; before pages
-are unmapped everything that the device was given has ended.
+The addresses stay valid in kernels and captured graphs while pages are mapped and unmapped. Unmapped addresses must not
+be accessed. Mapping is not synchronized with the device; unmapping synchronizes with it first.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from wisparse.formats.errors import ResourceError
 from ..decoding.cache import Pages, mapped_bytes
 
 _OUT_OF_MEMORY = 2
-_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # of cuda.h's enumerations
+_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # enumerators of cuda.h
 
 
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class _Kind(ctypes.Structure):
+class _AllocationProp(ctypes.Structure):
     """CUmemAllocationProp"""
 
     _fields_ = (
@@ -48,15 +47,15 @@ def load_driver() -> Any:
 
 
 class CudaPages(Pages):
-    page_bytes = 2 << 20  # the granularity of every GPU that the decoder runs on; checked
+    page_bytes = 2 << 20  # a multiple of the allocation granularity, which is checked
 
     def __init__(self, size: int, device: torch.device) -> None:
-        torch.cuda.init()  # and with it the driver
+        torch.cuda.init()  # loads the driver
         self._driver, self._device = load_driver(), device
         location = _Location(_DEVICE, torch.cuda.current_device() if device.index is None else device.index)
-        self._kind, self._access = _Kind(type=_PINNED, location=location), _Access(location, _READ_WRITE)
+        self._prop, self._access = _AllocationProp(type=_PINNED, location=location), _Access(location, _READ_WRITE)
         granularity, address = ctypes.c_size_t(), ctypes.c_uint64()
-        self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._kind), 0)
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), 0)
         if self.page_bytes % granularity.value:
             raise ResourceError(
                 f"{device}: expected pages that divide {self.page_bytes} bytes, found {granularity.value}"
@@ -66,8 +65,8 @@ class CudaPages(Pages):
         self._call("cuMemAddressReserve", ctypes.byref(address), self._size, ctypes.c_size_t(0), zero, zero)
         self._address = address.value
         self._mapped: dict[int, int] = {}  # offset -> handle
-        self._unused: list[int] = []  # handles of pages that exist and are not mapped
-        # Not when the interpreter ends: the driver may be gone by then, and frees everything itself.
+        self._unused: list[int] = []  # handles of allocated pages that are not mapped
+        # Not at interpreter exit: the driver may be unloaded by then, and frees everything itself.
         self._finalizer = weakref.finalize(
             self, _free, self._driver, device, self._address, size, self.page_bytes, self._mapped, self._unused
         )
@@ -81,13 +80,14 @@ class CudaPages(Pages):
         return torch.as_tensor(self, device=self._device)
 
     def map(self, ranges: Sequence[tuple[int, int]]) -> bool:
-        lacking = sum(count for _, count in ranges) - len(self._unused)
-        for _ in range(lacking):
+        missing = sum(count for _, count in ranges) - len(self._unused)
+        for _ in range(missing):
             handle = ctypes.c_uint64()
-            how = ctypes.byref(handle), ctypes.c_size_t(self.page_bytes), ctypes.byref(self._kind), ctypes.c_uint64(0)
-            if self._call("cuMemCreate", *how, allowed=_OUT_OF_MEMORY) == _OUT_OF_MEMORY:
-                torch.cuda.empty_cache()  # torch may keep what nothing uses
-                if self._call("cuMemCreate", *how, allowed=_OUT_OF_MEMORY) == _OUT_OF_MEMORY:
+            size, flags = ctypes.c_size_t(self.page_bytes), ctypes.c_uint64(0)
+            arguments = ctypes.byref(handle), size, ctypes.byref(self._prop), flags
+            if self._call("cuMemCreate", *arguments, allowed=_OUT_OF_MEMORY) == _OUT_OF_MEMORY:
+                torch.cuda.empty_cache()  # torch's allocator may hold free memory
+                if self._call("cuMemCreate", *arguments, allowed=_OUT_OF_MEMORY) == _OUT_OF_MEMORY:
                     return False
             self._unused.append(handle.value)
             self.taken += 1
@@ -117,18 +117,19 @@ class CudaPages(Pages):
 
 
 def _checked(driver: Any, name: str, *arguments: Any, allowed: int = 0) -> int:
-    """The result of a function of the driver, which is 0 or ``allowed``."""
+    """Call a driver function; raises ResourceError unless the result is 0 or ``allowed``."""
     result: int = getattr(driver, name)(*arguments)
     if result not in (0, allowed):
-        said = ctypes.c_char_p()
-        driver.cuGetErrorName(result, ctypes.byref(said))
-        told = said.value.decode() if said.value else f"error {result}"
-        raise ResourceError(f"{name} failed: {told}; end what else uses the GPU, or load with a smaller max_batch")
+        error_name = ctypes.c_char_p()
+        driver.cuGetErrorName(result, ctypes.byref(error_name))
+        error = error_name.value.decode() if error_name.value else f"error {result}"
+        raise ResourceError(f"{name} failed: {error}; end other GPU processes, or load with a smaller max_batch")
     return result
 
 
 def _free(
-    driver: Any, device: torch.device, address: int, size: int, page_bytes: int, mapped: dict[int, int], unused: list[int]
+    driver: Any, device: torch.device, address: int, size: int, page_bytes: int, mapped: dict[int, int],
+    unused: list[int],
 ) -> None:  # fmt: skip
     torch.cuda.synchronize(device)
     for offset, handle in mapped.items():

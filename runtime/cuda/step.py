@@ -1,14 +1,14 @@
-"""One decode step for up to 16 rows, captured as a CUDA graph. Five launches a block; it reads from top to bottom:
+"""A decode step of up to 16 rows, captured as a CUDA graph, with five launches a block:
 
-    embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next token (argmax, or sampled)
+    embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next token (argmax or sample)
 
-A router stands before gate and up where a block has experts; the two are then of those that each row has chosen. A
-dense MLP beside them follows, and a launch adds both. A recurrent block has a gated DeltaNet's step where others have
-attention. Where outputs are normalized or multiplied before they are added, or the sum is, o and down are each followed
-by a launch that adds. Everything the step reads and
-writes is allocated here, once; token ids, positions and each row's slot of the cache live on the device: a graph serves
-any slots, and a replay behind the step before it needs nothing from the host.
-Launches overlap the previous one's tail (programmatic dependent launch) from compute capability 9.0 on.
+Experts: a router launch precedes gate and up, which are those of each row's chosen experts; a dense MLP beside the
+experts follows, and a launch adds both. Recurrent blocks: Gated DeltaNet in place of attention. Models that normalize
+or scale an output or the sum: a residual-add launch after o and after down.
+
+All tensors of the step are allocated once. Token ids, positions and cache slots are on the device, so that a graph
+serves any slots and the next step can be launched without waiting for the host to read the tokens. From compute
+capability 9.0 on launches overlap by programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ from ..torch.block import LINEARS, SHARED, Block, Norm
 from .weights import AnyLinear, CudaWeights
 
 MAX_ROWS = 16
-# KV splits of one row's context, up to how many positions: with 8 KV heads 16 make about one program for each of an
-# H200's multiprocessors. A short context needs fewer, and o then has less to combine.
+# Longest context -> KV splits of one row. 16 splits of 8 KV heads are about one program for each multiprocessor of an
+# H200; fewer splits of a short context are cheaper to combine in o.
 KV_SPLITS = {256: 4, 512: 8, 2**31: 16}
 
 
 def kv_splits_for(context: int, rows: int = 1) -> int:
-    """A power of two. Several rows make about as many programs as one does, in a short context twice as many."""
+    """A power of two, such that ``rows`` rows have about as many programs as one row, or twice as many in a short
+    context."""
     splits = next(splits for longest, splits in KV_SPLITS.items() if context <= longest)
     if rows > 1:
         splits = max(1, min(2 * splits, max(KV_SPLITS.values())) // rows)
@@ -62,11 +63,11 @@ def kv_splits_for(context: int, rows: int = 1) -> int:
 
 
 def contexts_between(first: int, last: int) -> list[int]:
-    """Contexts from ``first`` to ``last`` positions, one for each number of KV splits."""
+    """One context length from ``first`` to ``last`` for each number of KV splits."""
     return sorted({min(longest, last) for longest in KV_SPLITS if first <= longest})
 
 
-# A block's ``rotary`` -> its cosines and sines (max_seq_len, rotary_dim / 2), and the queries' factors (max_seq_len,).
+# By the index ``rotary`` of a block's spec; None: no rotary embedding.
 PositionTables = dict[int | None, RotaryTables]
 
 
@@ -76,7 +77,6 @@ def position_tables(
     scales = query_scales(config, 0, max_seq_len, device)
     factors = None if scales is None else scales.to(dtype)
     found: PositionTables = {i: RotaryTables(*one.step_tables(max_seq_len), factors) for i, one in enumerate(rotaries)}
-    # Of no dimensions where nothing is rotated.
     return found | {None: RotaryTables(found[0].cos[:, :0], found[0].sin[:, :0], factors)}
 
 
@@ -107,9 +107,9 @@ def router_of(block: Block[AnyLinear]) -> Router:
 
 
 def capture(launch: Callable[[], object], device: torch.device, pool: Any = None) -> Callable[[], object]:
-    """What repeats the launches that ``launch`` makes; asynchronous. It runs once before it is captured, which compiles
-    its kernels. The caller must keep the tensors that it uses, but does not make: a graph keeps addresses. ``pool``:
-    memory that graphs share of which one runs at a time."""
+    """A function that replays the launches of ``launch`` as a CUDA graph, asynchronously. ``launch`` runs once before
+    the capture, which compiles its kernels. The caller keeps alive the tensors that ``launch`` uses but does not
+    create. ``pool``: memory pool shared by graphs of which one runs at a time."""
     if device.type != "cuda":
         return launch
     stream = torch.cuda.Stream()
@@ -124,23 +124,16 @@ def capture(launch: Callable[[], object], device: torch.device, pool: Any = None
 
 
 class DecodeStep:
-    """The step of so many rows, each of any slot."""
+    """A step of ``rows`` rows, each of any slot."""
 
     def __init__(
-        self,
-        weights: CudaWeights,
-        config: ModelConfig,
-        cache: KVCache,
-        tables: PositionTables,
-        *,
-        rows: int,
-        tiles: dict[str, GemvTile] | None = None,
-        kv_splits: int = max(KV_SPLITS.values()),
-        verifies: bool = False,
+        self, weights: CudaWeights, config: ModelConfig, cache: KVCache, tables: PositionTables, *, rows: int,
+        tiles: dict[str, GemvTile] | None = None, kv_splits: int = max(KV_SPLITS.values()), verifies: bool = False,
         head: DraftHead | None = None,
-    ) -> None:
-        """``tiles`` (qkv, o, gate_up, down) override those that ``plan`` chooses, for measurements. ``verifies``: rows may
-        continue one another. ``head``: is given the hidden states that it reads."""
+    ) -> None:  # fmt: skip
+        """``tiles``: by role (qkv, o, gate_up, down), in place of those that ``plan`` chooses, for measurements.
+        ``verifies``: rows may be consecutive positions of one slot. ``head``: receives the hidden states that it
+        reads."""
         self.weights, self.config, self.rows, self._tables = weights, config, rows, tables
         self._verifies, self._head = verifies, head
         device, dtype = weights.embedding.device, weights.embedding.dtype
@@ -150,11 +143,11 @@ class DecodeStep:
         self._states = {
             i: DeltaMemory(s.inputs, s.state, s.inputs.stride(0), s.state.stride(0)) for i, s in cache.recurrent.items()
         }
-        # Of each row's newest token, and the slot whose sequence the row continues.
-        apart = -(-rows // 4) * 4  # 16 bytes, so that one compiled kernel serves them
-        self._places = torch.zeros(2, apart, dtype=torch.int32, device=device)[:, :rows]
-        self.positions, self.slots = self._places
-        # Linears whose outputs go through a launch of their own before they are part of the residual stream.
+        # Rows padded to 16 bytes: Triton specializes kernels on the alignment of pointers.
+        padded = -(-rows // 4) * 4
+        self._positions_slots = torch.zeros(2, padded, dtype=torch.int32, device=device)[:, :rows]
+        self.positions, self.slots = self._positions_slots  # (rows,): of each row's input token; its cache slot
+        # Linears whose outputs are added to the residual stream by a launch of their own.
         norms, multiplied = config.architecture.norms, config.residual_multiplier != 1.0
         scaled = config.architecture.block_scalar is not None
         self._separate_add = {
@@ -169,12 +162,11 @@ class DecodeStep:
         def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=kind, device=device)
 
-        # Apart by a multiple of 16 bytes, so that one compiled kernel serves both.
-        self._ids = torch.full((2, apart), -1, dtype=torch.int64, device=device)[:, :rows]
-        self._turn = 0
+        self._ids = torch.full((2, padded), -1, dtype=torch.int64, device=device)[:, :rows]
+        self._buffer = 0  # of ``_ids`` and of ``counts``
         self.hidden, self._half = empty(rows, config.hidden_size), empty(rows, config.hidden_size)
         self._taps = empty(rows, len(head.taps) if head else 0, config.hidden_size)
-        # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
+        # Partial sums of squares: of down and the embedding for the first norm of a block, of o for the second.
         parts = max((one.ssq_parts for plans in self.plans for one in plans.values()), default=1)
         self._ssq = empty(2, rows * parts, kind=torch.float32)
         self._qkv = empty(rows * max(block.qkv.out_features for block in weights.blocks))
@@ -183,14 +175,14 @@ class DecodeStep:
         sums = empty(*splits, kind=torch.float32), empty(*splits, kind=torch.float32)
         of_width = {d: empty(*splits, d, kind=torch.float32) for d in {block.head_dim for block in config.blocks}}
         self._attended = [KVSplits(of_width[block.head_dim], *sums) for block in config.blocks]
-        # Measured on an H200: more of a long context in flight, where there is room for it.
+        # Measured on an H200: five stages are faster for long contexts.
         long = gpu.arch == 90 and dtype != torch.float32 and kv_splits * rows > min(KV_SPLITS.values())
         self._attention_stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
         chosen = max(map(self._pairs, weights.blocks)) // rows
         beside = [one.in_features for block in weights.blocks if (one := block.shared_down) is not None]
         widths = [self._pairs(block) * block.down.in_features for block in weights.blocks]
         self._activated = empty(max(*widths, rows * max(beside, default=0)))
-        self._of_experts = empty(rows, config.hidden_size if beside else 0)  # what is added beside a dense MLP's
+        self._of_experts = empty(rows, config.hidden_size if beside else 0)  # output of experts beside a dense MLP
         self._routing = Routing(empty(rows, chosen, kind=torch.int32), empty(rows, chosen, kind=torch.float32))
         routers = [block.router for block in weights.blocks if block.router is not None]
         self._router_logits = empty(rows, max(map(len, routers), default=0), kind=torch.float32)
@@ -216,27 +208,27 @@ class DecodeStep:
                 )
                 self._scratch.reserve(chosen[role])
                 return
-            mine = tiles.get(role) if linear.widths == getattr(self.weights.blocks[0], role).widths else None
+            tile = tiles.get(role) if linear.widths == getattr(self.weights.blocks[0], role).widths else None
             chosen[role] = plan(
-                linear.shape, self.rows, output=output, ssq_parts=ssq_parts, tile=mine, pdl=self.pdl, **attention
+                linear.shape, self.rows, output=output, ssq_parts=ssq_parts, tile=tile, pdl=self.pdl, **attention
             )
             self._scratch.reserve(chosen[role])
 
         splits = {} if block.delta is not None else {"kv_splits": kv_splits, "head_dim": block.spec.head_dim}
         for role, reads in (("o", splits), ("down", {})):
             choose(role, "plain" if self._separate_add[role] else "residual", **reads)
-        # The sums that the first norm reads are the last block's down's; the embedding leaves as many as block 0's.
+        # qkv reads the partial sums of squares of the previous block's down. The embedding writes as many as block 0's.
         before = self.plans[-1]["down"] if self.plans else chosen["down"]
         choose("qkv", "plain", 1 if self._separate_add["down"] else before.ssq_parts)
-        apart = block.shared_down is not None
-        for role in ("gate_up", "shared_gate_up") if apart else ("gate_up",):
+        beside = block.shared_down is not None
+        for role in ("gate_up", "shared_gate_up") if beside else ("gate_up",):
             choose(role, self.config.activation, 1 if self._separate_add["o"] else chosen["o"].ssq_parts)
-        if apart:
+        if beside:
             choose("shared_down", "plain")
         self.plans.append({role: chosen[role] for role in (*LINEARS, *SHARED) if role in chosen})
 
     def launch(self, *, sampled: bool = False, count: bool = False, indices: Iterable[int] | None = None) -> None:
-        """``indices``: of the blocks, if not all are launched."""
+        """``indices``: of the blocks to launch; None: all."""
         launch_embed(
             self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"),
             multiplier=self._embedding_multiplier,
@@ -246,7 +238,7 @@ class DecodeStep:
             self._tap(len(self.weights.blocks))
             self._head.keep(self.slots, self.positions, self._taps.flatten(1), self.tokens >= 0)
         self.launch_logits()
-        config, choice = self.config, Choice(self.tokens, self._ids[1 - self._turn], self.positions)
+        config, choice = self.config, Choice(self.tokens, self._ids[1 - self._buffer], self.positions)
         if sampled and self._sampling is not None:
             launch_sample(
                 self._logits, choice, self._sampling, self.weights.embedding.dtype,
@@ -254,7 +246,7 @@ class DecodeStep:
             )  # fmt: skip
         else:
             launch_argmax(self._logits, *choice, pdl=self.pdl)
-        self._turn = 1 - self._turn
+        self._buffer = 1 - self._buffer
 
     def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
         for index in indices:
@@ -263,13 +255,13 @@ class DecodeStep:
                 launch()
 
     def _tap(self, index: int) -> None:
-        """Keep a block's input for the head, if it reads that."""
+        """Copy a block's input for the draft head, if it reads that."""
         for at, tap in enumerate(self._head.taps if self._head is not None else ()):
             if tap == index:
                 self._taps[:, at] = self.hidden
 
     def block_launches(self, index: int, *, count: bool = False) -> dict[str, Callable[[], object]]:
-        """One block's launches by name, in order; also for per-kernel timings."""
+        """One block's launches by name, in order."""
         config, block, plans, pdl = self.config, self.weights.blocks[index], self.plans[index], self.pdl
         eps, separate = config.rms_norm_eps, self._separate_add
         rows = Rows(self.tokens, self.positions, self.slots)
@@ -278,7 +270,7 @@ class DecodeStep:
         launches: dict[str, Callable[[], object]] = {}
 
         def linear(role: str, given: Input, output: Output) -> None:
-            counting, one = self.counts.of(index, role, self._turn) if count else None, getattr(block, role)
+            counting, one = self.counts.of(index, role, self._buffer) if count else None, getattr(block, role)
             launch = launch_linear
             if isinstance(one, ExpertLinear):
                 launch = partial(launch_experts, routing=self._routing)
@@ -294,8 +286,8 @@ class DecodeStep:
             linear(role, given, Output(self._half) if separate[half] else Output(self.hidden, ssq))
             if separate[half]:
                 launches[f"{role} add"] = partial(
-                    launch_residual_add, self._half, self.hidden, ssq, beside=beside, norm=norm.factors if norm else None,
-                    scalar=scalar, eps=eps, multiplier=config.residual_multiplier, pdl=pdl,
+                    launch_residual_add, self._half, self.hidden, ssq, beside=beside, scalar=scalar, eps=eps,
+                    norm=norm.factors if norm else None, multiplier=config.residual_multiplier, pdl=pdl,
                 )  # fmt: skip
 
         ssq, norm = self._sums(index - 1, "down"), block.attention_input
@@ -354,38 +346,38 @@ class DecodeStep:
         )  # fmt: skip
 
     def _pairs(self, block: Block[AnyLinear]) -> int:
-        """Rows of gate's and up's output: of experts one for each that a row has chosen."""
+        """Rows of the output of gate and up; of experts one for each pair of a row and a chosen expert."""
         return self.rows * (block.gate_up.chosen if isinstance(block.gate_up, ExpertLinear) else 1)
 
     def _normed(self, norm: Norm | None, ssq: Tensor) -> Input:
         return Input(self.hidden) if norm is None else Input(self.hidden, ssq, norm.factors)
 
     def _sums(self, index: int, role: str) -> Tensor:
-        """(rows, parts): sums of squares that ``role`` of block ``index`` leaves; block -1 is the embedding."""
+        """(rows, parts): partial sums of squares that ``role`` of block ``index`` writes; block -1 is the embedding."""
         parts = 1 if self._separate_add[role] else self.plans[max(index, 0)][role].ssq_parts
         return self._ssq[0 if role == "down" else 1, : self.rows * parts].view(self.rows, parts)
 
     @property
     def tokens(self) -> Tensor:
-        """(rows,) int64: what the next step reads, then what it has chosen; negative rows are idle. Two buffers take
-        turns, so that a choice can be copied while the step after it runs."""
-        return self._ids[self._turn]
+        """(rows,) int64: input ids of the next step; after it, the chosen ids; negative for idle rows. Double-buffered,
+        so that chosen ids can be copied to the host while the next step runs."""
+        return self._ids[self._buffer]
 
     @property
     def logits(self) -> Tensor:
-        """(rows, V) float32, the head's products: before a model's multiplier and cap (``finish_logits``)."""
+        """(rows, V) float32, before the model's multiplier and cap (``finish_logits``)."""
         return self._logits.logit
 
-    def place(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
-        """Set what the first rows continue; the others are idle."""
+    def set_inputs(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
+        """Set the inputs of the first rows; the others become idle."""
         idle = self.rows - len(tokens)
         self.tokens.copy_(torch.tensor([*tokens, *[-1] * idle]), non_blocking=True)
-        places = torch.tensor([[*positions, *[0] * idle], [*slots, *[0] * idle]], dtype=torch.int32)
-        self._places.copy_(places, non_blocking=True)
+        positions_slots = torch.tensor([[*positions, *[0] * idle], [*slots, *[0] * idle]], dtype=torch.int32)
+        self._positions_slots.copy_(positions_slots, non_blocking=True)
 
     def replay(self, settings: Sequence[SamplingParams] = (), *, count: bool = False) -> None:
-        """Run the step on ``tokens``; asynchronous. ``settings``: how the first rows' tokens are chosen, seeds resolved;
-        the other rows are greedy. ``count``: add the channels that the rows keep to ``counts``."""
+        """Run the step on ``tokens``, asynchronously. ``settings``: of the first rows, with seeds; the other rows are
+        greedy. ``count``: add the rows' kept channels to ``counts``."""
         sampled = any(not setting.greedy for setting in settings)
         if sampled and list(settings) != self._settings:
             assert self._sampling is not None  # the dtype is one of SAMPLED_DTYPES
@@ -394,47 +386,47 @@ class DecodeStep:
             numbers = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in padded]
             self._sampling.numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
             self._sampling.seeds.copy_(torch.tensor([s.seed or 0 for s in padded]))
-        turn = self._turn
+        buffer = self._buffer
         self.prepare(sampled=sampled, count=count)
-        self.counts.begin(turn, count=count)
-        self._replays[sampled, count][turn]()
-        self._turn = 1 - turn
+        self.counts.begin(buffer, count=count)
+        self._replays[sampled, count][buffer]()
+        self._buffer = 1 - buffer
 
     def prepare(self, *, sampled: bool = False, count: bool = False, compile_only: bool = False) -> None:
-        """Compile and capture what :meth:`replay` runs, if it has not been done. ``compile_only``: launch every kernel
-        once, within ``compiling_side_by_side``."""
+        """Compile and capture the graphs of :meth:`replay`, unless captured before. ``compile_only``: launch every
+        kernel once, within ``compiling_side_by_side``."""
         if (sampled, count) in self._replays:
             return
-        wanted, counted, turn = self._ids.clone(), self.counts.cells.clone(), self._turn
-        self._ids.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
+        saved_ids, saved_cells, buffer = self._ids.clone(), self.counts.cells.clone(), self._buffer
+        self._ids.fill_(-1)  # idle rows: the run before the capture writes neither cache nor positions
 
-        def launch(turn: int, indices: Iterable[int] | None = None) -> None:
-            self._turn = turn
+        def launch(buffer: int, indices: Iterable[int] | None = None) -> None:
+            self._buffer = buffer
             self.launch(sampled=sampled, count=count, indices=indices)
 
-        # Beside the choice of the token: embedding, logits, and one for each way to attend, to multiply and to add.
+        # Kernels besides argmax or sampling: embedding, logits, attention, linears, residual add.
         linears = {(p.kernel, p.problem, p.launch) for plans in self.plans for p in plans.values()}
         kernels = (
             2 + (1 + self._verifies) * len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
         )
         if compile_only:
-            different = {
+            distinct = {
                 (block, *((p.problem, p.launch, p.packed) for p in own.values())): index
                 for index, (block, own) in enumerate(zip(self.config.blocks, self.plans, strict=True))
             }
-            launch(0, different.values())
+            launch(0, distinct.values())
         else:
             with triton_compiling(kernels + (3 if sampled else 1)):
                 self._replays[sampled, count] = [capture(partial(launch, other), self._ids.device) for other in (0, 1)]
-        self._ids.copy_(wanted)
-        self.counts.cells.copy_(counted)
-        self._turn = turn
+        self._ids.copy_(saved_ids)
+        self.counts.cells.copy_(saved_cells)
+        self._buffer = buffer
 
 
 class _KeptCells:
-    """Kept channels of a step's rows, counted by its launches (``common.Counting``), one cell for each program. Two
-    sets take turns, as the token ids do: a step reads the sums of the one before it and writes its own, so that a step
-    which was started ahead can be taken back. Steps between may count nothing."""
+    """Counts of kept channels, one cell for each program that counts (``common.Counting``). Double-buffered like the
+    token ids: a step reads the totals of the previous one and writes its own, so that a step that was launched ahead
+    can be discarded. Not every step counts."""
 
     def __init__(self, step: DecodeStep) -> None:
         self._ids = step._ids
@@ -446,7 +438,7 @@ class _KeptCells:
                 if linear.dense:
                     continue
                 pairs = (step._pairs(block),) if isinstance(linear, ExpertLinear) else ()
-                chosen = step.plans[index].get(role)  # a wide step counts itself what its products need not mask
+                chosen = step.plans[index].get(role)  # None: ``WideStep`` counts these itself
                 splits = 1 if chosen is None or chosen.shape.dense else chosen.launch.splits
                 shape = (*pairs, len(linear.widths), splits)
                 self._shapes[index, role] = size, shape
@@ -454,29 +446,32 @@ class _KeptCells:
                 size += math.prod(shape)
         self._widths = torch.cat(widths) if widths else torch.zeros(0, dtype=torch.int64)
         self.cells = torch.zeros(2, size, dtype=torch.int64, device=self._ids.device)
-        self._newest = 0  # the set that holds what all steps counted
+        self._newest = 0  # the buffer with the totals of all steps
         self._last_counted = False
 
-    def begin(self, turn: int, *, count: bool) -> None:
+    def begin(self, buffer: int, *, count: bool) -> None:
         self._last_counted = count
         if count:
-            if self._newest == turn:
-                self.cells[1 - turn].copy_(self.cells[turn])
-            self._newest = turn
+            if self._newest == buffer:
+                self.cells[1 - buffer].copy_(self.cells[buffer])
+            self._newest = buffer
 
     def forget_last(self) -> None:
-        """Take back what the last step counted."""
+        """Discard the counts of the last step."""
         if self._last_counted:
             self._newest, self._last_counted = 1 - self._newest, False
 
-    def of(self, index: int, role: str, turn: int) -> Counting | None:
+    def of(self, index: int, role: str, buffer: int) -> Counting | None:
         if (index, role) not in self._shapes:
             return None
         first, shape = self._shapes[index, role]
-        before, after = (self.cells[which, first : first + math.prod(shape)].view(shape) for which in (1 - turn, turn))
-        return Counting(self._ids[turn], before, after)
+        before, after = (
+            self.cells[which, first : first + math.prod(shape)].view(shape) for which in (1 - buffer, buffer)
+        )
+        return Counting(self._ids[buffer], before, after)
 
     def weights(self, *, but_last: bool) -> int:
-        """Weights whose channels were kept, over all counted steps; ``but_last``: without the last one, if it ran ahead."""
+        """Number of weights of the kept channels over all counted steps; ``but_last``: without the last counted
+        step."""
         which = 1 - self._newest if but_last and self._last_counted else self._newest
         return int((self.cells[which].cpu() * self._widths).sum())

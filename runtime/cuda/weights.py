@@ -1,4 +1,4 @@
-"""A model's weights on the GPU, channel-major: a kept channel is one contiguous row."""
+"""Loading of a model's weights and masks onto the GPU, transposed: a channel is one contiguous row."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight
 
 from ..torch.block import LINEARS, SHARED, Block, Norm, block_tensors, read_spec
 
-_HEAD_ROWS = 4096  # rows of a quantized output layer that a prompt dequantizes at once, at least
-_MOST_THREADS = 12  # that read files
+_HEAD_ROWS = 4096  # rows of a quantized output layer that fit into ``CudaWeights.dequantized``, at least
+_MOST_THREADS = 12  # of ``staged_reads``
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
-EXPERTS = ("gate_up", "down")  # the linears that may be experts'
+EXPERTS = ("gate_up", "down")  # roles that may be an ExpertLinear
 AnyLinear = FusedLinear | ExpertLinear
 
 
@@ -40,7 +40,7 @@ class CudaWeights:
     norm: Norm
     head: Tensor  # (V, H), int8 if it has scales
     head_scales: Tensor | None  # (V,) float32
-    dequantized: Tensor | None  # (n,) scratch for one projection's numbers, for prompts; None if nothing is quantized
+    dequantized: Tensor | None  # (n,) scratch for one dequantized projection, for prompts; None: nothing is quantized
 
     @property
     def num_bytes(self) -> int:
@@ -49,24 +49,21 @@ class CudaWeights:
         outside += [block.router for block in self.blocks]
         outside += [tensor for block in self.blocks if block.delta is not None for tensor in vars(block.delta).values()]
         tensors = {id(tensor): tensor for tensor in outside if isinstance(tensor, Tensor)}
-        return sum(tensor.nbytes for tensor in tensors.values()) + self.num_bytes_inside
-
-    @property
-    def num_bytes_inside(self) -> int:
-        return sum(linear.weight.num_bytes for block in self.blocks for linear in block.linears)
+        inside = sum(linear.weight.num_bytes for block in self.blocks for linear in block.linears)
+        return sum(tensor.nbytes for tensor in tensors.values()) + inside
 
     @property
     def num_bytes_read(self) -> int:
-        """Of the projections, by a token: of experts those that it chooses."""
+        """Bytes of the projections that a token reads: of experts the chosen ones."""
         return sum(linear.num_bytes_read for block in self.blocks for linear in block.linears)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A bundle's tensors, as ``dtype`` on ``device``."""
+    """A bundle's tensors, converted to ``dtype`` on ``device``."""
 
-    checkpoint: Any  # a Checkpoint, or whatever else makes tensors up
-    stored: Callable[[str], Tensor]  # reads one onto the device, in its stored type, quantized ones dequantized
+    checkpoint: Any  # a Checkpoint, or a stand-in with generated tensors
+    stored: Callable[[str], Tensor]  # a tensor on the device in its stored dtype; dequantized if quantized
     graded: bool
     device: torch.device
     dtype: torch.dtype
@@ -75,9 +72,9 @@ class _Source:
         return self.stored(name).to(self.dtype)
 
     def weight(self, name: str, weights: str) -> Tensor | QuantizedMatrix:
-        """A weight as ``weights`` says: quantized where it is stored so, or was asked for so."""
-        how = self.checkpoint.quantised.get(name) if isinstance(self.checkpoint, Checkpoint) else None
-        if how is not None and weights in ("native", how.packing.kind):
+        """A weight of the type ``weights``; "native": as it is stored."""
+        stored = self.checkpoint.quantised.get(name) if isinstance(self.checkpoint, Checkpoint) else None
+        if stored is not None and weights in ("native", stored.packing.kind):
             matrix = self.checkpoint.matrix(name, self.device)
             try:
                 return interleaved(matrix) if self.graded and name != _HEAD else matrix
@@ -96,18 +93,18 @@ class _Source:
             raise UsageError(f"{name}: {error}: load it with weights int8") from None
 
     def head(self, config: ModelConfig, embedding: Tensor, weights: str) -> Tensor | QuantizedMatrix:
-        """The output layer, unquantized or int8 with a scale a row."""
+        """The output layer, unquantized or int8 with a scale for each row."""
         if config.tie_word_embeddings:
             return embedding if weights == "native" else self.rounded(_EMBEDDING, embedding, weights)
         found = self.weight(_HEAD, weights)
         if isinstance(found, Tensor) or (found.kind == "int8" and found.group is None and found.zeros is None):
             return found
-        numbers = found.dequantise(self.dtype)
-        return numbers if weights == "native" else self.rounded(_HEAD, numbers, weights)
+        head = found.dequantise(self.dtype)
+        return head if weights == "native" else self.rounded(_HEAD, head, weights)
 
 
 def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str = "native") -> CudaWeights:
-    """Read a bundle's weights onto ``device``, with its masks; copies may still be under way on the current stream."""
+    """Read a bundle's weights and masks onto ``device``; the copies are asynchronous on the current stream."""
     config, checkpoint = bundle.config, bundle.checkpoint
     if isinstance(checkpoint, Checkpoint) and not checkpoint.quantised:
         layout = config.architecture.experts
@@ -124,7 +121,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
         blocks = []
         for index in range(config.num_blocks):
             spec, experts = read_spec(config, index, source.tensor), config.blocks[index].experts
-            if experts is not None and spec["shared_gate"] is not None:  # it is the router's last row
+            if experts is not None and spec["shared_gate"] is not None:  # stored as the router's last row
                 spec["router"] = torch.cat((spec["router"], spec["shared_gate"]))
             loaded: list[Any] = [
                 _load_linear(own, copies, source, weights)
@@ -149,7 +146,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
 
 
 def _names(config: ModelConfig) -> Iterator[str]:
-    """The tensors in the order in which they are read: the largest first, while there is memory for a temporary."""
+    """Tensor names in reading order: the largest first, while there is memory for temporaries."""
     yield _EMBEDDING
     if not config.tie_word_embeddings:
         yield _HEAD
@@ -163,7 +160,7 @@ def _names(config: ModelConfig) -> Iterator[str]:
 
 @contextmanager
 def _reads_of_parts(reads: Any, places: Mapping[str, InOne]) -> Iterator[Callable[[str], Tensor]]:
-    """``reads`` of files that hold all experts of a block in one tensor, which is kept until another one is read."""
+    """``reads`` for checkpoints with all experts of a block in one tensor; keeps the last such tensor."""
     whole: dict[str, Tensor] = {}
 
     def read(name: str) -> Tensor:
@@ -180,30 +177,31 @@ def _reads_of_parts(reads: Any, places: Mapping[str, InOne]) -> Iterator[Callabl
 
 
 def _linears(config: ModelConfig, index: int) -> Iterator[tuple[str, list[Projection], list[Projection], int]]:
-    """A block's fused linears: role, projections, those of a shared expert among the others, and how many each
-    projection stands for: a fused gate_up_proj is two that share a mask. A dense MLP beside experts is apart."""
+    """A block's linears: role; projections; those of a shared expert stored among the experts; into how many
+    projections with one mask each is divided (2: a fused gate_up_proj). A dense MLP beside experts has roles of its
+    own."""
     fused, experts = len(config.architecture.gate_up) == 1, config.blocks[index].experts
     own = config.shared_inputs(index)
-    apart = experts is not None and experts.beside
-    shared = {} if apart else dict(zip(EXPERTS, own[len(LINEARS) :], strict=False))
-    for role, projections in zip((*LINEARS, *SHARED) if apart else LINEARS, own, strict=False):
+    beside = experts is not None and experts.beside
+    shared = {} if beside else dict(zip(EXPERTS, own[len(LINEARS) :], strict=False))
+    for role, projections in zip((*LINEARS, *SHARED) if beside else LINEARS, own, strict=False):
         yield role, projections, shared.get(role, []), 2 if fused and role == "gate_up" else 1
 
 
 def _load_experts(own: list[Projection], shared: list[Projection], source: _Source, weights: str) -> ExpertLinear:
-    """All experts' gates and ups, or downs, and behind them a shared expert's in pieces of their size."""
+    """Gate and up, or down, of all experts, followed by a shared expert's, divided into parts of an expert's size."""
     first, down, found = own[0], len(own) == 1, None
-    size = first.in_features if down else first.out_features  # of an expert's inside
-    pieces = 0
+    size = first.in_features if down else first.out_features  # intermediate size of an expert
+    num_parts = 0
     if shared:
-        pieces = -(-(shared[0].in_features if down else shared[0].out_features) // size)
+        num_parts = -(-(shared[0].in_features if down else shared[0].out_features) // size)
     for i, projection in enumerate(own):
         for expert, part in enumerate(projection.parts):
             weight = source.weight(f"{part}.weight", weights)
-            if found is None:  # all are stored alike
+            if found is None:  # all have the same type
                 kind, group, zeros = _stored_as(weight)
                 found = empty_experts(
-                    first.experts + pieces, first.chosen + pieces, kind, weight.shape[1],
+                    first.experts + num_parts, first.chosen + num_parts, kind, weight.shape[1],
                     tuple(one.out_features for one in own), group, source.dtype, source.device, zeros=zeros,
                     planes=weight.shape[1] // first.in_features,
                 )  # fmt: skip
@@ -215,11 +213,12 @@ def _load_experts(own: list[Projection], shared: list[Projection], source: _Sour
         other, of_shared, _ = _stored_as(weight)
         if (other, of_shared) != (kind, group) or (down and group is not None and width % group):
             raise BundleError(
-                f"{projection.name}: expected weights as the experts', {kind} in groups of {group}, found {other} in groups "
-                f"of {of_shared}; convert again"
+                f"{projection.name}: expected weights like the experts', {kind} in groups of {group}, found {other} in "
+                f"groups of {of_shared}; convert again"
             )
-        for piece in range(pieces):
-            _store(found.one(first.experts + piece).weight, i, _piece(weight, piece * width, width, down))
+        for part_index in range(num_parts):
+            part_weight = _part_of(weight, part_index * width, width, down)
+            _store(found.one(first.experts + part_index).weight, i, part_weight)
     bias: Tensor | None = None
     if first.bias:
         of_own = [torch.stack([source.tensor(f"{part}.bias") for part in projection.parts]) for projection in own]
@@ -234,22 +233,23 @@ def _stored_as(weight: Tensor | QuantizedMatrix) -> tuple[str, int | None, bool]
     )
 
 
-def _piece(weight: Tensor | QuantizedMatrix, first: int, size: int, down: bool) -> Tensor | QuantizedMatrix:
-    """Rows ``first`` .. of a weight (N, K), of down's its columns, ``size`` of them; zeros where it has no more: a shared
-    expert's gate and up are 0 there, so what down's numbers are does not matter."""
+def _part_of(weight: Tensor | QuantizedMatrix, first: int, size: int, down: bool) -> Tensor | QuantizedMatrix:
+    """``size`` rows of a weight (N, K) from ``first`` on, or columns of down's, padded by zeros. Down's padding is not
+    dequantized to 0, but its input, the padded gate and up, is."""
 
-    def cut(part: Tensor, each: int = 1) -> Tensor:
-        part = part[:, first // each : -(-(first + size) // each)] if down else part[first : first + size]
-        missing = size // each - part.shape[1] if down else size - len(part)
-        return functional.pad(part, (0, missing) if down else (0, 0, 0, missing)) if missing > 0 else part
+    def cut(tensor: Tensor, per_element: int = 1) -> Tensor:
+        stop = -(-(first + size) // per_element)
+        tensor = tensor[:, first // per_element : stop] if down else tensor[first : first + size]
+        missing = size // per_element - tensor.shape[1] if down else size - len(tensor)
+        return functional.pad(tensor, (0, missing) if down else (0, 0, 0, missing)) if missing > 0 else tensor
 
     if isinstance(weight, Tensor):
         return cut(weight)
     codes = cut(weight.codes.view(torch.uint8), 2 if down and weight.kind == "int4" else 1)
     scales, zeros = weight.scales, weight.zeros
     if not down or weight.group is not None:
-        each = (weight.group or 1) if down else 1
-        scales, zeros = cut(scales, each), None if zeros is None else cut(zeros, each)
+        group = (weight.group or 1) if down else 1
+        scales, zeros = cut(scales, group), None if zeros is None else cut(zeros, group)
     shape = (weight.shape[0], size) if down else (size, weight.shape[1])
     return replace(weight, codes=codes, scales=scales, zeros=zeros, shape=shape)
 
@@ -267,7 +267,7 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
     fused: DeviceWeight | None = None
     for i, projection in enumerate(projections):
         weight = source.weight(f"{projection.name}.weight", weights)
-        if fused is None:  # those of one input are stored alike
+        if fused is None:  # projections of the same input have the same type
             if isinstance(weight, Tensor):
                 fused = empty_weight("none", k, widths, None, dtype, device)
             else:
@@ -281,27 +281,29 @@ def _load_linear(projections: list[Projection], copies: int, source: _Source, we
     assert fused is not None
     bias: Tensor | None = None
     if any(projection.bias for projection in projections):
-        none = [torch.zeros(projection.out_features, dtype=dtype, device=device) for projection in projections]
-        own = [source.tensor(f"{one.name}.bias") if one.bias else none[i] for i, one in enumerate(projections)]
-        bias = torch.cat(own)
+        zeros = [torch.zeros(projection.out_features, dtype=dtype, device=device) for projection in projections]
+        biases = [source.tensor(f"{one.name}.bias") if one.bias else zeros[i] for i, one in enumerate(projections)]
+        bias = torch.cat(biases)
     scales = torch.ones(len(widths), k, dtype=torch.float32, device=device)
     thresholds = torch.zeros(len(widths) * fused.planes, dtype=torch.float32, device=device)
     return FusedLinear(without_default_zeros(fused), bias, scales, thresholds, dense=True)
 
 
 def dense_linears(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tuple[bool, ...]:
-    """Linear by linear, whether masks drop nothing: what a step is compiled for. Masks alike share their steps."""
+    """For each linear whether its masks drop nothing. Kernels are compiled for it, so masks with equal results share
+    steps."""
     linears = ((*own, *shared) for index in range(config.num_blocks) for _, own, shared, _ in _linears(config, index))
-    read_whole = {name for name, mask in masks.items() if not any((mask.threshold, *mask.plane_thresholds))}
-    return tuple(all(projection.name in read_whole for projection in projections) for projections in linears)
+    dense = {name for name, mask in masks.items() if not any((mask.threshold, *mask.plane_thresholds))}
+    return tuple(all(projection.name in dense for projection in projections) for projections in linears)
 
 
-def with_dense(weights: CudaWeights, dense: tuple[bool, ...], *, apart: bool = False) -> CudaWeights:
-    """The same weights for such masks, of which none is in force: scales and thresholds are shared, or lie ``apart``."""
+def with_dense(weights: CudaWeights, dense: tuple[bool, ...], *, copy_masks: bool = False) -> CudaWeights:
+    """The same weights with ``dense`` set for each linear. Scales and thresholds, for ``put_masks`` to fill, are shared
+    with ``weights``, or copies."""
     rest, blocks = iter(dense), []
     for block in weights.blocks:
         linears = [replace(linear, dense=next(rest)) for linear in block.linears]
-        if apart:
+        if copy_masks:
             linears = [replace(one, scales=one.scales.clone(), thresholds=one.thresholds.clone()) for one in linears]
         changes: dict[str, Any] = dict(zip((*LINEARS, *SHARED), linears, strict=False))
         blocks.append(replace(block, **changes))
@@ -309,7 +311,7 @@ def with_dense(weights: CudaWeights, dense: tuple[bool, ...], *, apart: bool = F
 
 
 def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> None:
-    """Write masks where the kernels read them, in place, for weights from :func:`with_dense`; captured steps go on."""
+    """Write masks in place to weights from :func:`with_dense`, so that captured steps use them."""
     linears = [linear for block in weights.blocks for linear in block.linears]
     scales: list[Tensor] = []
     thresholds: list[Tensor] = []
@@ -324,14 +326,14 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
             experts, k = own[0].experts, linear.in_features
             scales.append(torch.stack([mask.channel_scale for mask in of_own], 1))
             thresholds.append(limits.flatten().expand(experts, -1))
-            if shared:  # its pieces: of down's input each has a part, zeros fill the last
-                of_shared, pieces = [masks[projection.name] for projection in shared], len(linear.scales) - experts
+            if shared:  # divided like its weights: down's input channels among the parts, padded by zeros
+                of_shared, num_parts = [masks[projection.name] for projection in shared], len(linear.scales) - experts
                 rows = torch.stack([mask.channel_scale for mask in of_shared])
                 parts = functional.pad(rows, (0, -rows.shape[1] % k)).view(len(rows), -1, k).transpose(0, 1)
-                scales.append(parts.expand(pieces, -1, -1))
+                scales.append(parts.expand(num_parts, -1, -1))
                 limits = torch.tensor([[*(mask.plane_thresholds or [mask.threshold])] for mask in of_shared])
-                thresholds.append(limits.flatten().expand(pieces, -1))
-    # One transfer each: a transfer for every projection waits for the device as often.
+                thresholds.append(limits.flatten().expand(num_parts, -1))
+    # One transfer for all scales and one for all thresholds: each transfer synchronizes with the device.
     device = linears[0].scales.device
     flat, bounds = (torch.cat([part.flatten() for part in parts]).to(device) for parts in (scales, thresholds))
     for linear, part in zip(linears, flat.split([linear.scales.numel() for linear in linears]), strict=True):
@@ -344,7 +346,8 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
 def staged_reads(
     checkpoint: Checkpoint, names: Iterable[str], device: torch.device, *, threads: int = 0, part_bytes: int = 8 << 20
 ) -> Iterator[Callable[[str], Tensor]]:
-    """Gives ``read(name)`` for ``names`` in their order: the tensor on ``device``, checked, its copy queued on the stream."""
+    """Yields ``read(name)``, to be called for ``names`` in their order: the tensor on ``device``, copied asynchronously
+    on the current stream from pinned buffers that ``threads`` fill from the files."""
     threads = threads or min(_MOST_THREADS, os.cpu_count() or 1)
     on_gpu = device.type == "cuda"
     parts = (
@@ -352,7 +355,7 @@ def staged_reads(
         for name in names
         for offset in range(0, checkpoint.tensors[name].nbytes, part_bytes)
     )
-    # Parts that threads read from the files into memory of their own, once the copy that last read from it has ended.
+    # Parts in order: (name, offset, bytes), its buffer, the event of the buffer's last copy, the file read.
     pending: deque[tuple[tuple[str, int, int], Tensor, torch.cuda.Event | None, Future[None]]] = deque()
 
     def fill(part: tuple[str, int, int], memory: Tensor, copied: torch.cuda.Event | None) -> None:
@@ -384,7 +387,7 @@ def staged_reads(
             return tensor
 
         try:
-            for _ in range(2 * threads):  # half of them being read, half on their way to the device
+            for _ in range(2 * threads):  # half of the buffers being filled, half being copied
                 memory = torch.empty(part_bytes, dtype=torch.uint8, pin_memory=on_gpu)
                 submit(memory, torch.cuda.Event() if on_gpu else None)
             yield read

@@ -1,11 +1,11 @@
-"""A decode step for 17 to 32 rows: cuBLAS multiplies, codes ``packed_gemv``, and kernels of many rows stand between.
+"""A decode step of 17 to 32 rows: products by cuBLAS, of quantized weights by ``packed_gemv`` or ``code_gemm``.
 
-    embed -> [mask, qkv -> attention -> combine and mask, o -> add, norm, mask, gate and up -> activate and mask, down ->
-    add, norm] x blocks -> logits -> next token
+    embed -> [mask, qkv -> attention -> combine and mask, o -> add, norm, mask, gate and up -> activate and mask, down
+    -> add, norm] x blocks -> logits -> next token
 
-Sixteen rows and fewer have their masks, norms and activations inside the products (``step``): each program works out the
-inputs that it reads, which for more rows takes longer than to read the weights. ``packed_gemv`` masks what qkv, gate and
-up read, and graded weights' inputs all; where it cannot multiply codes, ``code_gemm`` does.
+With up to sixteen rows (``step``) masks, norms and activations are fused into the products: every program computes the
+inputs that it needs, which takes longer than loading the weights for more rows. Here ``packed_gemv`` only applies
+masks: to the inputs of qkv, gate and up, and of all linears with graded weights.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .step import DecodeStep, attention_arguments
 from .weights import AnyLinear, CudaWeights
 
 WIDE_ROWS = 32
-_MOST_PIECES = 16  # of a batched product
+_MOST_BATCHED = 16  # products of a bmm
 
 
 def takes_wide_steps(weights: CudaWeights) -> bool:
-    """Whether ``WIDE_ROWS`` rows of these weights can be one step."""
+    """Whether the weights support a step of ``WIDE_ROWS`` rows."""
     linears = [linear for block in weights.blocks for linear in block.linears]
     half, processors = weights.embedding.dtype != torch.float32, gpu_of(weights.embedding.device).multiprocessors
     return not any(isinstance(linear, ExpertLinear) for linear in linears) and all(
@@ -56,7 +56,7 @@ class WideStep(DecodeStep):
         device = self.weights.embedding.device
         self._gpu, self._all_masked = gpu_of(device), torch.ones(self.rows, device=device)
         self._counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
-        # Of the linears that ``packed_gemv`` multiplies; dense where what they read comes masked.
+        # Plans of the linears that ``packed_gemv`` computes; dense if their input is already masked.
         for block in self.weights.blocks:
             self.plans.append({})
             for role in LINEARS:
@@ -72,7 +72,7 @@ class WideStep(DecodeStep):
                     self._scratch.reserve(chosen)
 
     def block_launches(self, index: int, *, count: bool = False) -> dict[str, Callable[[], object]]:
-        """One block's products by name, each of zeros, for per-kernel timings."""
+        """One block's products by name, of inputs of zeros, for per-kernel timings."""
         n, block = self.hidden, self.weights.blocks[index]
         return {
             role: partial(self._product, index, role, n.new_zeros(len(n), getattr(block, role).in_features), count)
@@ -82,8 +82,8 @@ class WideStep(DecodeStep):
     def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
         config, blocks, eps = self.config, self.weights.blocks, self.config.rms_norm_eps
         rows = Rows(self.tokens, self.positions, self.slots)
-        if count:  # the set that this step writes begins with what the steps before it kept
-            self.counts.cells[self._turn].copy_(self.counts.cells[1 - self._turn])
+        if count:  # this step's buffer starts from the totals of the steps before
+            self.counts.cells[self._buffer].copy_(self.counts.cells[1 - self._buffer])
         first = blocks[0].attention_input
         n = self._last_normed = self.hidden.clone() if first is None else first(self.hidden)
         for index in indices:
@@ -119,7 +119,8 @@ class WideStep(DecodeStep):
     def _add(
         self, index: int, role: str, x: Tensor, count: bool, norm: Norm | None, following: Norm | None, normed: Tensor
     ) -> None:  # fmt: skip
-        """Add a product to the residual stream, which ``normed`` receives after the norm ``following``."""
+        """Add a product to the residual stream, and store the residual stream after the norm ``following`` in
+        ``normed``."""
         launch_residual_add(
             self._product(index, role, x, count), self.hidden, self._sums(index, role),
             norm=norm.factors if norm else None, scalar=self.weights.blocks[index].scalar if role == "down" else None,
@@ -128,11 +129,11 @@ class WideStep(DecodeStep):
         )  # fmt: skip
 
     def _product(self, index: int, role: str, x: Tensor, count: bool) -> Tensor:
-        """A linear's masked product of x (rows, K); what o and down read comes masked."""
+        """A linear of x (rows, K): (rows, N), masked here unless ``_comes_masked``."""
         linear, chosen = cast("FusedLinear", getattr(self.weights.blocks[index], role)), self.plans[index].get(role)
         weight_t, k = linear.weight.data, linear.in_features
         tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors)
-        counting = self.counts.of(index, role, self._turn) if count else None
+        counting = self.counts.of(index, role, self._buffer) if count else None
         masks_itself = chosen is not None and not chosen.shape.dense
         if counting is not None and not masks_itself:
             active = (counting.token >= 0)[:, None]
@@ -150,32 +151,33 @@ class WideStep(DecodeStep):
             y = x @ weight_t[:, : linear.out_features]
             return y if linear.bias is None else y + linear.bias
         if tile is not None:
-            given = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
-            return code_gemm(given, linear, self._counter, tile)
+            masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
+            return code_gemm(masked, linear, self._counter, tile)
         measured = mask_gemm_tile(self._gpu, k, linear.out_features, len(x))
         if measured is not None and x.dtype != torch.float32:
             return mask_gemm(x, linear, self._all_masked, measured)
-        y, numbers = x.new_empty(len(x), linear.out_features), weight_t[:, : linear.out_features]
-        piece = math.gcd(*linear.widths)
-        copies = [width // piece for width in linear.widths]
-        if 2 < sum(copies) <= _MOST_PIECES:  # of unequal projections, in one launch: 19 us in place of 31 for 8B's qkv
-            given = mask_rows(x, linear.scales, linear.thresholds, self._all_masked, copies=copies)
-            pieces, out = (matrix.unflatten(1, (-1, piece)).transpose(0, 1) for matrix in (numbers, y))
-            torch.bmm(given, pieces, out=out)
+        y, w = x.new_empty(len(x), linear.out_features), weight_t[:, : linear.out_features]
+        # Projections of unequal widths as one bmm of equal column blocks: 19 instead of 31 us for 8B's qkv.
+        width = math.gcd(*linear.widths)
+        copies = [n // width for n in linear.widths]
+        if 2 < sum(copies) <= _MOST_BATCHED:
+            masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked, copies=copies)
+            w_blocks, y_blocks = (matrix.unflatten(1, (-1, width)).transpose(0, 1) for matrix in (w, y))
+            torch.bmm(masked, w_blocks, out=y_blocks)
         else:
-            given = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
-            for one, part, out in zip(given, numbers.split(linear.widths, 1), y.split(linear.widths, 1), strict=True):
-                torch.mm(one, part, out=out)
+            masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
+            for rows, part, out in zip(masked, w.split(linear.widths, 1), y.split(linear.widths, 1), strict=True):
+                torch.mm(rows, part, out=out)
         return y if linear.bias is None else y + linear.bias
 
 
 def _comes_masked(block: Block[AnyLinear], role: str) -> bool:
-    """Whether what a linear reads was masked by the launch before it; of graded weights each plane has its own mask."""
+    """Whether the launch before a linear masks its input; not for graded weights, whose planes have a mask each."""
     before = role == "down" or (role == "o" and block.delta is None)
     return before and getattr(block, role).weight.planes == 1
 
 
 def _mask_of(block: Block[AnyLinear], role: str) -> Mask | None:
-    """The mask of o or of down; None if it drops nothing here."""
+    """The mask of o or of down that the launch before applies; None: none."""
     linear = getattr(block, role)
     return None if linear.dense or not _comes_masked(block, role) else (linear.scales, linear.thresholds)
