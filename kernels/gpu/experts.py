@@ -242,7 +242,7 @@ def scale_offset(expert, of: tl.constexpr):
     return expert * ((of.k // of.group) * of.stride * EACH)
 
 
-@triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
+@triton.jit(do_not_specialize=["ssq_parts"])
 def expert_gemv_kernel(
     given, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
     routing,  # Routing

@@ -33,7 +33,7 @@ from .reduction import reduce_tile, store_partial
 from .weights import FusedLinear, dequantize_block, quant_columns
 
 
-@triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
+@triton.jit(do_not_specialize=["ssq_parts"])
 def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at least tl.dot's smallest K
     given, weights, output, workspace, counting, eps, ssq_parts, problem: tl.constexpr, launch: tl.constexpr
 ):

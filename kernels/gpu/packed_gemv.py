@@ -185,7 +185,7 @@ def keeps_subnormals(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((out == 16 * code_unit("int8", name)).all())
 
 
-@triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
+@triton.jit(do_not_specialize=["ssq_parts"])
 def packed_gemv_kernel(
     given, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
     problem: tl.constexpr,

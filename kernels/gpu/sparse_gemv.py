@@ -32,7 +32,7 @@ from .reduction import reduce_tile, store_partial
 from .weights import dequantize_block, quant_columns
 
 
-@triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
+@triton.jit(do_not_specialize=["ssq_parts"])
 def sparse_gemv_kernel(
     given,  # Input
     weights,  # Weights

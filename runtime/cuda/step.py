@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
@@ -442,8 +443,10 @@ class _KeptCells:
                 splits = 1 if chosen is None or chosen.shape.dense else chosen.launch.splits
                 shape = (*pairs, len(linear.widths), splits)
                 self._shapes[index, role] = size, shape
-                widths.append(torch.tensor(linear.widths)[:, None].expand(shape).flatten())
-                size += math.prod(shape)
+                own = torch.tensor(linear.widths)[:, None].expand(shape).flatten()
+                # Aligned to 16 bytes: Triton compiles a kernel again for pointers of another alignment.
+                widths.append(functional.pad(own, (0, own.numel() % 2)))
+                size += widths[-1].numel()
         self._widths = torch.cat(widths) if widths else torch.zeros(0, dtype=torch.int64)
         self.cells = torch.zeros(2, size, dtype=torch.int64, device=self._ids.device)
         self._newest = 0  # the buffer with the totals of all steps
