@@ -50,12 +50,12 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
         self.processes = processes
         self.num_counted = int(keep.sum())
         self.batch_shape = (batch_size, ids.shape[1])
-        rows = [row for row in range(len(ids)) if row // batch_size % processes.size == processes.index]
+        rows = [row for row in range(len(ids)) if row // batch_size % processes.world_size == processes.rank]
         sampled = torch.zeros_like(keep)
         sampled[tuple(keep.nonzero()[:: max(1, self.num_counted // _TABLE_TOKENS)].T)] = True
         self.sampled = sampled[rows][keep[rows]]  # of the counted tokens, those of the tables
         # A process without tokens does not know what its blocks would read.
-        self.idle = -(-len(ids) // batch_size) < processes.size
+        self.idle = -(-len(ids) // batch_size) < processes.world_size
         self.masked = masked or MaskedModel(source.projections)
         self.flow = BlockFlow(source.model, source.config, ids[rows], keep[rows], batch_size)
         self.reference = DenseReference(self.flow, self.masked)
@@ -256,7 +256,7 @@ def final_thresholds(
     hidden = flow.start()
     with masked.masking({}):
         for index, names in enumerate(calib.groups):
-            if flow.num_batches == 1 and processes.size == 1:
+            if flow.num_batches == 1 and processes.world_size == 1:
                 # In the one pass: a projection's threshold is decided when it is reached, and its mask put on.
                 counted = flow.counted[0]
                 embedded: list[Tensor] = []
@@ -298,7 +298,7 @@ def _add_vocabulary(gaps: Gaps, calib: CalibrationState, name: str, scale: Tenso
     num_tokens = flow.model.get_input_embeddings().weight.shape[0]
     rows, length = calib.batch_shape
     ids = torch.arange(-(-num_tokens // length) * length).remainder(num_tokens).view(-1, length)
-    for some in list(ids.split(rows))[calib.processes.index :: calib.processes.size]:
+    for some in list(ids.split(rows))[calib.processes.rank :: calib.processes.world_size]:
         part = BlockFlow(flow.model, flow.config, some, torch.ones_like(some, dtype=torch.bool), rows)
         x = block_inputs(part, calib.masked, 0, part.start(), [name], first=True)[0][name].x
         gaps.add(reference.scores(x, scale.to(x.device)))

@@ -314,7 +314,7 @@ def compare_coordinates(
     few = replace(tokens, input_ids=tokens.input_ids[:SAMPLES, :LONGEST], keep=tokens.keep[:SAMPLES, :LONGEST])
 
     def compare() -> dict[str, float]:
-        sequences = stages.processes.broadcast(list(held_back().input_ids) if stages.processes.leads else [])
+        sequences = stages.processes.broadcast(list(held_back().input_ids) if stages.processes.is_main else [])
         dense = [source.model(input_ids=ids[None].to(source.device)).logits[0].cpu() for ids in sequences]
         trial = replace(stages, folder=None)  # nothing of it is kept
 

@@ -245,7 +245,7 @@ def choose(levels: SparsityLevels, calibration: str | Sequence[str], budget: Bud
 
         def measure() -> Any:
             values = None
-            if stages.processes.leads:
+            if stages.processes.is_main:
                 if not fresh:
                     fresh.append(load_calibration(calibration, source.tokenizer, source.model, *size, progress))
                 with MaskedLogits(source, result) as logits, progress.stage("Trying", tokens.num_samples) as stage:

@@ -199,7 +199,7 @@ def rotate(
 
     def find() -> Any:
         mine = None
-        if stages.processes.leads:
+        if stages.processes.is_main:
             given = text()
             with stages.progress.stage("Principal directions", -(-given.num_samples // _BATCH)) as stage:
                 mine = vars(find_rotation(source, checkpoint, given, stage.advance))

@@ -42,7 +42,7 @@ class Stages:
         path, data = self.folder / f"{name}.stage" if self.folder is not None else None, None
         if path is not None and path.exists():
             read = memoryview(path.read_bytes())  # codes of a large model take gigabytes: few copies
-            data = read[64:] if self.processes.size == 1 else bytes(read[64:])
+            data = read[64:] if self.processes.world_size == 1 else bytes(read[64:])
             if read[:64] != _digest(name, data):
                 _log.warning("the state of stage %s is damaged and will be computed again (%s)", name, path)
                 data = None

@@ -102,7 +102,7 @@ def ranked(scores: Scores, ranks: Sequence[int]) -> list[tuple[float, int, int]]
     if scores.total > _SORT_LIMIT or (few and not on_cpu):
         return [Window(scores, rank, rank).at(rank) for rank in ranks]
     values = torch.cat([chunk.reshape(-1) for chunk in scores])
-    if scores.processes.size > 1:
+    if scores.processes.world_size > 1:
         values = torch.cat(scores.processes.gather(values.cpu())).to(values.device)
     if on_cpu and few:
         array = values.numpy()
@@ -137,7 +137,7 @@ class Window:
                 inside.append(flat[(flat > low) & (flat <= high)])
             below, equal = processes.add(counts).tolist()
             values, repeats = torch.cat(inside).unique(return_counts=True)
-            if processes.size > 1:
+            if processes.world_size > 1:
                 parts = processes.gather((values.cpu(), repeats.cpu()))
                 values, which = torch.cat([one for one, _ in parts]).unique(return_inverse=True)
                 every = torch.cat([one for _, one in parts])

@@ -100,7 +100,7 @@ class SparsityLevels(AbstractContextManager["SparsityLevels"]):
             # Where all tokens are gone through once, each process goes through its own.
             self.share, self.all_shared = self.calib, self.everything
             widest = max(map(channels_read, source.projections.values()))
-            if processes.size > 1:
+            if processes.world_size > 1:
                 shared = partial(CalibrationState, source, tokens, batch_size=size, processes=processes, masked=masked)
                 self.share, self.all_shared = shared(num_samples=num_samples), shared()
                 self.share.scales, self.share.tables = self.calib.scales, self.calib.tables
@@ -232,7 +232,7 @@ class Run:
 
     def by_block(self, title: str, compute: Callable[[BlockView], Any]) -> list[Any]:
         """``compute`` of every block in order, each by one process."""
-        mine = range(self.processes.index, len(self.calib.groups), self.processes.size)
+        mine = range(self.processes.rank, len(self.calib.groups), self.processes.world_size)
         found = []
         with self.progress.stage(title, len(mine)) as stage:
             for view in self.calib.blocks(mine):
