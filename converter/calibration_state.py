@@ -16,7 +16,7 @@ from torch import Tensor
 from wisparse.kernels import reference
 
 from .calibration import CalibrationTokens
-from .experts import Rows, channels_read, numbers_read
+from .experts import Rows, channels_read, weights_read
 from .flow import BlockFlow, Hidden
 from .masking import MaskedModel
 from .processes import ALONE, Processes
@@ -61,7 +61,7 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
         self.flow = BlockFlow(source.model, source.config, ids[rows], keep[rows], batch_size)
         self.reference = DenseReference(self.flow, self.masked)
         self.names = list(source.projections)  # in order of execution
-        self.sizes = {name: numbers_read(module) for name, module in source.projections.items()}
+        self.sizes = {name: weights_read(module) for name, module in source.projections.items()}
         blocks = range(source.config.num_blocks)
         self.groups = [[name for name in self.names if f".{block}." in name] for block in blocks]
         self.scales: dict[str, Tensor] = {}

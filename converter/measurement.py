@@ -17,7 +17,7 @@ from wisparse.formats.errors import AccessError, CalibrationError, UsageError
 from .calibration import CalibrationTokens, load_calibration
 from .calibration_state import CalibrationState
 from .evaluation import Quality, evaluate_text
-from .experts import numbers_read
+from .experts import weights_read
 from .masking import MaskedModel
 from .processes import SILENT, Progress
 from .search.allocation import MAX_SPARSITY
@@ -79,7 +79,7 @@ class MaskedLogits(AbstractContextManager["MaskedLogits"]):
     def __init__(self, source: SourceModel, result: SearchResult) -> None:
         self._source = source
         self._masked = MaskedModel(source.projections)
-        self._sizes = {name: numbers_read(module) for name, module in source.projections.items()}
+        self._sizes = {name: weights_read(module) for name, module in source.projections.items()}
         self.thresholds: Mapping[str, float] = result.apply_to(self._masked)
         self._counting = ExitStack()
         self._realised: Callable[[], Mapping[str, float]] | None = None
