@@ -190,7 +190,7 @@ def test_a_conversion_leaves_busy_cores_alone_unless_the_user_says_so(monkeypatc
         monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
         monkeypatch.setattr(convert, "idle_cores", lambda idle=idle: idle)
         monkeypatch.delitem(sys.modules, "torch", raising=False)  # it would be too late otherwise
-        convert._leave_busy_cores()
+        convert._limit_threads_to_idle_cores()
         assert os.environ.get("OMP_NUM_THREADS") == found
 
 
