@@ -22,16 +22,16 @@ from .formats.errors import WisparseError
 
 # Sub-commands and their short help. Their modules are imported when they are used, so that `wisparse --help` is quick.
 _VERBS = {
-    "advise": "Say what converting a model would bring on this machine.",
+    "advise": "Estimate speed, memory and quality of a converted model on this machine.",
     "convert": "Convert a Hugging Face model into a sparse bundle.",
-    "inspect": "Show what a bundle holds.",
+    "inspect": "Show a bundle's recipe.",
     "verify": "Check a bundle's every tensor, number and digest.",
     "generate": "Generate text from a prompt.",
     "chat": "Talk with a model.",
-    "serve": "Answer OpenAI's protocol over HTTP.",
+    "serve": "Serve a bundle over HTTP, OpenAI-compatible.",
     "bench": "Measure decoding speed, dense and sparse side by side.",
     "eval": "Measure quality, dense and sparse side by side.",
-    "export-onnx": "Write the bundle as an ONNX decoder.",
+    "export-onnx": "Export a bundle as an ONNX decoder.",
     "push": "Upload a bundle to the Hugging Face Hub.",
 }
 # Sub-commands that share a module, where the function has their name; others are `command` in a module of their name.
@@ -133,7 +133,7 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
     try:
         os.getcwd()  # torch's import fails without one
     except FileNotFoundError:
-        _fail("the folder that this was started in is there no more; go to another one", 2)
+        _fail("the current folder does not exist any more; change to another one", 2)
     try:
         # Without standalone mode click returns the code of ctx.exit(), or None.
         sys.exit(command.main(args=args, prog_name=name, standalone_mode=False))

@@ -1,4 +1,4 @@
-"""``wisparse export-onnx``: a bundle as an ONNX decoder."""
+"""``wisparse export-onnx``: export a bundle as an ONNX decoder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from ..options import FOLDER_OR_ID, NEW_FOLDER, open_bundle, option_table, revis
      "Type of weights and activations; auto is the bundle's own, and float32 for bfloat16."),
     ("--sparsity", float, None, "A sparsity level of the bundle, or 0 for the dense model.  [default: the bundle's own]"),
 )  # fmt: skip
-@click.option("--check/--no-check", default=True, show_default=True, help="Run it and compare it with our runtime.")
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Run the result, and compare it with wisparse's runtime.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT, once the new one is complete.")
 @revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -37,8 +42,8 @@ def command(
     """Write BUNDLE, a folder or a Hub id, to the folder OUT as an ONNX decoder with a KV cache.
 
     OUT works in ONNX Runtime, onnxruntime-genai and optimum. The sparse projections are nodes
-    ai.wisparse::SparseLinear whose definition is part of the file: every ONNX runtime runs them, and one with an
-    operator of that name of its own can skip the dropped channels.
+    ai.wisparse::SparseLinear, a function that the file defines: every ONNX runtime can run them, and one that has an
+    operator of this name can skip the dropped channels.
 
     \b
     Example:
@@ -49,7 +54,7 @@ def command(
             raise UsageError(f"export-onnx needs the package {package}: pip install {package}")
     from wisparse.runtime.onnx_export import EXPORT, export_onnx
 
-    text("OUT", str(out))  # as the onnx package can write it
+    text("OUT", str(out))  # the onnx package requires UTF-8
     check_target(Path(os.path.abspath(out)), EXPORT, overwrite)  # before a bundle is fetched
     started = time.monotonic()
     opened = open_bundle(bundle, revision, sparsity)
