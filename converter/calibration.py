@@ -38,7 +38,7 @@ PAPER_DATASETS = (
 # A passage has this many characters per token of a sequence, so that one long file does not fill every sequence.
 _CHARACTERS_PER_TOKEN = 6
 # The temperature at the beginning of a generated text, and the number of tokens over which it falls to 1.
-_START_TEMPERATURE, _COOLING_TOKENS = 2.0, 10
+_HOT, _HOT_TOKENS = 2.0, 10
 # Tokens after which a generated user turn is cut, so that there is room for an answer.
 _LONGEST_QUESTION = 128
 _PLACEHOLDER = "placeholder"
@@ -113,11 +113,9 @@ def load_calibration(
             random.Random(seed).shuffle(rows)
         else:
             paths = [spec for spec in specs if not is_dataset_id(spec)]
-            for keyword in ("self", "paper"):
-                if keyword in paths and not Path(keyword).exists():
-                    raise CalibrationError(
-                        f"calibration {keyword!r} stands alone; it cannot be mixed with other sources"
-                    )
+            for name in ("self", "paper"):
+                if name in paths and not Path(name).exists():
+                    raise CalibrationError(f"calibration {name!r} stands alone; it cannot be mixed with other sources")
             documents = [path_documents(paths, seed)] if paths else []
             documents += [dataset_documents(spec, seed) for spec in specs if is_dataset_id(spec)]
             rows = pack(chain.from_iterable(documents), tokenizer, num_samples, seq_len, seed, source)
@@ -325,10 +323,7 @@ def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
         if position + 1 < seq_len:
             step = torch.tensor(tokens, device=device).unsqueeze(1)
             logits = model(input_ids=step, **cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            temperature = [
-                max(1.0, _START_TEMPERATURE - (_START_TEMPERATURE - 1.0) * row.num_sampled / _COOLING_TOKENS)
-                for row in rows
-            ]
+            temperature = [max(1.0, _HOT - (_HOT - 1.0) * row.num_sampled / _HOT_TOKENS) for row in rows]
             logits = logits.float()
             if max(temperature) > 1.0:
                 logits = logits / torch.tensor(temperature, device=device).unsqueeze(1)
@@ -351,8 +346,7 @@ def _preallocated_cache(config: Any, seq_len: int) -> Any:
             end = begin + key_states.shape[-2]
             if not self.is_initialized:
                 self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-                states = (key_states, value_states)
-                self.buffers = [new.new_empty(*new.shape[:2], seq_len, new.shape[3]) for new in states]
+                self.buffers = [x.new_empty(*x.shape[:2], seq_len, x.shape[3]) for x in (key_states, value_states)]
             for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
                 buffer[:, :, begin:end] = new
             self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)

@@ -17,7 +17,7 @@ from wisparse.kernels import reference
 
 from .calibration import CalibrationTokens
 from .experts import Rows, channels_read, weights_read
-from .flow import BlockFlow, Hidden
+from .flow import BlockFlow, Hidden, StopForward
 from .masking import MaskedModel
 from .processes import ALONE, Processes
 from .search.allocation import MAX_SPARSITY, STEP
@@ -193,10 +193,6 @@ class BlockView:
         return total / (flow.num_counted * self.out[0].hidden.shape[-1])
 
 
-class _Stop(Exception):
-    """Ends a block's forward pass early."""
-
-
 @torch.no_grad()
 def block_inputs(
     flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Collection[str], *, first: bool = False
@@ -219,9 +215,9 @@ def block_inputs(
                 if first:
                     # Modules that baselines mask beside the model's projections share no input.
                     seen.update(dict.fromkeys(next((group for group in sharing if name in group), (name,)), x))
-                    raise _Stop
+                    raise StopForward
 
-        with masked.during(dense_tokens=~flow.counted[batch], observer=observe), contextlib.suppress(_Stop):
+        with masked.during(dense_tokens=~flow.counted[batch], observer=observe), contextlib.suppress(StopForward):
             out.append(flow.block(index, batch, h))
         for name, x in seen.items():
             reader[name] = next(other for other, y in seen.items() if y is x)

@@ -26,6 +26,10 @@ class State:
 Hidden = list[State]
 
 
+class StopForward(Exception):
+    """Raised by a hook to end a block's forward pass early."""
+
+
 def input_device(model: Any) -> torch.device:
     """The device of the token ids; of a model that accelerate distributes, its hook's execution device."""
     device = getattr(getattr(model.get_input_embeddings(), "_hf_hook", None), "execution_device", None)

@@ -25,7 +25,7 @@ from wisparse.formats.weight_types import Kind, QuantizedMatrix, pack_int4, quan
 from .calibration import CalibrationTokens
 from .evaluation import evaluate_text
 from .experts import ExpertProjection
-from .flow import BlockFlow, Hidden
+from .flow import BlockFlow, Hidden, StopForward
 from .measurement import MaskedLogits
 from .rotation import load_weights, rotate
 from .search.search import SearchSettings, SparsityLevels
@@ -175,9 +175,7 @@ def quantise_weights(
     graded = weights == "graded"
     kind = cast(Kind, "int8" if graded else weights)
     group = group_size(source.config, weights) if weights in ("int4", "graded") else None
-    projections = [
-        (projection, source.projections[projection.name].weight) for projection in source.config.projections()
-    ]
+    projections = [(each, source.projections[each.name].weight) for each in source.config.projections()]
     matrices: dict[str, QuantizedMatrix] = {}
     if kind != "int4":  # not a stage: rounding again takes no longer than reading its result
         with stages.progress.stage("Quantising", len(projections)) as stage:
@@ -254,7 +252,7 @@ def _fit_projections(
             moments, cross = torch.zeros(2, module.in_features, module.in_features, device=module.weight.device)
             for batch, state in enumerate(hidden):
                 recorded: dict[str, list[Tensor]] = {first: []}
-                with suppress(_Stop), _record_inputs({first: module}, recorded, stop=True):
+                with suppress(StopForward), _record_inputs({first: module}, recorded, stop=True):
                     flow.block(block, batch, state)
                 x, z = (inputs.to(torch.float32) for inputs in (recorded[first][0], dense_inputs[first][batch]))
                 moments.addmm_(x.t(), x)
@@ -273,26 +271,22 @@ def _expert_inputs(
     """For each micro-batch: the inputs of an experts' projection, sorted by expert, and the rows of each expert."""
     for batch, state in enumerate(hidden):
         recorded: dict[str, list[Tensor]] = {name: []}
-        with suppress(_Stop), _record_inputs({name: module}, recorded, stop=True):
+        with suppress(StopForward), _record_inputs({name: module}, recorded, stop=True):
             flow.block(block, batch, state)
         assert module.routing is not None
         yield recorded[name][0], module.routing.counts
-
-
-class _Stop(Exception):
-    """Ends a block's forward pass early."""
 
 
 @contextmanager
 def _record_inputs(
     modules: Mapping[str, torch.nn.Module], inputs: Mapping[str, list[Tensor]], *, stop: bool = False
 ) -> Iterator[None]:
-    """Append the modules' inputs (T, K) to ``inputs``; with ``stop`` they raise `_Stop` before they run."""
+    """Append the modules' inputs (T, K) to ``inputs``; with ``stop`` they raise `StopForward` before they run."""
 
     def record(name: str, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         inputs[name].append(args[0].flatten(0, -2))
         if stop:
-            raise _Stop
+            raise StopForward
 
     with ExitStack() as stack:
         for name, module in modules.items():

@@ -126,8 +126,7 @@ def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversi
             conversion = replace(conversion, url=url)
         return conversion
     finally:
-        # After the upload: if the process is killed before this, the state tells the next run that the bundle is
-        # complete. The error of a failed upload names the command to repeat.
+        # Also after a failed upload, whose error names the command to repeat. Not after a kill: the next run resumes.
         if settings.resume:
             remove_state(settings.state_dir, default=settings.work_dir is None)
 
@@ -343,9 +342,8 @@ def _recipe(
     shared = ("settings", "kl_tokens")
     search = {key: next(iter(results.values())).details[key] for key in shared}
     search["settings"] = {key: value for key, value in search["settings"].items() if key != "sparsity"}
-    for sparsity, result in results.items():
-        own = {key: value for key, value in result.details.items() if key not in shared}
-        search.setdefault("levels", []).append({"sparsity": sparsity, **own})
+    own = ({key: value for key, value in each.details.items() if key not in shared} for each in results.values())
+    search["levels"] = [{"sparsity": sparsity, **details} for sparsity, details in zip(results, own, strict=True)]
     if compared is not None:
         search["coordinates"] = compared
     if choice is not None:

@@ -152,7 +152,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     if settings.rotation == "pca" and fixed:
         raise UnsupportedModelError(f"--rotation pca: {fixed}; leave it out, or give none")
     if settings.rotation == "auto" and settings.method != "wisparse":
-        fixed = f"--method {settings.method} is measured as its authors have it"
+        fixed = f"--method {settings.method} is defined without rotation"
     elif settings.rotation == "auto" and settings.levels and not any(settings.levels):
         fixed = "nothing is left unread"
     if settings.rotation != "none" and not fixed and rotated_bytes > free:

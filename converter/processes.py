@@ -158,9 +158,9 @@ class Processes:
             return [compute(item) for item in items]
         vectors: list[Tensor] = []
         for first in range(0, len(items), self.world_size):
-            item = first + self.rank
-            zeros = torch.zeros(length, dtype=torch.float64, device=device)
-            vector = compute(items[item]) if item < len(items) else zeros
+            vector = torch.zeros(length, dtype=torch.float64, device=device)
+            if first + self.rank < len(items):
+                vector = compute(items[first + self.rank])
             gathered = [torch.empty_like(vector) for _ in range(self.world_size)]
             torch.distributed.all_gather(gathered, vector)
             vectors += gathered[: len(items) - first]
@@ -201,9 +201,7 @@ def joined(device: str) -> Iterator[tuple[Processes, str]]:
     )  # fmt: skip
     processes = Processes(rank, world_size, distributed.new_group(backend="gloo", timeout=_TIMEOUT) if cuda else None)
     if cuda:
-        processes.add(
-            torch.ones(1, dtype=torch.int64, device=device)
-        )  # NCCL connects at the first collective: before anything is timed
+        processes.add(torch.ones(1, dtype=torch.int64, device=device))  # NCCL connects at its first collective
     try:
         yield processes, device
     except BaseException as error:

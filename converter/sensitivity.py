@@ -130,21 +130,19 @@ def backward(
                 out = flow.norm(out)
                 out = out[counted.to(out.device)]
                 gradient = gradient_of(out.detach())
-            new = {key: kv for key, kv in above.shared.items() if key not in shared and key in shared_gradients}
+            produced = {key: kv for key, kv in above.shared.items() if key not in shared and key in shared_gradients}
             leaves = [x for kv in shared.values() for x in kv]
             gradient, *others = torch.autograd.grad(
-                [out, *(x for kv in new.values() for x in kv)],
+                [out, *(x for kv in produced.values() for x in kv)],
                 [below, *leaves, *inputs.values()],
-                [gradient, *(g for key in new for g in shared_gradients[key])],
+                [gradient, *(g for key in produced for g in shared_gradients[key])],
                 allow_unused=bool(leaves),  # not every block uses shared keys and values
             )
             at_leaves, at_inputs = iter(others[: len(leaves)]), others[len(leaves) :]
             for key, kv in shared.items():
-                gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(kv, at_leaves, strict=False)]
+                new = [torch.zeros_like(x) if g is None else g for x, g in zip(kv, at_leaves, strict=False)]
                 later = shared_gradients.get(key)
-                if later is not None:
-                    gradients = [a + b for a, b in zip(gradients, later, strict=True)]
-                shared_gradients[key] = gradients
+                shared_gradients[key] = new if later is None else [a + b for a, b in zip(new, later, strict=True)]
             for name, at_input in zip(inputs, at_inputs, strict=True):
                 module = masked.projections[name]
                 rows = Rows.counted(module, seen[name].detach(), counted)

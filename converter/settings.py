@@ -176,8 +176,8 @@ class ConvertSettings:
         given = self.bits or self.sparsity
         found = ", ".join(f"{level:g}" for level in given)
         levels = ", ".join(f"{bits_of(level) if graded else level:g}" for level in self.levels)
-        finds, search = f"{budget} finds the sparsity, so there is none to give: leave", self.chosen_search
-        of_paper = f"belongs to --search paper, but the search is {search!r}"
+        finds, search = f"{budget} finds the sparsity: leave", self.chosen_search
+        of_paper = f"requires --search paper, found --search {search}"
         for wrong, sentence in (
             (not name or name == "..", "--output-dir: expected the name of a folder to be made, found "
              f"{str(self.output_dir)!r}; name one inside it"),
@@ -193,8 +193,8 @@ class ConvertSettings:
             (not budget and self.default is not None and self._default not in self.levels,
              f"--default: expected one of the {'bits' if graded else 'sparsities'} {levels}, found {self.default!r:.40}"),
             (self.search in ("fisher", "refine") and self.method != "wisparse",
-             f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
-             "choose greedy, paper or uniform"),
+             f"--search {self.search} requires --method wisparse, found --method {self.method}; choose greedy, paper or "
+             "uniform"),
             (self.num_generations is not None and search != "paper", f"--num-generations {of_paper}"),
             (self.num_offspring is not None and search != "paper", f"--num-offspring {of_paper}"),
             (self.weights != "native" and self.dtype != "auto",
@@ -202,10 +202,10 @@ class ConvertSettings:
             (not self.calibration, "--calibration: expected self, paper, a Hub data set or paths, found nothing"),
             (len(self.calibration) > 1 and {"self", "paper"} & set(self.calibration),
              "--calibration: self and paper stand alone; they cannot be mixed with other sources"),
-            (self.private and self.upload_repo is None, "--private says how to upload, but there is no --upload-repo"),
-            (work and not self.resume, "--work-dir says where to keep state, but --no-resume keeps none"),
+            (self.private and self.upload_repo is None, "--private requires --upload-repo"),
+            (work and not self.resume, "--work-dir and --no-resume exclude each other: it keeps no state"),
             (work and (work == out or out in work.parents or work in out.parents),
-             f"--work-dir {self.work_dir} and the output {self.output_dir} lie within each other"),
+             f"--work-dir {self.work_dir}: expected a folder neither inside nor around the output {self.output_dir}"),
         ):  # fmt: skip
             if wrong:
                 raise UsageError(sentence)

@@ -319,9 +319,8 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     base_defaults, full = PreTrainedConfig().to_dict(), dict(given)
     # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
     for read_as in dict.fromkeys((given["model_type"], plain_type)):
-        known = copy.deepcopy(
-            {key: value for key, value in full.items() if key not in _NOT_READ}
-        )  # from_dict changes it
+        # A copy, which from_dict changes.
+        known = copy.deepcopy({key: value for key, value in full.items() if key not in _NOT_READ})
         try:
             read = CONFIG_MAPPING[read_as].from_dict({**known, "model_type": read_as})
             stated = json.loads(read.to_json_string(use_diff=False))
@@ -375,8 +374,7 @@ def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
 def _tied(config: Mapping[str, Any], given: Mapping[str, Any], names: Collection[str] | None) -> bool | None:
     """Whether the output layer is the embedding, by the outer and the text config; if they disagree or do not say, by
     whether the weights have an output layer. None: the class's default."""
-    values = (each.get("tie_word_embeddings") for each in (config, given))
-    stated = [value for value in values if value is not None]
+    stated = [value for each in (config, given) if (value := each.get("tie_word_embeddings")) is not None]
     if names is None or not all(isinstance(value, bool) for value in stated):
         return stated[0] if stated else None
     if LM_HEAD in names:

@@ -59,8 +59,7 @@ class Stages:
         return value
 
     def open(self, folder: Path, fingerprint: dict[str, Any], *, default: bool = False) -> Stages:
-        """Save results to ``folder``, which is emptied if its fingerprint differs. ``default``: the folder was not chosen
-        by the user, and is removed with the state."""
+        """Save results to ``folder``, emptied if its fingerprint differs; a ``default`` folder is removed with the state."""
         check_folder(folder)
         folder = Path(os.path.realpath(folder))
         with _disk_errors(folder):
@@ -102,8 +101,7 @@ NO_STATE = Stages()
 def check_folder(folder: Path) -> None:
     """UsageError if `Stages.open` cannot use ``folder``."""
     real = Path(os.path.realpath(folder))
-    own = re.compile(r"lock|(state\.json|[\w.-]+\.stage)(\.partial)?")
-    foreign = [name for name in entries(real) if not own.fullmatch(name)]
+    foreign = [e for e in entries(real) if not re.fullmatch(r"lock|(state\.json|[\w.-]+\.stage)(\.partial)?", e)]
     if foreign:
         raise UsageError(f"--work-dir {folder}: expected an empty folder or a state, found {foreign[0]!r:.200}")
     require_writable(real, f"--work-dir {folder}", "choose another --work-dir")

@@ -1,7 +1,5 @@
-"""Refinement of channel scales and thresholds by gradient steps on KL(dense || sparse); no weight changes.
-
-A channel i of a projection is kept where |x_i| exp(u_i) >= 1. The vector u of all channels, log(scale / threshold), is
-optimised: the derivative of the mask is that of sigmoid((log|x| + u) / `_WIDTH`)."""
+"""Refinement of channel scales and thresholds by gradient steps on KL(dense || sparse). The parameters are u = log(scale /
+threshold) of all channels: |x| exp(u) >= 1 is kept, with the derivative of sigmoid((log|x| + u) / `_WIDTH`)."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ class SearchSettings:
     num_generations: int | None = None  # of ``paper``; None is 60, and 24 offspring. The paper's own are 400 and 64
     num_offspring: int | None = None
     seed: int = 0
-    # about how many tokens losses are measured on; None: 16,384 for fisher and refine, else 4,096. Final thresholds,
-    # and refine's steps, use all
+    # tokens that losses are measured on; None: 16,384 for fisher and refine, else 4,096. Thresholds and refine use all
     kl_tokens: int | None = None
     greedy_step: float = 0.01  # of a block; TEAL's 5% costs small models a third of the quality (benchmarks/LOG.md)
     refine_steps: int | None = None  # None: from the number of tokens, see `plan_steps`
@@ -93,8 +92,7 @@ class SparsityLevels(AbstractContextManager["SparsityLevels"]):
         largest = _LARGEST_LOGITS // (source.config.vocab_size * tokens.seq_len)
         batch_size, processes = max(1, min(settings.batch_size, largest)), stages.processes
         with torch.no_grad():
-            # `calib` has the first kl_tokens, `all_calib` all tokens; `local_calib` and `all_local` this process's part
-            # of them, for passes over all tokens in which no order matters.
+            # `calib` has the first kl_tokens, `all_calib` all; `local_calib` and `all_local` this process's part of them.
             self.calib = CalibrationState(source, tokens, num_samples=num_samples, batch_size=batch_size)
             masked = self.calib.masked
             self.all_calib = self.calib
@@ -283,10 +281,8 @@ class Run:
         settings, calib = self.settings, self.calib
 
         def losses(candidates: Sequence[Sequence[float]]) -> list[float]:
-            allocations: list[Allocation] = []
-            for candidate in candidates:
-                by_block = zip(calib.groups, candidate, strict=True)
-                allocations.append({name: sparsity for group, sparsity in by_block for name in group})
+            by_block = (zip(calib.groups, candidate, strict=True) for candidate in candidates)
+            allocations = [{name: sparsity for group, sparsity in pairs for name in group} for pairs in by_block]
             size, before = calib.side_by_side, calib.num_kl_evaluations
             passes = [allocations[first : first + size] for first in range(0, len(allocations), size)]
             kls = chain.from_iterable(self.processes.spread(passes, calib.kls))

@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 )
 @click.option("--kernels", is_flag=True, help="Also time every kernel of a block (NVIDIA GPUs).")
 @click.option("--explain", is_flag=True, help="Print which kernel computes each linear, and why (NVIDIA GPUs).")
-@click.option(
-    "--all-weights", is_flag=True, help="One table over all weight types that the back end supports: native, int8, …"
-)
+@click.option("--all-weights", is_flag=True, help="One table over all weight types of the back end: native, int8, …")
 @click.option(
     "--baseline", type=click.Choice(["torch.compile"]),
     help="Also time the dense model in transformers under torch.compile, with a static cache and CUDA graphs.",

@@ -152,9 +152,7 @@ def _limit_threads_to_idle_cores() -> None:
     is_set = "OMP_NUM_THREADS" in os.environ or "torch" in sys.modules
     if not is_set and (idle := idle_cores()) < (usable := usable_cores()):
         os.environ["OMP_NUM_THREADS"] = str(idle)
-        _log.info(
-            "other programs are busy: computing on %d of %d cores; OMP_NUM_THREADS sets another number", idle, usable
-        )
+        _log.info("other programs are busy: computing on %d of %d cores; OMP_NUM_THREADS overrides it", idle, usable)
 
 
 def _print_plan(plan: Plan) -> None:
@@ -208,9 +206,8 @@ def _document(conversion: Conversion) -> dict[str, Any]:
     report, recipe = conversion.report, conversion.report.recipe
     levels = []
     for sparsity in recipe.sparsities:
-        quality = report.quality(sparsity)
-        level = {"sparsity": sparsity, "realised_sparsity": report.realised(sparsity)}
-        levels.append({**level, "quality": quality.to_dict() if quality else None})
+        quality = (measured := report.quality(sparsity)) and measured.to_dict()
+        levels.append({"sparsity": sparsity, "realised_sparsity": report.realised(sparsity), "quality": quality})
     return {
         "bundle": str(conversion.folder),
         "url": conversion.url,

@@ -226,11 +226,7 @@ def _on_text(
 
 
 def _on_tasks(
-    bundle: Bundle,
-    names: Sequence[str],
-    policies: Sequence[str],
-    options: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    bundle: Bundle, names: Sequence[str], policies: Sequence[str], options: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.scheduler import Stats
@@ -243,7 +239,7 @@ def _on_tasks(
                 model.sparsity = 0
             stats = model.engine.scheduler.stats = Stats()
             prefill = "dense" if policy == "masks off" else policy
-            results[policy] = evaluate_tasks(model, names, prefill=prefill, **settings)
+            results[policy] = evaluate_tasks(model, names, prefill=prefill, **extra)
             if stats.tokens:
                 speed[policy] = {"tokens": stats.tokens, "tok_per_s": stats.tok_per_s}
         return {"backend": backend_of(model), "tasks": results, "generation": speed}

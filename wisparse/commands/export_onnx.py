@@ -26,12 +26,7 @@ from ..options import FOLDER_OR_ID, NEW_FOLDER, open_bundle, option_table, revis
      "Type of weights and activations; auto is the bundle's own, and float32 for bfloat16."),
     ("--sparsity", float, None, "A sparsity level of the bundle, or 0 for the dense model.  [default: the bundle's own]"),
 )  # fmt: skip
-@click.option(
-    "--check/--no-check",
-    default=True,
-    show_default=True,
-    help="Run the result, and compare it with wisparse's runtime.",
-)
+@click.option("--check/--no-check", default=True, show_default=True, help="Run it and compare it with our runtime.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT, once the new one is complete.")
 @revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

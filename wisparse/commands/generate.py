@@ -53,9 +53,7 @@ class Batch:
         text = read_text(prompts)
         self._inputs = [text, settings]
         self._lines: dict[int, dict[str, Any]] = {}  # by line number
-        for number, line in enumerate(
-            text.split("\n"), 1
-        ):  # splitlines() also splits at characters that JSON strings may have
+        for number, line in enumerate(text.split("\n"), 1):  # splitlines() also splits within JSON strings
             if not line.strip():
                 continue
             record = parse_json(line.encode(), f"--input: line {number}", UsageError)
@@ -145,9 +143,7 @@ class Batch:
 @click.option("--prompt", help="The prompt; - reads it from standard input, which is also the default in a pipe.")
 @click.option("--prompt-file", help="File with the prompt.")
 @click.option(
-    "--input",
-    "prompts",
-    help="File of prompts, one JSON object per line: prompt (a text), or messages (a conversation).",
+    "--input", "prompts", help="File of prompts, one JSON object a line: prompt (a text), or messages (a conversation)."
 )
 @click.option("--output", help="File for their answers, in order; an interrupted run can be resumed.")
 @option_table(("--max-batch", click.IntRange(1, 64), 4, "Prompts of --input in a batch."))

@@ -55,9 +55,7 @@ class BatchSize(click.IntRange):
     "[default: none on a loopback address, else any]",
 )  # fmt: skip
 @speculative_option("auto")
-@click.option(
-    "--cors", multiple=True, help="Origin whose pages may send requests, * for any; may be given several times."
-)
+@click.option("--cors", multiple=True, help="Origin whose pages may send requests, * for any; can be repeated.")
 @loading_options
 def command(
     bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, kv_cache_memory_bytes: int | None,
