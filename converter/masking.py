@@ -259,9 +259,9 @@ def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
     """The model's modules for the masks of the bundle, by name."""
     if not isinstance(model, nn.Module) or not hasattr(model, "get_decoder"):
         raise UsageError(f"model: expected a transformers causal LM, found {type(model).__name__}")
-    found = getattr(model.config, "model_type", None)
-    if found != bundle.config.model_type:
-        differs = f"the bundle's masks are for a {bundle.config.model_type} model, found {found!r}"
+    model_type = getattr(model.config, "model_type", None)
+    if model_type != bundle.config.model_type:
+        differs = f"the bundle's masks are for a {bundle.config.model_type} model, found {model_type!r}"
         advice = "load the bundle's own weights with AutoModelForCausalLM.from_pretrained"
         raise UnsupportedModelError(f"{differs}; {advice}")
     # Under both, a projection's weight is multiplied by another tensor than the input that the hook masks.
@@ -277,9 +277,10 @@ def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
         wanted = f"{missing[0]}: expected a projection of that name in the model, {lack}"
         raise UnsupportedModelError(f"{wanted}; pass the causal LM itself, not a part or a wrapper of it")
     for name, mask in bundle.masks.items():
-        width, own = getattr(modules[name], "in_features", None), mask.channel_scale.shape[-1]
-        if width != own:
-            raise UnsupportedModelError(f"{name}: the bundle's mask has {own} channels, the model's projection {width}")
+        width, num_channels = getattr(modules[name], "in_features", None), mask.channel_scale.shape[-1]
+        if width != num_channels:
+            differs = f"the bundle's mask has {num_channels} channels, the model's projection {width}"
+            raise UnsupportedModelError(f"{name}: {differs}")
     return {name: modules[name] for name in bundle.masks}
 
 

@@ -202,8 +202,8 @@ class Report:
     def _mean(self, level: SparsityLevel, key: str, projections: Sequence[Projection] | None = None) -> float:
         projections = list(self.config.projections()) if projections is None else projections
         values = {entry.name: getattr(entry, key) for entry in level.projections}
-        sizes = [one.num_parameters for one in projections]
-        return float(_rounded(mean_sparsity([values[one.name] for one in projections], sizes)))
+        sizes = [projection.num_parameters for projection in projections]
+        return float(_rounded(mean_sparsity([values[projection.name] for projection in projections], sizes)))
 
 
 # To six significant digits, more than any of the measurements has.

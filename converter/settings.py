@@ -173,8 +173,8 @@ class ConvertSettings:
         name, work, out = self.output_dir.name, self.work_dir and self.work_dir.resolve(), self.output_dir.resolve()
         budget = self.has_budget and ("--max-kl" if self.max_kl is not None else "--min-top1")
         graded, named = self.weights == "graded", "--bits" if self.bits else "--sparsity"
-        given = self.bits or self.sparsity
-        found = ", ".join(f"{level:g}" for level in given)
+        values = self.bits or self.sparsity
+        found = ", ".join(f"{level:g}" for level in values)
         levels = ", ".join(f"{bits_of(level) if graded else level:g}" for level in self.levels)
         finds, search = f"{budget} finds the sparsity: leave", self.chosen_search
         of_paper = f"requires --search paper, found --search {search}"
@@ -186,9 +186,9 @@ class ConvertSettings:
             (graded and (self.method != "wisparse" or search not in ("refine", "fisher")),
              "--weights graded: expected --method wisparse and --search refine or fisher, found "
              f"{self.method} and {search}"),
-            (len(set(given)) < len(given), f"{named}: expected one or several different numbers, found {found}"),
-            (len(given) > MAX_LEVELS, f"{named}: a bundle holds at most {MAX_LEVELS} of them, found {len(given)}"),
-            (budget and given, f"{finds} {named} out"),
+            (len(set(values)) < len(values), f"{named}: expected one or several different numbers, found {found}"),
+            (len(values) > MAX_LEVELS, f"{named}: a bundle holds at most {MAX_LEVELS} of them, found {len(values)}"),
+            (budget and values, f"{finds} {named} out"),
             (budget and self.default is not None, f"{finds} --default out"),
             (not budget and self.default is not None and self._default not in self.levels,
              f"--default: expected one of the {'bits' if graded else 'sparsities'} {levels}, found {self.default!r:.40}"),
@@ -268,29 +268,29 @@ class ConvertSettings:
 
 def _validated(option: Field[Any], value: Any) -> Any:
     """The value converted to the option's type; UsageError if it is not valid."""
-    about = option.metadata
+    metadata = option.metadata
     name = "model" if option.name == "model" else "--" + option.name.replace("_", "-")
-    if about["kind"] in ("fractions", "places"):
+    if metadata["kind"] in ("fractions", "places"):
         values = list(value) if isinstance(value, (list, tuple)) else [value]
-        if about["kind"] == "places":
+        if metadata["kind"] == "places":
             return tuple(guard.place(name, item) for item in values)
         if value is None or (isinstance(value, tuple) and not value):
             return ()
-        expected = f"{about['expected']}, or several"
+        expected = f"{metadata['expected']}, or several"
         if not values:
             raise UsageError(f"{name}: expected {expected}, found none")
-        return tuple(sorted(guard.number(name, item, about["low"], about["high"], expected) for item in values))
+        return tuple(sorted(guard.number(name, item, metadata["low"], metadata["high"], expected) for item in values))
     if value is None and option.default is None:
         return None
-    match about["kind"]:
+    match metadata["kind"]:
         case "float":
-            return guard.number(name, value, about["low"], about["high"], about["expected"])
+            return guard.number(name, value, metadata["low"], metadata["high"], metadata["expected"])
         case "int":
-            return guard.integer(name, value, about["low"], _LARGEST)
+            return guard.integer(name, value, metadata["low"], _LARGEST)
         case "switch":
             return guard.switch(name, value)
         case "choice":
-            return guard.choice(name, value, about["choices"], NOT_DTYPES if name == "--dtype" else {})
+            return guard.choice(name, value, metadata["choices"], NOT_DTYPES if name == "--dtype" else {})
         case "text":
             return guard.text(name, value, empty=False)
         case "place":

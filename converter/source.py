@@ -312,23 +312,23 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     if not wrapped and (not isinstance(model_type, str) or model_type not in ARCHITECTURES):
         reason = why_refused(config, model_type, (*ARCHITECTURES, *WRAPPERS))
         raise UnsupportedModelError(f"unsupported architecture: {reason}")
-    given = _text_config(config, str(model_type)) if wrapped else config
-    if given.get("num_hidden_layers") is not None:  # configuration classes make lists of this length
-        dimension(given, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
-    plain_type = WRAPPERS[str(model_type)][given["model_type"]] if wrapped else str(model_type)
-    base_defaults, full = PreTrainedConfig().to_dict(), dict(given)
+    text_config = _text_config(config, str(model_type)) if wrapped else config
+    if text_config.get("num_hidden_layers") is not None:  # configuration classes make lists of this length
+        dimension(text_config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
+    plain_type = WRAPPERS[str(model_type)][text_config["model_type"]] if wrapped else str(model_type)
+    base_defaults, full = PreTrainedConfig().to_dict(), dict(text_config)
     # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
-    for read_as in dict.fromkeys((given["model_type"], plain_type)):
+    for read_as in dict.fromkeys((text_config["model_type"], plain_type)):
         # A copy, which from_dict changes.
         known = copy.deepcopy({key: value for key, value in full.items() if key not in _NOT_READ})
         try:
             read = CONFIG_MAPPING[read_as].from_dict({**known, "model_type": read_as})
-            stated = json.loads(read.to_json_string(use_diff=False))
+            fields = json.loads(read.to_json_string(use_diff=False))
         except Exception as error:  # its validation raises many types
             raise UnsupportedModelError(f"config.json: transformers cannot read it: {first_line(error)}") from error
-        for key, value in stated.items():
-            own = key not in base_defaults or (key == "dtype" and value is not None)
-            if own and key not in _TOKEN_IDS and not key.startswith("_"):
+        for key, value in fields.items():
+            is_model_field = key not in base_defaults or (key == "dtype" and value is not None)
+            if is_model_field and key not in _TOKEN_IDS and not key.startswith("_"):
                 full[key] = value
     full["model_type"] = plain_type
     method = full.get("quantization_config")
@@ -336,31 +336,32 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
         del full["quantization_config"]  # mxfp4 weights are dequantised when they are read
     if wrapped:
         full["architectures"] = [ARCHITECTURES[plain_type].class_name]
-        tied = _tied(config, given, names)
+        tied = _tied(config, text_config, names)
         if tied is not None:
             full["tie_word_embeddings"] = tied
     return full
 
 
 def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    given = config.get("text_config")
-    if given is None and model_type.startswith("qwen2"):  # published with the text model's keys at the top
-        others = ("architectures", "model_type", "vision_config")
-        given = {key: value for key, value in config.items() if key not in others and "_token_id" not in key}
-    if not isinstance(given, Mapping):
-        raise UnsupportedModelError(f"config.json: text_config: expected an object, found {given!r:.80}")
-    known = WRAPPERS[model_type]
-    inner = given.get("model_type", next(iter(known)))
-    if not isinstance(inner, str) or inner not in known:
-        raise UnsupportedModelError(f"unsupported text model inside {model_type}: {why_refused(given, inner, known)}")
-    if config.get("quantization_config") or given.get("quantization_config"):
+    text_config = config.get("text_config")
+    if text_config is None and model_type.startswith("qwen2"):  # published with the text model's keys at the top
+        outer_keys = ("architectures", "model_type", "vision_config")
+        text_config = {key: value for key, value in config.items() if key not in outer_keys and "_token_id" not in key}
+    if not isinstance(text_config, Mapping):
+        raise UnsupportedModelError(f"config.json: text_config: expected an object, found {text_config!r:.80}")
+    text_types = WRAPPERS[model_type]
+    text_type = text_config.get("model_type", next(iter(text_types)))
+    if not isinstance(text_type, str) or text_type not in text_types:
+        reason = why_refused(text_config, text_type, text_types)
+        raise UnsupportedModelError(f"unsupported text model inside {model_type}: {reason}")
+    if config.get("quantization_config") or text_config.get("quantization_config"):
         unknown = f"the model is quantised, which is not known of text models inside {model_type}"
         raise UnsupportedModelError(f"{unknown}: use the unquantised checkpoint")
     # The outer config's token ids take precedence; its dtype is used where the text config has none.
     first = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
     types = ("dtype", "torch_dtype", "transformers_version")
-    last = {key: config[key] for key in types if key in config and given.get(key) is None}
-    text = {**given, **last, **first, "model_type": inner}
+    last = {key: config[key] for key in types if key in config and text_config.get(key) is None}
+    text = {**text_config, **last, **first, "model_type": text_type}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := text.get(key), Mapping):
             # For text alone, multimodal rotary positions are the ordinary ones.
@@ -371,10 +372,10 @@ def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     return text
 
 
-def _tied(config: Mapping[str, Any], given: Mapping[str, Any], names: Collection[str] | None) -> bool | None:
+def _tied(config: Mapping[str, Any], text_config: Mapping[str, Any], names: Collection[str] | None) -> bool | None:
     """Whether the output layer is the embedding, by the outer and the text config; if they disagree or do not say, by
     whether the weights have an output layer. None: the class's default."""
-    stated = [value for each in (config, given) if (value := each.get("tie_word_embeddings")) is not None]
+    stated = [value for each in (config, text_config) if (value := each.get("tie_word_embeddings")) is not None]
     if names is None or not all(isinstance(value, bool) for value in stated):
         return stated[0] if stated else None
     if LM_HEAD in names:

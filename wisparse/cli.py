@@ -84,11 +84,11 @@ def convert_main(args: Sequence[str] | None = None) -> None:
 
 def convert_program() -> click.Command:
     """``convert`` as a program of its own, with ``--version`` and the group's help options."""
-    verb = load_verb("convert")
+    command = load_verb("convert")
     # A new command: click caches the help option in the old one, and the group's has other names.
-    given = {name: getattr(verb, name) for name in ("callback", "help", "epilog", "short_help")}
-    settings = {**cli.context_settings, **verb.context_settings}
-    program = type(verb)(verb.name, params=list(verb.params), context_settings=settings, **given)
+    attributes = {name: getattr(command, name) for name in ("callback", "help", "epilog", "short_help")}
+    settings = {**cli.context_settings, **command.context_settings}
+    program = type(command)(command.name, params=list(command.params), context_settings=settings, **attributes)
     return click.version_option(__version__, prog_name="wisparse-convert")(program)
 
 

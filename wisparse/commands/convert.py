@@ -50,22 +50,22 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 
 
 def _option(field: Field[Any]) -> Any:
-    about, name = field.metadata, "--" + field.name.replace("_", "-")
-    given = {key: about[key] for key in ("help", "metavar") if key in about}
-    match about["kind"]:
+    metadata, name = field.metadata, "--" + field.name.replace("_", "-")
+    kwargs = {key: metadata[key] for key in ("help", "metavar") if key in metadata}
+    match metadata["kind"]:
         case "switch":
-            names = f"{name}/{about['no']}" if "no" in about else name
-            return click.option(names, is_flag=True, default=field.default, **given)
+            names = f"{name}/{metadata['no']}" if "no" in metadata else name
+            return click.option(names, is_flag=True, default=field.default, **kwargs)
         case "fractions":
-            return click.option(name, callback=_numbers, show_default=about["shown"], **given)
+            return click.option(name, callback=_numbers, show_default=metadata["shown"], **kwargs)
         case "places":
-            return click.option(name, type=FILE_OR_ID, multiple=True, default=field.default, **given)
+            return click.option(name, type=FILE_OR_ID, multiple=True, default=field.default, **kwargs)
         case "choice":
-            given["type"] = (Dtype if name == "--dtype" else click.Choice)(about["choices"])
+            kwargs["type"] = (Dtype if name == "--dtype" else click.Choice)(metadata["choices"])
         case "int" | "float" | "folder" as kind:
-            given["type"] = {"int": int, "float": float, "folder": NEW_FOLDER}[kind]
-    letter = [about["letter"]] if "letter" in about else []
-    return click.option(*letter, name, default=field.default, show_default=about.get("shown", True), **given)
+            kwargs["type"] = {"int": int, "float": float, "folder": NEW_FOLDER}[kind]
+    letter = [metadata["letter"]] if "letter" in metadata else []
+    return click.option(*letter, name, default=field.default, show_default=metadata.get("shown", True), **kwargs)
 
 
 @click.command("convert", cls=_Command, context_settings={"show_default": True})
