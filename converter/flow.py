@@ -83,7 +83,7 @@ class BlockFlow:
         return list(self._start)
 
     def block(self, index: int, batch: int, state: State) -> State:
-        """Block ``index`` on one micro-batch."""
+        """Run block ``index`` on one micro-batch."""
         args, kwargs = self._arguments[index][batch]
         shared = kwargs.get("shared_kv_states")
         if shared is not None:  # blocks add their keys and values to it
@@ -93,7 +93,7 @@ class BlockFlow:
         return State(out[0] if isinstance(out, tuple) else out, dict(shared or {}))
 
     def run(self, batch: int, state: State, start: int, stop: int) -> State:
-        """Blocks ``start`` to ``stop - 1`` on one micro-batch."""
+        """Run blocks ``start`` to ``stop - 1`` on one micro-batch."""
         for index in range(start, stop):
             state = self.block(index, batch, state)
         return state
