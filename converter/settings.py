@@ -205,7 +205,7 @@ class ConvertSettings:
             (self.private and self.upload_repo is None, "--private requires --upload-repo"),
             (work and not self.resume, "--work-dir and --no-resume exclude each other: it keeps no state"),
             (work and (work == out or out in work.parents or work in out.parents),
-             f"--work-dir {self.work_dir}: expected a folder neither inside nor around the output {self.output_dir}"),
+             f"--work-dir {self.work_dir} and the output {self.output_dir} must not lie within each other"),
         ):  # fmt: skip
             if wrong:
                 raise UsageError(sentence)
