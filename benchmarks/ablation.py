@@ -65,7 +65,7 @@ def paper(source: SourceModel, tokens: CalibrationTokens, settings: Settings, ad
         clock = Clock()
         with clock:
             run.prepare()
-            result = run.result(run.everywhere())
+            result = run.result(run.uniform_allocation())
         add("alpha", result, clock)
         with clock:
             blocks = run.evolve_blocks()

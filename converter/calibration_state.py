@@ -1,13 +1,14 @@
-"""The masked model on its calibration tokens, with every projection's channel scale and quantile table; final thresholds.
+"""Losses of the masked model on calibration tokens, each projection's channel scale and quantile table; final thresholds.
 
-A table holds the quantiles of a projection's scores on the 0.5% grid. So a candidate allocation costs a swap of
-thresholds and a forward pass."""
+A table holds the quantiles of a projection's scores on the 0.5% grid. So to score a candidate allocation its thresholds
+are looked up and one forward pass is run."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from torch import Tensor
 from wisparse.kernels import reference
 
 from .calibration import CalibrationTokens
-from .experts import Rows, channels_read, numbers_read
-from .flow import BlockFlow, Hidden
+from .experts import Rows, channels_read, weights_read
+from .flow import BlockFlow, Hidden, StopForward
 from .masking import MaskedModel
 from .processes import ALONE, Processes
 from .search.allocation import MAX_SPARSITY, STEP
@@ -24,10 +25,10 @@ from .sensitivity import DenseReference
 from .source import SourceModel
 from .statistics import Gaps, Scores, score_quantiles
 
-# Candidates in one pass, and elements of its widest tensor: a GPU takes as long for 3,000 tokens as for 30,000.
+# Limits of one pass: candidates, and elements of its widest tensor. A GPU takes as long for 3,000 tokens as for 30,000.
 _MOST_CANDIDATES = 16
 _LARGEST_PASS = {"cuda": 1 << 26, "cpu": 1 << 20}
-# Tables come from about so many tokens at most: a quantile of theirs is a tenth of a point of sparsity off at most.
+# About the most tokens that a table is built from: its quantiles are at most a tenth of a point of sparsity off.
 _TABLE_TOKENS = 2048
 # The sparsities of the quantile tables: 0, 0.5%, ..., 95%.
 GRID: tuple[float, ...] = tuple(round(i * STEP, 4) for i in range(round(MAX_SPARSITY / STEP) + 1))
@@ -50,38 +51,38 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
         self.processes = processes
         self.num_counted = int(keep.sum())
         self.batch_shape = (batch_size, ids.shape[1])
-        rows = [row for row in range(len(ids)) if row // batch_size % processes.size == processes.index]
+        rows = [row for row in range(len(ids)) if row // batch_size % processes.world_size == processes.rank]
         sampled = torch.zeros_like(keep)
         sampled[tuple(keep.nonzero()[:: max(1, self.num_counted // _TABLE_TOKENS)].T)] = True
-        self.sampled = sampled[rows][keep[rows]]  # of the counted tokens, those of the tables
-        # A process without tokens does not know what its blocks would read.
-        self.idle = -(-len(ids) // batch_size) < processes.size
+        self.sampled = sampled[rows][keep[rows]]  # which of the counted tokens the tables are built from
+        # Whether there are processes without micro-batches, which cannot see which projections share an input.
+        self.idle = -(-len(ids) // batch_size) < processes.world_size
         self.masked = masked or MaskedModel(source.projections)
         self.flow = BlockFlow(source.model, source.config, ids[rows], keep[rows], batch_size)
         self.reference = DenseReference(self.flow, self.masked)
         self.names = list(source.projections)  # in order of execution
-        self.sizes = {name: numbers_read(module) for name, module in source.projections.items()}
+        self.sizes = {name: weights_read(module) for name, module in source.projections.items()}
         blocks = range(source.config.num_blocks)
         self.groups = [[name for name in self.names if f".{block}." in name] for block in blocks]
         self.scales: dict[str, Tensor] = {}
         self.tables: dict[str, list[float]] = {}
-        self.num_kl_evaluations = 0.0  # whole passes over the tokens; of a part of one that part
+        self.num_kl_evaluations = 0.0  # in passes over all tokens; partial passes count as fractions
         self._wide: list[BlockFlow] = []
         widest = max(channels_read(module) for module in source.projections.values())
-        room = _LARGEST_PASS.get(self.flow.device.type, 1) // (batch_size * ids.shape[1] * widest)
-        self.side_by_side = max(1, min(room, _MOST_CANDIDATES))  # how many candidates `kls` takes
+        largest = _LARGEST_PASS.get(self.flow.device.type, 1) // (batch_size * ids.shape[1] * widest)
+        self.side_by_side = max(1, min(largest, _MOST_CANDIDATES))  # the most candidates that `kls` takes
 
     def __exit__(self, *_: object) -> None:
         self.masked.close()
 
     def set_scale(self, name: str, scale: Tensor) -> None:
-        """Put a channel_scale (K,) on a projection; its table is void until it is built again."""
+        """Set a projection's channel_scale (K,) and delete its table, which has to be built again."""
         self.masked.set_scale(name, scale)
         self.scales[name] = scale
         self.tables.pop(name, None)
 
     def thresholds(self, allocation: Mapping[str, float]) -> dict[str, float]:
-        """Thresholds of an allocation (projection name -> sparsity), linear between two entries of a table."""
+        """Thresholds of an allocation (projection name -> sparsity), interpolated linearly in the tables."""
         result = {}
         for name, sparsity in allocation.items():
             result[name] = 0.0
@@ -92,13 +93,13 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
         return result
 
     def build_tables(self) -> None:
-        """The tables of all projections, for the scales they have now."""
+        """Build the tables of all projections for their present scales."""
         for view in self.blocks():
             view.build_tables()
 
     def blocks(self, only: Collection[int] | None = None) -> Iterator[BlockView]:
-        """Every block in turn, or those in ``only``, with dense hidden states as its input; only one's are in
-        memory."""
+        """Every block, or those in ``only``, in order, with the dense model's hidden states as input. The inputs of one
+        block at a time are in memory."""
         hidden = self.flow.start()
         for index, names in enumerate(self.groups):
             self.masked.clear()
@@ -115,40 +116,40 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
     def kl(
         self, thresholds: Mapping[str, float], *, num_batches: int | None = None, view: BlockView | None = None
     ) -> float:
-        """Token-mean KL(dense || sparse), the projections of ``thresholds`` sparse, none of them before ``view``'s
-        block."""
+        """Token-mean KL(dense || sparse) with the projections of ``thresholds`` sparse. With ``view``, which skips the
+        blocks before its own, none of them may be in an earlier block."""
         flow = self.flow
         start, hidden = (0, flow.start()) if view is None else (view.index, view.hidden)
-        found = []
+        sums = []
         for batch in range(flow.num_batches if num_batches is None else min(num_batches, flow.num_batches)):
             with self.masked.masking(thresholds), self.masked.during(dense_tokens=~flow.counted[batch]):
                 final = flow.final(batch, start, hidden[batch])
-            found.append((self.reference.kl_sum(batch, final), len(final)))
-        self.num_kl_evaluations += len(found) / max(flow.num_batches, 1)
-        found = self.processes.in_order(found)
-        return sum(kl for kl, _ in found) / max(sum(count for _, count in found), 1)
+            sums.append((self.reference.kl_sum(batch, final), len(final)))
+        self.num_kl_evaluations += len(sums) / max(flow.num_batches, 1)
+        sums = self.processes.in_order(sums)
+        return sum(kl for kl, _ in sums) / max(sum(count for _, count in sums), 1)
 
     @torch.no_grad()
     def kls(self, allocations: Sequence[Mapping[str, float]]) -> list[float]:
-        """`kl` of up to `side_by_side` allocations of the same projections, in one pass: each has a part of the rows. A
-        pass has the same shape however many there are, so that a candidate's KL does not depend on the others."""
+        """`kl` of up to `side_by_side` allocations of the same projections, in one batch with the tokens once for each. The
+        batch is always padded to `side_by_side`, so that a candidate's KL does not depend on their number."""
         if self.side_by_side == 1:
             return [self.kl(self.thresholds(allocation)) for allocation in allocations]
         flow, count = self.flow, self.side_by_side
-        filled = [*allocations, *[allocations[0]] * (count - len(allocations))]
-        thresholds = [self.thresholds(allocation) for allocation in filled]
+        padded = [*allocations, *[allocations[0]] * (count - len(allocations))]
+        thresholds = [self.thresholds(allocation) for allocation in padded]
         totals, tokens = [0.0] * len(allocations), 0
         for batch in range(flow.num_batches):
-            while len(self._wide) <= batch:  # the flow of one micro-batch, `side_by_side` times
+            while len(self._wide) <= batch:  # the micro-batch's tokens repeated `side_by_side` times
                 index = len(self._wide)
                 ids, keep = flow.input_ids[index].repeat(count, 1), flow.counted[index].repeat(count, 1)
                 self._wide.append(BlockFlow(flow.model, flow.config, ids, keep, len(ids)))
             wide, rows = self._wide[batch], len(flow.input_ids[batch])
-            one_each = {
-                name: torch.tensor([found[name] for found in thresholds], device=wide.device).repeat_interleave(rows)
+            by_sequence = {
+                name: torch.tensor([of_one[name] for of_one in thresholds], device=wide.device).repeat_interleave(rows)
                 for name in allocations[0]
             }
-            with self.masked.masking(one_each), self.masked.during(dense_tokens=~wide.counted[0]):
+            with self.masked.masking(by_sequence), self.masked.during(dense_tokens=~wide.counted[0]):
                 finals = wide.final(0).chunk(count)
             for i in range(len(allocations)):
                 totals[i] += self.reference.kl_sum(batch, finals[i])
@@ -159,28 +160,28 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
 
 @dataclass
 class BlockView:
-    """One block between its dense input and its dense output."""
+    """One block with its input and output in the dense model."""
 
     calib: CalibrationState
     index: int
     names: tuple[str, ...]
-    inputs: dict[str, Rows]  # what enters each projection, counted tokens only
-    hidden: Hidden  # the block's input by micro-batch; ``out``: its output
-    out: Hidden
+    inputs: dict[str, Rows]  # of each projection, at the counted tokens
+    hidden: Hidden  # the block's input, by micro-batch
+    out: Hidden  # the block's output, by micro-batch
 
     def build_tables(self) -> None:
-        """The quantile tables of the block's projections, for the scales they have now."""
+        """Build the quantile tables of the block's projections for their present scales."""
         for name in self.names:
             rows = self.inputs[name]
-            # Of experts every so many rows, as there are several of a token.
-            few = slice(None, None, max(1, len(rows.x) // _TABLE_TOKENS))
-            some = rows[self.calib.sampled.to(rows.x.device) if rows.experts is None else few]
-            scores = Scores(some, self.calib.scales[name], self.calib.processes)
+            sample: Any = self.calib.sampled.to(rows.x.device)
+            if rows.experts is not None:  # a token has several rows: sample rows, not tokens
+                sample = slice(None, None, max(1, len(rows.x) // _TABLE_TOKENS))
+            scores = Scores(rows[sample], self.calib.scales[name], self.calib.processes)
             self.calib.tables[name] = score_quantiles(scores, GRID)
 
     @torch.no_grad()
     def error(self, thresholds: Mapping[str, float]) -> float:
-        """Mean squared error of the block's output over the counted tokens, with ``thresholds`` on."""
+        """Mean squared error of the block's output over the counted tokens, masked at ``thresholds``."""
         masked, flow = self.calib.masked, self.calib.flow
         total = 0.0
         with masked.masking(thresholds):
@@ -192,22 +193,18 @@ class BlockView:
         return total / (flow.num_counted * self.out[0].hidden.shape[-1])
 
 
-class _Stop(Exception):
-    """Ends a block's forward pass whose remaining part is not needed."""
-
-
 @torch.no_grad()
 def block_inputs(
     flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Collection[str], *, first: bool = False
 ) -> tuple[dict[str, Rows], Hidden]:
-    """Run block ``index``; gives the inputs of its projections ``names`` at the counted tokens, in the model's
-    dtype, of which q, k and v share one copy, and the block's output. With ``first`` only of those that read the same as
-    the first one to run; no more of the block is run."""
-    if not hidden:  # this process has no micro-batch
+    """Run block ``index``. Returns the inputs of its projections ``names`` at the counted tokens, in the model's dtype,
+    where projections with one input share one copy, and the block's output. With ``first`` the pass ends at the first of
+    ``names`` that runs, and only it and those that share its input are returned."""
+    if not hidden:  # this process has no micro-batches
         return {name: Rows.none(masked.projections[name]) for name in names}, []
     sharing = [[one.name for one in group if one.name in names] for group in flow.config.shared_inputs(index)]
     parts: dict[str, list[Rows]] = {}
-    reader: dict[str, str] = {}  # of the same tensor, the first
+    reader: dict[str, str] = {}  # projection -> the first one with the same input
     out: Hidden = []
     for batch, h in enumerate(hidden):
         seen: dict[str, Tensor] = {}
@@ -216,48 +213,48 @@ def block_inputs(
             if name in names:
                 seen[name] = x
                 if first:
-                    # What a baseline masks beside the model's projections has inputs of its own.
+                    # Modules that baselines mask beside the model's projections share no input.
                     seen.update(dict.fromkeys(next((group for group in sharing if name in group), (name,)), x))
-                    raise _Stop
+                    raise StopForward
 
-        with masked.during(dense_tokens=~flow.counted[batch], observer=observe), contextlib.suppress(_Stop):
+        with masked.during(dense_tokens=~flow.counted[batch], observer=observe), contextlib.suppress(StopForward):
             out.append(flow.block(index, batch, h))
         for name, x in seen.items():
             reader[name] = next(other for other, y in seen.items() if y is x)
             if reader[name] == name:
                 parts.setdefault(name, []).append(Rows.counted(masked.projections[name], x, flow.counted[batch]))
-    joined = {name: Rows.cat(some) for name, some in parts.items()}
-    return {name: joined[reader[name]] for name in reader}, out
+    inputs = {name: Rows.cat(batches) for name, batches in parts.items()}
+    return {name: inputs[reader[name]] for name in reader}, out
 
 
 @torch.no_grad()
 def final_thresholds(
     calib: CalibrationState, scales: Mapping[str, Tensor], allocation: Mapping[str, float], advance: Callable[[], None]
 ) -> dict[str, tuple[float, float]]:
-    """Per projection (threshold, fraction of the scores below it), in order of execution. Before a projection
-    everything else is sparse as decided, so its inputs are those it will meet. A threshold from the dense model's
-    inputs drops up to a point more than asked for, since sparse inputs are smaller."""
+    """Per projection (threshold, fraction of the scores below it), in order of execution. A projection's threshold is
+    taken from its inputs with all projections before it masked at their final thresholds. From the dense model's inputs
+    it would drop up to a point more than asked for, since sparse inputs are smaller."""
     flow, masked, processes = calib.flow, calib.masked, calib.processes
     for name, scale in scales.items():
         masked.set_scale(name, scale)
     result: dict[str, tuple[float, float]] = {}
 
     def decide(name: str, x: Rows, first: bool) -> None:
-        """From the inputs of the counted tokens; ``first``: they are the normalised embeddings."""
+        """Set the result from the inputs at the counted tokens; ``first``: these are the normalised embeddings."""
         result[name] = (0.0, 0.0)
         if allocation[name] > 0.0:
-            found = Scores(x, scales[name], processes)
-            gaps = Gaps(found, allocation[name])
+            scores = Scores(x, scales[name], processes)
+            gaps = Gaps(scores, allocation[name])
             if first:
                 _add_vocabulary(gaps, calib, name, scales[name])
             threshold = gaps.threshold()
-            result[name] = (threshold, gaps.dropped(threshold) / found.total)
+            result[name] = (threshold, gaps.dropped(threshold) / scores.total)
 
     hidden = flow.start()
     with masked.masking({}):
         for index, names in enumerate(calib.groups):
-            if flow.num_batches == 1 and processes.size == 1:
-                # In the one pass: a projection's threshold is decided when it is reached, and its mask put on.
+            if flow.num_batches == 1 and processes.world_size == 1:
+                # One pass: when a projection is reached its threshold is decided and set, before it runs.
                 counted = flow.counted[0]
                 embedded: list[Tensor] = []
 
@@ -265,7 +262,7 @@ def final_thresholds(
                     if not result:
                         embedded.append(x)
                     rows = Rows.counted(masked.projections[name], x, counted)
-                    decide(name, rows, any(x is one for one in embedded))
+                    decide(name, rows, any(x is first for first in embedded))
                     masked.set_threshold(name, result[name][0])
 
                 with masked.during(dense_tokens=~counted, observer=reached):
@@ -274,7 +271,7 @@ def final_thresholds(
                 continue
             pending = list(names)
             while pending:
-                # Those that read the same tensor as the first see inputs that no other pending one can change.
+                # The next projection and those that share its input: no other pending projection can change it.
                 inputs, _ = block_inputs(flow, masked, index, hidden, pending, first=True)
                 ready = processes.broadcast(list(inputs)) if calib.idle else list(inputs)
                 first = not result
@@ -292,13 +289,13 @@ def final_thresholds(
 
 
 def _add_vocabulary(gaps: Gaps, calib: CalibrationState, name: str, scale: Tensor) -> None:
-    """Add what a first projection of block 0 reads at every token of the vocabulary: its embedding, normalised. Neither
-    position nor context has come in yet. Several processes have a share each."""
+    """Add the scores of block 0's first inputs for every token of the vocabulary: normalised embeddings, which depend on
+    neither position nor context. Each process adds a part."""
     flow = calib.flow
     num_tokens = flow.model.get_input_embeddings().weight.shape[0]
     rows, length = calib.batch_shape
     ids = torch.arange(-(-num_tokens // length) * length).remainder(num_tokens).view(-1, length)
-    for some in list(ids.split(rows))[calib.processes.index :: calib.processes.size]:
-        part = BlockFlow(flow.model, flow.config, some, torch.ones_like(some, dtype=torch.bool), rows)
-        x = block_inputs(part, calib.masked, 0, part.start(), [name], first=True)[0][name].x
+    for batch in list(ids.split(rows))[calib.processes.rank :: calib.processes.world_size]:
+        embedding = BlockFlow(flow.model, flow.config, batch, torch.ones_like(batch, dtype=torch.bool), rows)
+        x = block_inputs(embedding, calib.masked, 0, embedding.start(), [name], first=True)[0][name].x
         gaps.add(reference.scores(x, scale.to(x.device)))

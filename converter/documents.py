@@ -1,4 +1,4 @@
-"""Documents to calibrate or evaluate on, read from files, folders and data sets."""
+"""Documents for calibration and evaluation, read from files, folders and data sets."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Document = str | list[dict[str, Any]]  # text, or the messages of a conversation
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.\[\]%:-]+)?")
 _TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 _TEXT_TABLES = (".csv", ".tsv")
-# May lie in a data set's folder beside its tables.
+# Other files that a folder of tables may hold and still be a data set.
 _BESIDE_TABLES = re.compile(r"(README|LICEN[SC]E|NOTICE)[^/]*|.*\.(json|ya?ml)", re.IGNORECASE)
-# (question, answer) under the names that data sets give them.
+# Fields of (question, answer) in known data sets.
 _PAIRS = (("prompt", "completion"), ("query", "response"), ("question", "answer"), ("instruction", "output"))
 
 
 def is_dataset_id(spec: str) -> bool:
-    """Whether ``spec`` names a data set of the Hub, ``owner/name`` or ``owner/name:split``, and no path here."""
+    """Whether ``spec`` is a Hub data set, ``owner/name`` or ``owner/name:split``, and not an existing path."""
     return bool(_DATASET_ID.fullmatch(spec)) and not os.path.exists(spec) and not Path(spec).suffix[1:].isalpha()
 
 
@@ -38,12 +38,12 @@ def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
     files = [(file, file == Path(path)) for path in paths for file in _files(path)]
     random.Random(seed).shuffle(files)
     for file, named in files:
-        # A spreadsheet among other files is one text more; named by itself it is a data set, a document a line.
+        # A CSV or TSV file in a folder is read as one text; named itself, it is a data set with a document per line.
         if _is_dataset(file) and (named or file.suffix not in _TEXT_TABLES):
             yield from dataset_documents(file, seed)
             continue
         try:
-            # Lines end in one way whatever the machine: the same text must give the same tokens.
+            # Line ends are normalised, so that a text gives the same tokens on every system.
             text = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         except OSError as error:
             raise _unreadable(file, error) from error
@@ -66,8 +66,8 @@ def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
 
 
 def dataset_documents(name: str | Path, seed: int) -> Iterator[Document]:
-    """The documents of a data set in a seeded order: of the Hub, ``owner/name:split``, streamed, or on disk, where it is
-    what ``save_to_disk`` wrote, or Parquet, CSV and Arrow files."""
+    """The documents of a data set in a seeded order: of the Hub (``owner/name:split``), streamed, or on disk, either
+    written by ``save_to_disk`` or as Parquet, CSV or Arrow files."""
     try:
         import datasets
     except ImportError as error:
@@ -76,7 +76,7 @@ def dataset_documents(name: str | Path, seed: int) -> Iterator[Document]:
     datasets.disable_progress_bars()
     path = name if isinstance(name, Path) else None
     identifier, _, split = (str(path), "", "") if path else str(name).partition(":")
-    if not path:  # datasets itself would try again for half a minute before it says that there is no network
+    if not path:  # without a network, datasets itself would retry for half a minute
         check_read_access(identifier, dataset=True)
     order: dict[str, Any] = {"seed": seed}
     try:
@@ -95,11 +95,11 @@ def dataset_documents(name: str | Path, seed: int) -> Iterator[Document]:
         if isinstance(loaded, Mapping):
             loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
         if not isinstance(loaded, datasets.IterableDataset):
-            order["keep_in_memory"] = True  # datasets would write the order beside the user's files
+            order["keep_in_memory"] = True  # else datasets writes the shuffled indices beside the user's files
         records = iter(loaded.shuffle(**order))
         first = list(islice(records, 1))
     except Exception as error:
-        # datasets, huggingface_hub, the HTTP client and the readers each raise their own kinds.
+        # datasets, huggingface_hub, the HTTP client and the file readers each raise errors of their own.
         failed = f"calibration data set {identifier} cannot be read"
         if path:
             raise CalibrationError(f"{failed}: {first_line(error)}") from error
@@ -111,24 +111,24 @@ def dataset_documents(name: str | Path, seed: int) -> Iterator[Document]:
 
 
 def document_of(record: Any, source: str) -> Document:
-    """The text of one record: a string, or an object with a known field."""
+    """The document of one record: a string, or an object with known fields."""
     if isinstance(record, str):
         return record
     fields = record if isinstance(record, Mapping) else {}
     for key in ("messages", "conversations"):
         messages = fields.get(key)
-        if isinstance(messages, list) and messages and all(isinstance(one, Mapping) for one in messages):
-            return [_message(one, source) for one in messages]
+        if isinstance(messages, list) and messages and all(isinstance(item, Mapping) for item in messages):
+            return [_message(item, source) for item in messages]
     texts = {key: value for key, value in fields.items() if isinstance(value, str)}
     for key in ("text", "content"):
         if key in texts:
             return texts[key]
-    for asked, answered in _PAIRS:
-        if asked in texts and answered in texts:
-            extra = texts.get("input") if asked == "instruction" else None
-            # A prompt and its completion are one running text; questions and answers are paragraphs.
-            between = "" if asked == "prompt" else "\n\n"
-            return between.join(part for part in (texts[asked], extra, texts[answered]) if part)
+    for question, answer in _PAIRS:
+        if question in texts and answer in texts:
+            extra = texts.get("input") if question == "instruction" else None
+            # A completion continues its prompt; questions and answers are paragraphs.
+            separator = "" if question == "prompt" else "\n\n"
+            return separator.join(part for part in (texts[question], extra, texts[answer]) if part)
     found = ", ".join(map(str, fields)) or ("nothing" if isinstance(record, Mapping) else type(record).__name__)
     raise CalibrationError(f"{source}: expected text, content, messages, or prompt and completion; found {found}")
 
@@ -142,9 +142,9 @@ def _message(message: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _files(path: str) -> list[Path]:
-    """The readable files of one path, sorted; a saved data set counts as one file. Logs what becomes of a folder's."""
+    """The readable files under one path, sorted; a saved data set counts as one file. Logs a folder's numbers of files."""
     root = Path(path)
-    if not os.path.exists(path):  # False as well for what no file system can hold
+    if not os.path.exists(path):  # also False for names that are not valid
         wanted = "expected self, paper, a Hub data set (owner/name) or a path"
         raise CalibrationError(f"calibration source {path}: no such file or folder; {wanted}")
     if not root.is_file() and not root.is_dir():
@@ -186,7 +186,7 @@ def _is_binary(file: Path) -> bool:
     except OSError as error:
         raise _unreadable(file, error) from error
     except UnicodeDecodeError as error:
-        # A character cut by the end of what was read is no sign of anything.
+        # The last character may be cut by the end of the read.
         return b"\0" in head or error.start < len(head) - 4
     return b"\0" in head
 
@@ -196,7 +196,7 @@ def _unreadable(file: Path, error: OSError) -> CalibrationError:
 
 
 def _is_dataset(path: Path) -> bool:
-    """Whether a file is a table, or a folder what `datasets` saved, or tables and nothing else to read."""
+    """Whether a file is a table, or a folder was saved by `datasets` or holds tables and no other text."""
     if not path.is_dir():
         return path.suffix in _TABLES
     if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):

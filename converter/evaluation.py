@@ -1,4 +1,4 @@
-"""Quality of a sparse model against its dense self, on the same tokens, for anything that turns token ids into logits.
+"""Quality of a sparse model against the dense one on the same tokens, for any function from token ids to logits.
 
 Source: the paper's sections 4.2 (KL) and 5.1 (half of the prefill: the accuracy protocol of TEAL as well)."""
 
@@ -19,15 +19,14 @@ from .sensitivity import kl_rows
 # (token_ids (T,) int64, sparse_from) -> (T, V) float32: positions from sparse_from on run sparse, others dense.
 Logits = Callable[[Tensor, int], Tensor]
 
-# Rows of logits handled at a time: bounds the float32 (rows, vocabulary) temporaries.
+# Rows of logits processed at a time: limits the float32 temporaries (rows, vocab_size).
 _ROWS = 256
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Dense against sparse over one set of positions: KL(dense || sparse) in nats per token; perplexities where a next
-    token is known, else nan; the fraction of positions where both would choose the same token. Standard errors are from
-    how much the texts differ; nan of a single text."""
+    """Dense against sparse over a set of positions: KL(dense || sparse) in nats per token, perplexities (NaN without
+    labels), the fraction of positions with the same most likely token. Standard errors are over sequences; NaN of one."""
 
     num_tokens: int
     kl: float
@@ -41,22 +40,22 @@ class Measured:
 
 @dataclass(frozen=True)
 class Quality:
-    """What one prefill policy costs on one text."""
+    """Quality under one prefill policy."""
 
     prefill: str
-    sparse: Measured  # over the positions that ran sparse
-    overall: Measured  # over all of them
-    realised_sparsity: float | None = None  # share of the weights not needed at the sparse positions, if counted
-    realised_range: tuple[float, float] | None = None  # of the sequences that needed most and least
+    sparse: Measured  # over the sparse positions
+    overall: Measured  # over all positions
+    realised_sparsity: float | None = None  # fraction of the weights not read at the sparse positions, if counted
+    realised_range: tuple[float, float] | None = None  # its minimum and maximum over sequences
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; a figure over no tokens is null."""
+        """JSON values; figures over no tokens are null."""
         return json_values(asdict(self))
 
 
 def json_values(value: Any, digits: int | None = None, longest: int | None = None) -> Any:
-    """JSON values: null for NaN and infinity, floats of so many digits, of a longer list of numbers evenly spaced
-    ones."""
+    """JSON values: null for NaN and infinity, floats rounded to ``digits``, lists of more than ``longest`` numbers
+    subsampled."""
     if isinstance(value, Mapping):
         return {str(key): json_values(entry, digits, longest) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -71,21 +70,21 @@ def json_values(value: Any, digits: int | None = None, longest: int | None = Non
 
 
 def _sums(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
-    """Tokens, labels, agreeing tokens, KL, loss and dense loss over rows of logits (T, V), summed in float64 (6,).
-    ``labels`` (T,) are the tokens that follow; -1 where none does."""
+    """Sums (6,) float64 over rows of logits (T, V): tokens, labels, agreeing tokens, KL, loss, dense loss. ``labels``
+    (T,): the next tokens, or -1."""
     total = torch.zeros(6, dtype=torch.float64)
-    for p, q, wanted in zip(dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True):
+    for p, q, targets in zip(dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True):
         log_p, log_q = p.float().log_softmax(dim=-1), q.float().log_softmax(dim=-1)
-        known, chosen = wanted >= 0, wanted.clamp(min=0)[:, None]
+        known, index = targets >= 0, targets.clamp(min=0)[:, None]
         agreeing, kl = log_p.argmax(-1) == log_q.argmax(-1), kl_rows(log_p, log_q).double()
-        losses = (-log.gather(-1, chosen)[known].double().sum() for log in (log_q, log_p))
+        losses = (-log.gather(-1, index)[known].double().sum() for log in (log_q, log_p))
         numbers = (len(log_p), known.sum(), agreeing.sum(), kl.sum(), *losses)
         total += torch.tensor([float(number) for number in numbers], dtype=torch.float64)
     return total
 
 
 def _measured(texts: Sequence[Tensor]) -> Measured:
-    """From the `_sums` of each text; standard errors take each text as a draw."""
+    """From the `_sums` of each sequence; standard errors are over sequences."""
     rows = torch.stack(list(texts))
     tokens, labels, agreeing, kl, loss, dense_loss = rows.T
 
@@ -125,15 +124,15 @@ def evaluate_text(
     counter: Any = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Quality]:
-    """The quality by prefill policy over ``sequences``, each (T,) int64, T >= 1, without padding. ``reference`` gives
-    the dense logits where more than the masks differs (rounded weights). ``counter`` counts dropped channels by
-    ``measure_sparsity`` and ``realised_sparsity``, as the decoders do."""
+    """Quality by prefill policy over ``sequences``, each (T,) int64, T >= 1, without padding. ``reference`` gives the
+    dense logits if more than the masks differs (rounded weights). ``counter`` has the decoders' ``measure_sparsity`` and
+    ``realised_sparsity``."""
     inside: dict[str, list[Tensor]] = {policy: [] for policy in policies}
     overall: dict[str, list[Tensor]] = {policy: [] for policy in policies}
     dropped: dict[str, list[tuple[float, int]]] = {policy: [] for policy in policies}
     for ids in sequences:
         length = len(ids)
-        # Valid until the decoder's next call only.
+        # The decoder's next call overwrites its logits.
         dense = (reference or logits)(ids, length).clone()
         labels = torch.cat((ids[1:], ids.new_full((1,), -1))).to(dense.device)
         for policy in policies:
@@ -164,7 +163,7 @@ def evaluate_text(
 
 
 def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | None:
-    """Why an evaluation text is the calibration text of a `CalibrationRecord`, as a clause; None if nothing says so."""
+    """Why an evaluation text may be the calibration text of a `CalibrationRecord`, as a clause; else None."""
     if digest == calibration.digest:
         return "these are the very tokens the bundle was calibrated on"
     if source != calibration.source:

@@ -1,4 +1,4 @@
-"""transformers' experts as modules, one for each of their projections, with hooks and weights as linear layers have them."""
+"""transformers' experts as one module per projection, with a weight, and hooks, as linear layers have."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from wisparse.formats.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Routing:
-    """The rows that a forward pass sends through the experts, expert by expert."""
+    """The rows of a forward pass through the experts, sorted by expert: one for each token and chosen expert."""
 
-    tokens: Tensor  # (R,): which token of the batch, (B, L) flattened, each row is
-    experts: Tensor  # (R,), ascending
-    ends: Tensor  # (E,) int32: the first row after those of each expert
+    tokens: Tensor  # (R,): each row's index in the batch (B, L), flattened
+    experts: Tensor  # (R,): each row's expert, ascending
+    ends: Tensor  # (E,) int32: the end of each expert's rows
 
     @property
     def counts(self) -> list[int]:
-        """Rows of each expert, which a GPU has to be waited for."""
+        """The number of rows of each expert; synchronises with a GPU."""
         return torch.diff(self.ends, prepend=self.ends.new_zeros(1)).tolist()
 
 
 class ExpertProjection(nn.Module):
-    """One projection of all experts of a block: rows (R, K) in the order of `Routing` to (R, N). The weight (E, N, K) and
-    the bias (E, N) are views of transformers' parameters; read in planes, see `planes`, the weight is ``numbers``."""
+    """One projection of all experts of a block: `Routing`'s rows (R, K) to (R, N). The weight (E, N, K) and the bias
+    (E, N) are views of transformers' parameters; of graded weights, the weight is ``plane_weight``."""
 
     def __init__(
-        self, experts: nn.Module, role: str, chosen: int, numbers: Tensor | None = None, planes: int = 1
+        self, experts: nn.Module, role: str, chosen: int, plane_weight: Tensor | None = None, planes: int = 1
     ) -> None:
         super().__init__()
-        self._experts, self._role = (experts,), role  # a tuple: no sub-module
-        self.numbers, self.planes = numbers, planes  # (E, N, planes * K)
+        self._experts, self._role = (experts,), role  # in a tuple, so that it is not registered as a submodule
+        self.plane_weight, self.planes = plane_weight, planes  # (E, N, planes * K)
         self.routing, self.num_experts, self.chosen = None, len(self.weight), chosen
         self.out_features, self.in_features = self.weight.shape[1:]
 
     routing: Routing | None
 
-    def part(self, stored: Callable[[str], Tensor]) -> Tensor:
-        """The weight, from a function that gives transformers' parameters by name."""
+    def part(self, parameter: Callable[[str], Tensor]) -> Tensor:
+        """The weight as a view; ``parameter`` maps names to transformers' parameters."""
         down = self._role == "down_proj"
-        weight, second = stored("down_proj" if down else "gate_up_proj"), int(self._role == "up_proj")
-        if hasattr(self.experts, "down_proj_bias"):  # gpt-oss's are transposed, and gates lie beside ups
+        weight, second = parameter("down_proj" if down else "gate_up_proj"), int(self._role == "up_proj")
+        if hasattr(self.experts, "down_proj_bias"):  # gpt-oss: transposed, with gate and up interleaved
             return (weight if down else weight[..., second::2]).transpose(1, 2)
         return weight if down else weight.chunk(2, dim=1)[second]
 
     @property
     def weight(self) -> Tensor:
-        return self.part(partial(getattr, self.experts)) if self.numbers is None else self.numbers
+        return self.part(partial(getattr, self.experts)) if self.plane_weight is None else self.plane_weight
 
     @property
     def bias(self) -> Tensor | None:
@@ -70,7 +70,7 @@ class ExpertProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert self.routing is not None
         if self.bias is None and not (self.in_features % 8 or self.out_features % 8):
-            # One launch for all experts, of a GPU. It takes rows of 16 bytes and no bias.
+            # One launch on a GPU. It requires strides that are multiples of 16 bytes, and has no bias.
             return functional.grouped_mm(x, self.weight.transpose(1, 2), offs=self.routing.ends)
         biases = [None] * self.num_experts if self.bias is None else self.bias
         parts = zip(x.split(self.routing.counts), self.weight, biases, strict=True)
@@ -78,7 +78,7 @@ class ExpertProjection(nn.Module):
 
 
 def find_experts(model: Any, config: ModelConfig) -> dict[str, ExpertProjection]:
-    """The modules of experts' projections that the model has, by name; its experts run them from now on."""
+    """The model's expert projections by name, as modules, which its experts then run; empty without experts."""
     found: dict[str, ExpertProjection] = {}
     modules: dict[str, Any] = dict(model.named_modules())
     for projection in config.projections():
@@ -88,14 +88,14 @@ def find_experts(model: Any, config: ModelConfig) -> dict[str, ExpertProjection]
         known = vars(experts).setdefault("_wisparse_projections", {})
         if projection.role not in known:
             known[projection.role] = ExpertProjection(experts, projection.role, projection.chosen)
-        # accelerate's own forward brings the weights, and calls the old one.
+        # accelerate's forward loads offloaded weights and calls _old_forward.
         setattr(experts, "_old_forward" if hasattr(experts, "_old_forward") else "forward", partial(_run, experts))
         found[projection.name] = known[projection.role]
     return found
 
 
 class Release:
-    """Removes what `find_experts` did to a model, as the handle of a hook does."""
+    """Undoes `find_experts`; has the ``remove`` of a hook's handle."""
 
     def __init__(self, modules: Iterable[ExpertProjection]) -> None:
         self._modules = [module.experts for module in modules]
@@ -110,48 +110,48 @@ class Release:
 
 
 def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Forward of transformers' experts: hidden (T, H), and which experts, with which weights, (T, k) each."""
+    """Forward of transformers' experts: hidden (T, H), the chosen experts and their weights, (T, k) each."""
     modules: Mapping[str, ExpertProjection] = experts._wisparse_projections
     gate_proj, up_proj, down_proj = (modules[role] for role in ("gate_proj", "up_proj", "down_proj"))
-    each, flat = chosen.shape[1], chosen.flatten()
+    top_k, flat = chosen.shape[1], chosen.flatten()
     order = flat.argsort(stable=True)
     sorted_experts = flat[order]
-    every = torch.arange(gate_proj.num_experts, device=flat.device)
-    ends = torch.searchsorted(sorted_experts, every, right=True, out_int32=True)
-    routing = Routing(order // each, sorted_experts, ends)
+    all_experts = torch.arange(gate_proj.num_experts, device=flat.device)
+    ends = torch.searchsorted(sorted_experts, all_experts, right=True, out_int32=True)
+    routing = Routing(order // top_k, sorted_experts, ends)
     for module in modules.values():
         module.routing = routing
-    # Permutations and sums alone, whose gradients a GPU adds up in one order.
-    x = hidden[:, None].expand(-1, each, -1).flatten(0, 1)[order]
+    # Only permutations and sums, whose gradients are deterministic on a GPU.
+    x = hidden[:, None].expand(-1, top_k, -1).flatten(0, 1)[order]
     if gate_proj.planes > 1:
         x = x.repeat(1, gate_proj.planes)
     gate, up = gate_proj(x), up_proj(x)
     if gate_proj.bias is None:
-        half = experts.act_fn(gate) * up
-    else:  # gpt-oss's, which takes the two interleaved
-        half = experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
+        activation = experts.act_fn(gate) * up
+    else:  # gpt-oss's takes gate and up interleaved
+        activation = experts._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
     if down_proj.planes > 1:
-        half = half.repeat(1, down_proj.planes)
-    y = down_proj(half) * weights.flatten()[order, None]
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))  # the inverse
-    return y[back].view(len(hidden), each, -1).sum(1).to(hidden.dtype)
+        activation = activation.repeat(1, down_proj.planes)
+    y = down_proj(activation) * weights.flatten()[order, None]
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return y[inverse].view(len(hidden), top_k, -1).sum(1).to(hidden.dtype)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Inputs of a projection at the tokens that count; of experts also which one reads each row."""
+    """Inputs of a projection at the counted tokens."""
 
     x: Tensor  # (T, K)
-    experts: Tensor | None = None  # (T,)
+    experts: Tensor | None = None  # (T,): each row's expert
     num_experts: int = 0
 
     @classmethod
     def counted(cls, module: nn.Module, x: Tensor, counted: Tensor) -> Rows:
-        """Of x as the module got it; counted: (B, L) bool."""
-        here, routing = at_rows(module, x, counted.to(x.device)), getattr(module, "routing", None)
+        """Select the counted rows of a module's input x; counted: (B, L) bool."""
+        selected, routing = at_rows(module, x, counted.to(x.device)), getattr(module, "routing", None)
         if routing is None:
-            return cls(x[here])
-        return cls(x[here], routing.experts[here], len(routing.ends))
+            return cls(x[selected])
+        return cls(x[selected], routing.experts[selected], len(routing.ends))
 
     @classmethod
     def none(cls, module: Any) -> Rows:
@@ -162,18 +162,16 @@ class Rows:
     @classmethod
     def cat(cls, parts: list[Rows]) -> Rows:
         first = parts[0]
-        experts = (
-            None if first.experts is None else torch.cat([one.experts for one in parts if one.experts is not None])
-        )
-        return cls(torch.cat([one.x for one in parts]), experts, first.num_experts)
+        indices = [part.experts for part in parts if part.experts is not None]
+        return cls(torch.cat([part.x for part in parts]), torch.cat(indices) if indices else None, first.num_experts)
 
     def scale(self, scale: Tensor) -> Tensor:
-        """A `channel_scale` (K,) as it is, or (E, K) as (T, K): of each row's expert."""
+        """A `channel_scale` for these rows: (K,), or of experts (E, K) to (T, K)."""
         scale = scale.to(self.x.device)
         return scale if self.experts is None else scale[self.experts]
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over the rows of values (T, K): (K,), or (E, K), in an order that depends on nothing."""
+        """The sum of values (T, K) over the rows: (K,), or of experts (E, K). Deterministic."""
         if self.experts is None:
             return values.sum(0)
         one_hot = functional.one_hot(self.experts, self.num_experts).to(values.dtype)
@@ -184,8 +182,8 @@ class Rows:
 
 
 def at_rows(module: nn.Module, x: Tensor, values: Tensor) -> Tensor:
-    """Values of a batch's tokens (B, L), at the rows of a projection's input x: (B, L, K), (B * L, K), or of experts. Of
-    Gemma 4's blocks that share keys and values these may be a prompt's last tokens alone."""
+    """Map values of a batch's tokens (B, L) to the rows of a projection's input x: (B, L, K), (B * L, K), or experts'
+    rows. Gemma 4's blocks with shared keys and values may compute only the last tokens of a prompt."""
     tokens = x.shape[1] if x.dim() == 3 else len(x) // (len(values) * getattr(module, "chosen", 1))
     values = values[:, -tokens:]
     if x.dim() == 3:
@@ -194,8 +192,8 @@ def at_rows(module: nn.Module, x: Tensor, values: Tensor) -> Tensor:
     return values.flatten() if routing is None else values.flatten()[routing.tokens]
 
 
-def numbers_read(module: Any) -> int:
-    """How many of a projection's weights a token reads."""
+def weights_read(module: Any) -> int:
+    """The number of a projection's weights that a token reads, in the chosen experts."""
     return int(module.in_features * module.out_features * getattr(module, "chosen", 1))
 
 

@@ -1,4 +1,4 @@
-"""A causal LM as the chain of its blocks, over fixed micro-batches of tokens."""
+"""A causal LM run block by block over fixed micro-batches of tokens."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from wisparse.kernels.reference import soft_cap
 
 @dataclass(frozen=True)
 class State:
-    """What enters a block, or leaves it, of one micro-batch: hidden states (B, L, hidden_size), and the keys and values
-    that later blocks share with earlier ones, by transformers' key for them. A block in between changes neither."""
+    """A block's input or output for one micro-batch."""
 
-    hidden: Tensor
-    shared: Mapping[Any, tuple[Tensor, ...]] = field(default_factory=dict)
+    hidden: Tensor  # (B, L, hidden_size)
+    shared: Mapping[Any, tuple[Tensor, ...]] = field(default_factory=dict)  # transformers' shared_kv_states
 
 
 Hidden = list[State]
 
 
+class StopForward(Exception):
+    """Raised by a hook to end a block's forward pass early."""
+
+
 def input_device(model: Any) -> torch.device:
-    """Where token ids go in; for a model that accelerate spreads over devices, its hooks know."""
+    """The device of the token ids; of a model that accelerate distributes, its hook's execution device."""
     device = getattr(getattr(model.get_input_embeddings(), "_hf_hook", None), "execution_device", None)
     if device is None:
         return next(model.parameters()).device
@@ -37,8 +40,7 @@ def input_device(model: Any) -> torch.device:
 
 class BlockFlow:
     """The blocks of a causal LM, run one at a time over micro-batches of ``input_ids`` (S, L) int64. ``keep`` (S, L)
-    bool: the tokens that count, not padding nor the first of a sequence (the attention sink), which a search leaves
-    dense."""
+    bool: the counted tokens. Searches leave the others, padding and attention sinks, dense."""
 
     def __init__(self, model: Any, config: ModelConfig, input_ids: Tensor, keep: Tensor, batch_size: int = 4) -> None:
         self.model, self.config = model, config
@@ -53,7 +55,7 @@ class BlockFlow:
         self.input_ids = [part.to(self.device) for part in input_ids.split(batch_size) if len(part)]
         self.counted = [part.to(self.device) for part in keep.split(batch_size) if len(part)]
         self.num_batches, self.num_counted = len(self.input_ids), int(keep.sum())
-        # One pass in which blocks return their input: the embeddings, and each block's other arguments by micro-batch.
+        # One pass in which blocks return their input records the embeddings, and each block's other arguments.
         self._start: Hidden = []
         self._arguments: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = [[] for _ in self.blocks]
 
@@ -63,7 +65,7 @@ class BlockFlow:
             self._arguments[index].append((args, kwargs))
             return hidden
 
-        before = [vars(block).get("forward") for block in self.blocks]  # accelerate puts one of its own there
+        before = [vars(block).get("forward") for block in self.blocks]  # accelerate replaces it
         try:
             for index, block in enumerate(self.blocks):
                 block.forward = partial(record, index)
@@ -77,35 +79,35 @@ class BlockFlow:
                     block.forward = forward
 
     def start(self) -> Hidden:
-        """What enters block 0, per micro-batch."""
+        """The input of block 0, by micro-batch."""
         return list(self._start)
 
     def block(self, index: int, batch: int, state: State) -> State:
-        """Block ``index`` on one micro-batch."""
+        """Run block ``index`` on one micro-batch."""
         args, kwargs = self._arguments[index][batch]
         shared = kwargs.get("shared_kv_states")
-        if shared is not None:  # transformers' blocks put theirs in
+        if shared is not None:  # blocks add their keys and values to it
             shared = type(shared)(state.shared)
             kwargs = {**kwargs, "shared_kv_states": shared}
         out = self.blocks[index](state.hidden, *args, **kwargs)
         return State(out[0] if isinstance(out, tuple) else out, dict(shared or {}))
 
     def run(self, batch: int, state: State, start: int, stop: int) -> State:
-        """Blocks ``start`` to ``stop - 1`` on one micro-batch."""
+        """Run blocks ``start`` to ``stop - 1`` on one micro-batch."""
         for index in range(start, stop):
             state = self.block(index, batch, state)
         return state
 
     def final(self, batch: int, start: int = 0, state: State | None = None) -> Tensor:
-        """The last hidden states of a micro-batch's counted tokens, normalised: (T, hidden_size). ``state`` is what
-        enters block ``start``; without it, everything is run."""
+        """The last hidden states of a micro-batch's counted tokens, after the final norm: (T, hidden_size). ``state`` is
+        the input of block ``start``; None: the embeddings."""
         state = self._start[batch] if state is None else state
         out = self.norm(self.run(batch, state, start, len(self.blocks)).hidden)
         return out[self.counted[batch].to(out.device)]
 
     def logits(self, final: Tensor) -> Tensor:
-        """Rows of normalised hidden states (T, hidden_size) to float32 logits (T, V)."""
-        logits, times, cap = self.head(final).float(), self.config.logits_multiplier, self.config.logits_softcap
-        if times != 1.0:  # a copy of them is large
-            logits = logits * times
+        """Logits (T, V) float32 of `final`'s rows (T, hidden_size)."""
+        logits, multiplier, cap = self.head(final).float(), self.config.logits_multiplier, self.config.logits_softcap
+        if multiplier != 1.0:  # avoids a large copy
+            logits = logits * multiplier
         return soft_cap(logits, cap)

@@ -1,8 +1,7 @@
-"""A model's projections in fewer bits, before anything else is measured on it: block by block, and in place; and in which
-coordinates int4 weights and masks cost least together.
+"""Quantization of a model's projections in place, and the comparison of int4 with and without rotation.
 
-GPTQ needs correlated inputs, which a rotation to principal directions takes away, and masks need the rotation. Which
-wins depends on the model and the sparsity (benchmarks/coordinates.py), so it is measured.
+GPTQ needs correlated inputs, which a rotation to principal directions removes, and masks need the rotation. Which costs
+less depends on the model and the sparsity (benchmarks/coordinates.py), so `compare_coordinates` measures it.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from wisparse.formats.weight_types import Kind, QuantizedMatrix, pack_int4, quan
 from .calibration import CalibrationTokens
 from .evaluation import evaluate_text
 from .experts import ExpertProjection
-from .flow import BlockFlow, Hidden
+from .flow import BlockFlow, Hidden, StopForward
 from .measurement import MaskedLogits
 from .rotation import load_weights, rotate
 from .search.search import SearchSettings, SparsityLevels
 from .source import SourceModel
 from .state import NO_STATE, Stages
 
-# Seven and a half steps are this much of a group's largest value: above 1 the seventh step can meet a positive one.
+# Candidates for a scale: 7.5 steps are this fraction of the group's largest value. Codes are -8 to 7.
 _CLIPS = tuple(1.08 - 0.02 * step for step in range(25))
 _STEPS = 7.5
-# Added to the diagonal, of its mean: without it the inverse of few tokens' moments is noise.
+# Times the mean of the diagonal, added to it: the inverse of few tokens' moments would be noise.
 _DAMPING = 0.01
-# Channels rounded before their errors are carried to all that are left.
+# Channels rounded before their errors are propagated to all remaining channels.
 _PANEL = 128
-# Of the change that makes up for the inputs' own error: all of it follows the calibration text too closely
-# (benchmarks/LOG.md). And what is added to the moments' diagonal for it, of its mean.
+# The fraction applied of the correction for the inputs' own error, since all of it overfits the calibration text
+# (benchmarks/LOG.md); and its ridge, times the mean of the moments' diagonal.
 _CORRECTION, _RIDGE = 0.5, 0.05
-# Numbers of the experts that are fitted together.
-_TOGETHER = 1 << 25
-# Rows whose scales are solved for together, of each expert.
+# Weights of the experts that are fitted in one batch.
+_BATCH_WEIGHTS = 1 << 25
+# Rows, of each expert, whose scales are solved in one batch.
 _ROWS = 1024
-_ENOUGH_TOKENS = 256  # of an expert to fit its weights to
-# To choose coordinates by: sequences and tokens of each, to fit and to mask with, and others to measure on.
+_MIN_EXPERT_TOKENS = 256  # an expert with fewer tokens is rounded, not fitted
+# Of the comparison of coordinates: sequences, and tokens of each, both for the search and for the measurement.
 SAMPLES, LONGEST = 4, 256
 
 _log = logging.getLogger("wisparse")
@@ -57,12 +56,12 @@ _log = logging.getLogger("wisparse")
 def fit_int4(
     weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtype, cross: Tensor | None = None
 ) -> QuantizedMatrix:
-    """int4 codes without zero points for a weight (N, K), finite; ``group`` neighbouring channels share a scale. Of several
-    experts' weights (E, N, K) all at once, with moments (E, K, K): codes (E * N, K).
+    """Symmetric int4 codes for a finite weight (N, K); ``group`` neighbouring channels share a scale. Experts' weights
+    (E, N, K), with moments (E, K, K), give codes (E * N, K).
 
-    ``moments`` (K, K) float32 is the sum of x xᵀ over the inputs x that the projection gets here, and ``cross`` that of
-    z xᵀ with its inputs z in the dense model. GPTQ (arXiv:2210.17323) of the weight that, on x, comes nearer to W z
-    (as arXiv:2504.02692 does), then scales of least squares for the codes found.
+    ``moments`` (K, K) float32: the sum of x xᵀ over the projection's inputs x in the quantized model; ``cross``: of
+    z xᵀ, with its inputs z in the dense model. The target is W moved towards the weight whose product with x is W z
+    (as in arXiv:2504.02692); then GPTQ (arXiv:2210.17323), then least-squares scales for the codes.
     """
     columns = weight.shape[-1]
     target, diagonal = weight.to(torch.float32), moments.diagonal(dim1=-2, dim2=-1)
@@ -76,55 +75,55 @@ def fit_int4(
     sorted_moments = moments.gather(-2, by_row.expand_as(moments)).gather(-1, by_column.expand_as(moments))
     factor = _inverse_factor(sorted_moments)
     by_column = by_column.expand_as(target)
-    left = target.gather(-1, by_column)
+    remaining = target.gather(-1, by_column)
     by_channel = scales.repeat_interleave(group, dim=-1).gather(-1, by_column)
-    codes = torch.empty_like(left)
+    codes = torch.empty_like(remaining)
     for first in range(0, columns, _PANEL):
         last = min(first + _PANEL, columns)
-        panel = left[..., first:last]
-        lost = torch.empty_like(panel)
+        panel = remaining[..., first:last]
+        errors = torch.empty_like(panel)
         for k in range(last - first):
             scale, row = by_channel[..., first + k], factor[..., first + k, None, first:last]
             code = torch.round(panel[..., k] / scale).clamp_(-8, 7)
             codes[..., first + k] = code
-            lost[..., k] = (panel[..., k] - code * scale) / row[..., k]
-            panel[..., k:] -= lost[..., k, None] * row[..., k:]
-        left[..., last:] -= lost @ factor[..., first:last, last:]
-    found = torch.empty_like(codes).scatter_(-1, by_column, codes)
-    scales = _least_squares(target, moments, found, scales, scale_dtype).flatten(0, -2)
-    found = found.flatten(0, -2)
-    return QuantizedMatrix("int4", pack_int4((found + 8).to(torch.uint8)), scales, None, group, (len(found), columns))
+            errors[..., k] = (panel[..., k] - code * scale) / row[..., k]
+            panel[..., k:] -= errors[..., k, None] * row[..., k:]
+        remaining[..., last:] -= errors @ factor[..., first:last, last:]
+    codes = torch.empty_like(codes).scatter_(-1, by_column, codes)
+    scales = _least_squares(target, moments, codes, scales, scale_dtype).flatten(0, -2)
+    codes = codes.flatten(0, -2)
+    return QuantizedMatrix("int4", pack_int4((codes + 8).to(torch.uint8)), scales, None, group, (len(codes), columns))
 
 
 def _least_squares(target: Tensor, moments: Tensor, codes: Tensor, scales: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """Scales (..., N, G) that bring codes (..., N, K) nearest to the target on the moments' inputs, row by row: of the
-    group's own columns C_g, A_gh = C_gᵀ H C_h and b_g = C_gᵀ H w. Those that change by half or more stay as they were."""
-    groups, found = scales.shape[-1], scales.clone()
+    """Least-squares scales (..., N, G) of the codes (..., N, K), row by row: A s = b with A_gh = C_gᵀ H C_h and
+    b_g = C_gᵀ H w, where C_g are the codes of group g. A scale that would change by half or more is kept."""
+    groups, result = scales.shape[-1], scales.clone()
     group = codes.shape[-1] // groups
     for first in range(0, codes.shape[-2], _ROWS):
         rows = (..., slice(first, first + _ROWS), slice(None))
-        code, given = codes[rows], scales[rows]
+        code, before = codes[rows], scales[rows]
         matrix = torch.empty(*code.shape[:-1], groups, groups, device=codes.device)
         for g in range(groups):
             columns = slice(g * group, (g + 1) * group)
             matrix[..., g, :] = (
                 ((code[..., columns] @ moments[..., columns, :]) * code).unflatten(-1, (groups, group)).sum(-1)
             )
-        wanted = ((target[rows] @ moments) * code).unflatten(-1, (groups, group)).sum(-1)
-        # Towards the scales that there are, where the codes do not say.
+        right = ((target[rows] @ moments) * code).unflatten(-1, (groups, group)).sum(-1)
+        # The ridge pulls towards the scales before, for groups without codes other than 0.
         ridge = matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) * 1e-3 + 1e-20
         matrix.diagonal(dim1=-2, dim2=-1).add_(ridge)
-        solved = torch.linalg.solve(matrix, wanted + ridge * given)
-        ratio = solved / given
-        found[rows] = torch.where((ratio > 0.5) & (ratio < 1.5), solved, given)
-    return found.to(scale_dtype).to(torch.float32)
+        solved = torch.linalg.solve(matrix, right + ridge * before)
+        ratio = solved / before
+        result[rows] = torch.where((ratio > 0.5) & (ratio < 1.5), solved, before)
+    return result.to(scale_dtype).to(torch.float32)
 
 
 def search_scales(weight: Tensor, importance: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
-    """Scales (..., N, K / group), float32, of least rounding error, each channel's weighted by ``importance`` (..., K)."""
+    """Scales (..., N, K / group) float32 of least squared rounding error, weighted by channel ``importance`` (..., K)."""
     groups = weight.to(torch.float32).unflatten(-1, (-1, group))
     weights = importance.to(torch.float32).clamp(min=0).unflatten(-1, (-1, group))
-    # A channel that was never used still counts a little: a group of such has to have a scale.
+    # A small weight for channels without importance: a group of only these needs a scale too.
     weights = (weights + weights.mean((-2, -1), keepdim=True).clamp(min=1e-30) * 1e-6).unsqueeze(-3)
     largest = groups.abs().amax(-1)
     best = torch.full_like(largest, float("inf"))
@@ -140,20 +139,20 @@ def search_scales(weight: Tensor, importance: Tensor, group: int, scale_dtype: t
 
 
 def _inverse_factor(moments: Tensor) -> Tensor:
-    """Upper Cholesky factors of the damped moments' inverses; more damping where rounding leaves them not definite."""
+    """Upper Cholesky factors of the inverse damped moments; damping is increased where factorisation fails."""
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
     damping = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) * _DAMPING
     while True:
-        factor, failed = torch.linalg.cholesky_ex(moments + torch.diag_embed(damping.expand_as(diagonal)))
-        upper, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
-        wrong = (failed != 0) | (failed_too != 0)
-        if not wrong.any():
+        factor, info = torch.linalg.cholesky_ex(moments + torch.diag_embed(damping.expand_as(diagonal)))
+        upper, inverse_info = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+        failed = (info != 0) | (inverse_info != 0)
+        if not failed.any():
             return upper
-        damping = torch.where(wrong.unsqueeze(-1), 10 * damping, damping)
+        damping = torch.where(failed.unsqueeze(-1), 10 * damping, damping)
 
 
 def group_size(config: ModelConfig, weights: str = "int4") -> int:
-    """Neighbouring channels that share a scale in int4 and graded weights: 128 where that divides every input, else 64 or 32."""
+    """The quantization group of int4 and graded weights: 128 channels if that divides every input, else 64 or 32."""
     inputs = sorted({projection.in_features for projection in config.projections()})
     group = next((group for group in (128, 64, 32) if not any(size % group for size in inputs)), None)
     if group is None:
@@ -170,23 +169,23 @@ def quantise_weights(
     scale_dtype: torch.dtype,
     stages: Stages = NO_STATE,
 ) -> dict[str, QuantizedMatrix]:
-    """Quantise every projection of ``source`` in place; returns the codes by name on disk, on the CPU. int4 is fitted to
-    ``tokens``; int8 and fp8 are rounded, with a scale a row, and graded weights to int8 in groups. Scales are numbers of
+    """Quantize every projection of ``source`` in place; returns the codes on the CPU, by checkpoint name. int4 is fitted
+    to ``tokens``; int8 and fp8 are rounded with a scale per row, graded weights to int8 in groups. Scales are rounded to
     ``scale_dtype``."""
     graded = weights == "graded"
     kind = cast(Kind, "int8" if graded else weights)
     group = group_size(source.config, weights) if weights in ("int4", "graded") else None
-    projections = [(one, source.projections[one.name].weight) for one in source.config.projections()]
+    projections = [(each, source.projections[each.name].weight) for each in source.config.projections()]
     matrices: dict[str, QuantizedMatrix] = {}
-    if kind != "int4":  # rounded again as fast as a state of it is read
+    if kind != "int4":  # not a stage: rounding again takes no longer than reading its result
         with stages.progress.stage("Quantising", len(projections)) as stage:
             for projection, weight in projections:
-                flat = weight.flatten(0, -2)  # of experts all together: each row is rounded for itself
+                flat = weight.flatten(0, -2)  # all experts' rows
                 matrix = quantise(kind, flat, group=group, scale_dtype=scale_dtype, graded=graded)
                 weight.copy_(matrix.dequantise(weight.dtype).view_as(weight))
-                kept, rows = replace(matrix, codes=matrix.codes.cpu(), scales=matrix.scales.cpu()), weight.shape[-2]
+                on_cpu, rows = replace(matrix, codes=matrix.codes.cpu(), scales=matrix.scales.cpu()), weight.shape[-2]
                 parts = enumerate(projection.parts)
-                matrices |= {part: kept.rows(i * rows, (i + 1) * rows) for i, part in parts}
+                matrices |= {part: on_cpu.rows(i * rows, (i + 1) * rows) for i, part in parts}
                 stage.advance()
         return matrices
     weights_by_name: dict[str, Tensor] = {}
@@ -202,7 +201,7 @@ def quantise_weights(
     def compute() -> dict[str, list[Tensor]]:
         assert group is not None
         with stages.progress.stage("Quantising", len(weights_by_name)) as stage:
-            for name, matrix in _fitted(source, tokens, group, scale_dtype):
+            for name, matrix in _fit_projections(source, tokens, group, scale_dtype):
                 put(name, matrix.codes, matrix.scales)
                 stage.advance()
         return {name: [matrix.codes, matrix.scales] for name, matrix in matrices.items()}
@@ -213,49 +212,49 @@ def quantise_weights(
     return matrices
 
 
-def _fitted(
+def _fit_projections(
     source: SourceModel, tokens: CalibrationTokens, group: int, scale_dtype: torch.dtype
 ) -> Iterator[tuple[str, QuantizedMatrix]]:
-    """One projection after another; the caller puts its matrix into ``source`` before it asks for the next."""
+    """Fit the projections in order; the caller has to put each matrix into ``source`` before the next is computed."""
     flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep)
-    dense, hidden = flow.start(), flow.start()  # entering the block: in the dense model, and in the one made here
-    rounded = total = 0
+    dense, hidden = flow.start(), flow.start()  # the block's input in the dense model, and in the quantized one
+    rounded = total = 0  # experts' weights
     for block in range(source.config.num_blocks):
         groups = source.config.shared_inputs(block)
         shared = [[projection.name for projection in sharing] for sharing in groups]
-        modules = {one.name: source.projections[one.name] for one, *_ in groups if not one.experts}
-        of_dense: dict[str, list[Tensor]] = {name: [] for name in modules}
+        modules = {first.name: source.projections[first.name] for first, *_ in groups if not first.experts}
+        dense_inputs: dict[str, list[Tensor]] = {name: [] for name in modules}
         for batch, state in enumerate(dense):
-            with _kept_inputs(modules, of_dense):
+            with _record_inputs(modules, dense_inputs):
                 dense[batch] = flow.block(block, batch, state)
         for (first, *others), sharing in zip(shared, groups, strict=True):
             module = source.projections[first]
             if sharing[0].experts:
-                # Without ``cross``: in the dense model other tokens may have reached an expert.
+                # Without ``cross``: in the dense model the router may choose an expert for other tokens.
                 inputs = [rows.split(counts) for rows, counts in _expert_inputs(flow, block, hidden, first, module)]
-                reached = [sum(len(rows[expert]) for rows in inputs) for expert in range(sharing[0].experts)]
-                few = [expert for expert, count in enumerate(reached) if count < _ENOUGH_TOKENS]
-                rounded, total = rounded + len(few), total + len(reached)
+                num_rows = [sum(len(rows[expert]) for rows in inputs) for expert in range(sharing[0].experts)]
+                few = [expert for expert, count in enumerate(num_rows) if count < _MIN_EXPERT_TOKENS]
+                rounded, total = rounded + len(few), total + len(num_rows)
                 for projection, expert in product(sharing, few):
                     weight = source.projections[projection.name].weight[expert]
                     yield projection.parts[expert], quantise("int4", weight, group=group, scale_dtype=scale_dtype)
-                many = [expert for expert, count in enumerate(reached) if count >= _ENOUGH_TOKENS]
-                step = max(1, _TOGETHER // (module.in_features * module.out_features))
-                for some in (many[i : i + step] for i in range(0, len(many), step)):
-                    every = (torch.cat([rows[expert] for rows in inputs]).to(torch.float32) for expert in some)
-                    moments = torch.stack([x.t() @ x for x in every])
+                many = [expert for expert, count in enumerate(num_rows) if count >= _MIN_EXPERT_TOKENS]
+                step = max(1, _BATCH_WEIGHTS // (module.in_features * module.out_features))
+                for experts in (many[i : i + step] for i in range(0, len(many), step)):
+                    xs = (torch.cat([rows[expert] for rows in inputs]).to(torch.float32) for expert in experts)
+                    moments = torch.stack([x.t() @ x for x in xs])
                     for projection in sharing:
-                        weight = source.projections[projection.name].weight[some]
+                        weight = source.projections[projection.name].weight[experts]
                         matrix, rows = fit_int4(weight, moments, group, scale_dtype), weight.shape[1]
-                        for i, expert in enumerate(some):
+                        for i, expert in enumerate(experts):
                             yield projection.parts[expert], matrix.rows(i * rows, (i + 1) * rows)
                 continue
             moments, cross = torch.zeros(2, module.in_features, module.in_features, device=module.weight.device)
             for batch, state in enumerate(hidden):
-                here: dict[str, list[Tensor]] = {first: []}
-                with suppress(_Enough), _kept_inputs({first: module}, here, stop=True):
+                recorded: dict[str, list[Tensor]] = {first: []}
+                with suppress(StopForward), _record_inputs({first: module}, recorded, stop=True):
                     flow.block(block, batch, state)
-                x, z = (inputs.to(torch.float32) for inputs in (here[first][0], of_dense[first][batch]))
+                x, z = (inputs.to(torch.float32) for inputs in (recorded[first][0], dense_inputs[first][batch]))
                 moments.addmm_(x.t(), x)
                 cross.addmm_(z.t(), x)
             for name in (first, *others):
@@ -263,39 +262,35 @@ def _fitted(
         hidden = [flow.block(block, batch, state) for batch, state in enumerate(hidden)]
     if rounded:
         text = "int4: %d of %d weights' inputs in experts are from fewer than %d tokens: these weights are rounded, not fitted"
-        _log.warning(text, rounded, total, _ENOUGH_TOKENS)
+        _log.warning(text, rounded, total, _MIN_EXPERT_TOKENS)
 
 
 def _expert_inputs(
     flow: BlockFlow, block: int, hidden: Hidden, name: str, module: ExpertProjection
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """Of each micro-batch the rows that enter a projection of experts, expert by expert, and how many each has."""
+    """For each micro-batch: the inputs of an experts' projection, sorted by expert, and the rows of each expert."""
     for batch, state in enumerate(hidden):
-        here: dict[str, list[Tensor]] = {name: []}
-        with suppress(_Enough), _kept_inputs({name: module}, here, stop=True):
+        recorded: dict[str, list[Tensor]] = {name: []}
+        with suppress(StopForward), _record_inputs({name: module}, recorded, stop=True):
             flow.block(block, batch, state)
         assert module.routing is not None
-        yield here[name][0], module.routing.counts
-
-
-class _Enough(Exception):
-    """The block need not be run any further."""
+        yield recorded[name][0], module.routing.counts
 
 
 @contextmanager
-def _kept_inputs(
-    modules: Mapping[str, torch.nn.Module], kept: Mapping[str, list[Tensor]], *, stop: bool = False
+def _record_inputs(
+    modules: Mapping[str, torch.nn.Module], inputs: Mapping[str, list[Tensor]], *, stop: bool = False
 ) -> Iterator[None]:
-    """Keep the inputs (T, K) of modules while they are run; with ``stop`` they raise `_Enough` in place of running."""
+    """Append the modules' inputs (T, K) to ``inputs``; with ``stop`` they raise `StopForward` before they run."""
 
-    def keep(name: str, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        kept[name].append(args[0].flatten(0, -2))
+    def record(name: str, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs[name].append(args[0].flatten(0, -2))
         if stop:
-            raise _Enough
+            raise StopForward
 
     with ExitStack() as stack:
         for name, module in modules.items():
-            stack.callback(module.register_forward_pre_hook(partial(keep, name)).remove)
+            stack.callback(module.register_forward_pre_hook(partial(record, name)).remove)
         yield
 
 
@@ -304,34 +299,34 @@ def compare_coordinates(
     source: SourceModel,
     checkpoint: Checkpoint,
     tokens: CalibrationTokens,
-    directions: Callable[[], CalibrationTokens],
-    held_back: Callable[[], CalibrationTokens],
+    rotation_text: Callable[[], CalibrationTokens],
+    held_out: Callable[[], CalibrationTokens],
     sparsity: float,
     stages: Stages,
 ) -> dict[str, float]:
-    """KL(dense || int4 with masks of ``sparsity``), nats a token, of ``none`` and ``pca`` on a few sequences held back.
-    ``source`` is changed in between, and holds the checkpoint's weights again afterwards."""
+    """KL(dense || int4 with masks of ``sparsity``), nats per token, for rotation ``none`` and ``pca``, on a few held-out
+    sequences. ``source`` is changed meanwhile; at the end it has the checkpoint's weights again."""
     few = replace(tokens, input_ids=tokens.input_ids[:SAMPLES, :LONGEST], keep=tokens.keep[:SAMPLES, :LONGEST])
 
     def compare() -> dict[str, float]:
-        sequences = stages.processes.broadcast(list(held_back().input_ids) if stages.processes.leads else [])
+        sequences = stages.processes.broadcast(list(held_out().input_ids) if stages.processes.is_main else [])
         dense = [source.model(input_ids=ids[None].to(source.device)).logits[0].cpu() for ids in sequences]
-        trial = replace(stages, folder=None)  # nothing of it is kept
+        trial = replace(stages, folder=None)  # does not save its stages
 
         def kl() -> float:
-            waiting = iter(dense)
+            dense_logits = iter(dense)
             quantise_weights(source, few, "int4", checkpoint.dtype, trial)
             with SparsityLevels(source, few, SearchSettings(search="fisher"), trial) as levels:
                 result = levels.at(sparsity)
             with MaskedLogits(source, result) as logits:
-                found = evaluate_text(
-                    logits, sequences, ["all"], reference=lambda ids, _: next(waiting).to(source.device)
+                quality = evaluate_text(
+                    logits, sequences, ["all"], reference=lambda ids, _: next(dense_logits).to(source.device)
                 )
             load_weights(source.model, checkpoint)
-            return found["all"].sparse.kl
+            return quality["all"].sparse.kl
 
-        found = {"none": kl()}
-        rotate(source, checkpoint, tokens, directions, stages)
-        return stages.processes.broadcast({**found, "pca": kl()})
+        unrotated = kl()
+        rotate(source, checkpoint, tokens, rotation_text, stages)
+        return stages.processes.broadcast({"none": unrotated, "pca": kl()})
 
     return stages.run("coordinates", compare)

@@ -1,4 +1,4 @@
-"""Masks on a model's projections: for searches (`MaskedModel`), and for transformers' users (`sparsify`)."""
+"""Masks on the projections of a transformers model: for the converter (`MaskedModel`), and for users (`sparsify`)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .experts import Release, at_rows, find_experts
 
 @dataclass
 class _Pass:
-    """What holds for all masks of a model during a forward pass."""
+    """Options of a forward pass, shared by all masks of a model."""
 
-    # (B, L) bool: tokens that every mask leaves alone, such as a sequence's first and padding. None: none, True: all.
+    # (B, L) bool: tokens that are not masked, such as padding and the first of a sequence. None: no token, True: all.
     dense_tokens: Tensor | bool | None = None
-    observer: Callable[[str, Tensor], None] | None = None  # sees a projection's name and input, before the mask
-    replacer: Callable[[str, Tensor], Tensor] | None = None  # gives what is multiplied in place of the masked input
+    observer: Callable[[str, Tensor], None] | None = None  # called with a projection's name and unmasked input
+    replacer: Callable[[str, Tensor], Tensor] | None = None  # maps a projection's name and masked input to its input
     counting: bool = False
 
 
@@ -53,14 +53,14 @@ class _Mask:
             shared.observer(self.name, x)
         dense = shared.dense_tokens
         if self.threshold is not None and self.scale is not None and dense is not True:
-            if self.scale.device != x.device:  # a weight that is kept elsewhere does not tell where it is used
+            if self.scale.device != x.device:  # an offloaded weight's device is not the one it runs on
                 self.scale = self.scale.to(x.device)
             if isinstance(self.threshold, Tensor):
                 self.threshold = self.threshold.to(x.device)
             threshold, scale, routing = self.threshold, self.scale, getattr(module, "routing", None)
             if routing is not None:
                 scale = scale[routing.experts]
-            if isinstance(threshold, Tensor) and threshold.ndim and x.dim() == 2:  # of a sequence, at each of its rows
+            if isinstance(threshold, Tensor) and threshold.ndim and x.dim() == 2:  # (B, 1, 1) to (rows, 1)
                 tokens = len(x) if routing is None else len(x) // module.chosen
                 threshold = at_rows(module, x, threshold[:, 0].expand(-1, tokens // len(threshold)))[:, None]
             if isinstance(dense, Tensor):
@@ -79,8 +79,8 @@ class _Mask:
 
 
 class MaskedModel(AbstractContextManager["MaskedModel"]):
-    """Masks on ``projections``, a mapping from Hugging Face module name to the ``nn.Linear`` there, or to experts'
-    `ExpertProjection`. Use as a context manager, or call `close`, to take the hooks off again."""
+    """Masks on ``projections``, a mapping from Hugging Face module names to ``nn.Linear`` or `ExpertProjection`. The hooks
+    are removed by `close` or at the end of the context."""
 
     def __init__(self, projections: Mapping[str, Any]) -> None:
         self.projections = dict(projections)
@@ -92,7 +92,7 @@ class MaskedModel(AbstractContextManager["MaskedModel"]):
         self.close()
 
     def close(self) -> None:
-        """Take the hooks off; the model is as it was."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -103,8 +103,8 @@ class MaskedModel(AbstractContextManager["MaskedModel"]):
         self._masks[name].scale = channel_scale.to(device=device, dtype=torch.float32)
 
     def set_threshold(self, name: str, threshold: float | Tensor | None) -> None:
-        """Mask a projection, which has a scale, at ``threshold``; None or 0 leaves it dense. A tensor (B,) gives every
-        sequence of the batch its own threshold: candidates share one forward pass."""
+        """Mask a projection, whose scale is set, at ``threshold``; None or 0: dense. A tensor (B,) has a threshold for each
+        sequence of the batch."""
         mask = self._masks[name]
         if threshold is None or (not isinstance(threshold, Tensor) and threshold == 0):
             mask.threshold = None
@@ -114,13 +114,13 @@ class MaskedModel(AbstractContextManager["MaskedModel"]):
         mask.threshold = value.view(-1, 1, 1) if value.ndim else value
 
     def clear(self) -> None:
-        """Every projection dense again; scales stay."""
+        """Make every projection dense; scales stay."""
         for mask in self._masks.values():
             mask.threshold = None
 
     @contextmanager
     def masking(self, thresholds: Mapping[str, float | Tensor | None]) -> Iterator[None]:
-        """Within the context the projections of ``thresholds`` are masked and all others dense; after it all are."""
+        """Within the context only the projections of ``thresholds`` are masked; after it none is."""
         self.clear()
         try:
             for name, threshold in thresholds.items():
@@ -131,7 +131,7 @@ class MaskedModel(AbstractContextManager["MaskedModel"]):
 
     @contextmanager
     def during(self, **values: Any) -> Iterator[None]:
-        """Within the context every mask has these ``values`` of a `_Pass`."""
+        """Within the context, set these options of `_Pass`."""
         before = {name: getattr(self._shared, name) for name in values}
         vars(self._shared).update(values)
         try:
@@ -141,8 +141,8 @@ class MaskedModel(AbstractContextManager["MaskedModel"]):
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[], dict[str, float]]]:
-        """Count dropped channels over the tokens that are not ``dense_tokens``. Yields a function that returns, per
-        projection, the realised sparsity so far: the fraction of (token, channel) pairs that were dropped."""
+        """Count dropped channels at the tokens that are not ``dense_tokens``. Yields a function that returns the realised
+        sparsity so far by projection: the fraction of (token, channel) pairs that were dropped."""
         for mask in self._masks.values():
             mask.kept = mask.counted = 0
 
@@ -169,14 +169,14 @@ def sparsify(
 ) -> M:
     """Put a bundle's masks on a transformers causal LM, in place.
 
-    Works with every attention implementation, with ``generate``, pipelines, device maps and offloading. Masks that are
-    already there are replaced. Saving the model afterwards writes a dense checkpoint; the bundle keeps the masks.
+    Works with every attention implementation, with ``generate``, pipelines, device maps and offloading. Masks of an
+    earlier call are replaced. Saving the model afterwards writes a dense checkpoint without masks.
 
     Args:
         model: e.g. ``AutoModelForCausalLM.from_pretrained(bundle)``.
         bundle: a folder, a Hub id, or an opened bundle.
-        sparsity: one of the bundle's sparsity levels, or 0 for no masks; None: the level in force of an opened bundle,
-            else the default.
+        sparsity: one of the bundle's sparsity levels, or 0 for no masks; None: the level chosen in an opened bundle, else
+            the default level.
         prefill: ``dense``, ``half`` (the last half of each prompt is sparse) or ``all``. A forward pass with several
             new tokens, or on an empty cache, counts as a prompt; a pass with one new token is always sparse. So
             ``generate(use_cache=False)``, where every pass is a prompt, is not sparse under ``dense``.
@@ -206,8 +206,8 @@ def sparsify(
     desparsify(model)
     experts = find_experts(model, bundle.config)
     projections |= experts
-    shared, found = _Pass(), model
-    decoder: Any = found.get_decoder()  # type: ignore[attr-defined]
+    shared, hf_model = _Pass(), model
+    decoder: Any = hf_model.get_decoder()  # type: ignore[attr-defined]
 
     def choose_tokens(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shared.dense_tokens = _dense_tokens(prefill, args, kwargs)
@@ -218,22 +218,22 @@ def sparsify(
         if mask.sparsity > 0:
             handles.append(module.register_forward_pre_hook(_Mask(name, shared, mask.channel_scale, mask.threshold)))
     setattr(model, _HANDLES, handles)
-    # transformers copies the entry into whatever it saves, where it would promise a sidecar that is not there.
-    config: Any = found.config  # type: ignore[attr-defined]
+    # save_pretrained would copy the entry into a checkpoint that has no sidecar.
+    config: Any = hf_model.config  # type: ignore[attr-defined]
     if "wisparse" in vars(config):
         del config.wisparse
     return model
 
 
 def desparsify(model: M) -> M:
-    """Take a bundle's masks off again, in place; a model without any is left alone."""
+    """Remove a bundle's masks, in place; a model without masks stays unchanged."""
     for handle in vars(model).pop(_HANDLES, ()):
         handle.remove()
     return model
 
 
 def _dense_tokens(prefill: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | bool | None:
-    """Which tokens of a decoder's forward pass stay dense: see `_Pass`."""
+    """`_Pass.dense_tokens` of a decoder's forward pass."""
     tokens = kwargs.get("input_ids", args[0] if args else None)
     if tokens is None:
         tokens = kwargs["inputs_embeds"]
@@ -256,15 +256,15 @@ def _dense_tokens(prefill: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
-    """The model's module for every mask of the bundle."""
+    """The model's modules for the masks of the bundle, by name."""
     if not isinstance(model, nn.Module) or not hasattr(model, "get_decoder"):
         raise UsageError(f"model: expected a transformers causal LM, found {type(model).__name__}")
-    found = getattr(model.config, "model_type", None)
-    if found != bundle.config.model_type:
-        differs = f"the bundle's masks are for a {bundle.config.model_type} model, found {found!r}"
+    model_type = getattr(model.config, "model_type", None)
+    if model_type != bundle.config.model_type:
+        differs = f"the bundle's masks are for a {bundle.config.model_type} model, found {model_type!r}"
         advice = "load the bundle's own weights with AutoModelForCausalLM.from_pretrained"
         raise UnsupportedModelError(f"{differs}; {advice}")
-    # Both feed a projection's weight something else than the projection's own input.
+    # Under both, a projection's weight is multiplied by another tensor than the input that the hook masks.
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise UsageError("sparsify: a tensor-parallel model splits its channels; load it without tp_plan")
     if getattr(model, "use_kernels", False):
@@ -277,9 +277,10 @@ def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
         wanted = f"{missing[0]}: expected a projection of that name in the model, {lack}"
         raise UnsupportedModelError(f"{wanted}; pass the causal LM itself, not a part or a wrapper of it")
     for name, mask in bundle.masks.items():
-        width, own = getattr(modules[name], "in_features", None), mask.channel_scale.shape[-1]
-        if width != own:
-            raise UnsupportedModelError(f"{name}: the bundle's mask has {own} channels, the model's projection {width}")
+        width, num_channels = getattr(modules[name], "in_features", None), mask.channel_scale.shape[-1]
+        if width != num_channels:
+            differs = f"the bundle's mask has {num_channels} channels, the model's projection {width}"
+            raise UnsupportedModelError(f"{name}: {differs}")
     return {name: modules[name] for name in bundle.masks}
 
 
@@ -290,7 +291,7 @@ class WisparseConfig(QuantizationConfigMixin):
     """Load a bundle sparse; ``prefill`` and ``sparsity`` are those of ``wisparse.sparsify``."""
 
     def __init__(self, prefill: str = "dense", sparsity: float | None = None, **others: Any) -> None:
-        others.pop("quant_method", None)  # there if transformers makes it from a dictionary
+        others.pop("quant_method", None)  # passed if transformers makes it from a dictionary
         if "bits" in others:
             where = "wisparse.load(..., bits=...) reads fewer bits of graded weights"
             raise UsageError(f"WisparseConfig: bits: {where}; transformers loads such a bundle as int8")
@@ -303,25 +304,25 @@ class WisparseConfig(QuantizationConfigMixin):
 
 
 class WisparseQuantizer(HfQuantizer):
-    """Lets transformers load the dense weights as always, then puts the masks on. What comes out is a plain model with
-    hooks, not a "quantised" one: ``to(dtype)`` and ``save_pretrained`` work."""
+    """transformers loads the dense weights, then the masks are put on. The result is an unquantised model with hooks:
+    ``to(dtype)`` and ``save_pretrained`` work."""
 
     requires_calibration = False
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
-        # Where transformers found the weights. From the Hub, that is our cache entry as well.
+        # The folder of the weights; for a Hub id, in the cache that `fetch_bundle` uses too.
         files = kwargs.get("checkpoint_files")
         self._folder = Path(files[0]).parent if files else None
         super().preprocess_model(model, dtype=dtype, **kwargs)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
-        asked = {name: getattr(self.quantization_config, name) for name in ("prefill", "sparsity")}
+        options = {name: getattr(self.quantization_config, name) for name in ("prefill", "sparsity")}
         self.remove_quantization_config(model)
         if self._folder is not None and (self._folder / "wisparse.safetensors").is_file():
-            return sparsify(model, self._folder, **asked)
-        # transformers fetched the weights only.
+            return sparsify(model, self._folder, **options)
+        # transformers downloads the weights only, not the sidecar.
         name, commit = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
-        return sparsify(model, name, revision=None if Path(name).is_dir() else commit, **asked)
+        return sparsify(model, name, revision=None if Path(name).is_dir() else commit, **options)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""What searches' results are worth, measured while the model is still in memory; the sparsity that a budget allows."""
+"""Measurement of search results while the model is in memory, and the choice of a sparsity within a budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wisparse.formats.errors import AccessError, CalibrationError, UsageError
 from .calibration import CalibrationTokens, load_calibration
 from .calibration_state import CalibrationState
 from .evaluation import Quality, evaluate_text
-from .experts import numbers_read
+from .experts import weights_read
 from .masking import MaskedModel
 from .processes import SILENT, Progress
 from .search.allocation import MAX_SPARSITY
@@ -26,25 +26,26 @@ from .source import SourceModel
 
 _log = logging.getLogger("wisparse")
 
-# The curves of the paper's Fig. 2.
+# Sparsities of the block sensitivity, as in the paper's Fig. 2.
 LEVELS = (0.4, 0.5, 0.6)
-# Far from any seed that a person chooses beside the calibration's.
+# Added to the calibration's seed. Far from seeds that users choose.
 _SEED_OFFSET, _CHOICE_SEED_OFFSET = 1_000_003, 2_000_003
-_SAMPLES, _SEQ_LEN = 8, 256
+_SAMPLES, _SEQ_LEN = 8, 256  # of the measurement text, at most
 _SENSITIVITY_TOKENS = 1024
-# Below this a mask saves less than it costs to compute.
+# The lowest sparsity that `choose` tries: below it a mask saves less time than it takes.
 LOWEST = 0.05
-# The KL grows about like this power of the sparsity (docs/choosing.md), until two measurements say more.
+# `highest` begins at _GUESS. Before there are two measurements it assumes that the KL grows like this power of the
+# sparsity (docs/choosing.md).
 _POWER, _GUESS = 3.5, 0.4
-_SMALLEST, _LARGEST = 1e-6, 1e6
-_PATIENCE = 5
-# Sparsities are a tenth of a point apart, about a percent of KL. This much of a budget is enough: no text tells finer.
+_SMALLEST, _LARGEST = 1e-6, 1e6  # losses are clamped to these
+_MAX_POWER_STEPS = 5  # evaluations, after which `highest` bisects
+# The grid of sparsities, whose step changes the KL by about a percent, and the fraction of a budget that is close enough.
 _GRID, _ENOUGH = 0.001, 0.98
 
 
 @dataclass(frozen=True)
 class BlockSensitivity:
-    """KL in nats per token with one block sparse: per level, one value per block, each a mean over ``num_tokens``."""
+    """KL in nats per token with one block sparse, by level and block: means over ``num_tokens``."""
 
     levels: tuple[float, ...]
     kl: tuple[tuple[float, ...], ...]
@@ -53,35 +54,32 @@ class BlockSensitivity:
 
 @torch.no_grad()
 def block_sensitivity(calib: CalibrationState, levels: Sequence[float], progress: Progress) -> BlockSensitivity:
-    """Measure every block: blocks x levels runs of, on average, half the model. Every projection has a scale."""
+    """Measure every block: blocks x levels passes over, on average, half the model. All scales have to be set."""
     table = []
     with progress.stage("Block sensitivity", len(calib.groups)) as stage:
         for view in calib.blocks():
             view.build_tables()
-            runs = (calib.thresholds(dict.fromkeys(view.names, level)) for level in levels)
-            table.append([calib.kl(thresholds, view=view) for thresholds in runs])
+            by_level = (calib.thresholds(dict.fromkeys(view.names, level)) for level in levels)
+            table.append([calib.kl(thresholds, view=view) for thresholds in by_level])
             stage.advance()
     return BlockSensitivity(tuple(levels), tuple(zip(*table, strict=True)), calib.flow.num_counted)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Quality by sparsity level, and of the curve's sparsities; ``text`` says what it was measured on."""
-
-    levels: Mapping[float, Quality]
-    text: str
+    levels: Mapping[float, Quality]  # by sparsity level
+    text: str  # a description of the measurement text
     sensitivity: BlockSensitivity | None
-    curve: tuple[tuple[float, Quality], ...] = ()
+    curve: tuple[tuple[float, Quality], ...] = ()  # by sparsity, ascending; includes the levels
 
 
 class MaskedLogits(AbstractContextManager["MaskedLogits"]):
-    """A search's result as the callable, and the counter, that `evaluate_text` takes; a context manager. ``thresholds``
-    by projection are those of the result, until others are put there."""
+    """A search result as the ``logits`` and ``counter`` of `evaluate_text`. ``thresholds`` by projection can be replaced."""
 
     def __init__(self, source: SourceModel, result: SearchResult) -> None:
         self._source = source
         self._masked = MaskedModel(source.projections)
-        self._sizes = {name: numbers_read(module) for name, module in source.projections.items()}
+        self._sizes = {name: weights_read(module) for name, module in source.projections.items()}
         self.thresholds: Mapping[str, float] = result.apply_to(self._masked)
         self._counting = ExitStack()
         self._realised: Callable[[], Mapping[str, float]] | None = None
@@ -120,8 +118,8 @@ def measure(
     fresh: CalibrationTokens | None = None,
     progress: Progress = SILENT,
 ) -> Measurement:
-    """Measure what searches on ``tokens``, from ``calibration``, found by sparsity; at one also how sensitive blocks
-    are."""
+    """Measure ``results``, by sparsity, of searches on ``tokens``. ``sensitivity_at``: the sparsity whose scales the block
+    sensitivity is measured with; ``fresh``: the text to measure on, else read or generated like ``calibration``."""
     num_samples, seq_len, seed = fresh_text(tokens.num_samples, tokens.seq_len, tokens.seed)
     try:
         if fresh is None:
@@ -130,10 +128,10 @@ def measure(
         if fresh.source == "self":
             text = "text that the model wrote, not what it was calibrated on"
     except (AccessError, CalibrationError) as error:
-        # A data set that has gone since must not cost the search's result.
+        # The data set was available before the search: do not lose the search's results now.
         _log.warning("quality is measured on the calibration text itself, which flatters it: %s", error)
-        fresh, text = _beginnings(tokens, num_samples, seq_len), "the calibration text itself"
-    dense: dict[bytes, Tensor] = {}  # the same at every level
+        fresh, text = _truncate(tokens, num_samples, seq_len), "the calibration text itself"
+    dense: dict[bytes, Tensor] = {}  # dense logits by token ids, reused for all levels
 
     @torch.no_grad()
     def dense_logits(ids: Tensor, _: int) -> Tensor:
@@ -143,7 +141,7 @@ def measure(
         return dense[key]
 
     levels: dict[float, Quality] = {}
-    others: dict[float, Quality] = {}
+    curve: dict[float, Quality] = {}
     passes = sum(1 + len(result.thresholds_at) for result in results.values())
     with progress.stage("Measuring", fresh.num_samples * passes) as stage:
         for target, result in sorted(results.items()):
@@ -151,37 +149,37 @@ def measure(
                 for sparsity, thresholds in {target: logits.thresholds, **result.thresholds_at}.items():
                     logits.thresholds = thresholds
                     options: dict[str, Any] = {"reference": dense_logits, "counter": logits, "advance": stage.advance}
-                    found = evaluate_text(logits, fresh.input_ids, ["all"], **options)["all"]
-                    (levels if sparsity == target else others)[sparsity] = found
-    by_block = None
+                    quality = evaluate_text(logits, fresh.input_ids, ["all"], **options)["all"]
+                    (levels if sparsity == target else curve)[sparsity] = quality
+    sensitivity = None
     if sensitivity_at is not None:
-        few = min(4, tokens.num_samples)  # enough for a figure that nothing is decided by
-        with CalibrationState(source, _beginnings(tokens, few, _SENSITIVITY_TOKENS // few)) as calib:
+        num_samples = min(4, tokens.num_samples)  # few: it is only reported
+        with CalibrationState(source, _truncate(tokens, num_samples, _SENSITIVITY_TOKENS // num_samples)) as calib:
             for name in calib.names:
                 calib.set_scale(name, results[sensitivity_at].channel_scales[name])
-            by_block = block_sensitivity(calib, LEVELS, progress)
-    return Measurement(levels, text, by_block, tuple(sorted({**others, **levels}.items())))
+            sensitivity = block_sensitivity(calib, LEVELS, progress)
+    return Measurement(levels, text, sensitivity, tuple(sorted({**curve, **levels}.items())))
 
 
 def fresh_text(num_samples: int, seq_len: int, seed: int) -> tuple[int, int, int]:
-    """Size and seed of the text to measure on, from those of the calibration text."""
+    """(num_samples, seq_len, seed) of the measurement text, from those of the calibration text."""
     return min(_SAMPLES, num_samples), min(_SEQ_LEN, seq_len), seed + _SEED_OFFSET
 
 
-def _beginnings(tokens: CalibrationTokens, num_samples: int, seq_len: int) -> CalibrationTokens:
+def _truncate(tokens: CalibrationTokens, num_samples: int, seq_len: int) -> CalibrationTokens:
     cut = slice(num_samples), slice(seq_len)
     return replace(tokens, input_ids=tokens.input_ids[cut], keep=tokens.keep[cut])
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The most of KL(dense || sparse), nats per token, and the least top-1 agreement; None for any."""
+    """The largest KL(dense || sparse), nats per token, and the smallest top-1 agreement; None: no limit."""
 
     max_kl: float | None = None
     min_top1: float | None = None
 
     def spent(self, kl: float, top1: float) -> float:
-        """The part of the budget that this costs: kept up to 1."""
+        """The fraction of the budget that this quality uses; at most 1 is within the budget."""
         costs = [(kl, self.max_kl)] if self.max_kl is not None else []
         costs += [(1.0 - top1, 1.0 - self.min_top1)] if self.min_top1 is not None else []
         return max(0.0 if cost <= 0.0 else cost / limit if limit > 0.0 else math.inf for cost, limit in costs)
@@ -193,7 +191,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Choice:
-    """The highest sparsity that keeps a budget, and (sparsity, KL, top-1 agreement) of all that were tried."""
+    """The highest sparsity within a budget, and (sparsity, KL, top-1 agreement) of all that were tried."""
 
     sparsity: float
     tried: tuple[tuple[float, float, float], ...]
@@ -205,9 +203,9 @@ class Choice:
 
 
 def highest(loss: Callable[[float], float]) -> float | None:
-    """A sparsity whose loss is within the limit, 1, and at most 2% below it, or that of the next one on the grid; None
-    if not even `LOWEST` is within the limit. ``loss`` is asked for at most once each. It is taken to rise with the
-    sparsity: where it does not, the outcome is one of the sparsities at which it crosses the limit."""
+    """The highest sparsity on the grid whose ``loss`` is at most 1, or one with a loss from 0.98 to 1; None if `LOWEST` is
+    above 1. A sparsity is evaluated at most once. The loss should rise with the sparsity: if it does not, the result is
+    one of the sparsities at which it crosses 1."""
     first, last = round(LOWEST / _GRID), round(MAX_SPARSITY / _GRID)
     known: dict[int, float] = {}
     step = round(_GUESS / _GRID)
@@ -215,28 +213,28 @@ def highest(loss: Callable[[float], float]) -> float | None:
         known[step] = min(max(loss(round(step * _GRID, 4)), _SMALLEST), _LARGEST)
         if _ENOUGH <= known[step] <= 1.0:
             return round(step * _GRID, 4)
-        above = min((i for i, spent in known.items() if spent > 1.0), default=None)
+        above = min((i for i, value in known.items() if value > 1.0), default=None)
         below = max((i for i in known if known[i] <= 1.0 and (above is None or i < above)), default=None)
         low = first if below is None else below + 1
         high = last if above is None else above - 1
         if low > high:
             return None if below is None else round(below * _GRID, 4)
         guess = (low + high) // 2
-        if len(known) <= _PATIENCE:
-            # Where a power law through the two measurements nearest to the limit is midway in what is enough.
+        if len(known) <= _MAX_POWER_STEPS:
+            # Where a power law through the two values nearest to 1 is midway between 0.98 and 1.
             nearest = sorted(known, key=lambda i: abs(math.log(known[i])))[:2]
-            at, power = nearest[0], _POWER
+            best, power = nearest[0], _POWER
             if len(nearest) > 1:
-                power = max(1.0, math.log(known[at] / known[nearest[1]]) / math.log(at / nearest[1]))
-            guess = round(at * ((1.0 + _ENOUGH) / 2 / known[at]) ** (1 / power))
+                power = max(1.0, math.log(known[best] / known[nearest[1]]) / math.log(best / nearest[1]))
+            guess = round(best * ((1.0 + _ENOUGH) / 2 / known[best]) ** (1 / power))
         step = min(max(guess, low), high)
 
 
 def choose(levels: SparsityLevels, calibration: str | Sequence[str], budget: Budget) -> Choice:
-    """The highest sparsity that keeps a budget, see `highest`; UsageError if none does. Several processes call it
-    alike; the first measures, on another text of the size of the calibration text, which came from ``calibration``."""
+    """The highest sparsity within a budget, see `highest`; UsageError if there is none. All processes call it. Rank 0
+    measures, on another text from ``calibration``, of the calibration text's size."""
     fresh: list[CalibrationTokens] = []
-    found: dict[float, tuple[float, float, int]] = {}
+    tried: dict[float, tuple[float, float, int]] = {}
     source, tokens, stages, progress = levels.source, levels.tokens, levels.stages, levels.stages.progress
     size = tokens.num_samples, tokens.seq_len, tokens.seed + _CHOICE_SEED_OFFSET
 
@@ -245,7 +243,7 @@ def choose(levels: SparsityLevels, calibration: str | Sequence[str], budget: Bud
 
         def measure() -> Any:
             values = None
-            if stages.processes.leads:
+            if stages.processes.is_main:
                 if not fresh:
                     fresh.append(load_calibration(calibration, source.tokenizer, source.model, *size, progress))
                 with MaskedLogits(source, result) as logits, progress.stage("Trying", tokens.num_samples) as stage:
@@ -254,14 +252,14 @@ def choose(levels: SparsityLevels, calibration: str | Sequence[str], budget: Bud
             return stages.processes.broadcast(values)
 
         kl, top1, num_tokens = stages.run(f"choice-{sparsity!r}", measure)
-        found[sparsity] = (kl, top1, num_tokens)
+        tried[sparsity] = (kl, top1, num_tokens)
         return budget.spent(kl, top1)
 
     sparsity = highest(spent)
     if sparsity is None:
-        kl, top1, _ = found[LOWEST]
+        kl, top1, _ = tried[LOWEST]
         best = f"KL {kl:.2g} nats/token and top-1 agreement {top1:.2%} at {LOWEST:.0%}"
         wrong = f"{budget}: no sparsity from {LOWEST:.0%} on keeps that; the best is {best}"
         raise UsageError(f"{wrong}; allow more, or leave the model dense")
-    tried = tuple((one, kl, top1) for one, (kl, top1, _) in sorted(found.items()))
-    return Choice(sparsity, tried, found[sparsity][2])
+    qualities = tuple((one, kl, top1) for one, (kl, top1, _) in sorted(tried.items()))
+    return Choice(sparsity, qualities, tried[sparsity][2])

@@ -52,22 +52,22 @@ from .state import Stages, placed_bundle, remove_state
 
 _log = logging.getLogger("wisparse")
 
-# Far from any seed that a person chooses, and from those of the texts that measure (`measurement`).
+# Added to the seed. Far from seeds that users choose, and from the offsets in `measurement`.
 _DIRECTIONS_SEED_OFFSET, _COORDINATES_SEED_OFFSET = 3_000_003, 4_000_003
-# Sparsities that the report shows beside what a budget allowed.
-_NEIGHBOURS = 0.05
+# With a budget, the report's quality curve has the chosen sparsity, and this much less and more.
+_CURVE_STEP = 0.05
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A finished conversion. The report has no measurement if an interrupted run had written the bundle already."""
+    """A finished conversion. ``report.measurement`` is None if an earlier, interrupted run had written the bundle."""
 
     folder: Path
     plan: Plan
     report: Report
     seconds: dict[str, float]  # stage -> wall-clock seconds
-    choice: Choice | None = None  # how a budget was met
-    url: str | None = None  # where it was uploaded to
+    choice: Choice | None = None  # the search for a sparsity within a budget
+    url: str | None = None  # of the upload
 
 
 def convert(
@@ -95,21 +95,21 @@ def convert(
     if progress is not None:
         guard.switch("progress", progress)
     guard.keywords("convert", settings, [field.name for field in fields(ConvertSettings)[2:]])
-    given = ConvertSettings(cast(str, model), cast(Path, output_dir), **cast(dict[str, Any], settings))
-    run(given, Progress(progress))
-    return given.output_dir
+    validated = ConvertSettings(cast(str, model), cast(Path, output_dir), **cast(dict[str, Any], settings))
+    run(validated, Progress(progress))
+    return validated.output_dir
 
 
 def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversion | None:
-    """Preflight, conversion and upload, by all processes that torchrun started; None in all but the first."""
+    """Preflight, conversion and upload. Every process of torchrun calls it; all but rank 0 return None."""
     progress = progress or Progress(enabled=False)
     with joined(settings.device) as (processes, device):
-        plan = cast(Plan, processes.broadcast(preflight(settings, progress) if processes.leads else None))
-        if processes.size > 1 and plan.max_memory is not None:
-            wrong = f"with {processes.size} processes each GPU must hold the whole model, and it is too large"
+        plan = cast(Plan, processes.broadcast(preflight(settings, progress) if processes.is_main else None))
+        if processes.world_size > 1 and plan.max_memory is not None:
+            wrong = f"with {processes.world_size} processes each GPU must hold the whole model, and it is too large"
             advice = "start one process, without torchrun, which spreads the model over all GPUs"
             raise ResourceError(f"{plan.source.name}: {wrong}; {advice}")
-        if not processes.leads:
+        if not processes.is_main:
             progress, plan = Progress(enabled=False), replace(plan, device=choose_device(device))
         try:
             conversion = _convert(plan, progress, processes)
@@ -126,57 +126,57 @@ def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversi
             conversion = replace(conversion, url=url)
         return conversion
     finally:
-        # A kill before this: the next run knows the bundle for its own. A failed upload says how to go on.
+        # Also after a failed upload, whose error names the command to repeat. Not after a kill: the next run resumes.
         if settings.resume:
             remove_state(settings.state_dir, default=settings.work_dir is None)
 
 
 def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion | None:
-    """Everything up to the bundle in its place; its state is still there."""
+    """Convert the model and write the bundle. Leaves the state folder for `run` to remove."""
     settings = plan.settings
     with progress.stage("Fetching weights"):
-        fetched = fetch_source(settings.model, plan.source.commit) if processes.leads else plan.source
+        fetched = fetch_source(settings.model, plan.source.commit) if processes.is_main else plan.source
         fetched = processes.broadcast(fetched)
         checkpoint = Checkpoint.open(fetched.folder, complete=full_config)
     stages, small_files, complete = Stages(processes=processes, progress=progress), {}, False
-    if processes.leads:
+    if processes.is_main:
         small_files = small_digests(checkpoint.folder, checkpoint.error)
         with progress.stage("Reading the weights"):
             weight_files = weight_digests(checkpoint) if settings.resume else {}
         fingerprint = _fingerprint(plan, fetched, {**weight_files, **small_files})
         if plan.placed and placed_bundle(settings.state_dir, settings.output_dir) == fingerprint:
-            with suppress(BundleError):  # an interrupted run had only not cleaned up
+            with suppress(BundleError):  # the interrupted run was killed after the bundle was complete
                 verify_bundle(settings.output_dir)
                 clear_leftovers(Path(os.path.abspath(settings.output_dir)), BUNDLE)
                 complete = True
     if processes.broadcast(complete):
-        if not processes.leads:
+        if not processes.is_main:
             return None
         _log.warning("the bundle in %s was complete already", settings.output_dir)
         report = Report(Bundle.open(settings.output_dir).recipe, plan.config, None)
         return Conversion(settings.output_dir, plan, report, progress.seconds)
-    if processes.leads and settings.resume:
+    if processes.is_main and settings.resume:
         stages.open(settings.state_dir, fingerprint, default=settings.work_dir is None)
     with closing(stages):
         with progress.stage("Loading the model"):
             source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory)
             processes.gather(None)
-        source, checkpoint, tokens, fresh, record, compared = _prepared(plan, source, checkpoint, stages)
+        source, checkpoint, tokens, held_out, rotation, compared = _prepare_model(plan, source, checkpoint, stages)
         results, choice = _search(source, tokens, settings, stages)
-        if not processes.leads:
+        if not processes.is_main:
             return None
-        at = settings.default_of(results) if settings.full_report(plan.device.type) else None
-        measurement = measure(source, tokens, results, settings.calibration, at, fresh, progress)
+        sensitivity_at = settings.default_of(results) if settings.full_report(plan.device.type) else None
+        measurement = measure(source, tokens, results, settings.calibration, sensitivity_at, held_out, progress)
         planes = source.planes
-        del source  # the writer copies from the files and needs its memory more than a model does
-        recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, record, compared)
+        del source  # frees memory: the bundle is written from the checkpoint's files
+        recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, rotation, compared)
         report = Report(recipe, plan.config, measurement)
         masks = {}
         for sparsity, result in results.items():
             entries, scales = result.projections.items(), result.channel_scales
-            masks[sparsity] = {name: _mask(scales[name], one, planes) for name, one in entries}
+            masks[sparsity] = {name: _mask(scales[name], entry, planes) for name, entry in entries}
         with progress.stage("Writing the bundle"):
-            # The weights are compared with what was opened wherever they are read; these are read anew.
+            # Reading a weight file checks that it is unchanged; the small files are read again here.
             for name, digest in small_digests(checkpoint.folder, checkpoint.error).items():
                 if small_files.get(name) != digest:
                     raise checkpoint.error(f"{name}: changed while the model was converted; run this again")
@@ -194,20 +194,19 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
     return Conversion(settings.output_dir, plan, report, progress.seconds, choice)
 
 
-def _mask(scale: Tensor, found: ProjectionRecipe, planes: int) -> ProjectionMask:
+def _mask(scale: Tensor, entry: ProjectionRecipe, planes: int) -> ProjectionMask:
     if planes == 1:
-        return ProjectionMask(scale, found.threshold, found.sparsity)
-    thresholds = [found.threshold * ratio for ratio in plane_ratios(scale, planes)]
-    # In float32 a further one must not come out below the first.
+        return ProjectionMask(scale, entry.threshold, entry.sparsity)
+    thresholds = [entry.threshold * ratio for ratio in plane_ratios(scale, planes)]
+    # Plane thresholds have to ascend after rounding to float32 too.
     rounded = torch.tensor(thresholds, dtype=torch.float32).cummax(0).values.tolist()
-    return ProjectionMask(
-        scale.unflatten(-1, (planes, -1))[..., 0, :].contiguous(), rounded[0], found.sparsity, tuple(rounded)
-    )
+    first_plane = scale.unflatten(-1, (planes, -1))[..., 0, :].contiguous()
+    return ProjectionMask(first_plane, rounded[0], entry.sparsity, tuple(rounded))
 
 
 def library_versions() -> dict[str, str]:
-    """What a recipe's numbers depend on besides the settings: recorded, and part of the fingerprint."""
-    # Ours is not asked of the installed distribution: a checkout on the path has none.
+    """Versions that a recipe's numbers depend on: recorded in the recipe, and part of the fingerprint."""
+    # A checkout on the path has no metadata to read our own version from.
     libraries = ("torch", "transformers", "tokenizers")
     return {"wisparse": wisparse.__version__, **{name: metadata.version(name) for name in libraries}}
 
@@ -231,7 +230,7 @@ def _fingerprint(plan: Plan, fetched: Source, files: Mapping[str, str]) -> dict[
     }
 
 
-def _prepared(
+def _prepare_model(
     plan: Plan, source: SourceModel, checkpoint: Checkpoint, stages: Stages
 ) -> tuple[
     SourceModel,
@@ -241,13 +240,13 @@ def _prepared(
     RotationRecord | None,
     dict[str, Any] | None,
 ]:
-    """The model with the weights that the bundle gets, their checkpoint, the calibration text, the text to measure on
-    where the model wrote one, and the records of the rotation and of the coordinates that were compared."""
+    """Rotate and quantize the model. Returns the model, its checkpoint, the calibration tokens, the measurement tokens
+    (None unless the model wrote them), the rotation record, and the KL compared with and without rotation."""
     settings = plan.settings
     samples, length, seed = settings.num_samples, settings.length, settings.seed
     sizes = {
         "calibration": (samples, length, seed),
-        # Another text than the calibration's, half as long: directions need less of it than thresholds.
+        # Half the calibration text's size: principal directions need fewer tokens than thresholds.
         "rotation": (-(-samples // 2), length, seed + _DIRECTIONS_SEED_OFFSET),
         "coordinates": (SAMPLES, min(LONGEST, length), seed + _COORDINATES_SEED_OFFSET),
         "measurement": fresh_text(samples, length, seed),
@@ -264,20 +263,20 @@ def _prepared(
             return texts[name]
         return load_calibration(settings.calibration, source.tokenizer, None, *sizes[name], stages.progress)
 
-    directions, record, compared = partial(text, "rotation"), None, None
+    rotation_text, record, compared = partial(text, "rotation"), None, None
     if settings.rotation == "auto":
         sparsity = settings.usual_default if settings.has_budget else settings.default_of(settings.levels)
-        held_back = partial(text, "coordinates")
-        kls = compare_coordinates(source, checkpoint, tokens, directions, held_back, sparsity, stages)
+        held_out = partial(text, "coordinates")
+        kls = compare_coordinates(source, checkpoint, tokens, rotation_text, held_out, sparsity, stages)
         compared = {"sparsity": sparsity, "kl": kls}
     if settings.rotation == "pca" or (compared and kls["pca"] < kls["none"]):
-        source, checkpoint, record = rotate(source, checkpoint, tokens, directions, stages)
+        source, checkpoint, record = rotate(source, checkpoint, tokens, rotation_text, stages)
     if settings.weights != "native":  # `source` computes with the quantized weights from here on
-        kind, numbers = settings.weights, checkpoint.dtype
-        # int4 is fitted to the text of the rotation too, which is there already.
+        kind, scale_dtype = settings.weights, checkpoint.dtype
+        # int4 is fitted to the rotation text too, which is loaded already.
         fit = tokens.joined(text("rotation")) if kind == "int4" and settings.rotation != "none" else tokens
-        matrices = quantise_weights(source, fit, kind, numbers, stages)
-        checkpoint = checkpoint.quantize(matrices, numbers)
+        matrices = quantise_weights(source, fit, kind, scale_dtype, stages)
+        checkpoint = checkpoint.quantize(matrices, scale_dtype)
         if kind == "graded":
             source = read_in_planes(source, matrices)
     return source, checkpoint, tokens, texts.get("measurement"), record, compared
@@ -286,14 +285,14 @@ def _prepared(
 def _self_texts(
     source: SourceModel, sizes: Mapping[str, tuple[int, int, int]], stages: Stages
 ) -> dict[str, CalibrationTokens]:
-    """What the model writes, by the first process and side by side."""
+    """Tokens that the model generates, by name; rank 0 generates them all in one batch."""
 
     def write() -> dict[str, list[list[int]]]:
-        found = {}
-        if stages.processes.leads:
+        rows = {}
+        if stages.processes.is_main:
             texts = write_calibration(source.model, source.tokenizer, [*sizes.values()], stages.progress)
-            found = {name: text.input_ids.tolist() for name, text in zip(sizes, texts, strict=True)}
-        return stages.processes.broadcast(found)
+            rows = {name: text.input_ids.tolist() for name, text in zip(sizes, texts, strict=True)}
+        return stages.processes.broadcast(rows)
 
     rows = stages.run("calibration", write)
     return {name: CalibrationTokens.from_rows(rows[name], "self", seed) for name, (_, _, seed) in sizes.items()}
@@ -302,21 +301,21 @@ def _self_texts(
 def _search(
     source: SourceModel, tokens: CalibrationTokens, settings: ConvertSettings, stages: Stages
 ) -> tuple[dict[float, SearchResult], Choice | None]:
-    """The sparsity levels, ascending, and how a budget was met."""
+    """Search results by sparsity, ascending, and with a budget the record of how its sparsity was chosen."""
     names = ("method", "num_generations", "num_offspring", "seed")
     search = SearchSettings(search=settings.chosen_search, **{name: getattr(settings, name) for name in names})
     with SparsityLevels(source, tokens, search, stages) as levels:
         choice = None
-        # The highest first: there is most to gain from the steps that only the first one goes all of.
-        wanted: Sequence[float] = sorted(settings.levels, reverse=True)
-        others: tuple[float, ...] = OTHER_SPARSITIES if len(wanted) == 1 and source.planes == 1 else ()
+        # The highest first: only the first refinement takes all its steps, and a high sparsity gains most from them.
+        sparsities: Sequence[float] = sorted(settings.levels, reverse=True)
+        curve: tuple[float, ...] = OTHER_SPARSITIES if len(sparsities) == 1 and source.planes == 1 else ()
         if settings.has_budget:
             choice = choose(levels, settings.calibration, Budget(settings.max_kl, settings.min_top1))
-            wanted = [choice.sparsity]
-            beside = (round(choice.sparsity + step, 4) for step in (-_NEIGHBOURS, _NEIGHBOURS))
-            others = tuple(one for one in beside if 0.0 < one <= MAX_SPARSITY)
-        found = {sparsity: levels.at(sparsity) for sparsity in wanted}
-        return {one: levels.with_curve(result, others) for one, result in sorted(found.items())}, choice
+            sparsities = [choice.sparsity]
+            neighbours = (round(choice.sparsity + step, 4) for step in (-_CURVE_STEP, _CURVE_STEP))
+            curve = tuple(sparsity for sparsity in neighbours if 0.0 < sparsity <= MAX_SPARSITY)
+        results = {sparsity: levels.at(sparsity) for sparsity in sparsities}
+        return {sparsity: levels.with_curve(result, curve) for sparsity, result in sorted(results.items())}, choice
 
 
 def _recipe(
@@ -332,18 +331,18 @@ def _recipe(
     settings, levels = plan.settings, []
     by_block = [list(plan.config.projections(block)) for block in range(plan.config.num_blocks)]
     for sparsity, result in results.items():
-        found = result.projections
+        recipes = result.projections
         blocks = (
-            mean_sparsity([found[one.name].sparsity for one in block], [one.num_parameters for one in block])
+            mean_sparsity([recipes[p.name].sparsity for p in block], [p.num_parameters for p in block])
             for block in by_block
         )
-        entries = tuple(found[one.name] for one in chain.from_iterable(by_block))
+        entries = tuple(recipes[projection.name] for projection in chain.from_iterable(by_block))
         levels.append(SparsityLevel(sparsity, entries, tuple(blocks)))
-    # How the search went: what holds for all sparsity levels, and what each has of its own.
+    # The search record: what all sparsity levels share, and what differs between them.
     shared = ("settings", "kl_tokens")
     search = {key: next(iter(results.values())).details[key] for key in shared}
     search["settings"] = {key: value for key, value in search["settings"].items() if key != "sparsity"}
-    own = ({key: value for key, value in one.details.items() if key not in shared} for one in results.values())
+    own = ({key: value for key, value in each.details.items() if key not in shared} for each in results.values())
     search["levels"] = [{"sparsity": sparsity, **details} for sparsity, details in zip(results, own, strict=True)]
     if compared is not None:
         search["coordinates"] = compared

@@ -1,5 +1,5 @@
-"""Graded reading in transformers' model: each projection reads its input once for each plane of its codes, side by side,
-so that a plane of a channel is a channel to the masks and searches, and the share of them dropped that of unread bits."""
+"""Graded weights in a transformers model: a projection becomes one of (N, planes * K), with x repeated for each plane of
+the codes. So a plane of a channel is a channel to masks and searches, and their sparsity is the fraction of unread bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .source import SourceModel
 
 
 class _Repeat:
-    """x (…, K) once for each plane, (…, planes * K); the last one again, so that those who read one input still do."""
+    """x (…, K) to (…, planes * K); the last result is reused, so that projections with one input still share one."""
 
     def __init__(self) -> None:
         self.x: Tensor | None = None
@@ -40,11 +40,11 @@ class _InPlanes(nn.Module):
 
 @torch.no_grad()
 def read_in_planes(source: SourceModel, matrices: Mapping[str, QuantizedMatrix]) -> SourceModel:
-    """``source``, in place, with projections of int8 codes read in planes: weights (N, planes * K), the high plane first."""
+    """Replace the projections of ``source``, in place, by weights (N, planes * K) of int8 codes, the high plane first."""
     repeat, projections = _Repeat(), dict(source.projections)
     for projection in source.config.projections():
         name, module = projection.name, projections[projection.name]
-        wholes: list[Tensor] = []
+        weights: list[Tensor] = []
         for part in projection.parts:
             device, shift, planes = module.weight.device, sum(PLANE_BITS), []
             scales = matrices[part].scales.to(device)
@@ -52,15 +52,15 @@ def read_in_planes(source: SourceModel, matrices: Mapping[str, QuantizedMatrix])
                 shift -= bits
                 codes = replace(matrices[part], codes=plane, scales=scales * 2.0**shift)
                 planes.append(codes.dequantise(module.weight.dtype))
-            wholes.append(torch.cat(planes, dim=1))
+            weights.append(torch.cat(planes, dim=1))
         if isinstance(module, ExpertProjection):
-            role, numbers = projection.role, torch.stack(wholes)
-            projections[name] = ExpertProjection(module.experts, role, module.chosen, numbers, len(PLANE_BITS))
+            role, weight = projection.role, torch.stack(weights)
+            projections[name] = ExpertProjection(module.experts, role, module.chosen, weight, len(PLANE_BITS))
             module.experts._wisparse_projections[role] = projections[name]
             continue
         rows, columns = module.weight.shape
         wide = nn.Linear(len(PLANE_BITS) * columns, rows, bias=False, device="meta")
-        wide.weight = nn.Parameter(wholes[0], requires_grad=False)
+        wide.weight = nn.Parameter(weights[0], requires_grad=False)
         wide.bias = module.bias
         source.model.set_submodule(name, _InPlanes(wide, repeat))
         projections[name] = wide
@@ -68,17 +68,17 @@ def read_in_planes(source: SourceModel, matrices: Mapping[str, QuantizedMatrix])
 
 
 def by_plane(values: Tensor, planes: int) -> Tensor:
-    """(planes * K,), or (E, planes * K) of experts, as (planes, K) or (planes, E * K)."""
+    """(planes * K,) to (planes, K); of experts (E, planes * K) to (planes, E * K)."""
     return values.unflatten(-1, (planes, -1)).movedim(-2, 0).flatten(1)
 
 
 def from_planes(values: Tensor, like: Tensor) -> Tensor:
-    """What `by_plane` made of ``like``, in its shape again."""
+    """The inverse of `by_plane`, in the shape of ``like``."""
     return values.view(len(values), *like.shape[:-1], -1).movedim(0, -2).flatten(-2)
 
 
 def tied(scale: Tensor, planes: int) -> Tensor:
-    """A scale in which each further plane's is the first's divided by one number: what a bundle can hold."""
+    """The nearest scale, in logarithms, whose planes differ by a constant factor each: the form that a bundle stores."""
     if planes == 1:
         return scale
     logs = by_plane(scale.double().log(), planes)
@@ -87,6 +87,6 @@ def tied(scale: Tensor, planes: int) -> Tensor:
 
 
 def plane_ratios(scale: Tensor, planes: int) -> list[float]:
-    """Of a tied scale, what the thresholds of the planes are times the first one's, in float32; ascending from 1."""
+    """The planes' thresholds divided by the first plane's, for a tied scale: ascending from 1."""
     logs = by_plane(scale.double().log(), planes).mean(1)
     return (logs[0] - logs).exp().tolist()

@@ -1,4 +1,4 @@
-"""The preflight: everything that can be known before a weight is read, in seconds."""
+"""The preflight: all checks that need no weights, and estimates of memory and disk, in seconds."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ from .settings import ConvertSettings, auto_seq_len
 from .source import choose_dtype, full_config, lacks_accelerate, load_tokenizer
 from .state import check_folder, placed_bundle
 
-# What a Python process with torch and transformers takes before it holds a model.
+# Memory of a Python process with torch and transformers, without a model.
 _BASE_BYTES = 600 << 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion is going to do, and what it needs. `settings` have every default filled in."""
+    """What a conversion does and what it needs."""
 
-    settings: ConvertSettings
-    source: Source  # of a Hub model only the small files are there yet
+    settings: ConvertSettings  # with defaults filled in
+    source: Source  # of a Hub model, only the small files are downloaded yet
     config: ModelConfig
-    text_of: str | None  # the source's own model_type where only its text model is converted
+    text_of: str | None  # the source's model_type if only its text model is converted
     num_parameters: int
-    num_in_memory: int  # of these: the others are looked up in their file
+    num_in_memory: int  # without those that are read from their file row by row
     projection_parameters: int
     device: torch.device
     dtype: torch.dtype  # of the computation
-    tokens: CalibrationTokens | None  # None where the model writes them
-    calibration: str  # what they are made from, in words
+    tokens: CalibrationTokens | None  # None if the model generates them
+    calibration: str  # their source
     download_bytes: int
     bundle_bytes: int
     disk_free_bytes: int
     memory_bytes: int  # an estimate
     memory_free_bytes: int
     max_memory: dict[int | str, int] | None  # bytes by GPU and for "cpu", for a model larger than the device
-    placed: bool  # an interrupted run had put its bundle into the output folder already
-    not_rotated: str | None  # why the weights stay in the source's coordinates, where nobody asked for that
-    untied_bytes: int  # what rotation adds to the bundle, because tied embeddings become two tensors
+    placed: bool  # an interrupted run has written its bundle to the output folder
+    not_rotated: str | None  # why --rotation auto does not rotate
+    untied_bytes: int  # that rotation adds to the bundle, since tied embeddings become two tensors
 
     @property
     def weights_on(self) -> str:
-        """Where the weights are during the conversion, in words."""
+        """The devices that hold the weights during the conversion, as text."""
         if self.max_memory is None:
             return str(self.device)
-        left, used = self.num_in_memory * self.dtype.itemsize, []
-        for place, room in self.max_memory.items():
-            if left > 0 and room > 0:
-                used.append(f"cuda:{place}" if isinstance(place, int) else "memory")
-                left -= room
-        return ", ".join([*used, *(["the model's files"] if left > 0 else [])])
+        remaining, used = self.num_in_memory * self.dtype.itemsize, []
+        for device, num_bytes in self.max_memory.items():
+            if remaining > 0 and num_bytes > 0:
+                used.append(f"cuda:{device}" if isinstance(device, int) else "memory")
+                remaining -= num_bytes
+        return ", ".join([*used, *(["the model's files"] if remaining > 0 else [])])
 
     def to_dict(self) -> dict[str, Any]:
         settings, config = self.settings, self.config
@@ -91,7 +91,7 @@ class Plan:
 
 
 def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
-    """Check everything that can be checked without the weights; any `WisparseError` but damage to the weights."""
+    """Check everything that needs no weights, and fill in the settings' defaults; raises `WisparseError`."""
     parse_size(settings.max_shard_size)
     device = choose_device(settings.device, "--device")
     with progress.stage("Checking", 4) as stage:
@@ -103,12 +103,12 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
                 raise AccessError(f"{public}; choose a new name for --upload-repo, or leave --private out")
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
-        read = read_config(source.folder)
-        stated = full_config(read)
+        source_config = read_config(source.folder)
+        stated = full_config(source_config)
         config = ModelConfig.from_dict(stated)
         quantised = bool(read_quantisation(stated, config))
-        for option, value, kept in (("dtype", settings.dtype, "auto"), ("weights", settings.weights, "native")):
-            if quantised and value != kept:
+        for option, value, default in (("dtype", settings.dtype, "auto"), ("weights", settings.weights, "native")):
+            if quantised and value != default:
                 stay = "the model is quantised, and its weights stay as they are"
                 raise UsageError(f"--{option} {value}: {stay}; leave it out")
         if settings.weights in ("int4", "graded"):
@@ -123,10 +123,10 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         if settings.resume:
             check_folder(settings.state_dir)
         for _ in copied_files(source.folder, UnsupportedModelError):
-            pass  # reading says whether the bundle can have them
+            pass  # reading raises an error for a file that the bundle cannot have
         stage.advance()
         if source.commit is None:
-            Checkpoint.open(source.folder, complete=full_config)  # every header, no weight
+            Checkpoint.open(source.folder, complete=full_config)  # reads all headers, no weights
         tokenizer = load_tokenizer(source.folder)
         stage.advance()
         tokens = None
@@ -142,17 +142,17 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     expected = expected_tensors(config)
     num_parameters = sum(map(math.prod, expected.values()))
     num_in_memory = num_parameters - math.prod(expected.get(PER_LAYER_EMBEDDING, (0,)))
-    if settings.weights == "graded":  # a number for each plane
-        held = sum(one.in_features * one.out_features * len(one.parts) for one in config.projections())
-        # Experts' are made beside transformers' own.
-        working += held * dtype.itemsize * (2 if config.has_experts else 1)
+    if settings.weights == "graded":  # two planes of each weight
+        count = sum(one.in_features * one.out_features * len(one.parts) for one in config.projections())
+        # Experts' planes are allocated beside transformers' parameters.
+        working += count * dtype.itemsize * (2 if config.has_experts else 1)
     untied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     rotated_bytes = (num_in_memory + untied) * dtype.itemsize + working
     fixed = why_fixed(config, quantised)
     if settings.rotation == "pca" and fixed:
         raise UnsupportedModelError(f"--rotation pca: {fixed}; leave it out, or give none")
     if settings.rotation == "auto" and settings.method != "wisparse":
-        fixed = f"--method {settings.method} is measured as its authors have it"
+        fixed = f"--method {settings.method} is defined without rotation"
     elif settings.rotation == "auto" and settings.levels and not any(settings.levels):
         fixed = "nothing is left unread"
     if settings.rotation != "none" and not fixed and rotated_bytes > free:
@@ -162,7 +162,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     not_rotated = fixed if settings.rotation == "auto" else None
     if fixed:
         settings = replace(settings, rotation="none")
-    elif settings.rotation == "auto" and settings.weights != "int4":  # for int4 it is measured
+    elif settings.rotation == "auto" and settings.weights != "int4":  # for int4 `compare_coordinates` decides
         settings = replace(settings, rotation="pca")
     untied = untied if settings.rotation != "none" else 0
     needed = (num_in_memory + untied) * dtype.itemsize + working
@@ -172,7 +172,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         settings=settings,
         source=source,
         config=config,
-        text_of=read["model_type"] if read["model_type"] in WRAPPERS else None,
+        text_of=source_config["model_type"] if source_config["model_type"] in WRAPPERS else None,
         num_parameters=num_parameters,
         num_in_memory=num_in_memory,
         projection_parameters=sum(projection.num_parameters for projection in config.projections()),
@@ -196,7 +196,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
 
 
 def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str, num_levels: int = 3) -> int:
-    """Size of a bundle of so many parameters, stored in ``dtype`` (``auto``: the source's)."""
+    """Estimated size of a bundle of ``num_parameters``, stored in ``dtype`` (``auto``: the source's)."""
     sidecar = sum(4 * num_levels * math.prod(shape) + 512 for shape in scale_shapes(config).values())
     return num_parameters * _itemsize(config, dtype) + sidecar + (32 << 20)  # tokenizers have up to 20 MB
 
@@ -206,37 +206,37 @@ def _itemsize(config: ModelConfig, dtype: str) -> int:
 
 
 def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSettings) -> int:
-    """What is needed beside the weights: a bound from measurements (benchmarks/results/scale*.json)."""
+    """Memory that a conversion needs beside the weights: a bound from measurements (benchmarks/results/scale*.json)."""
     length, tokens = settings.length, settings.num_samples * settings.length
-    # One block's inputs at all tokens, twice while they are put together; hidden states before and after it.
+    # One block's inputs at all tokens, twice while they are concatenated; its input and output.
     chosen = max(1 if block.experts is None else block.experts.chosen for block in config.blocks)
     states = tokens * (4 * chosen * config.hidden_size + 2 * config.mlp_size) * dtype.itemsize
     states += tokens * config.num_blocks * config.per_layer_size * dtype.itemsize
-    # A backward pass through one micro-batch: the scores of attention in float32, some rows of logits.
+    # A backward pass of one micro-batch: attention scores in float32, rows of logits.
     attention = 6 * 4 * config.num_heads * length * length
     logits = 6 * 4 * min(LARGEST_LOGITS, tokens * config.vocab_size)
-    # The refinement's sums over four micro-batches, and its state, in float64: of experts many channels.
+    # The refinement's float64 sums of four micro-batches, and its state; experts have many channels.
     channels = 160 * sum(map(math.prod, scale_shapes(config).values()))
-    # Keys and values while the model writes its own text, and as they grow.
-    written = tokens * config.kv_size * dtype.itemsize
-    cache = min(2 * written, 4 << 30) * 5 // 4 if settings.calibration == ("self",) else 0
+    # The KV cache while the model generates its calibration text.
+    kv_bytes = tokens * config.kv_size * dtype.itemsize
+    cache = min(2 * kv_bytes, 4 << 30) * 5 // 4 if settings.calibration == ("self",) else 0
     return max(states, attention + logits + channels, cache) + _BASE_BYTES
 
 
 def _spread_over(device: torch.device, free: int, working: int) -> dict[int | str, int] | None:
-    """Room for weights by place: all GPUs, then memory (and then the files); None if there is no room to work."""
+    """accelerate's ``max_memory``: bytes for weights on all GPUs, then in memory; None if ``working`` does not fit."""
     if working >= free:
         return None
     memory = available_bytes(torch.device("cpu")) - _BASE_BYTES
     if device.type == "cpu":
         return {"cpu": max(0, min(memory, free) - working)}
     gpus = dict.fromkeys((device.index or 0, *range(torch.cuda.device_count())))
-    room = {index: available_bytes(torch.device("cuda", index)) - working for index in gpus}
-    return {place: max(0, count) for place, count in {**room, "cpu": memory}.items()}
+    on_gpus = {index: available_bytes(torch.device("cuda", index)) - working for index in gpus}
+    return {device: max(0, num_bytes) for device, num_bytes in {**on_gpus, "cpu": memory}.items()}
 
 
 def _check_resources(plan: Plan) -> None:
-    """ResourceError unless disk and memory are enough."""
+    """ResourceError if disk or memory is not enough."""
     name, settings, device = plan.source.name, plan.settings, plan.device
     sizes = (plan.bundle_bytes, plan.disk_free_bytes, plan.memory_bytes, plan.memory_free_bytes)
     bundle, disk, memory, free = (f"{size / 1e9:.1f} GB" for size in sizes)
@@ -247,9 +247,9 @@ def _check_resources(plan: Plan) -> None:
     if plan.bundle_bytes > plan.disk_free_bytes:
         few = f"the bundle takes about {bundle} of disk, {disk} are free"
         raise ResourceError(f"{settings.output_dir}: {few}; free some space or choose another --output-dir")
-    left = plan.num_in_memory * plan.dtype.itemsize - sum((plan.max_memory or {}).values())
-    if plan.max_memory is not None and plan.config.has_experts and left > 0:
-        large = f"{name} is larger than all memory here, by {left / 1e9:.1f} GB"
+    excess = plan.num_in_memory * plan.dtype.itemsize - sum((plan.max_memory or {}).values())
+    if plan.max_memory is not None and plan.config.has_experts and excess > 0:
+        large = f"{name} is larger than all memory here, by {excess / 1e9:.1f} GB"
         raise ResourceError(
             f"{large}, and weights of experts cannot stay in their files; use a machine with more memory"
         )

@@ -1,4 +1,4 @@
-"""Progress, and several processes at one conversion, one per GPU."""
+"""Progress reports, and the collectives of a conversion by several processes, one per GPU."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Stage:
         self.bars.advance(self.task, steps)
 
     def note(self, text: str) -> None:
-        """A short figure behind the bar, e.g. the best loss so far; replaces the last one."""
+        """Show a short text behind the bar, such as the best loss so far, in place of the one before."""
         self.bars.update(self.task, note=text)
 
 
-# Between two lines of a stage, where stderr is no terminal.
+# Seconds between two progress lines, where stderr is not a terminal.
 _LINE_S = 10.0
 
 
 class Progress:
-    """Where stages report: bars if ``enabled``, nothing if not; None: bars on a terminal, else a line on stderr at the
-    start of a stage and every ten seconds. ``seconds`` is wall-clock time by title."""
+    """Progress of stages: bars if ``enabled``, nothing if not; None: bars on a terminal, else a line on stderr at the
+    start of a stage and every ten seconds. ``seconds``: wall-clock time by title."""
 
     def __init__(self, enabled: bool | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -56,7 +56,7 @@ class Progress:
 
     @contextmanager
     def stage(self, title: str, total: int | None = None) -> Iterator[Stage]:
-        """A stage of ``total`` units (None: not known yet). Stages may nest; each has its own line."""
+        """A stage of ``total`` units (None: unknown). Stages may nest; each has a bar of its own."""
         began = time.perf_counter()
         bars, outermost = self._bars, self._bars is None
         if bars is None:
@@ -88,7 +88,7 @@ class Progress:
             self.seconds[title] = self.seconds.get(title, 0.0) + spent
             _log.info("%s: %.1f s", title, spent)
             if outermost:
-                if self._enabled:  # rich prints an empty line even if it has shown nothing
+                if self._enabled:  # stop() prints an empty line even if nothing was shown
                     bars.stop()
                 self._bars = None
 
@@ -97,7 +97,7 @@ class Progress:
             self._print_line()
 
     def _print_line(self) -> None:
-        with contextlib.suppress(OSError, ValueError, IndexError):  # stderr is closed, or the stage has just ended
+        with contextlib.suppress(OSError, ValueError, IndexError):  # stderr is closed, or the stage ended meanwhile
             assert self._bars is not None
             task = self._bars.tasks[self._running[-1]]
             done = "" if task.total is None else f": {task.completed:.0f} of {task.total:.0f}"
@@ -109,61 +109,62 @@ class Progress:
 SILENT = Progress(enabled=False)
 T = TypeVar("T")
 
-# The others wait while the first one measures or writes; it ends one that hangs: torchrun itself sees one that failed.
+# Of a collective: the other ranks wait in one while rank 0 measures or writes the bundle.
 _TIMEOUT = timedelta(hours=2)
-_FAILED = "wisparse/failed"
+_FAILED = "wisparse/failed"  # the store's key for the first failure: its rank and exit code
 
 
 class Processes:
-    """Process ``index`` of ``size`` that work together; made by `joined`, or `ALONE`. The first one leads."""
+    """The processes of a conversion and this one's rank; made by `joined`, or `ALONE`."""
 
-    def __init__(self, index: int = 0, size: int = 1, objects: Any = None) -> None:
-        self.index, self.size, self.leads = index, size, index == 0
-        self._objects = objects  # the process group for Python objects
+    def __init__(self, rank: int = 0, world_size: int = 1, object_group: Any = None) -> None:
+        self.rank, self.world_size, self.is_main = rank, world_size, rank == 0
+        self._object_group = object_group  # the process group for Python objects
 
     def add(self, counts: Tensor) -> Tensor:
-        """The sum of an integer tensor over all processes, in its place."""
-        if self.size > 1:
+        """Sum an integer tensor over all processes, in place."""
+        if self.world_size > 1:
             torch.distributed.all_reduce(counts)
         return counts
 
     def gather(self, value: T) -> list[T]:
-        """What every process gives, in their order; everybody gets all of it."""
-        found: list[Any] = [value] * self.size
-        if self.size > 1:
-            torch.distributed.all_gather_object(found, value, group=self._objects)
-        return found
+        """The values of all processes, by rank."""
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(values, value, group=self._object_group)
+        return values
 
     def broadcast(self, value: T) -> T:
-        """What the first process gives."""
-        box = [value]
-        if self.size > 1:
-            torch.distributed.broadcast_object_list(box, src=0, group=self._objects)
-        return box[0]
+        """The value of rank 0."""
+        values = [value]
+        if self.world_size > 1:
+            torch.distributed.broadcast_object_list(values, src=0, group=self._object_group)
+        return values[0]
 
     def in_order(self, values: Sequence[T]) -> list[T]:
-        """What every process found for its own items (every ``size``-th one), in the order of all items."""
-        found = self.gather(list(values))
-        return [found[i % self.size][i // self.size] for i in range(sum(len(one) for one in found))]
+        """Gather the results of items that were dealt out round robin, in the order of the items."""
+        by_rank = self.gather(list(values))
+        return [by_rank[i % self.world_size][i // self.world_size] for i in range(sum(map(len, by_rank)))]
 
     def spread(self, items: Sequence[Any], compute: Callable[[Any], T]) -> list[T]:
-        """``compute`` of every item, each by one process; in the order of the items."""
-        return self.in_order([compute(item) for item in items[self.index :: self.size]])
+        """Map ``compute`` over the items, round robin over the processes; results in the order of the items."""
+        return self.in_order([compute(item) for item in items[self.rank :: self.world_size]])
 
     def spread_tensors(
         self, items: Sequence[Any], compute: Callable[[Any], Tensor], length: int, device: torch.device
     ) -> list[Tensor]:
-        """As `spread`, of float64 vectors of one length: exchanged between devices, without a copy on the CPU."""
-        if self.size == 1:
+        """`spread` for float64 vectors (length,), which are gathered on the devices, without a copy to the CPU."""
+        if self.world_size == 1:
             return [compute(item) for item in items]
-        found: list[Tensor] = []
-        for first in range(0, len(items), self.size):
-            mine = items[first + self.index] if first + self.index < len(items) else None
-            vector = torch.zeros(length, dtype=torch.float64, device=device) if mine is None else compute(mine)
-            parts = [torch.empty_like(vector) for _ in range(self.size)]
-            torch.distributed.all_gather(parts, vector)
-            found += parts[: len(items) - first]
-        return found
+        vectors: list[Tensor] = []
+        for first in range(0, len(items), self.world_size):
+            vector = torch.zeros(length, dtype=torch.float64, device=device)
+            if first + self.rank < len(items):
+                vector = compute(items[first + self.rank])
+            gathered = [torch.empty_like(vector) for _ in range(self.world_size)]
+            torch.distributed.all_gather(gathered, vector)
+            vectors += gathered[: len(items) - first]
+        return vectors
 
 
 ALONE = Processes()
@@ -171,48 +172,48 @@ ALONE = Processes()
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[Processes, str]]:
-    """Join the processes that torchrun started; yields them, and the device of this one. Without torchrun: `ALONE`. An
-    error in any process ends all: it is raised where it happened; the others leave silently with its exit code."""
+    """Join the processes that torchrun started; yields them, and this process's device. Without torchrun: `ALONE`. The
+    first error in any process is raised there and ends all; the other processes exit silently with its exit code."""
     from torch import distributed
 
     place, gpus = torchrun_place(), torch.cuda.device_count()
-    index, size = place.index, place.size
-    if size == 1:
+    rank, world_size = place.index, place.size
+    if world_size == 1:
         yield ALONE, device
         return
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if place.local_size != size:
+    if place.local_size != world_size:
         raise UsageError("processes of several machines cannot convert together; start all of them on one")
     if device not in ("cpu", "cuda"):
         raise UsageError(f"--device {device}: under torchrun every process takes a GPU of its own; leave it at auto")
-    if device == "cuda" and size > gpus:
+    if device == "cuda" and world_size > gpus:
         advice = f"start as many as there are GPUs: torchrun --nproc-per-node {gpus} …"
-        raise UsageError(f"{size} processes, but {gpus} GPU(s); {advice}")
+        raise UsageError(f"{world_size} processes, but {gpus} GPU(s); {advice}")
     cuda = device == "cuda"
     if cuda:
         torch.cuda.set_device(place.local)
         device = f"cuda:{place.local}"
     store, _, _ = next(distributed.rendezvous("env://", timeout=_TIMEOUT))
     distributed.init_process_group(
-        "nccl" if cuda else "gloo", store=distributed.PrefixStore("all", store), rank=index, world_size=size,
+        "nccl" if cuda else "gloo", store=distributed.PrefixStore("all", store), rank=rank, world_size=world_size,
         timeout=_TIMEOUT,
     )  # fmt: skip
-    processes = Processes(index, size, distributed.new_group(backend="gloo", timeout=_TIMEOUT) if cuda else None)
+    processes = Processes(rank, world_size, distributed.new_group(backend="gloo", timeout=_TIMEOUT) if cuda else None)
     if cuda:
-        processes.add(torch.ones(1, dtype=torch.int64, device=device))  # connects, before anything is timed
+        processes.add(torch.ones(1, dtype=torch.int64, device=device))  # NCCL connects at its first collective
     try:
         yield processes, device
     except BaseException as error:
-        mine = f"{index} {error.exit_code if isinstance(error, WisparseError) else 1}"
+        failure = f"{rank} {error.exit_code if isinstance(error, WisparseError) else 1}"
         try:
-            first = store.compare_set(_FAILED, "", mine).decode()
-        except RuntimeError:  # the store went with the process that failed
+            first = store.compare_set(_FAILED, "", failure).decode()
+        except RuntimeError:  # the process that hosts the store has ended
             first = "0 1"
-        if first == mine or isinstance(error, KeyboardInterrupt):
+        if first == failure or isinstance(error, KeyboardInterrupt):
             raise
-        # Somebody else's failure came first, and broke the connection this one was waiting at.
+        # Another process failed first, and this error follows from the connection that it closed.
         sys.stderr.flush()
         os._exit(int(first.split()[1]))
-    processes.gather(None)  # the first one is still writing
+    processes.gather(None)  # rank 0 may still be writing the bundle
     distributed.destroy_process_group()

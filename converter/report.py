@@ -1,4 +1,4 @@
-"""The conversion report: one `Report` for the report file, the model card, the figures and the terminal."""
+"""The conversion report: its JSON file, sentences for model card and terminal, and figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .search.allocation import mean_sparsity
 
 REPORT_VERSION = 1
 
-# Every figure there may be, and what it shows.
+# All figures with their captions; one without data is not drawn.
 FIGURES: Mapping[str, str] = {
     "figures/sparsity.png": "Sparsity by block and module, and by projection.",
     "figures/alpha.png": "Alpha, the exponent of the weight norm, by projection.",
@@ -28,11 +28,11 @@ FIGURES: Mapping[str, str] = {
     "figures/quality.png": "Quality against sparsity.",
 }
 
-# Lists of numbers longer than this are thinned out: the report is for reading.
+# Longer lists of numbers are subsampled in the report.
 _LONGEST_HISTORY = 60
 
-# At most this KL in nats per token, at least this top-1 agreement, at most this rise of perplexity -> a word for it: of
-# the example models at a KL of 0.05 hardly an answer changes, at 0.2 they make mistakes a reader notices.
+# (largest KL in nats per token, smallest top-1 agreement, largest rise of perplexity, grade). The example models' answers
+# hardly change at a KL of 0.05; at 0.2 a reader notices mistakes.
 _GRADES = (
     (0.02, 0.92, 0.03, "nearly indistinguishable from dense"),
     (0.08, 0.84, 0.1, "close to dense"),
@@ -42,20 +42,20 @@ _WORST = "clearly damaged: choose a lower sparsity"
 
 
 def grade(quality: Quality) -> str:
-    """What was measured, in a few words: the worst that KL, top-1 agreement or perplexity gives."""
-    found = quality.sparse
-    return grade_of(found.kl, found.top1_agreement, found.perplexity / found.dense_perplexity - 1)
+    """The grade of a quality: the worst of those by KL, top-1 agreement and perplexity."""
+    sparse = quality.sparse
+    return grade_of(sparse.kl, sparse.top1_agreement, sparse.perplexity / sparse.dense_perplexity - 1)
 
 
 def grade_of(kl: float, top1: float = 1.0, rise: float = 0.0) -> str:
-    for most_kl, least_top1, most_rise, word in _GRADES:
-        if kl <= most_kl and top1 >= least_top1 and not rise > most_rise:  # NaN: not known
-            return word
+    for max_kl, min_top1, max_rise, name in _GRADES:
+        if kl <= max_kl and top1 >= min_top1 and not rise > max_rise:  # the rise may be NaN
+            return name
     return _WORST
 
 
 def verdict(sparsity: float, quality: Quality | None, graded: bool = False) -> str:
-    """What this sparsity costs on text that the search never saw, in one sentence."""
+    """One sentence on the quality at this sparsity, measured on other text than the search's."""
     level = level_name(sparsity, graded) + " sparsity" * (not graded)
     if quality is None:
         return f"At {level}: quality not measured; `wisparse eval` measures it."
@@ -71,11 +71,11 @@ def verdict(sparsity: float, quality: Quality | None, graded: bool = False) -> s
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion decided, and what that was measured to cost (None: by an earlier run, which was killed)."""
+    """A conversion's recipe and measured quality, as JSON and as text."""
 
     recipe: Recipe
     config: ModelConfig
-    measurement: Measurement | None
+    measurement: Measurement | None  # None: the bundle was written by an earlier, interrupted run
 
     def quality(self, sparsity: float) -> Quality | None:
         return self.measurement.levels[sparsity] if self.measurement else None
@@ -89,44 +89,44 @@ class Report:
 
     @property
     def coordinates(self) -> str | None:
-        """What int4 costs in either coordinates, where the conversion chose by that."""
+        """The KL of int4 with and without rotation, if the conversion compared them."""
         if (found := self.recipe.search.get("coordinates")) is None:
             return None
-        kl, at = found["kl"], f"int4 weights at {found['sparsity']:.0%}, roughly fitted"
-        return f"KL {kl['pca']:.3g} nats/token rotated, {kl['none']:.3g} as the source has them: {at}"
+        kl, how = found["kl"], f"int4 weights at {found['sparsity']:.0%}, roughly fitted"
+        return f"KL {kl['pca']:.3g} nats/token rotated, {kl['none']:.3g} as the source has them: {how}"
 
     @property
     def calibrated_on(self) -> str:
-        """The calibration text's amount, and what more would gain (docs/method.md, "Amount of text")."""
+        """The calibration text's source and size, and what more text would gain (docs/method.md, "Amount of text")."""
         text = self.recipe.calibration
         short = "; about 16,000 would lower the KL by 5 to 10% (--num-samples)" if text.num_tokens < 15_000 else ""
         return f"{text.source}, {text.num_tokens:,} tokens{short}"
 
     def realised(self, sparsity: float) -> float:
-        """The fraction of the weights skipped on the calibration text."""
+        """The fraction of the weights left unread on the calibration text."""
         return self._mean(self.recipe.at(sparsity), "realised_sparsity")
 
     def expectation(self, sparsity: float) -> str:
-        """Which share of the weights is skipped, here and on text of another kind (measured in benchmarks/LOG.md)."""
+        """A sentence on the weights left unread, here and on text of another kind (measured in benchmarks/LOG.md)."""
         realised, quality = self.realised(sparsity), self.quality(sparsity)
         if realised <= 0.0:
             return "no weight is left unread."
-        found = ""
+        measured = ""
         if quality is not None and quality.realised_sparsity is not None:
-            found = f", {quality.realised_sparsity:.1%} on the text measured on"
+            measured = f", {quality.realised_sparsity:.1%} on the text measured on"
             if quality.realised_range is not None:
                 low, high = quality.realised_range
-                found += f" ({low:.1%} to {high:.1%} by passage)"
+                measured += f" ({low:.1%} to {high:.1%} by passage)"
         what = "weights' bits" if self.recipe.graded else "weights"
         narrow = self.recipe.rotation is not None and self.recipe.calibration.source != "self"
         elsewhere = "up to about 8 points less" if narrow else "up to about 3 points more or less"
         return (
-            f"{realised:.1%} of the {what} are left unread on the calibration text{found}. On text of another kind "
+            f"{realised:.1%} of the {what} are left unread on the calibration text{measured}. On text of another kind "
             f"expect {elsewhere}; calibrate on text like yours to come nearer."
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The content of ``conversion_report.json``; needs a measurement."""
+        """The content of ``conversion_report.json``; requires a measurement."""
         recipe, config, measurement = self.recipe, self.config, self.measurement
         assert measurement is not None
         default, projections = recipe.at(recipe.default), list(config.projections())
@@ -134,12 +134,12 @@ class Report:
         entries = {entry.name: entry for entry in default.projections}
         keys, mean, blocks = ("sparsity", "alpha", "threshold", "realised_sparsity"), partial(self._mean, default), []
         for index in range(config.num_blocks):
-            mine = list(config.projections(index))
-            # Recurrent layers count as attention, in whose place they are.
-            attention, mlp = ([one for one in mine if (".mlp." in one.name) == inside] for inside in (False, True))
-            means = {key: mean(key, mine) for key in ("sparsity", "realised_sparsity")}
+            in_block = list(config.projections(index))
+            # A recurrent layer counts as attention.
+            attention, mlp = ([one for one in in_block if (".mlp." in one.name) == is_mlp] for is_mlp in (False, True))
+            means = {key: mean(key, in_block) for key in ("sparsity", "realised_sparsity")}
             means |= {"self_attn": mean("sparsity", attention), "mlp": mean("sparsity", mlp)}
-            shown = {one.role: {key: _rounded(getattr(entries[one.name], key)) for key in keys} for one in mine}
+            shown = {one.role: {key: _rounded(getattr(entries[one.name], key)) for key in keys} for one in in_block}
             blocks.append({"block": index, **means, "projections": shown})
         return {
             "report_version": REPORT_VERSION,
@@ -191,7 +191,7 @@ class Report:
         }
 
     def files(self, inherited: Inherited, repo_id: str | None = None) -> dict[str, bytes]:
-        """Card, report and figures as files of the bundle, by name. ``repo_id``: where it is going to be on the Hub."""
+        """The bundle's model card, report and figures, by file name. ``repo_id``: its repository on the Hub."""
         report = self.to_json()
         figures = render_figures(report)
         captions = [(name, caption) for name, caption in FIGURES.items() if name in figures]
@@ -202,17 +202,17 @@ class Report:
     def _mean(self, level: SparsityLevel, key: str, projections: Sequence[Projection] | None = None) -> float:
         projections = list(self.config.projections()) if projections is None else projections
         values = {entry.name: getattr(entry, key) for entry in level.projections}
-        sizes = [one.num_parameters for one in projections]
-        return float(_rounded(mean_sparsity([values[one.name] for one in projections], sizes)))
+        sizes = [projection.num_parameters for projection in projections]
+        return float(_rounded(mean_sparsity([values[projection.name] for projection in projections], sizes)))
 
 
-# Six digits are more than any of these figures has.
+# To six significant digits, more than any of the measurements has.
 _rounded = partial(json_values, digits=6)
 
 
 # ---------------------------------------------------------------------- figures, from `Report.to_json`
 
-# Okabe and Ito's colours: told apart with any kind of colour vision, and in print.
+# Okabe and Ito's colours, which are distinguishable with any colour vision.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS, _PERCENT = "osD^vPX", "{x:.0%}"
 _STYLE: dict[Any, float] = {"font.size": 11, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
@@ -220,24 +220,24 @@ _STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon
 
 
 def render_figures(report: Mapping[str, Any]) -> dict[str, bytes]:
-    """PNG files: relative name -> bytes. A figure without data is left out."""
+    """The figures that have data, as PNG files by name."""
     import matplotlib
 
     alphas = {one["alpha"] for block in report["blocks"] for one in block["projections"].values()}
     figures: tuple[tuple[str, bool, Callable[[Mapping[str, Any]], Any]], ...] = (
         ("sparsity", True, _draw_sparsity),
-        ("alpha", len(alphas) > 1, _draw_alpha),  # a method that chooses none has nothing to show
+        ("alpha", len(alphas) > 1, _draw_alpha),  # only methods that choose alphas
         ("block_sensitivity", report["block_sensitivity"] is not None, _draw_sensitivity),
         ("quality", len(report["quality_against_sparsity"]) > 1, _draw_quality),
     )
     files = {}
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not the user's own style: it would change the bytes
+        matplotlib.rcdefaults()  # the user's style would change the bytes
         matplotlib.rcParams.update(_STYLE)
         for name, has_data, draw in figures:
             if has_data:
                 out = io.BytesIO()
-                # matplotlib's version would be written into the file.
+                # Without matplotlib's version, for reproducible bytes.
                 draw(report).savefig(out, format="png", dpi=130, metadata={"Software": None})
                 files[f"figures/{name}.png"] = out.getvalue()
     return files
@@ -264,21 +264,21 @@ def _block_axis(axis: Any, num_blocks: int, *, label: str = "block", crowded: in
 
 
 def _by_role(blocks: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[float]]:
-    """Role -> values by block; NaN, which is not drawn, where a block (of a hybrid model) has no such projection."""
+    """Role -> values by block; NaN, which is not drawn, if a block (of a hybrid model) has no such projection."""
     roles = dict.fromkeys(role for block in blocks for role in block["projections"])
     return {role: [block["projections"].get(role, {}).get(key, math.nan) for block in blocks] for role in roles}
 
 
 def _draw_sensitivity(report: Mapping[str, Any]) -> Any:
-    found = report["block_sensitivity"]
+    sensitivity = report["block_sensitivity"]
     figure, axis = _figure(report, "One block sparse at a time, the others dense")
-    for i, (level, values) in enumerate(zip(found["levels"], found["kl"], strict=True)):
+    for i, (level, values) in enumerate(zip(sensitivity["levels"], sensitivity["kl"], strict=True)):
         axis.plot(values, marker=_MARKERS[i], color=_COLOURS[i], markersize=5, label=f"{level:.0%} of its channels")
     axis.set_yscale("log")
     axis.set_ylabel("KL(dense || sparse), nats per token")
     _block_axis(axis, len(report["blocks"]))
-    # Above the axes: inside them no corner is free of points for every model.
-    place = {"ncols": len(found["levels"]), "loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+    # Above the axes, where it covers no points.
+    place = {"ncols": len(sensitivity["levels"]), "loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
     axis.legend(title="dropped in this block", **place)
     return figure
 
@@ -288,8 +288,8 @@ def _draw_sparsity(report: Mapping[str, Any]) -> Any:
     title = "Where the sparsity went: by block and module, and by projection (in %)"
     figure, (top, bottom) = _figure(report, title, rows=2, height=7.2, height_ratios=(3, 2))
     for i, (key, label) in enumerate((("self_attn", "self-attention"), ("mlp", "MLP"))):
-        places = [x - 0.2 + 0.4 * i for x in range(num_blocks)]
-        top.bar(places, [block[key] for block in blocks], 0.4, color=_COLOURS[i], label=label)
+        positions = [x - 0.2 + 0.4 * i for x in range(num_blocks)]
+        top.bar(positions, [block[key] for block in blocks], 0.4, color=_COLOURS[i], label=label)
     style = {"color": _COLOURS[6], "marker": "o", "markersize": 4, "linewidth": 1.2}
     top.plot([block["sparsity"] for block in blocks], label="block", **style)
     top.axhline(report["sparsity"]["target"], color="0.35", linestyle="--", linewidth=1, label="target")
@@ -317,8 +317,8 @@ def _draw_alpha(report: Mapping[str, Any]) -> Any:
     title = "Alpha by projection: 0 looks at activations alone, 1 at |x| times the weight norm"
     figure, axes = _figure(report, title, columns=2, sharey=True)
     alphas = _by_role(report["blocks"], "alpha")
-    for axis, name, inside in zip(axes, ("self-attention", "MLP"), (False, True), strict=True):
-        for i, role in enumerate(role for role in alphas if (role.removeprefix("shared_") in mlp) == inside):
+    for axis, name, is_mlp in zip(axes, ("self-attention", "MLP"), (False, True), strict=True):
+        for i, role in enumerate(role for role in alphas if (role.removeprefix("shared_") in mlp) == is_mlp):
             marker, colour = _MARKERS[i % len(_MARKERS)], _COLOURS[i % len(_COLOURS)]
             style = {"marker": marker, "color": colour, "markersize": 5, "linewidth": 1.2}
             axis.plot(alphas[role], label=role, **style)
@@ -332,16 +332,16 @@ def _draw_alpha(report: Mapping[str, Any]) -> Any:
 
 def _draw_quality(report: Mapping[str, Any]) -> Any:
     sparsities = [point["sparsity"] for point in report["quality_against_sparsity"]]
-    found = [point["sparse"] for point in report["quality_against_sparsity"]]
+    points = [point["sparse"] for point in report["quality_against_sparsity"]]
     figure, axes = _figure(report, "Quality against sparsity, every token sparse", columns=3)
-    change = [math.nan if (p := one["perplexity"]) is None else p / one["dense_perplexity"] - 1 for one in found]
+    change = [math.nan if (p := one["perplexity"]) is None else p / one["dense_perplexity"] - 1 for one in points]
     panels = (
-        ("KL(dense || sparse), nats per token", [one["kl"] for one in found], "kl_stderr"),
+        ("KL(dense || sparse), nats per token", [one["kl"] for one in points], "kl_stderr"),
         ("perplexity, change against dense", change, None),
-        ("top-1 agreement with dense", [one["top1_agreement"] for one in found], "top1_stderr"),
+        ("top-1 agreement with dense", [one["top1_agreement"] for one in points], "top1_stderr"),
     )
     for axis, (label, values, error) in zip(axes, panels, strict=True):
-        errors = [one[error] or 0.0 for one in found] if error else None  # a single text has none
+        errors = [one[error] or 0.0 for one in points] if error else None  # null for a single sequence
         axis.errorbar(sparsities, values, yerr=errors, marker="o", color=_COLOURS[0], capsize=3)
         axis.set_title(label, fontsize=11)
         axis.set_xlabel("sparsity")

@@ -1,4 +1,4 @@
-"""Rotate the model to the principal directions of its hidden states and values, before anything is measured on it."""
+"""Rotation of the model to the principal directions of its hidden states and of its attention values."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ from .state import NO_STATE, Stages
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 
-# Of the largest: below it a norm's weight counts as 0, and what it hides need not be known.
+# Relative to the largest: a norm's weights below this count as 0; their channels do not matter to the directions.
 _SMALLEST_WEIGHT = 1e-4
-# Rows of the embeddings that are rotated at a time, in float32.
+# Rows of the embedding rotated at a time, in float32.
 _ROWS = 8192
-# Sequences of a forward pass.
-_BATCH = 4
-# Tokens on which the rotated model is compared with the source, and the most KL, nats a token, that rounding may cost.
-_TOKENS, _MOST = 256, 0.02
+_BATCH_SIZE = 4  # sequences
+# Tokens on which the rotated model is compared with the source, and the largest KL, nats per token, that is accepted.
+_TOKENS, _MAX_KL = 256, 0.02
 
 
 @dataclass(frozen=True)
 class Rotation:
     residual: Tensor  # Q (hidden_size, hidden_size), float32 on the CPU
-    heads: tuple[Tensor, ...]  # per block R of its key-value heads (num_kv_heads, head_dim, head_dim)
+    heads: tuple[Tensor, ...]  # per block, R of each key-value head: (num_kv_heads, head_dim, head_dim)
 
 
 def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
-    """Why a model cannot be rotated, in a few words; None if it can."""
+    """Why a model cannot be rotated, as a clause; None if it can."""
     arch = config.architecture
     norms = arch.norms
     if norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input:
@@ -60,83 +59,83 @@ def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
 def find_rotation(
     source: SourceModel, checkpoint: Checkpoint, tokens: CalibrationTokens, advance: Callable[[], None] = lambda: None
 ) -> Rotation:
-    """Principal directions over the tokens that count, in the dense model."""
+    """Principal directions over the counted tokens, in the dense model."""
     config = source.config
-    sharing, width, readers = config.num_heads // config.num_kv_heads, config.head_dim, _readers(config)
+    sharing, width, input_norms = config.num_heads // config.num_kv_heads, config.head_dim, _input_norms(config)
     zeros = partial(torch.zeros, dtype=torch.float64, device=source.device)
-    total = zeros(config.hidden_size, config.hidden_size)
-    of_heads = [zeros(config.num_kv_heads, width, width) for _ in range(config.num_blocks)]
-    # One projection of each sublayer: the others of its sublayer read the same.
+    hidden_moments = zeros(config.hidden_size, config.hidden_size)
+    head_moments = [zeros(config.num_kv_heads, width, width) for _ in range(config.num_blocks)]
+    # One projection of each sublayer: the others share its input.
     first_roles = (config.architecture.qkv[0], config.architecture.gate_up[0])
     first = {
         projection.name: projection.chosen for projection in config.projections() if projection.role in first_roles
     }
     outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
-    norms = {name: _norm(checkpoint, readers[name], "cpu") for name in first}
-    flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH)
+    norms = {name: _norm(checkpoint, input_norms[name], "cpu") for name in first}
+    flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH_SIZE)
     batch = 0
 
     def observe(name: str, x: Tensor) -> None:
         if name in first:
             x = Rows.counted(source.projections[name], x, flow.counted[batch]).x.float()
             weight = norms[name].to(x.device)
-            seen = weight.abs() > _SMALLEST_WEIGHT * weight.abs().max()
-            x = torch.where(seen, x / torch.where(seen, weight, 1.0), 0.0)
-            total.add_((x.T @ x).double() / first[name])  # experts read a token as often
+            nonzero = weight.abs() > _SMALLEST_WEIGHT * weight.abs().max()
+            x = torch.where(nonzero, x / torch.where(nonzero, weight, 1.0), 0.0)
+            hidden_moments.add_((x.T @ x).double() / first[name])  # as many experts have a row of each token
         elif name in outputs:
             x = x[flow.counted[batch].to(x.device)].float().view(-1, config.num_kv_heads, sharing, width)
-            of_heads[outputs[name]].add_(torch.einsum("tkri,tkrj->kij", x, x).double())
+            head_moments[outputs[name]].add_(torch.einsum("tkri,tkrj->kij", x, x).double())
 
     with MaskedModel(source.projections) as masked, masked.during(observer=observe), torch.no_grad():
         for batch in range(flow.num_batches):
             flow.final(batch)
             advance()
-    return Rotation(_directions(total), tuple(_directions(one) for one in of_heads))
+    return Rotation(_directions(hidden_moments), tuple(map(_directions, head_moments)))
 
 
 def _directions(moments: Tensor) -> Tensor:
-    """Eigenvectors as columns, each with its largest entry positive, so that equal input gives equal output."""
+    """Eigenvectors as columns, with the sign that makes the largest entry positive, so that results repeat."""
     vectors = torch.linalg.eigh(moments.cpu())[1]
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     return (vectors * largest.sign()).float()
 
 
 def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) -> Checkpoint:
-    """The rotated checkpoint: tensors are computed on ``device`` when they are read; the embeddings are not tied."""
+    """The rotated checkpoint, with untied embeddings; its tensors are computed on ``device`` when they are read."""
     config = checkpoint.config
     by_name = {part: projection for projection in config.projections() for part in projection.parts}
-    readers, together = _readers(config), {one.name: (part, one) for part, one in experts_in_one(config).items()}
+    input_norms, stacked = _input_norms(config), {one.name: (part, one) for part, one in experts_in_one(config).items()}
     q = rotation.residual.to(device)
     head = _EMBEDDING if config.tie_word_embeddings else LM_HEAD
 
-    @cache  # of the norms that the weights of many experts meet
+    @cache  # many experts share a norm
     def norm_of(name: str) -> Tensor:
         return _norm(checkpoint, name, device)
 
     def embedding(name: str, weight: Tensor | float) -> Tensor:
         stored = checkpoint.tensor(name)
-        pieces = (rows.to(device).float() for rows in stored.split(_ROWS))
-        return torch.cat([((rows * weight) @ q).to(stored.dtype).cpu() for rows in pieces])
+        chunks = (rows.to(device).float() for rows in stored.split(_ROWS))
+        return torch.cat([((rows * weight) @ q).to(stored.dtype).cpu() for rows in chunks])
 
     def make(name: str) -> Tensor:
         if name == _EMBEDDING:
             return embedding(_EMBEDDING, 1.0)
         if name == LM_HEAD:
             return embedding(head, norm_of(_FINAL_NORM))
-        if name == _FINAL_NORM or name in readers.values():
+        if name == _FINAL_NORM or name in input_norms.values():
             return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
         projection, _, kind = name.rpartition(".")
-        if name in together and name.endswith("down_proj"):  # of all experts, transposed
-            return torch.stack([(one.to(device).float() @ q).cpu() for one in checkpoint.tensor(name)])
-        if name in together and name.endswith("gate_up_proj"):
-            norm = norm_of(readers[together[name][0].removesuffix(".weight")])[:, None]
-            return torch.stack([(q.T @ (norm * one.to(device).float())).cpu() for one in checkpoint.tensor(name)])
+        if name in stacked and name.endswith("down_proj"):  # of all experts, transposed
+            return torch.stack([(expert.to(device).float() @ q).cpu() for expert in checkpoint.tensor(name)])
+        if name in stacked and name.endswith("gate_up_proj"):
+            norm = norm_of(input_norms[stacked[name][0].removesuffix(".weight")])[:, None]
+            return torch.stack([(q.T @ (norm * expert.to(device).float())).cpu() for expert in checkpoint.tensor(name)])
         value = checkpoint.tensor(name, device).float()
-        if name in together:  # biases
+        if name in stacked:  # biases
             return value @ q if "down_proj" in name else value
-        if projection not in by_name:  # a router, its bias, sinks, or the norms of queries and keys
-            reads = projection in readers and kind == "weight"
-            return (value * norm_of(readers[projection])) @ q if reads else value
+        if projection not in by_name:  # a router, its bias, sinks, or q/k norms
+            reads = projection in input_norms and kind == "weight"
+            return (value * norm_of(input_norms[projection])) @ q if reads else value
         role = by_name[projection].role
         heads = rotation.heads[by_name[projection].block].to(device)
         if role in ("o_proj", "down_proj"):
@@ -145,7 +144,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
                 value = torch.einsum("nkri,kij->nkrj", shaped, heads).reshape(len(value), -1)
             return q.T @ value
         if kind == "weight":
-            value = (value * norm_of(readers[projection])) @ q
+            value = (value * norm_of(input_norms[projection])) @ q
         if role in ("v_proj", "qkv_proj"):
             width = config.blocks[by_name[projection].block].kv_size
             kept, values = value.split([len(value) - width, width])
@@ -153,35 +152,35 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
             value = torch.cat([kept, torch.einsum("kij,kin->kjn", heads, shaped).reshape(values.shape)])
         return value
 
-    def one(name: str) -> Tensor:
+    def make_stored(name: str) -> Tensor:
         return make(name).to(tensors[name].dtype).contiguous().cpu()
 
     tensors = {name: replace(info, file="") for name, info in checkpoint.tensors.items() if name != LM_HEAD}
     tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="")
     stated = {**checkpoint.config_dict, "tie_word_embeddings": False}
-    made = {name: partial(one, name) for name in tensors}
+    made = {name: partial(make_stored, name) for name in tensors}
     changed = {"config_dict": stated, "config": ModelConfig.from_dict(stated), "rotation": rotation.residual}
     return checkpoint.derive(made, tensors=tensors, **changed)
 
 
-def _readers(config: ModelConfig) -> dict[str, str]:
-    """Which norm's weight each projection and router that reads the hidden state meets, by name."""
+def _input_norms(config: ModelConfig) -> dict[str, str]:
+    """Projections and routers that read the hidden state -> the weight of the norm before them."""
     arch = config.architecture
-    found: dict[str, str] = {}
+    norms: dict[str, str] = {}
     for projection in config.projections():
         if projection.role in (*arch.qkv, *arch.gate_up):
             norm = arch.norms.attention_input if projection.role in arch.qkv else arch.norms.mlp_input
             names = (projection.name, *projection.parts)
-            found |= dict.fromkeys(names, f"model.layers.{projection.block}.{norm}.weight")
+            norms |= dict.fromkeys(names, f"model.layers.{projection.block}.{norm}.weight")
     for index, block in enumerate(config.blocks):
         if block.experts is not None:
             router = f"model.layers.{index}.{block.experts.router}".removesuffix(".weight")
-            found[router] = f"model.layers.{index}.{arch.norms.mlp_input}.weight"
-    return found
+            norms[router] = f"model.layers.{index}.{arch.norms.mlp_input}.weight"
+    return norms
 
 
 def _norm(checkpoint: Checkpoint, name: str, device: str | torch.device) -> Tensor:
-    """What a norm multiplies by, (hidden_size,) float32."""
+    """The factors of a norm, (hidden_size,) float32."""
     weight = checkpoint.tensor(name, device).float()
     return 1.0 + weight if checkpoint.config.architecture.norm_offset else weight
 
@@ -194,16 +193,17 @@ def rotate(
     text: Callable[[], CalibrationTokens],
     stages: Stages = NO_STATE,
 ) -> tuple[SourceModel, Checkpoint, RotationRecord]:
-    """Rotate ``source``, in place, to the principal directions over a text; gives the checkpoint of the rotated weights
-    and the recipe's record. Several processes call it alike."""
+    """Rotate ``source``, in place, to the principal directions over ``text``. Returns it, the rotated checkpoint and the
+    recipe's record. All processes call it."""
 
     def find() -> Any:
-        mine = None
-        if stages.processes.leads:
-            given = text()
-            with stages.progress.stage("Principal directions", -(-given.num_samples // _BATCH)) as stage:
-                mine = vars(find_rotation(source, checkpoint, given, stage.advance))
-        return stages.processes.broadcast(mine)
+        rotation = None
+        if stages.processes.is_main:
+            rotation_tokens = text()
+            num_batches = -(-rotation_tokens.num_samples // _BATCH_SIZE)
+            with stages.progress.stage("Principal directions", num_batches) as stage:
+                rotation = vars(find_rotation(source, checkpoint, rotation_tokens, stage.advance))
+        return stages.processes.broadcast(rotation)
 
     def log_probs() -> Tensor:
         ids = tokens.input_ids[:1, :_TOKENS].to(source.device)
@@ -218,10 +218,10 @@ def rotate(
         model.config.tie_word_embeddings = False
     with stages.progress.stage("Rotating", len(made.tensors)) as stage:
         load_weights(model, made, stage.advance)
-    # Of two models that differ by less than the sums' own rounding it can come out below 0.
+    # Rounding can make the KL of two almost equal models negative.
     kl = max(0.0, float(kl_rows(before, log_probs()).double().mean()))
-    if not kl <= _MOST:
-        far = f"rotated, the model is {kl:.2g} nats/token from what it was, expected less than {_MOST:g}"
+    if not kl <= _MAX_KL:
+        far = f"rotated, the model is {kl:.2g} nats/token from what it was, expected less than {_MAX_KL:g}"
         advice = f"{source.dtype} is too coarse for it; convert it with --rotation none"
         raise UnsupportedModelError(f"{checkpoint.folder.name}: {far}: {advice}")
     return replace(source, config=made.config), made, RotationRecord("pca", kl, len(before))
@@ -229,17 +229,17 @@ def rotate(
 
 @torch.no_grad()
 def load_weights(model: Any, checkpoint: Checkpoint, advance: Callable[[], None] = lambda: None) -> None:
-    """Copy a checkpoint's tensors into a model of its shapes; its embeddings into an output layer that is not tied."""
+    """Copy a checkpoint's tensors into a model of its shapes; without an output layer, the embedding into the model's."""
     parameters, output = weights_of(model, checkpoint.config), model.get_output_embeddings()
-    # transformers leaves the head that drafts out.
+    # transformers' model has no MTP head.
     names = [name for name in checkpoint.tensors if not name.startswith(MTP)]
 
-    @torch.no_grad()  # of this thread
+    @torch.no_grad()  # grad mode is per thread
     def load(name: str) -> None:
         (output.weight if name == LM_HEAD else parameters[name]).copy_(checkpoint.tensor(name))
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        # A GPU waits for files to be read; a CPU's products have threads of their own.
+        # For a GPU, files are read in parallel; on a CPU, matrix products use several threads already.
         for _ in (pool.map if output.weight.is_cuda else map)(load, names):
             advance()
     if LM_HEAD not in checkpoint.tensors:

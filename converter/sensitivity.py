@@ -1,4 +1,4 @@
-"""What an error in each input channel of each projection costs the model's output, by backward passes."""
+"""Sensitivity of the model's output to each channel of each projection, by backward passes; the KL to the dense model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .flow import BlockFlow, State
 from .masking import MaskedModel
 from .statistics import channel_scale
 
-# Elements of the logits handled at a time. On a CPU they should stay in the cache: 8 MiB of float32.
+# Elements of the logits computed at a time. On a CPU they should fit into the cache: 8 MiB of float32.
 LARGEST_LOGITS = 1 << 26
 _LARGEST_LOGITS_CPU = 1 << 21
-# The dense model's distributions are kept up to this size, and computed again from the hidden states beyond it.
+# The dense model's distributions are kept up to this size; if they are larger, its last hidden states are kept.
 _LARGEST_REFERENCE_BYTES = 1 << 30
-# Activations kept for one backward pass: several blocks of a small model, one block of a large one.
+# Activations of one autograd graph: several blocks of a small model, one block of a large one.
 _LARGEST_GRAPH_BYTES = 1 << 29
-_ENOUGH_TOKENS = 256  # that an expert's own statistics rest on alone
+_ENOUGH_TOKENS = 256  # an expert with at least this many tokens is not pooled with the others
 
 
 def kl_rows(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -34,32 +34,32 @@ def kl_rows(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def rows_at_once(flow: BlockFlow) -> int:
-    """For how many tokens the logits are computed together."""
+    """The number of tokens whose logits are computed at a time."""
     largest = _LARGEST_LOGITS_CPU if flow.device.type == "cpu" else LARGEST_LOGITS
     return max(1, largest // flow.head.weight.shape[0])
 
 
 class DenseReference:
-    """The dense model's distributions over the counted tokens of a flow, computed when they are first asked for.
-    KL(dense || sparse) = sum p log p - sum p log q, the first sum once for all sparse models."""
+    """The dense model's distributions p at the counted tokens of a flow, computed at their first use.
+    KL(dense || sparse) = sum p log p - sum p log q; the first sum is computed once for all sparse models."""
 
     def __init__(self, flow: BlockFlow, masked: MaskedModel) -> None:
         self.flow, self.masked = flow, masked
         self.keeps_distributions = flow.num_counted * flow.head.weight.shape[0] * 4 <= _LARGEST_REFERENCE_BYTES
-        self._kept: dict[int, list[Any]] = {}
+        self._cache: dict[int, list[Any]] = {}  # by micro-batch and chunk
         self._device = flow.device
 
     @torch.no_grad()
     def distribution(self, batch: int, index: int) -> tuple[Tensor, Tensor]:
         """p (T, V) float32 and sum p log p (T,) of chunk ``index`` of `rows_at_once` counted tokens of a batch."""
-        if batch not in self._kept:
+        if batch not in self._cache:
             with self.masked.masking({}), self.masked.during(dense_tokens=None):
                 final = self.flow.final(batch)
             self._device = final.device
             chunks = list(final.split(rows_at_once(self.flow)))
-            self._kept[batch] = [self._p_log_p(rows) if self.keeps_distributions else rows.cpu() for rows in chunks]
-        found = self._kept[batch][index]
-        return found if self.keeps_distributions else self._p_log_p(found.to(self._device))
+            self._cache[batch] = [self._p_log_p(rows) if self.keeps_distributions else rows.cpu() for rows in chunks]
+        cached = self._cache[batch][index]
+        return cached if self.keeps_distributions else self._p_log_p(cached.to(self._device))
 
     def _p_log_p(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         log_p = self.flow.logits(rows).log_softmax(-1)
@@ -68,7 +68,7 @@ class DenseReference:
 
     @torch.no_grad()
     def kl_sum(self, batch: int, final: Tensor) -> float:
-        """Sum of the KL over a micro-batch, given the sparse model's last hidden states (T, hidden_size)."""
+        """Sum of the KL over a micro-batch; ``final``: the sparse model's last hidden states (T, hidden_size)."""
         total = torch.zeros((), dtype=torch.float64, device=final.device)
         for index, rows in enumerate(final.split(rows_at_once(self.flow))):
             p, p_log_p = self.distribution(batch, index)
@@ -76,7 +76,7 @@ class DenseReference:
         return float(total)
 
     def kl_gradient(self, batch: int, final: Tensor) -> tuple[Tensor, Tensor]:
-        """`kl_sum` as a tensor, and its gradient in ``final``: d KL / d logits = softmax(logits) - p."""
+        """`kl_sum` as a tensor, and its gradient with respect to ``final``: d KL / d logits = softmax(logits) - p."""
         total, gradients = torch.zeros((), dtype=torch.float64, device=final.device), []
         for index, rows in enumerate(final.split(rows_at_once(self.flow))):
             rows = rows.detach().requires_grad_(True)
@@ -94,23 +94,23 @@ def backward(
     gradient_of: Callable[[Tensor], Tensor],
     receive: Callable[[str, Rows, Tensor], None],
 ) -> None:
-    """Gradients of a loss with respect to the input of every projection, each through that projection alone: forward
-    without a graph, keeping a hidden state every few blocks, then forward with a graph and backward over those blocks.
-    No weight gets a gradient. ``gradient_of`` gives the loss's gradient in the last hidden states of the counted tokens
-    (T, hidden_size); ``receive`` gets a projection's name, its input before the mask and the gradient (T, K)."""
+    """Gradients of a loss with respect to each projection's input, through that projection alone, with activation
+    checkpointing: a forward pass that keeps the hidden state every few blocks, then forward and backward over these.
+    Weights get no gradients. ``gradient_of`` maps the last hidden states of the counted tokens (T, hidden_size) to the
+    loss's gradient; ``receive`` is called with a projection's name, unmasked input and gradient (T, K)."""
     counted, config = flow.counted[batch], flow.config
     bytes_per_block = counted.numel() * (14 * config.hidden_size + 5 * config.mlp_size) * flow.item_size
     span = max(1, _LARGEST_GRAPH_BYTES // bytes_per_block)
     last = (len(flow.blocks) - 1) // span * span
-    # The fused attention kernels of a GPU add up their gradients in no fixed order; equal seeds must give equal bytes.
-    fixed_order = sdpa_kernel(SDPBackend.MATH) if flow.device.type == "cuda" else nullcontext()
-    with fixed_order, torch.enable_grad():
+    # Gradients of fused attention kernels on a GPU are not deterministic; equal seeds have to give equal bundles.
+    deterministic = sdpa_kernel(SDPBackend.MATH) if flow.device.type == "cuda" else nullcontext()
+    with deterministic, torch.enable_grad():
         states = {0: flow.start()[batch]}
         with torch.no_grad():
             for start in range(0, last, span):
                 states[start + span] = flow.run(batch, states[start], start, start + span)
         gradient = torch.empty(0)
-        of_shared: dict[Any, Sequence[Tensor]] = {}  # gradients of keys and values, from the blocks that share them
+        shared_gradients: dict[Any, Sequence[Tensor]] = {}  # of keys and values that several blocks use
         for start in sorted(states, reverse=True):
             state = states.pop(start)
             below = state.hidden.detach().requires_grad_(True)
@@ -119,7 +119,7 @@ def backward(
             seen: dict[str, Tensor] = {}
 
             def split(name: str, x: Tensor, inputs: dict[str, Tensor] = inputs) -> Tensor:
-                # A view of its own per projection: q, k and v read one tensor, and must not share one gradient.
+                # A view for each projection: q, k and v share one tensor, but not its gradient.
                 inputs[name] = x.view_as(x)
                 return inputs[name]
 
@@ -130,19 +130,19 @@ def backward(
                 out = flow.norm(out)
                 out = out[counted.to(out.device)]
                 gradient = gradient_of(out.detach())
-            made = {key: kv for key, kv in above.shared.items() if key not in shared and key in of_shared}
+            produced = {key: kv for key, kv in above.shared.items() if key not in shared and key in shared_gradients}
             leaves = [x for kv in shared.values() for x in kv]
             gradient, *others = torch.autograd.grad(
-                [out, *(x for kv in made.values() for x in kv)],
+                [out, *(x for kv in produced.values() for x in kv)],
                 [below, *leaves, *inputs.values()],
-                [gradient, *(one for key in made for one in of_shared[key])],
-                allow_unused=bool(leaves),  # by blocks that have keys and values of their own
+                [gradient, *(g for key in produced for g in shared_gradients[key])],
+                allow_unused=bool(leaves),  # not every block uses shared keys and values
             )
-            found, at_inputs = iter(others[: len(leaves)]), others[len(leaves) :]
+            at_leaves, at_inputs = iter(others[: len(leaves)]), others[len(leaves) :]
             for key, kv in shared.items():
-                more = [torch.zeros_like(x) if one is None else one for x, one in zip(kv, found, strict=False)]
-                so_far = of_shared.get(key)
-                of_shared[key] = more if so_far is None else [a + b for a, b in zip(more, so_far, strict=True)]
+                new = [torch.zeros_like(x) if g is None else g for x, g in zip(kv, at_leaves, strict=False)]
+                later = shared_gradients.get(key)
+                shared_gradients[key] = new if later is None else [a + b for a, b in zip(new, later, strict=True)]
             for name, at_input in zip(inputs, at_inputs, strict=True):
                 module = masked.projections[name]
                 rows = Rows.counted(module, seen[name].detach(), counted)
@@ -150,11 +150,11 @@ def backward(
 
 
 def _label_gradient(flow: BlockFlow, generator: torch.Generator, final: Tensor) -> Tensor:
-    """The gradient of -log p(y) in the last hidden states, for a label y a token from the model's own distribution."""
-    # By inversion, from numbers made on the CPU: the same on every device.
-    drawn = torch.rand(final.shape[0], 1, generator=generator)
-    size, found = rows_at_once(flow), []
-    for rows, u in zip(final.split(size), drawn.split(size), strict=True):
+    """The gradient of -log p(y) with respect to the last hidden states, with y sampled from p for each token."""
+    # Inverse transform sampling of random numbers from the CPU: the same labels on every device.
+    uniform = torch.rand(final.shape[0], 1, generator=generator)
+    size, gradients = rows_at_once(flow), []
+    for rows, u in zip(final.split(size), uniform.split(size), strict=True):
         rows = rows.detach().requires_grad_(True)
         logits = flow.logits(rows)
         probabilities = logits.detach().softmax(-1)
@@ -162,20 +162,20 @@ def _label_gradient(flow: BlockFlow, generator: torch.Generator, final: Tensor) 
         labels = torch.searchsorted(cumulative, u.to(cumulative.device) * cumulative[:, -1:])
         labels = labels.clamp(max=cumulative.shape[1] - 1)
         del cumulative
-        # d -log p(y) / d logits = softmax(logits) - onehot(y), in place: a copy of them is large
+        # d -log p(y) / d logits = softmax(logits) - onehot(y); in place, as a copy would be large
         probabilities.scatter_add_(1, labels, probabilities.new_full(labels.shape, -1.0))
-        found.append(torch.autograd.grad(logits, rows, probabilities)[0])
-    return torch.cat(found)
+        gradients.append(torch.autograd.grad(logits, rows, probabilities)[0])
+    return torch.cat(gradients)
 
 
 def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Sum over the counted tokens of one micro-batch of ``gradient_i^2``: per projection (K,) float64 on the CPU; of
-    experts (E, K + 1), each followed by its number of tokens. The generator is on the CPU and draws a label for each
-    token; a second draw changes the KL by less than 1%."""
+    """The sum over the counted tokens of one micro-batch of ``gradient_i^2``, by projection: (K,) float64 on the CPU; of
+    experts (E, K + 1), where the last column is the number of tokens. The CPU generator samples one label per token: a
+    second one changes the KL by less than 1%."""
     sums: dict[str, Tensor] = {}
 
     def add(name: str, rows: Rows, gradient: Tensor) -> None:
-        # Stays on the device: no pass waits for a copy.
+        # Stays on the device, so that the pass does not synchronise.
         sums[name] = rows.total(gradient.float().square()).double()
         if rows.experts is not None:
             sums[name] = torch.cat((sums[name], rows.total(gradient.new_ones(len(gradient), 1)).double()), dim=1)
@@ -186,9 +186,9 @@ def fisher_diagonal(flow: BlockFlow, masked: MaskedModel, batch: int, generator:
 
 
 def drawn_to_pool(sums: Tensor, by_channel: bool, planes: int = 1) -> Tensor:
-    """The mean of experts' squares (E, K) from `fisher_diagonal`'s sums (E, K + 1). Where fewer than `_ENOUGH_TOKENS`
-    tokens reached an expert, those that lack are taken to be as in all experts together: of the same channel, where
-    ``by_channel``, as all read the same, else of all channels of a plane."""
+    """The experts' mean squares (E, K) from `fisher_diagonal`'s sums (E, K + 1). An expert with fewer than
+    `_ENOUGH_TOKENS` tokens is filled up to them with the mean over all experts: of the same channel with ``by_channel``,
+    for projections whose input all experts share, else of all channels of a plane."""
     squares, counts = sums[:, :-1], sums[:, -1:]
     pool = squares.sum(0, keepdim=True) / counts.sum().clamp(min=1)
     lacking = (_ENOUGH_TOKENS - counts).clamp(min=0)
@@ -198,8 +198,8 @@ def drawn_to_pool(sums: Tensor, by_channel: bool, planes: int = 1) -> Tensor:
 
 
 def loss_weighted_norm(norm: Tensor, diagonal: Tensor) -> Tensor:
-    """The geometric mean of g (K,) and sqrt(h) (K,), each divided by its own geometric mean: (K,) float32. h is
-    estimated from few tokens and g is exact: half-way (in logarithms) is better than either (benchmarks/LOG.md)."""
+    """The geometric mean of g (K,) and sqrt(h) (K,), each divided by its own geometric mean: (K,) float32. h is an
+    estimate from few tokens and g is exact; their mean is better than either (benchmarks/LOG.md)."""
     return (channel_scale(norm, 0.5) * channel_scale(diagonal.sqrt().float().to(norm.device), 0.5)).float()
 
 
@@ -211,12 +211,12 @@ def quadratic_damage(
     scales: Mapping[str, Tensor],
     thresholds: Mapping[str, Sequence[float]],
 ) -> dict[str, list[float]]:
-    """Sum over the counted tokens of ``1/2 (gradient . d)^2``: per projection, one number per threshold; d is what
-    falls below a threshold of the scores ``|x| * scale``."""
+    """The sum over the counted tokens of ``1/2 (gradient . d)^2``, by projection and threshold; d is x where its score
+    ``|x| * scale`` is below the threshold, else 0."""
     sums: dict[str, Tensor] = {}
 
     def add(name: str, rows: Rows, gradient: Tensor) -> None:
-        # A NaN is kept. A product is several times as fast as torch.where on a CPU.
+        # NaN is never dropped. On a CPU a product is several times as fast as torch.where.
         x = rows.x
         score, products = scores(x, rows.scale(scales[name])), (gradient.float() * x.float()).nan_to_num_()
         below = torch.empty_like(score)

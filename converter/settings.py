@@ -20,12 +20,12 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 WEIGHTS = ("native", "int8", "fp8", "int4", "graded")
 ROTATIONS = ("auto", "pca", "none")
 
-# From 40% to 50% speed grows by an eighth and the KL more than doubles: docs/choosing.md.
+# The default sparsity levels. From 40% to 50% speed grows by an eighth and the KL more than doubles: docs/choosing.md.
 USUAL, USUAL_DEFAULT = (0.3, 0.4, 0.5), 0.4
-# Of graded weights.
+# The default levels of graded weights, in bits.
 USUAL_BITS, USUAL_DEFAULT_BITS = (4.25, 3.5, 3.0), 3.5
 
-# TEAL spreads each block's sparsity greedily, the others take the same everywhere.
+# What --search auto is for each method. TEAL allocates greedily within blocks, the WINA methods uniformly.
 _OWN_SEARCH = {"wisparse": "refine", "teal": "greedy", "wina": "uniform", "wina-code": "uniform"}
 
 _LARGEST = 2**63 - 1
@@ -38,7 +38,7 @@ def _option(kind: str, default: Any, group: str, help: str, **more: Any) -> Any:
 
 
 class ConvertOptions(TypedDict, total=False):
-    """Keyword arguments of `wisparse.convert`, for type checkers: the fields of `ConvertSettings` as users write them."""
+    """Keyword arguments of `wisparse.convert`, for type checkers: the fields of `ConvertSettings` before validation."""
 
     sparsity: float | Sequence[float]
     bits: float | Sequence[float]
@@ -69,7 +69,7 @@ class ConvertOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What to convert, how, and where to; ``None`` stands for a default that depends on the model or the device."""
+    """Settings of a conversion; ``None`` stands for a default that depends on the model or the device."""
 
     model: str = field(metadata={"kind": "place"})
     output_dir: Path = _option(  # noqa: RUF009
@@ -122,7 +122,7 @@ class ConvertSettings:
         "file, a folder of them, or a Hub data set (USER/NAME). Repeat it for several.", metavar="SOURCE",
     )  # fmt: skip
     num_samples: int = _option("int", 16, "Calibration", "Calibration sequences.", low=1)
-    # A sequence needs a first token, which is left out, and enough others.
+    # The first token of a sequence is not counted.
     seq_len: int | None = _option(
         "int", None, "Calibration", "Tokens per calibration sequence.", low=8, shown="2048 on a GPU, 512 on a CPU"
     )
@@ -164,20 +164,20 @@ class ConvertSettings:
     private: bool = _option("switch", False, "Output", "Make that repository private.")
 
     def __post_init__(self) -> None:
-        """Check every value, then what contradicts what; raises UsageError before anything is read."""
-        for one in fields(self):
-            object.__setattr__(self, one.name, _checked(one, getattr(self, one.name)))
+        """Validate each value, then combinations of values; raises UsageError before anything is read."""
+        for option in fields(self):
+            object.__setattr__(self, option.name, _validated(option, getattr(self, option.name)))
         if self.output_dir is None:
             object.__setattr__(self, "output_dir", default_output(self.model, self.sparsity))
-        guard.text("--output-dir", str(self.output_dir))  # safetensors opens no path that is not UTF-8
+        guard.text("--output-dir", str(self.output_dir))  # safetensors cannot open a path that is not UTF-8
         name, work, out = self.output_dir.name, self.work_dir and self.work_dir.resolve(), self.output_dir.resolve()
         budget = self.has_budget and ("--max-kl" if self.max_kl is not None else "--min-top1")
         graded, named = self.weights == "graded", "--bits" if self.bits else "--sparsity"
-        given = self.bits or self.sparsity
-        found = ", ".join(f"{level:g}" for level in given)
+        values = self.bits or self.sparsity
+        found = ", ".join(f"{level:g}" for level in values)
         levels = ", ".join(f"{bits_of(level) if graded else level:g}" for level in self.levels)
-        finds, search = f"{budget} finds the sparsity, so there is none to give: leave", self.chosen_search
-        of_paper = f"belongs to --search paper, but the search is {search!r}"
+        finds, search = f"{budget} finds the sparsity: leave", self.chosen_search
+        of_paper = f"requires --search paper, found --search {search}"
         for wrong, sentence in (
             (not name or name == "..", "--output-dir: expected the name of a folder to be made, found "
              f"{str(self.output_dir)!r}; name one inside it"),
@@ -186,15 +186,15 @@ class ConvertSettings:
             (graded and (self.method != "wisparse" or search not in ("refine", "fisher")),
              "--weights graded: expected --method wisparse and --search refine or fisher, found "
              f"{self.method} and {search}"),
-            (len(set(given)) < len(given), f"{named}: expected one or several different numbers, found {found}"),
-            (len(given) > MAX_LEVELS, f"{named}: a bundle holds at most {MAX_LEVELS} of them, found {len(given)}"),
-            (budget and given, f"{finds} {named} out"),
+            (len(set(values)) < len(values), f"{named}: expected one or several different numbers, found {found}"),
+            (len(values) > MAX_LEVELS, f"{named}: a bundle holds at most {MAX_LEVELS} of them, found {len(values)}"),
+            (budget and values, f"{finds} {named} out"),
             (budget and self.default is not None, f"{finds} --default out"),
             (not budget and self.default is not None and self._default not in self.levels,
              f"--default: expected one of the {'bits' if graded else 'sparsities'} {levels}, found {self.default!r:.40}"),
             (self.search in ("fisher", "refine") and self.method != "wisparse",
-             f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
-             "choose greedy, paper or uniform"),
+             f"--search {self.search} requires --method wisparse, found --method {self.method}; choose greedy, paper or "
+             "uniform"),
             (self.num_generations is not None and search != "paper", f"--num-generations {of_paper}"),
             (self.num_offspring is not None and search != "paper", f"--num-offspring {of_paper}"),
             (self.weights != "native" and self.dtype != "auto",
@@ -202,10 +202,10 @@ class ConvertSettings:
             (not self.calibration, "--calibration: expected self, paper, a Hub data set or paths, found nothing"),
             (len(self.calibration) > 1 and {"self", "paper"} & set(self.calibration),
              "--calibration: self and paper stand alone; they cannot be mixed with other sources"),
-            (self.private and self.upload_repo is None, "--private says how to upload, but there is no --upload-repo"),
-            (work and not self.resume, "--work-dir says where to keep state, but --no-resume keeps none"),
+            (self.private and self.upload_repo is None, "--private requires --upload-repo"),
+            (work and not self.resume, "--work-dir and --no-resume exclude each other: it keeps no state"),
             (work and (work == out or out in work.parents or work in out.parents),
-             f"--work-dir {self.work_dir} and the output {self.output_dir} lie within each other"),
+             f"--work-dir {self.work_dir} and the output {self.output_dir} must not lie within each other"),
         ):  # fmt: skip
             if wrong:
                 raise UsageError(sentence)
@@ -216,8 +216,7 @@ class ConvertSettings:
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """The sparsities, ascending (of graded weights the shares of their bits left unread); none where a budget is to
-        find one."""
+        """Sparsity levels, ascending (of graded weights the fractions of their bits left unread); empty with a budget."""
         if self.has_budget:
             return ()
         if self.weights == "graded":
@@ -234,20 +233,20 @@ class ConvertSettings:
         return unread(USUAL_DEFAULT_BITS) if self.weights == "graded" else USUAL_DEFAULT
 
     def default_of(self, levels: Iterable[float]) -> float:
-        """The default among these; of two equally near to the usual one the lower."""
+        """The default of ``levels``: the one asked for, or the nearest to `usual_default`, of two the lower."""
         if self._default is not None:
             return self._default
         return min(levels, key=lambda level: (round(abs(level - self.usual_default), 9), level))
 
     @property
     def length(self) -> int:
-        """``seq_len``, given or filled in by the preflight."""
+        """``seq_len``, which is set after the preflight."""
         assert self.seq_len is not None
         return self.seq_len
 
     @property
     def chosen_search(self) -> str:
-        """The search that ``auto`` stands for, or the one asked for."""
+        """``search``, with ``auto`` resolved."""
         return _OWN_SEARCH[self.method] if self.search == "auto" else self.search
 
     @property
@@ -255,7 +254,7 @@ class ConvertSettings:
         return self.work_dir or self.output_dir.with_name(self.output_dir.name + ".work")
 
     def full_report(self, device_type: str) -> bool:
-        """Whether the report tells how sensitive each block is."""
+        """Whether the report has the KL with one block sparse at a time."""
         return self.report == "full" or (self.report == "auto" and device_type == "cuda")
 
     def fingerprint(self) -> dict[str, Any]:
@@ -267,31 +266,31 @@ class ConvertSettings:
         return {**target, **{name: getattr(self, name) for name in names}, "search": self.chosen_search}
 
 
-def _checked(option: Field[Any], value: Any) -> Any:
-    """The value of an option, as its field has it; UsageError for one that it cannot be."""
-    about = option.metadata
+def _validated(option: Field[Any], value: Any) -> Any:
+    """The value converted to the option's type; UsageError if it is not valid."""
+    metadata = option.metadata
     name = "model" if option.name == "model" else "--" + option.name.replace("_", "-")
-    if about["kind"] in ("fractions", "places"):
-        several = list(value) if isinstance(value, (list, tuple)) else [value]
-        if about["kind"] == "places":
-            return tuple(guard.place(name, one) for one in several)
+    if metadata["kind"] in ("fractions", "places"):
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        if metadata["kind"] == "places":
+            return tuple(guard.place(name, item) for item in values)
         if value is None or (isinstance(value, tuple) and not value):
             return ()
-        expected = f"{about['expected']}, or several"
-        if not several:
+        expected = f"{metadata['expected']}, or several"
+        if not values:
             raise UsageError(f"{name}: expected {expected}, found none")
-        return tuple(sorted(guard.number(name, one, about["low"], about["high"], expected) for one in several))
+        return tuple(sorted(guard.number(name, item, metadata["low"], metadata["high"], expected) for item in values))
     if value is None and option.default is None:
         return None
-    match about["kind"]:
+    match metadata["kind"]:
         case "float":
-            return guard.number(name, value, about["low"], about["high"], about["expected"])
+            return guard.number(name, value, metadata["low"], metadata["high"], metadata["expected"])
         case "int":
-            return guard.integer(name, value, about["low"], _LARGEST)
+            return guard.integer(name, value, metadata["low"], _LARGEST)
         case "switch":
             return guard.switch(name, value)
         case "choice":
-            return guard.choice(name, value, about["choices"], NOT_DTYPES if name == "--dtype" else {})
+            return guard.choice(name, value, metadata["choices"], NOT_DTYPES if name == "--dtype" else {})
         case "text":
             return guard.text(name, value, empty=False)
         case "place":
@@ -300,12 +299,12 @@ def _checked(option: Field[Any], value: Any) -> Any:
             return guard.expand(guard.place(name, value))
         case "size" if not isinstance(value, str):
             return str(guard.integer(name, value, 1))
-        case _:  # checked where it is used, which knows the machine
+        case _:  # device and max_shard_size: validated in the preflight
             return value
 
 
 def auto_seq_len(device_type: str, context: int) -> int:
-    """Tokens per sequence where nobody says: what a machine does in minutes, and no more than the model's context."""
+    """Default tokens per calibration sequence: a conversion takes minutes, and the model's context is the limit."""
     return min(2048 if device_type == "cuda" else 512, context)
 
 

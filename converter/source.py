@@ -1,5 +1,5 @@
-"""The model to convert, as transformers runs it: configuration, weights, tokenizer, projections by name. It computes
-statistics and losses; the weights of the bundle are copied from the source's files."""
+"""The source model, loaded by transformers: configuration, weights, tokenizer, projections by name. It computes statistics
+and losses; the bundle's weights are copied from the source's files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MAX_TEXT_BYTES = 16 << 20
 
 
 def small_digests(folder: Path, error: type[WisparseError]) -> dict[str, str]:
-    """sha256 of every file beside the weights that a conversion reads or copies, by name."""
+    """sha256 by name of the files, other than weights, that a conversion reads or copies."""
     contents = dict(copied_files(folder, error))
     for name in list_files(folder, 100_000, error, deep=True):
         if name in ("config.json", "README.md", INDEX) or name.startswith("additional_chat_templates/"):
@@ -55,9 +55,9 @@ def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
     def digest(name: str) -> str:
         identity = checkpoint.identities[name]
         with open_regular(checkpoint.folder, name, checkpoint.error, identity) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        open_regular(checkpoint.folder, name, checkpoint.error, identity).close()  # unchanged meanwhile
-        return found
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        open_regular(checkpoint.folder, name, checkpoint.error, identity).close()  # fails if the file was changed
+        return sha256
 
     names = [*checkpoint.identities]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -65,8 +65,8 @@ def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 class StoredEmbedding(nn.Module):
-    """Gemma 4's embedding for each block: every look-up reads its rows from the checkpoint's file, as most of the model's
-    numbers are in it, and a token needs one row."""
+    """Gemma 4's per-layer embedding, which has most of the model's parameters: a look-up reads the tokens' rows from the
+    checkpoint's file."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class StoredEmbedding(nn.Module):
 
 
 def _without_embedding(config_class: type, stored: StoredEmbedding) -> Any:
-    """transformers' class of causal LMs, with ``stored`` in place of the embedding, which is not loaded then."""
+    """transformers' causal LM class with ``stored`` as per-layer embedding, which is then not loaded."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
@@ -92,7 +92,7 @@ def _without_embedding(config_class: type, stored: StoredEmbedding) -> Any:
     return type(base.__name__, (base,), {"__init__": make, "__module__": base.__module__})
 
 
-# The first that reads a model wholly from its files; earlier ones refuse it in words that would be taken for its own.
+# The first version that can leave all weights of a model in its files.
 _ACCELERATE = (1, 15)
 
 
@@ -103,52 +103,52 @@ class SourceModel:
     model: Any
     config: ModelConfig
     tokenizer: Any
-    projections: Mapping[str, Any]  # by full name, in the order of `ModelConfig.projections`; see `experts`
-    device: torch.device  # where token ids go in
+    projections: Mapping[str, Any]  # nn.Linear or `ExpertProjection` by full name, in `ModelConfig.projections`' order
+    device: torch.device  # of the token ids
     dtype: torch.dtype  # of the computation, not of the bundle
     planes: int = 1  # of each projection's channels, see `planes`
 
     def weight(self, name: str) -> Tensor:
-        """A projection's weight (N, K), or (E, N, K), fetched from where it is kept if the device has no room for it."""
+        """A projection's weight (N, K), or (E, N, K); offloaded weights are copied to the device."""
         module = self.projections[name]
         if not module.weight.is_meta:
             return module.weight
         if isinstance(module, ExpertProjection):
-            kept = module.part(module.experts._hf_hook.weights_map.__getitem__)
+            offloaded = module.part(module.experts._hf_hook.weights_map.__getitem__)
         else:
-            kept = module._hf_hook.weights_map["weight"]
-        return kept.to(self.device, module.weight.dtype)
+            offloaded = module._hf_hook.weights_map["weight"]
+        return offloaded.to(self.device, module.weight.dtype)
 
 
 def weights_of(model: Any, config: ModelConfig) -> dict[str, Tensor]:
-    """transformers' parameters by their names in a checkpoint; of one expert a view."""
-    found: dict[str, Tensor] = dict(model.named_buffers())  # factors of blocks
-    found |= model.named_parameters(remove_duplicate=False)
+    """A model's parameters by their names in a checkpoint; each expert's are views of transformers' stacked ones."""
+    tensors: dict[str, Tensor] = dict(model.named_buffers())  # Gemma 4's factors of blocks
+    tensors |= model.named_parameters(remove_duplicate=False)
     modules = find_experts(model, config)
     for projection in config.projections():
         if projection.experts:
             weights = modules[projection.name].weight
-            found |= {f"{part}.weight": weight for part, weight in zip(projection.parts, weights, strict=True)}
+            tensors |= {f"{part}.weight": weight for part, weight in zip(projection.parts, weights, strict=True)}
             if projection.bias:
                 biases = modules[projection.name].bias
                 assert biases is not None
-                found |= {f"{part}.bias": bias for part, bias in zip(projection.parts, biases, strict=True)}
+                tensors |= {f"{part}.bias": bias for part, bias in zip(projection.parts, biases, strict=True)}
     for index, block in enumerate(config.blocks):
         router = "" if block.experts is None else f"model.layers.{index}.{block.experts.router}"
-        if router and router not in found:  # files of old families have another name than transformers
-            found[router] = found[f"model.layers.{index}.mlp.gate.weight"]
-    return found
+        if router and router not in tensors:  # checkpoints of old families name the router otherwise than transformers
+            tensors[router] = tensors[f"model.layers.{index}.mlp.gate.weight"]
+    return tensors
 
 
 def lacks_accelerate() -> str | None:
-    """Why a model cannot be spread over several places, and what to do; None where it can."""
+    """Why accelerate cannot distribute a model over devices, and what to do; None if it can."""
     install = f"pip install 'accelerate>={'.'.join(map(str, _ACCELERATE))}'"
     try:
-        found = version("accelerate")
+        installed = version("accelerate")
     except PackageNotFoundError:
         return f"it needs the package accelerate: {install}"
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _ACCELERATE:
-        return f"accelerate {found} is too old: {install}"
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _ACCELERATE:
+        return f"accelerate {installed} is too old: {install}"
     return None
 
 
@@ -168,14 +168,14 @@ def load_source(
     max_memory: Mapping[int | str, int] | None = None,
     bundle: bool = False,
 ) -> SourceModel:
-    """Load a Hugging Face checkpoint from a local folder; nothing from the folder is executed. ``max_memory``:
-    accelerate's limits in bytes by GPU and for ``cpu``, for a model larger than one device. Blocks are spread over the
-    GPUs; what they cannot hold stays in memory, and what that cannot hold in the files."""
+    """Load a Hugging Face checkpoint from a local folder; no code from the folder is executed. ``max_memory``:
+    accelerate's limits in bytes by GPU and for ``cpu``, for a model larger than one device. Blocks are placed on the
+    GPUs, then in memory; the rest stays in the files."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     folder = Path(folder)
     device = choose_device(device)
-    # Every header is checked, and its messages are better than a loader's.
+    # Validates every header, with better messages than transformers'.
     checkpoint = Checkpoint.open(folder, error=BundleError) if bundle else Checkpoint.open(folder, complete=full_config)
     config = checkpoint.config
     dtype = dtype or choose_dtype(config.dtype, device)
@@ -184,33 +184,33 @@ def load_source(
     if max_memory is not None:
         placement = {"device_map": "auto", "max_memory": dict(max_memory)}
     elif device.type == "cuda" and lacks_accelerate() is None:
-        # Shard by shard onto the GPU: host memory never holds the model.
+        # Loads shard by shard to the GPU: host memory does not have to hold the model.
         placement = {"device_map": {"": device}}
-    # torch's fused one can neither cap scores nor add a sink.
+    # torch's scaled_dot_product_attention has neither a soft cap nor sinks.
     attention = "eager" if config.attention_softcap is not None or config.architecture.sinks else "sdpa"
     missing: list[str] = []
     try:
         with _quiet_transformers():
-            # Of a wrapper the text model's, which the folder's config.json is not.
+            # `full_config`'s: a multimodal model's config.json is not that of its text model.
             plain = {key: value for key, value in checkpoint.config_dict.items() if key != "quantization_config"}
             hf_config = CONFIG_MAPPING[config.model_type].from_dict(plain)
             loader: Any = AutoModelForCausalLM
             from_config = loader.from_config
             if config.per_layer_size:
                 loader = _without_embedding(type(hf_config), StoredEmbedding(checkpoint, dtype))
-                from_config, hf_config.vocab_size_per_layer_input = loader._from_config, 1  # a row that is thrown away
+                from_config, hf_config.vocab_size_per_layer_input = loader._from_config, 1  # of the embedding replaced
             if checkpoint.quantised or checkpoint.is_made:
                 if max_memory is not None:
                     large = f"{shown(folder)}: the dequantised weights do not fit into the memory of {device}"
                     advice = "choose a larger device, or convert the unquantised model"
                     raise ResourceError(f"{large}, and quantised ones cannot stay in their files; {advice}")
                 model: Any = from_config(hf_config, dtype=dtype, attn_implementation=attention)
-                # Tensor by tensor: the plain numbers are never there twice.
+                # Tensor by tensor: the dequantised weights are in memory once.
                 parameters = weights_of(model.to(device), config)
                 with torch.no_grad():
-                    every = expected_tensors(config) if checkpoint.quantised else checkpoint.tensors
-                    for name in (one for one in every if one != PER_LAYER_EMBEDDING):
-                        parameters[name].copy_(checkpoint.tensor(name))
+                    for name in expected_tensors(config) if checkpoint.quantised else checkpoint.tensors:
+                        if name != PER_LAYER_EMBEDDING:
+                            parameters[name].copy_(checkpoint.tensor(name))
             else:
                 loaded: Any = loader.from_pretrained(
                     folder,
@@ -234,9 +234,9 @@ def load_source(
         advice = "choose a larger device, or --device cpu"
         raise ResourceError(f"{shown(folder)} does not fit into the memory of {device}; {advice}") from error
     except Exception as error:
-        # transformers and safetensors raise about a dozen kinds here; all of them mean: these files are no model.
+        # transformers and safetensors raise many types of errors for files that they cannot load.
         raise UnsupportedModelError(f"{shown(folder)}: the weights cannot be loaded: {first_line(error)}") from error
-    if missing:  # transformers fills what is missing with random numbers and only warns
+    if missing:  # transformers initialises missing tensors with random numbers, and only warns
         lack = f"{len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}"
         raise UnsupportedModelError(f"{shown(folder)}: {lack}; download the checkpoint again")
     if not placement:
@@ -245,7 +245,7 @@ def load_source(
     model.requires_grad_(False)
     model.config.use_cache = False
     for name, parameter in model.named_parameters():
-        # A sum is not finite if any element is not; in float64 it cannot overflow on its own, and needs no copy.
+        # A float64 sum is finite if and only if all elements are, and needs no temporary tensor.
         if not parameter.is_meta and not torch.isfinite(parameter.detach().sum(dtype=torch.float64)):
             wrong = f"{name} holds NaN or Inf, so no statistic of this model means anything"
             raise UnsupportedModelError(f"{shown(folder)}: {wrong}; use an intact checkpoint")
@@ -259,8 +259,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.t
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a checkpoint, taken literally from ``tokenizer.json``, as the runtime does. transformers 5 picks
-    a class by ``model_type``, and some (Qwen2's) replace the file's pre-tokenizer by their own."""
+    """The tokenizer of ``tokenizer.json``, as in the runtime. The class that AutoTokenizer chooses by ``model_type`` may
+    replace the file's pre-tokenizer, as Qwen2's does."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(folder)
@@ -269,16 +269,16 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         with _quiet_transformers():
             return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        there, why = sorted(name for name in _TOKENIZER_FILES if (folder / name).is_file()), str(error).split()
-        wrong = f" can be made from {', '.join(there)}: {' '.join(why)[:300]}"
-        if not there:
+        files, why = sorted(name for name in _TOKENIZER_FILES if (folder / name).is_file()), str(error).split()
+        wrong = f" can be made from {', '.join(files)}: {' '.join(why)[:300]}"
+        if not files:
             wrong = ": expected tokenizer.json beside config.json, found none; copy it from the base model"
         raise UnsupportedModelError(f"{shown(folder)}: no tokenizer{wrong}") from error
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    # Its progress bars and advice would run through ours; what matters is checked here and raised.
+    # No progress bars and warnings of transformers: what they warn of is checked here and raised.
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
@@ -294,17 +294,17 @@ def _quiet_transformers() -> Iterator[None]:
 
 # ---------------------------------------------------------------------- the configuration
 
-# Token ids are the source's or none: a default would end answers at a token that means something else.
+# Only the source's own token ids are kept: with a class's default, generation could end at another token.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Keys that size objects of the configuration class which have nothing to do with the model.
+# Keys that are not given to the configuration class: they do not change the model.
 _NOT_READ = ("id2label", "label2id", "num_labels", "auto_map", "quantization_config")
-# How positions of pictures are laid out, which text alone has none of.
-_PICTURE_POSITIONS = ("mrope_section", "mrope_interleaved")
+# Keys of multimodal rotary positions, which text alone does not use.
+_MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 
 def full_config(config: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
-    """The text model's ``config.json`` from a source's, with every field in transformers 5's spelling. What the source
-    states in an older spelling stays beside it, for tools that know no other."""
+    """The text model's ``config.json`` from a source's, with every field under its transformers 5 name. Older names that
+    the source has are kept too, for tools that know only them."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     model_type = config.get("model_type")
@@ -312,68 +312,70 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     if not wrapped and (not isinstance(model_type, str) or model_type not in ARCHITECTURES):
         reason = why_refused(config, model_type, (*ARCHITECTURES, *WRAPPERS))
         raise UnsupportedModelError(f"unsupported architecture: {reason}")
-    given = _text_config(config, str(model_type)) if wrapped else config
-    if given.get("num_hidden_layers") is not None:  # lists of this length are made
-        dimension(given, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
-    plain_type = WRAPPERS[str(model_type)][given["model_type"]] if wrapped else str(model_type)
-    of_no_model, full = PreTrainedConfig().to_dict(), dict(given)
-    # A wrapper's text model has fields of its class, and then those of the plain one.
-    for read_as in dict.fromkeys((given["model_type"], plain_type)):
-        known = copy.deepcopy({key: value for key, value in full.items() if key not in _NOT_READ})  # it changes them
+    text_config = _text_config(config, str(model_type)) if wrapped else config
+    if text_config.get("num_hidden_layers") is not None:  # configuration classes make lists of this length
+        dimension(text_config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
+    plain_type = WRAPPERS[str(model_type)][text_config["model_type"]] if wrapped else str(model_type)
+    base_defaults, full = PreTrainedConfig().to_dict(), dict(text_config)
+    # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
+    for read_as in dict.fromkeys((text_config["model_type"], plain_type)):
+        # A copy, which from_dict changes.
+        known = copy.deepcopy({key: value for key, value in full.items() if key not in _NOT_READ})
         try:
             read = CONFIG_MAPPING[read_as].from_dict({**known, "model_type": read_as})
-            stated = json.loads(read.to_json_string(use_diff=False))
-        except Exception as error:  # its checks raise a dozen kinds
+            fields = json.loads(read.to_json_string(use_diff=False))
+        except Exception as error:  # its validation raises many types
             raise UnsupportedModelError(f"config.json: transformers cannot read it: {first_line(error)}") from error
-        for key, value in stated.items():
-            own = key not in of_no_model or (key == "dtype" and value is not None)
-            if own and key not in _TOKEN_IDS and not key.startswith("_"):
+        for key, value in fields.items():
+            is_model_field = key not in base_defaults or (key == "dtype" and value is not None)
+            if is_model_field and key not in _TOKEN_IDS and not key.startswith("_"):
                 full[key] = value
     full["model_type"] = plain_type
     method = full.get("quantization_config")
     if plain_type == "gpt_oss" and isinstance(method, dict) and method.get("quant_method") == "mxfp4":
-        del full["quantization_config"]  # they are widened when they are read
+        del full["quantization_config"]  # mxfp4 weights are dequantised when they are read
     if wrapped:
         full["architectures"] = [ARCHITECTURES[plain_type].class_name]
-        tied = _tied(config, given, names)
+        tied = _tied(config, text_config, names)
         if tied is not None:
             full["tie_word_embeddings"] = tied
     return full
 
 
 def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    given = config.get("text_config")
-    if given is None and model_type.startswith("qwen2"):  # published with the text model's keys at the top
-        others = ("architectures", "model_type", "vision_config")
-        given = {key: value for key, value in config.items() if key not in others and "_token_id" not in key}
-    if not isinstance(given, Mapping):
-        raise UnsupportedModelError(f"config.json: text_config: expected an object, found {given!r:.80}")
-    known = WRAPPERS[model_type]
-    inner = given.get("model_type", next(iter(known)))
-    if not isinstance(inner, str) or inner not in known:
-        raise UnsupportedModelError(f"unsupported text model inside {model_type}: {why_refused(given, inner, known)}")
-    if config.get("quantization_config") or given.get("quantization_config"):
+    text_config = config.get("text_config")
+    if text_config is None and model_type.startswith("qwen2"):  # published with the text model's keys at the top
+        outer_keys = ("architectures", "model_type", "vision_config")
+        text_config = {key: value for key, value in config.items() if key not in outer_keys and "_token_id" not in key}
+    if not isinstance(text_config, Mapping):
+        raise UnsupportedModelError(f"config.json: text_config: expected an object, found {text_config!r:.80}")
+    text_types = WRAPPERS[model_type]
+    text_type = text_config.get("model_type", next(iter(text_types)))
+    if not isinstance(text_type, str) or text_type not in text_types:
+        reason = why_refused(text_config, text_type, text_types)
+        raise UnsupportedModelError(f"unsupported text model inside {model_type}: {reason}")
+    if config.get("quantization_config") or text_config.get("quantization_config"):
         unknown = f"the model is quantised, which is not known of text models inside {model_type}"
         raise UnsupportedModelError(f"{unknown}: use the unquantised checkpoint")
-    # The wrapper's own token ids are those in use; types are taken from it where the text model's config has none.
+    # The outer config's token ids take precedence; its dtype is used where the text config has none.
     first = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
     types = ("dtype", "torch_dtype", "transformers_version")
-    last = {key: config[key] for key in types if key in config and given.get(key) is None}
-    text = {**given, **last, **first, "model_type": inner}
+    last = {key: config[key] for key in types if key in config and text_config.get(key) is None}
+    text = {**text_config, **last, **first, "model_type": text_type}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := text.get(key), Mapping):
-            # For text alone, positions of pictures are those of the text.
-            kept = {name: value for name, value in rope.items() if name not in _PICTURE_POSITIONS}
+            # For text alone, multimodal rotary positions are the ordinary ones.
+            kept = {name: value for name, value in rope.items() if name not in _MROPE_KEYS}
             text[key] = kept | {name: "default" for name in ("type", "rope_type") if kept.get(name) == "mrope"}
     if isinstance(rope := text.get("rope_scaling"), Mapping) and all(value == "default" for value in rope.values()):
         del text["rope_scaling"]
     return text
 
 
-def _tied(config: Mapping[str, Any], given: Mapping[str, Any], names: Collection[str] | None) -> bool | None:
-    """Whether the output layer is the embedding; None where nothing says so and the class's default holds. Both configs
-    have the key, one or none. Where they contradict each other or say nothing the weights tell."""
-    stated = [one["tie_word_embeddings"] for one in (config, given) if one.get("tie_word_embeddings") is not None]
+def _tied(config: Mapping[str, Any], text_config: Mapping[str, Any], names: Collection[str] | None) -> bool | None:
+    """Whether the output layer is the embedding, by the outer and the text config; if they disagree or do not say, by
+    whether the weights have an output layer. None: the class's default."""
+    stated = [value for each in (config, text_config) if (value := each.get("tie_word_embeddings")) is not None]
     if names is None or not all(isinstance(value, bool) for value in stated):
         return stated[0] if stated else None
     if LM_HEAD in names:
@@ -382,5 +384,5 @@ def _tied(config: Mapping[str, Any], given: Mapping[str, Any], names: Collection
 
 
 def cache_argument(model: Any) -> str:
-    """What a model's forward pass calls its cache: ``cache`` since transformers 5.24, before that ``past_key_values``."""
+    """The cache's argument of a model's forward: ``cache`` since transformers 5.24, before that ``past_key_values``."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

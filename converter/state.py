@@ -1,4 +1,4 @@
-"""The finished stages of a conversion, on disk, so that a killed run goes on after the last one and ends alike."""
+"""The state of a conversion on disk: results of finished stages, with which an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("wisparse")
 
 @dataclass
 class Stages:
-    """Results of finished stages, kept once `open` has given a folder. Several processes share those of the first."""
+    """Results of finished stages, saved to a folder after `open`. Rank 0 reads and writes them for all processes."""
 
     folder: Path | None = None
     processes: Processes = ALONE
@@ -38,11 +38,11 @@ class Stages:
     state: dict[str, Any] = field(default_factory=dict)
 
     def run(self, name: str, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` gives (numbers, strings and tensors in containers), or gave to an interrupted run."""
+        """The result of ``compute`` (numbers, strings and tensors in containers), or the one saved by an earlier run."""
         path, data = self.folder / f"{name}.stage" if self.folder is not None else None, None
         if path is not None and path.exists():
-            read = memoryview(path.read_bytes())  # codes of a large model take gigabytes: few copies
-            data = read[64:] if self.processes.size == 1 else bytes(read[64:])
+            read = memoryview(path.read_bytes())  # the codes of a large model take gigabytes: avoid copies
+            data = read[64:] if self.processes.world_size == 1 else bytes(read[64:])
             if read[:64] != _digest(name, data):
                 _log.warning("the state of stage %s is damaged and will be computed again (%s)", name, path)
                 data = None
@@ -59,30 +59,30 @@ class Stages:
         return value
 
     def open(self, folder: Path, fingerprint: dict[str, Any], *, default: bool = False) -> Stages:
-        """Keep results in ``folder``, emptied if of another ``fingerprint``; a ``default`` folder is ours to remove."""
+        """Save results to ``folder``, emptied if its fingerprint differs; a ``default`` folder is removed with the state."""
         check_folder(folder)
         folder = Path(os.path.realpath(folder))
         with _disk_errors(folder):
-            made = default or not folder.exists()
+            created = default or not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             self.lock, self.folder = _lock(folder), folder
-            found, wanted = _read_state(folder), json.loads(json.dumps(fingerprint))
-            before = found.get("fingerprint", {})
-            self.state |= {"fingerprint": wanted, "made folder": made or found.get("made folder", False)}
-            if before != wanted:
+            saved, now = _read_state(folder), json.loads(json.dumps(fingerprint))
+            before = saved.get("fingerprint", {})
+            self.state |= {"fingerprint": now, "made folder": created or saved.get("made folder", False)}
+            if before != now:
                 remove_files(folder, [name for name in entries(folder) if name != "lock"], keep=True)
-                # After the results are gone: a kill in between leaves an empty folder, never a wrong result.
+                # After the results are removed: a kill in between leaves an empty folder, not results of another run.
                 self._write("state.json", json.dumps(self.state).encode())
-        changed = [name for name in {**wanted, **before} if before.get(name) != wanted.get(name)]
-        if found and changed:
-            words = (f"{name}: was {before.get(name)!r:.60}, is {wanted.get(name)!r:.60}" for name in changed)
-            _log.warning("starting over, because this differs from the interrupted run: %s", "; ".join(words))
+        changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+        if saved and changed:
+            changes = (f"{name}: was {before.get(name)!r:.60}, is {now.get(name)!r:.60}" for name in changed)
+            _log.warning("starting over, because this differs from the interrupted run: %s", "; ".join(changes))
         elif finished := sorted(path.stem for path in folder.glob("*.stage")):
             _log.warning("resuming from %s (finished: %s)", folder, ", ".join(finished))
         return self
 
     def mark_bundle(self, manifest_sha256: str) -> None:
-        """Note which bundle is about to be renamed to its place."""
+        """Record the bundle that is about to be renamed to the output folder."""
         self._write("state.json", json.dumps({**self.state, "bundle": manifest_sha256}).encode())
 
     def _write(self, name: str, content: bytes | memoryview) -> None:
@@ -99,16 +99,16 @@ NO_STATE = Stages()
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UsageError unless `Stages.open` may use ``folder``; changes nothing."""
+    """UsageError if `Stages.open` cannot use ``folder``."""
     real = Path(os.path.realpath(folder))
-    foreign = [one for one in entries(real) if not re.fullmatch(r"lock|(state\.json|[\w.-]+\.stage)(\.partial)?", one)]
+    foreign = [e for e in entries(real) if not re.fullmatch(r"lock|(state\.json|[\w.-]+\.stage)(\.partial)?", e)]
     if foreign:
         raise UsageError(f"--work-dir {folder}: expected an empty folder or a state, found {foreign[0]!r:.200}")
     require_writable(real, f"--work-dir {folder}", "choose another --work-dir")
 
 
 def remove_state(folder: Path, *, default: bool) -> None:
-    """Delete a state, if there is one, and its folder if we made it; ``default`` as in `Stages.open`."""
+    """Delete a state, if it exists, and its folder if it was created for it; ``default`` as in `Stages.open`."""
     check_folder(folder)
     if (folder := Path(os.path.realpath(folder))).exists():
         with _lock(folder):
@@ -117,7 +117,7 @@ def remove_state(folder: Path, *, default: bool) -> None:
 
 
 def placed_bundle(folder: Path, out: Path) -> dict[str, Any] | None:
-    """The fingerprint of the bundle at ``out``, if an interrupted run with this state put it there."""
+    """The fingerprint of the bundle at ``out``, if an interrupted run with this state wrote it."""
     state = _read_state(folder)
     placed = "bundle" in state and (out / MANIFEST).is_file() and state["bundle"] == file_digest(out / MANIFEST)
     return state["fingerprint"] if placed else None
@@ -129,7 +129,7 @@ def _lock(folder: Path) -> IO[str]:
 
 
 def _digest(name: str, data: bytes | memoryview) -> bytes:
-    digest = hashlib.sha256(name.encode() + b"\0")  # with the name: a file that was renamed counts as damaged too
+    digest = hashlib.sha256(name.encode() + b"\0")  # with the name, so that a renamed file counts as damaged
     digest.update(data)
     return digest.hexdigest().encode()
 
@@ -137,7 +137,7 @@ def _digest(name: str, data: bytes | memoryview) -> bytes:
 def _read_state(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / "state.json").read_bytes()))
-    except OSError:  # none, or a name that can be none
+    except OSError:  # the file does not exist, or the folder's name is not valid
         return {}
     except (ValueError, TypeError):
         return {"fingerprint": {"state.json": "damaged"}}

@@ -29,7 +29,7 @@ def main() -> None:
     with joined("cpu") as (processes, _):
         source, tokens = tiny_source(), tiny_tokens(8)
         found = {kind: flat(search(source, tokens, settings(kind), processes=processes)) for kind in SEARCHES}
-        Path(f"{sys.argv[1]}-{processes.index}.json").write_text(json.dumps(found))
+        Path(f"{sys.argv[1]}-{processes.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def test_a_conversion_leaves_busy_cores_alone_unless_the_user_says_so(monkeypatc
         monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
         monkeypatch.setattr(convert, "idle_cores", lambda idle=idle: idle)
         monkeypatch.delitem(sys.modules, "torch", raising=False)  # it would be too late otherwise
-        convert._leave_busy_cores()
+        convert._limit_threads_to_idle_cores()
         assert os.environ.get("OMP_NUM_THREADS") == found
 
 
@@ -209,7 +209,7 @@ def test_streams_and_folders_that_are_not_there(tmp_path: Path) -> None:
     program, gone = f"{sys.executable} -m wisparse", tmp_path / "gone"
     gone.mkdir()
     write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model"))
-    no_folder = "wisparse: the folder that this was started in is there no more; go to another one\n"
+    no_folder = "wisparse: the current folder does not exist any more; change to another one\n"
     no_prompt = "wisparse: the prompt has no tokens: give at least one\n"
     for command, code, sentence in (
         (f"{program} --help | true", 0, ""),
@@ -438,7 +438,7 @@ def test_a_mistake_is_answered_by_what_to_do(line: str, sentence: str, places: d
 def test_options_of_tasks_are_refused_without_tasks(option: str, places: dict[str, str]) -> None:
     code, _, err, _ = _call(["eval", places["BUNDLE"], "--text", places["TEXT"], option])
     assert code == 2
-    assert err == f"wisparse: {option.partition('=')[0]} belongs to --tasks, and there are none\n"
+    assert err == f"wisparse: {option.partition('=')[0]} requires --tasks\n"
 
 
 def test_what_the_terminal_cannot_show_is_spelled_out(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

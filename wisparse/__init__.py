@@ -14,8 +14,8 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# In a checkout the folders beside this one are sub-packages, which Python finds neither from the checkout's root nor, if
-# the file is newer than an editable install, among that one's links. An installed copy has no such neighbours.
+# In a checkout the folders beside this one are sub-packages. This makes them importable from the checkout's root, and
+# with an editable install that is older than a file. An installed copy has no such folders.
 _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "converter").is_dir():
     __path__[:] = [str(_ROOT / "wisparse"), str(_ROOT)]
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from .runtime.backends import load
     from .runtime.model import Chunk, Generation, Model
 else:
-    # The same, resolved on first use: `import wisparse` must stay light. A type checker does not see this: with it,
-    # every name would exist. A test compares the two.
+    # The same names, imported on first use, so that `import wisparse` is quick. Type checkers do not see this, as
+    # with __getattr__ every name would exist. A test compares the two lists.
     _PUBLIC = {
         "converter.masking": ("WisparseConfig", "desparsify", "sparsify"),
         "converter.pipeline": ("convert",),

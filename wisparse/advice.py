@@ -1,4 +1,4 @@
-"""What to convert a model to: speed, memory, disk and quality of every weight type and sparsity, before converting."""
+"""``wisparse advise``: estimates of speed, memory, disk and quality by weight type and sparsity, before a conversion."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from wisparse.runtime.forecast import Forecast, forecast
 
 from .options import print_table
 
-# KL(dense || converted) in nats a token of the models of 6.5 and of 37 million parameters, by weight type and sparsity:
-# benchmarks/front.py.
+# KL(dense || converted) in nats per token of the models `MEASURED_ON`, by weight type and sparsity (benchmarks/front.py).
 MEASURED_ON = "6.5M Llama", "37M Qwen2"
 KL = {
     "native": {0.0: (0.0, 0.0), 0.3: (0.0107, 0.0032), 0.4: (0.0294, 0.0090), 0.5: (0.0685, 0.0219)},
@@ -39,21 +38,21 @@ KL = {
     "int4": {0.0: (0.0135, 0.0067), 0.3: (0.0340, 0.0156), 0.4: (0.0531, 0.0236), 0.5: (0.0948, 0.0365)},
 }
 
-# A conversion computes as much as so many forward passes over its calibration text, at the speed of a matrix product: of
-# the 8B shape on an H200 (132 s of search, benchmarks/results/scale-h200.json) and of the 6.5M example on two cores.
+# A search takes as long as this many forward passes over the calibration text at the speed of a matrix product: measured
+# on the 8B shape on an H200 (132 s, benchmarks/results/scale-h200.json) and on the 6.5M example on two cores.
 _PASSES = 190
-# What a block costs in a step of the text that the model writes itself, in transformers, whatever its size.
+# The overhead of a block per decode step in transformers, which generates the calibration text.
 _BLOCK_SECONDS = {"cuda": 0.0014, "cpu": 0.005}
-_WRITTEN_BYTES_PER_S = 450e6  # a bundle written and verified (benchmarks/results/scale-h200.json)
-CONTEXT = 4096  # positions of the cache that memory is stated for
+_WRITTEN_BYTES_PER_S = 450e6  # to write and verify a bundle (benchmarks/results/scale-h200.json)
+CONTEXT = 4096  # tokens of the KV cache in the memory estimate
 
 
 @dataclass(frozen=True)
 class Row(Forecast):
-    fits: bool  # into the free memory
+    fits: bool  # in the free memory
     bundle_bytes: int
-    kl: tuple[float, float]  # of `MEASURED_ON`
-    quality: str  # of the worse of both
+    kl: tuple[float, float]  # of the models `MEASURED_ON`
+    quality: str  # `grade_of` the larger KL
 
 
 @dataclass(frozen=True)
@@ -75,42 +74,42 @@ class Advice:
 def advise(
     model: str, folder: Path, device: torch.device, progress: Progress, *, revision: str | None, context: int = CONTEXT
 ) -> Advice:
-    """``folder`` has the config.json of ``model``, as users name it, at ``revision``."""
+    """``model``: the user's folder or Hub id, for the recommended command; ``folder`` has its config.json."""
     stated = full_config(read_config(folder))
     config = ModelConfig.from_dict(stated)
-    packings = read_quantisation(stated, config)  # quantised weights stay as they are
+    packings = read_quantisation(stated, config)  # a conversion keeps quantised weights
     stored = next(iter(packings.values())).kind if packings else None
     context = min(context, config.max_position_embeddings)
     free = available_bytes(device)
     with progress.stage("Measuring this machine") as stage:
         read_gbps = read_bandwidth_gbps(device)
-        found = forecast(config, device, (0.0, *USUAL), context, stage.note)
+        forecasts = forecast(config, device, (0.0, *USUAL), context, stage.note)
         seconds, memory = _conversion(config, device, read_gbps)
-    if stored is not None:  # a back end without such weights dequantises them
-        kept = stored if stored in {one.weights for one in found} else "native"
-        found = [one for one in found if one.weights == kept]
+    if stored is not None:  # a back end without this weight type dequantises it
+        weights = stored if stored in {one.weights for one in forecasts} else "native"
+        forecasts = [one for one in forecasts if one.weights == weights]
     native = getattr(torch, config.dtype, torch.float32)
     shapes = [(one.out_features * max(1, one.experts), one.in_features) for one in config.projections()]
     parameters = sum(map(math.prod, expected_tensors(config).values()))
-    if config.tie_word_embeddings:  # the rotation makes two tensors of them
+    if config.tie_word_embeddings:  # rotation unties them
         parameters += config.vocab_size * config.hidden_size
     rows = []
-    for one in found:
-        held = WEIGHT_TYPES[one.weights]
-        saved = sum(math.prod(shape) * native.itemsize - held.nbytes(shape, native) for shape in shapes)
+    for one in forecasts:
+        weight_type = WEIGHT_TYPES[one.weights]
+        saved = sum(math.prod(shape) * native.itemsize - weight_type.nbytes(shape, native) for shape in shapes)
         disk = bundle_bytes(config, parameters, "auto") - saved
         kl = KL["native" if stored else one.weights][one.sparsity]
         rows.append(
             Row(**asdict(one), fits=one.memory_bytes < free, bundle_bytes=disk, kl=kl, quality=grade_of(max(kl)))
         )
-    given, why = _recommended(rows, stored, config, device)
-    given += ["--device", str(device)] if device != choose_device() else []
-    given += ["--revision", revision] if revision is not None else []
-    line = shlex.join(["wisparse", "convert", model, *given])
-    told = machine(device)
+    options, why = _recommended(rows, stored, config, device)
+    options += ["--device", str(device)] if device != choose_device() else []
+    options += ["--revision", revision] if revision is not None else []
+    command = shlex.join(["wisparse", "convert", model, *options])
+    facts = machine(device)
     if device.type == "cpu":
-        told["instructions"] = torch.backends.cpu.get_cpu_capability()
-    return Advice(told, read_gbps, free, context, tuple(rows), seconds, memory, line, why)
+        facts["instructions"] = torch.backends.cpu.get_cpu_capability()
+    return Advice(facts, read_gbps, free, context, tuple(rows), seconds, memory, command, why)
 
 
 def _conversion(config: ModelConfig, device: torch.device, read_gbps: float) -> tuple[float, int]:
@@ -124,21 +123,21 @@ def _conversion(config: ModelConfig, device: torch.device, read_gbps: float) -> 
         torch.nn.functional.linear(x, weight)
         wait(device)
 
-    fastest = min(timeit.repeat(multiply, number=1, repeat=6)) / (x.numel() * weight.shape[0])
+    seconds_per_mac = min(timeit.repeat(multiply, number=1, repeat=6)) / (x.numel() * weight.shape[0])
     parameters = sum(map(math.prod, expected_tensors(config).values()))
-    inside = sum(projection.num_parameters for projection in config.projections())
-    searching = _PASSES * inside * settings.num_samples * length * fastest
-    step = inside * (dtype.itemsize / read_gbps / 1e9 + settings.num_samples * fastest)
-    writing_text = length * (step + _BLOCK_SECONDS[device.type] * config.num_blocks)
+    in_blocks = sum(projection.num_parameters for projection in config.projections())
+    search = _PASSES * in_blocks * settings.num_samples * length * seconds_per_mac
+    step = in_blocks * (dtype.itemsize / read_gbps / 1e9 + settings.num_samples * seconds_per_mac)
+    calibration_text = length * (step + _BLOCK_SECONDS[device.type] * config.num_blocks)
     writing = parameters * getattr(torch, config.dtype, torch.float32).itemsize / _WRITTEN_BYTES_PER_S
     memory = parameters * dtype.itemsize + working_bytes(config, dtype, settings)
-    return searching + writing_text + writing, memory
+    return search + calibration_text + writing, memory
 
 
 def _recommended(
     rows: Sequence[Row], stored: str | None, config: ModelConfig, device: torch.device
 ) -> tuple[list[str], str]:
-    """Options of `wisparse convert`, and why these."""
+    """The recommended options of `wisparse convert`, and the reason."""
     table = {(row.weights, row.sparsity): row for row in rows}
     kinds = [kind for kind in ("int8", "int4", "native", "fp8") if (kind, 0.0) in table]
     fitting = [kind for kind in kinds if table[kind, 0.0].fits]
@@ -162,8 +161,8 @@ def _recommended(
 
 
 def print_advice(advice: Advice) -> None:
-    told = ", ".join(f"{key} {value}" for key, value in advice.machine.items() if key not in ("python", "torch"))
-    click.echo(f"{told}; memory reads {advice.read_gbps:,.1f} GB/s, {advice.memory_free_bytes / 1e9:,.1f} GB free")
+    facts = ", ".join(f"{key} {value}" for key, value in advice.machine.items() if key not in ("python", "torch"))
+    click.echo(f"{facts}; memory reads {advice.read_gbps:,.1f} GB/s, {advice.memory_free_bytes / 1e9:,.1f} GB free")
     heads = ["weights", "sparsity", "tok/s", "range", "memory GB", "bundle GB", "KL", "quality"]
     lines = []
     for row in advice.rows:
@@ -175,11 +174,11 @@ def print_advice(advice: Advice) -> None:
         kl = " / ".join(f"{one:.2g}" for one in row.kl)
         lines.append([row.weights, f"{row.sparsity:.0%}", rate, f"{low} to {high}", *sizes, kl, row.quality])
     minutes = advice.conversion_seconds / 60
-    took = f"{minutes:.2g} minutes" if minutes < 100 else f"{minutes / 60:,.0f} hours"
+    duration = f"{minutes:.2g} minutes" if minutes < 100 else f"{minutes / 60:,.0f} hours"
     note = (
         f"tok/s: one request, measured on blocks of this shape with random weights; memory: with {advice.context:,} "
         f"tokens of context.\nKL to the dense model, nats a token, measured on two models: {' / '.join(MEASURED_ON)}; "
-        f"quality: of the worse; larger models lose less.\nConversion: about {took} (half to twice that; "
+        f"quality: of the worse; larger models lose less.\nConversion: about {duration} (half to twice that; "
         f"int4 longer), {advice.conversion_memory_bytes / 1e9:.2g} GB of memory."
     )
     print_table(heads, lines, note=note)

@@ -1,4 +1,4 @@
-"""The command line: finds the verb, and turns every expected failure into one sentence and an exit code."""
+"""The command line: runs a sub-command, and turns expected errors into one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from wisparse.formats.machine import torchrun_place, usable_cores
 from . import __version__
 from .formats.errors import WisparseError
 
-# A verb's module is imported when it is used: `wisparse --help` must not cost a second.
+# Sub-commands and their short help. Their modules are imported when they are used, so that `wisparse --help` is quick.
 _VERBS = {
-    "advise": "Say what converting a model would bring on this machine.",
+    "advise": "Estimate speed, memory and quality of a converted model on this machine.",
     "convert": "Convert a Hugging Face model into a sparse bundle.",
-    "inspect": "Show what a bundle holds.",
+    "inspect": "Show a bundle's recipe.",
     "verify": "Check a bundle's every tensor, number and digest.",
     "generate": "Generate text from a prompt.",
     "chat": "Talk with a model.",
-    "serve": "Answer OpenAI's protocol over HTTP.",
+    "serve": "Serve a bundle over HTTP, OpenAI-compatible.",
     "bench": "Measure decoding speed, dense and sparse side by side.",
     "eval": "Measure quality, dense and sparse side by side.",
-    "export-onnx": "Write the bundle as an ONNX decoder.",
+    "export-onnx": "Export a bundle as an ONNX decoder.",
     "push": "Upload a bundle to the Hugging Face Hub.",
 }
-# Verbs that share a module, by the function's name; others are the `command` of the module of their name.
+# Sub-commands that share a module, where the function has their name; others are `command` in a module of their name.
 _MODULES = {"inspect": "bundles", "verify": "bundles", "push": "bundles", "chat": "generate"}
 
-# Rounds of OpenMP's waiting loop, about 20 to 50 ns each; its own choice is 300,000. A little longer than the time from
-# one decode step to the next, so that these find their threads awake; two threads on one core spin it out every time.
+# GOMP_SPINCOUNT: iterations, of about 20 to 50 ns, for which an idle OpenMP thread spins before it sleeps; the default is
+# 300,000. A little longer than the time between two decode steps, so that threads do not sleep between them.
 _SPIN_COUNT = "3000"
 
 
 class _Verbs(click.Group):
-    """Its commands are names and texts; a verb is loaded when it is called or completed."""
+    """A group that imports a sub-command when it is called or completed; `commands` has only names and short help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -83,31 +83,31 @@ def convert_main(args: Sequence[str] | None = None) -> None:
 
 
 def convert_program() -> click.Command:
-    """The verb as a program of its own, with a version and the group's help options."""
-    verb = load_verb("convert")
-    # Not a copy: click keeps the help option that a command made once, and the group's has other names.
-    given = {name: getattr(verb, name) for name in ("callback", "help", "epilog", "short_help")}
-    settings = {**cli.context_settings, **verb.context_settings}
-    program = type(verb)(verb.name, params=list(verb.params), context_settings=settings, **given)
+    """``convert`` as a program of its own, with ``--version`` and the group's help options."""
+    command = load_verb("convert")
+    # A new command: click caches the help option in the old one, and the group's has other names.
+    attributes = {name: getattr(command, name) for name in ("callback", "help", "epilog", "short_help")}
+    settings = {**cli.context_settings, **command.context_settings}
+    program = type(command)(command.name, params=list(command.params), context_settings=settings, **attributes)
     return click.version_option(__version__, prog_name="wisparse-convert")(program)
 
 
 def _open_closed_streams() -> None:
-    """Make a standard stream that the shell closed (``>&-``) /dev/null: the next file that is opened would get its
-    number, which is the lowest that is free, and a library's message would end up inside a bundle."""
+    """Open /dev/null for standard streams that the shell closed (``>&-``). Else the next file that is opened gets the
+    stream's file descriptor, and libraries' messages are written to it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            null = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  (as long as the process)
+            null = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  (open until the process ends)
             os.set_inheritable(null.fileno(), True)
             setattr(sys, name, null)
 
 
 def _encode_everything() -> None:
-    """Print bytes of a file's name that are no text as they came in, other letters that do not fit as escapes."""
+    """On stdout, write undecodable bytes of file names unchanged, and escape other characters it cannot encode."""
 
     def encodable(error: UnicodeError) -> tuple[str | bytes, int]:
         assert isinstance(error, UnicodeEncodeError)
-        error.end = error.start + 1  # the rest may be of the other kind
+        error.end = error.start + 1  # one character at a time
         escape = "surrogateescape" if "\udc80" <= error.object[error.start] <= "\udcff" else "backslashreplace"
         return codecs.lookup_error(escape)(error)
 
@@ -117,8 +117,8 @@ def _encode_everything() -> None:
 
 
 def _limit_threads() -> None:
-    """Give torch's threads no more than the usable cores, and let none of them spin for milliseconds: it would keep its
-    core from the thread it waits for. OpenMP reads both once, when torch is imported."""
+    """Limit torch's threads to the usable cores, and how long idle ones spin, which takes the core from working threads.
+    OpenMP reads both variables when torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     cores = usable_cores()
@@ -131,18 +131,18 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
     _encode_everything()
     _limit_threads()
     try:
-        os.getcwd()  # torch would end the process with a word about its own files
+        os.getcwd()  # torch's import fails without one
     except FileNotFoundError:
-        _fail("the folder that this was started in is there no more; go to another one", 2)
+        _fail("the current folder does not exist any more; change to another one", 2)
     try:
-        # Without standalone mode click hands back what ctx.exit() was given, and None after a normal return.
+        # Without standalone mode click returns the code of ctx.exit(), or None.
         sys.exit(command.main(args=args, prog_name=name, standalone_mode=False))
     except click.ClickException as error:
         _leave_to_first(error.exit_code)
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort) as interruption:
-        # click turns an interrupt into its own Abort; what the verb had to say about resuming is in the cause.
+        # click raises Abort from KeyboardInterrupt; the sub-command's message on how to resume is in the cause.
         hint = str(interruption.__cause__ or interruption)
         _fail("; ".join(filter(None, ("interrupted", hint))), 130)
     except WisparseError as error:
@@ -153,7 +153,7 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             _fail(f"the disk is full ({error.filename or 'while writing'}); free some space and run again", 5)
-        if "temporary directory" in str(error):  # Python's own word for it, whichever library asked for one
+        if "temporary directory" in str(error):  # tempfile's message
             _fail("no folder for temporary files can be written to, /tmp for instance; is the disk full?", 5)
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             _fail(f"no permission: {error.filename}", 4)
@@ -161,7 +161,7 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
 
 
 def _leave_to_first(code: int) -> None:
-    """Under torchrun the first process says for all what is wrong before they are joined, and ends all."""
+    """Under torchrun, before the processes are joined, wait for rank 0 to report the error; torchrun then ends all."""
     distributed = sys.modules.get("torch.distributed")
     if torchrun_place().index and not (distributed and distributed.is_initialized()):
         time.sleep(30)
@@ -169,6 +169,6 @@ def _leave_to_first(code: int) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    with contextlib.suppress(OSError):  # nobody can be told where standard error itself cannot be written to
+    with contextlib.suppress(OSError):  # stderr cannot be written to
         click.echo(f"wisparse: {message}", err=True)
     sys.exit(code)

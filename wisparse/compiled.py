@@ -21,10 +21,10 @@ _BASELINE, _MODE = "torch.compile", "reduce-overhead"
 
 @dataclass(frozen=True)
 class CompiledSpeed:
-    """How fast the baseline was: ``tok_per_s`` the median of ``runs``, all rows together; ``step_ms`` one step."""
+    """Speed of the baseline, in tokens per second of all sequences together."""
 
     dtype: str
-    tok_per_s: float
+    tok_per_s: float  # the median of ``runs``
     step_ms: float
     runs: tuple[float, ...]
     name: str = _BASELINE
@@ -35,11 +35,11 @@ class CompiledSpeed:
 def compiled_rates(
     prefill: Callable[[], Tensor], step: Callable[[Tensor, Tensor], Tensor], workload: Workload, device: torch.device
 ) -> tuple[float, ...]:
-    """Tokens a second, all rows together, of every run but a first one, which compiles and captures. ``prefill`` empties
-    the cache and gives the first ids (B, 1); ``step``: ids and their position (1,), int64, to the next ids."""
+    """Tokens per second, of all sequences together, of each run after a warm-up run, which compiles. ``prefill`` resets
+    the cache and returns the first ids (B, 1); ``step`` maps ids and their position (1,), int64, to the next ids."""
     compiled = torch.compile(step, mode=_MODE, fullgraph=True)
     first = workload.prompt_length
-    positions = [torch.tensor([place], device=device) for place in range(first, first + workload.new_tokens)]
+    positions = [torch.tensor([index], device=device) for index in range(first, first + workload.new_tokens)]
     rates = []
     try:
         for run in range(1 + workload.runs):
@@ -47,7 +47,7 @@ def compiled_rates(
             wait(device)
             began = time.perf_counter()
             for position in positions:
-                token = compiled(token, position).clone()  # out of the graph's own memory
+                token = compiled(token, position).clone()  # CUDA graphs reuse their outputs' memory
             wait(device)
             if run:
                 rates.append(workload.batch * workload.new_tokens / (time.perf_counter() - began))
@@ -55,7 +55,7 @@ def compiled_rates(
         why = f"this model cannot be compiled whole here: {first_line(error)}"
         raise UnsupportedModelError(f"--baseline {_BASELINE}: {why}; go without") from error
     finally:
-        torch._dynamo.reset()  # gives back the graphs' memory
+        torch._dynamo.reset()  # frees the graphs' memory
     return tuple(rates)
 
 
@@ -69,8 +69,8 @@ def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtyp
         ids = torch.stack(prompts(bundle.config, workload)).to(device)
 
         def step(tokens: Tensor, positions: Tensor) -> Tensor:
-            seen = model(input_ids=tokens, position_ids=positions[None], **{argument: cache}, use_cache=True)
-            return seen.logits[:, -1].argmax(-1, keepdim=True)
+            out = model(input_ids=tokens, position_ids=positions[None], **{argument: cache}, use_cache=True)
+            return out.logits[:, -1].argmax(-1, keepdim=True)
 
         def prefill() -> Tensor:
             cache.reset()
@@ -82,7 +82,7 @@ def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtyp
 
 
 def require_compiler(device: torch.device) -> None:
-    """UsageError where torch cannot compile; a GPU's kernels need no C++ compiler."""
+    """UsageError if ``device`` is the CPU and there is no C++ compiler for torch.compile."""
     if device.type != "cpu":
         return
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -1,4 +1,4 @@
-"""Types of arguments, options that verbs share, and what they print: tables, and lines beside the text. Imports no torch."""
+"""Argument types, options and output (tables, footers) that sub-commands share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Text of a model may hold escape sequences; on a terminal none of them is obeyed.
+# Control characters of a model's text, which must not reach a terminal as escape sequences.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class _Place(click.types.StringParamType):
-    """A path or a Hub id; the shell completes names of files or folders."""
+    """A path or a Hub id, with shell completion of files or folders."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -41,7 +41,7 @@ class _Place(click.types.StringParamType):
 
 
 class _NewFolder(click.Path):
-    """A folder to be made: a path, and never the current folder because a variable was empty."""
+    """The path of a new folder; refuses an empty string, such as an unset shell variable."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name = max(param.opts, key=len) if param is not None else "folder"
@@ -56,7 +56,7 @@ class Dtype(click.Choice[str]):
 
 
 class Speculative(click.ParamType):
-    """JSON as it stands, ``auto``, or ``off``, which becomes None."""
+    """JSON or ``auto``, unchanged, or ``off``, which becomes None."""
 
     name = "json"
 
@@ -70,7 +70,7 @@ NEW_FOLDER = _NewFolder()
 
 
 def stacked(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
-    """Several click options as one decorator, in this order in the help text."""
+    """One decorator of several click options, in this order in the help text."""
 
     def decorate(function: _F) -> _F:
         for option in reversed(options):
@@ -86,10 +86,10 @@ def option_table(*table: tuple[str, Any, Any, str], show_default: bool = True) -
 
 
 revision_option = click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
-_SAVED = "Write what was found into the bundle as well: its report and its model card."
-save_option = click.option("--save", is_flag=True, help=_SAVED)
+_SAVE = "Also write the results into the bundle: to its report and its model card."
+save_option = click.option("--save", is_flag=True, help=_SAVE)
 
-_LENGTH = "Tokens that prompt and answer may have together.  [default: the model's context, if memory allows]"
+_LENGTH = "Most tokens of prompt and answer together.  [default: the model's context, if memory allows]"
 _LEVEL = "A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  [default: the bundle's own]"
 _BITS = "A level of a graded bundle: the bits read of a weight, or 8 for the dense model.  [default: the bundle's own]"
 
@@ -99,31 +99,31 @@ device_options = stacked(
         ("--device", str, "auto", "auto, cpu, cuda or cuda:N."),
         ("--dtype", Dtype(["auto", *DTYPES]), "auto", "Type of the weights in memory; auto is that of the files."),
         ("--backend", click.Choice(["auto", *BACKENDS]), "auto",
-         "What multiplies; auto is the fastest that can run this model here."),
-        ("--weights", click.Choice(WEIGHT_TYPES), "native", "Round the weights at load, where the back end can."),
+         "Implementation of the model; auto is the fastest that supports this model on this machine."),
+        ("--weights", click.Choice(WEIGHT_TYPES), "native", "Quantize the weights at load, if the back end supports it."),
         ("--kv-cache-dtype", click.Choice(KV_CACHE_DTYPES), "auto",
-         "Keys and values in a byte a number, which halves the cache; int8 costs the least quality."),
+         "Type of the KV cache. One-byte types halve it; of these, int8 costs the least quality."),
         ("--sparsity", float, None, _LEVEL),
         ("--bits", float, None, _BITS),
         ("--max-seq-len", click.IntRange(min=1), None, _LENGTH),
     ),
     revision_option,
-    click.option("-v", "--verbose", is_flag=True, help="Say which back end was chosen and why."),
+    click.option("-v", "--verbose", is_flag=True, help="Print which back end was chosen, and why."),
 )  # fmt: skip
 
-# The same for the verbs that generate text, which follow one prefill policy.
+# The same for sub-commands that generate text, with a prefill policy.
 loading_options = stacked(
     device_options,
     option_table(
         ("--prefill", click.Choice(PREFILL_POLICIES), "dense",
-         "Which part of the prompt runs sparse: none, the last half, all. The answer always does."),
+         "Which tokens of the prompt are sparse: none, the last half, all. Those of the answer always are."),
     ),
 )  # fmt: skip
 
 _SPECULATIVE = (
-    'Verify several tokens at a time where the text repeats itself: {"method": "ngram"} and further keys as vLLM has them, '
-    'drafts of an EAGLE-3 head: {"method": "eagle3", "model": PATH_OR_ID}, or of the one in a bundle of Qwen3.5: {"method": "mtp"}; '
-    "auto (ngram, where that changes no token), or off."
+    'Speculative decoding, as JSON with keys as in vLLM. Drafts by prompt lookup: {"method": "ngram"}; by an EAGLE-3 head: '
+    '{"method": "eagle3", "model": PATH_OR_ID}; by the MTP head in a bundle of Qwen3.5: {"method": "mtp"}. '
+    "auto is ngram if that changes no token; or off."
 )
 
 
@@ -137,34 +137,34 @@ sampling_options = stacked(
         ("--temperature", click.FloatRange(min=0), 0.0, "0 is greedy decoding."),
     ),
     option_table(
-        ("--top-k", click.IntRange(min=0), 0, "Sample from the K likeliest tokens."),
+        ("--top-k", click.IntRange(min=0), 0, "Sample from the K most likely tokens."),
         ("--top-p", click.FloatRange(min=0, max=1, min_open=True), 1.0,
-         "Sample from the likeliest tokens that reach this probability together."),
-        ("--min-p", click.FloatRange(min=0, max=1), 0.0, "Drop tokens below this share of the likeliest one's probability."),
-        ("--seed", click.IntRange(min=0), None, "Repeat a sampled answer.  [default: a fresh one]"),
-        show_default=False,  # 0 and 1 leave the step out
+         "Sample from the most likely tokens that together have this probability."),
+        ("--min-p", click.FloatRange(min=0, max=1), 0.0, "Drop tokens below this fraction of the highest probability."),
+        ("--seed", click.IntRange(min=0), None, "Seed of the sampling.  [default: a random one]"),
+        show_default=False,  # 0 and 1 are off
     ),
-    click.option("--stop", multiple=True, help="End before this text; may be given several times."),
-    click.option("--system-prompt", help="The system's message, for models with a chat template."),
+    click.option("--stop", multiple=True, help="Stop before this text; may be given several times."),
+    click.option("--system-prompt", help="System message, for models with a chat template."),
 )  # fmt: skip
 
 
 def open_bundle(bundle: str, revision: str | None, sparsity: float | None, bits: float | None = None) -> Bundle:
-    """The bundle at its default level or another; meant for before torch is imported, which takes seconds."""
+    """The bundle at its default level or the one given. Call it before importing torch, so that errors come early."""
     return Bundle.open(fetch_bundle(bundle, revision)).chosen(sparsity, bits)
 
 
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:
-    """The bundle, loaded as `loading_options` say; what is left in ``options`` is of the answers, and checked first."""
+    """The bundle loaded with `loading_options`, which are removed from ``options``; the others are validated first."""
     opened = open_bundle(bundle, *(options.pop(name) for name in ("revision", "sparsity", "bits")))
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.request import GenerationSettings
 
     loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype")
-    given = {name: options.pop(name) for name in loading}
-    given["speculative"] = options.pop("speculative_config")
+    load_options = {name: options.pop(name) for name in loading}
+    load_options["speculative"] = options.pop("speculative_config")
     GenerationSettings(**options)
-    return load(opened, max_batch=max_batch, **given)
+    return load(opened, max_batch=max_batch, **load_options)
 
 
 def set_up_logging(verbose: bool) -> None:
@@ -172,10 +172,10 @@ def set_up_logging(verbose: bool) -> None:
 
 
 def show(text: str) -> None:
-    """Print a model's text as it comes; on a terminal control characters are spelled out."""
+    """Print a model's text; on a terminal, control characters are printed as escapes."""
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-    click.echo(text, nl=False)  # which flushes
+    click.echo(text, nl=False)  # flushes
 
 
 def backend_of(model: Model) -> str:
@@ -199,12 +199,12 @@ def footer(answer: Generation, model: Model) -> str:
 
 
 def folders_to_save(bundles: Sequence[str], sparsity: float | None, bits: float | None = None) -> list[Path]:
-    """The bundles' folders, for `save_to`; refused before the work if nothing can be written there."""
+    """The bundles' folders, for `save_to`; UsageError, before any measurement, if they cannot be written."""
     from wisparse.formats.card import check_amendable
 
     if sparsity == 0 or bits == 8:
         found = "--bits 8" if bits else "--sparsity 0"
-        raise UsageError(f"--save: expected a sparsity level to tell of, found {found}, which is the dense model")
+        raise UsageError(f"--save: expected a sparsity level, found {found}, which is the dense model")
     folders = []
     for bundle in bundles:
         if (folder := find_folder(bundle, WANTED_BUNDLE)) is None:
@@ -222,7 +222,7 @@ def save_to(folder: Path, findings: Iterable[Finding]) -> None:
 
 
 def print_rows(title: str, rows: Iterable[tuple[str, str | None]]) -> None:
-    """A table of names and the values that there are, at least 100 columns wide where the output is no terminal."""
+    """A table of names and values, without rows of empty values; at least 100 columns wide unless on a terminal."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
@@ -237,8 +237,8 @@ def print_rows(title: str, rows: Iterable[tuple[str, str | None]]) -> None:
 def print_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: int = 1, note: str = ""
 ) -> None:
-    """A table whose first ``left`` columns are text and whose others are figures, and a note below it. Where the output
-    is no terminal it is as wide as it has to be, so that no figure is broken in two."""
+    """A table whose first ``left`` columns are text and the others numbers, with a note below it. Unless on a terminal,
+    it is as wide as needed to wrap no number."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""How a sparsity budget is spread: by predicted damage, greedily, by evolution; and the search for alphas."""
+"""Allocation of a target sparsity to projections or blocks: by predicted damage, greedily, by evolution; alpha search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from wisparse.formats.manifest import MAX_SPARSITY
 
-# One mutation of the block search, and the grid of quantile tables (the paper's epsilon).
+# The step of a mutation in the block search, and of the quantile tables' grid (the paper's epsilon).
 STEP = 0.005
 
 ALPHAS: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(31))
@@ -27,8 +27,8 @@ def mean_sparsity(sparsities: Sequence[float], sizes: Sequence[int]) -> float:
 
 
 def repair(sparsities: Mapping[str, float], sizes: Mapping[str, int], target: float) -> dict[str, float]:
-    """Shift all sparsities alike until their weighted mean is exactly ``target``, within [0, `MAX_SPARSITY`]. What
-    reaches a bound stays there; the remainder falls on the others."""
+    """Add one constant to all sparsities so that their weighted mean is exactly ``target``, clamped to
+    [0, `MAX_SPARSITY`]; what clamping takes away is distributed over the others."""
     result = {name: min(max(p, 0.0), MAX_SPARSITY) for name, p in sparsities.items()}
     total = sum(sizes[name] for name in result)
     for _ in range(len(result) + 1):
@@ -43,9 +43,9 @@ def repair(sparsities: Mapping[str, float], sizes: Mapping[str, int], target: fl
 
 
 def interpolate(levels: Sequence[float], damages: Sequence[float]) -> Curve:
-    """A measured curve on the grid of `STEP`: damage is a power of the sparsity between two measurements. Below the
-    first level it falls to 0 like the power law through the first two. Damages are made positive and non-decreasing
-    first: at low sparsity a measurement is mostly noise."""
+    """Interpolate measured damages to the grid of `STEP`, by a power law between two levels; below the first level the
+    power law of the first two levels is extrapolated. Damages are made positive and non-decreasing first: at low
+    sparsity a measurement is mostly noise."""
     rising = accumulate((max(1e-12, damage) for damage in damages), max)
     points = [(math.log(level), math.log(damage)) for level, damage in zip(levels, rising, strict=True)]
     curve: Curve = [(0.0, 0.0)]
@@ -57,7 +57,7 @@ def interpolate(levels: Sequence[float], damages: Sequence[float]) -> Curve:
         slope = (y1 - y0) / (x1 - x0)
         if x < x0:
             slope = max(slope, 1.0)
-        # Two equal measurements meet within a rounding error: the curve does not fall there either.
+        # Between two equal measurements rounding could make the curve fall.
         curve.append((s, max(math.exp(y0 + slope * (x - x0)), curve[-1][1])))
     return curve
 
@@ -72,14 +72,14 @@ def convex_hull(curve: Curve) -> Curve:
 
 
 def allocate(curves: Mapping[str, Curve], sizes: Mapping[str, int], target: float) -> dict[str, float]:
-    """Sparsity per projection, of least summed damage, whose parameter-weighted mean is exactly ``target``. If damages
-    add up this is a separable convex problem: spend the budget on the cheapest slopes (damage per parameter) of the
-    curves' convex hulls until it is met. All projections then stop at one slope, the Lagrange multiplier. Curves begin
-    at (0, 0) and end at a projection's highest sparsity."""
+    """Sparsity per projection that minimizes the sum of damages, with a parameter-weighted mean of exactly ``target``.
+    With additive damages this is a separable convex problem: take segments of the curves' convex hulls in order of
+    slope (damage per parameter) until the target is met. The last slope is the Lagrange multiplier. Curves begin at
+    (0, 0) and end at a projection's highest sparsity."""
     hulls = {name: convex_hull(curve) for name, curve in curves.items()}
     sparsities = dict.fromkeys(curves, 0.0)
     missing = target * sum(sizes.values())
-    # The cheapest next segment of every projection; the name breaks ties, so the result does not depend on an order.
+    # (slope, name, end point) of each projection's next segment; the name makes the order of equal slopes definite.
     heap = [(_slope(hull[0], hull[1]) / sizes[name], name, 1) for name, hull in hulls.items() if len(hull) > 1]
     heapq.heapify(heap)
     while heap and missing > 0:
@@ -101,10 +101,10 @@ def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 
 def search_alpha(loss: Callable[[Mapping[str, float]], float], names: Sequence[str]) -> dict[str, float]:
-    """Alphas of least ``loss``, the block's error with the given alpha per projection: one alpha for all projections
-    first, then each projection's own in the order of ``names``."""
-    least, tied = min((loss(dict.fromkeys(names, alpha)), alpha) for alpha in ALPHAS)
-    best = dict.fromkeys(names, tied)
+    """Alphas that minimize ``loss``, the block's error for an alpha per projection: first the best common alpha, then
+    one coordinate sweep over the projections in the order of ``names``."""
+    least, common = min((loss(dict.fromkeys(names, alpha)), alpha) for alpha in ALPHAS)
+    best = dict.fromkeys(names, common)
     for name in names:
         error, alpha = min((loss({**best, name: alpha}), alpha) for alpha in ALPHAS if alpha != best[name])
         if error < least:
@@ -115,14 +115,14 @@ def search_alpha(loss: Callable[[Mapping[str, float]], float], names: Sequence[s
 def allocate_greedily(
     loss: Callable[[Mapping[str, float]], float], sizes: Mapping[str, int], target: float, *, step: float = 0.01
 ) -> dict[str, float]:
-    """Sparsity per projection whose parameter-weighted mean is ``target``. Every step adds ``step`` to the sparsity of
-    the whole block, at the projection where ``loss``, the block's error at given sparsities, rises least."""
+    """Sparsity per projection with a parameter-weighted mean of ``target``. Every step adds ``step`` to the block's
+    sparsity, at the projection where that raises ``loss``, the block's error for sparsities by name, least."""
     total = sum(sizes.values())
     sparsities = dict.fromkeys(sizes, 0.0)
     spent = 0.0
     while target * total - spent > 1e-9 * total:
         amount = min(step * total, target * total - spent)
-        # What does not fit under the bound is left for the next step.
+        # A raise is clamped at the bound; the next step makes up for the rest.
         free = [name for name in sizes if sparsities[name] < MAX_SPARSITY]
         raised = {name: min(sparsities[name] + amount / sizes[name], MAX_SPARSITY) for name in free}
         if not raised:
@@ -134,13 +134,13 @@ def allocate_greedily(
 
 
 def mutate(parent: Candidate, sizes: Sequence[int], generator: torch.Generator) -> Candidate:
-    """One offspring: a tenth of the blocks up by `STEP`, others down until the weighted mean is the parent's again. A
-    block that would pass 0 or `MAX_SPARSITY` is not chosen. Where sizes differ the last step down is a partial one."""
+    """One offspring: raise a tenth of the blocks by `STEP`, then lower others until the weighted mean is the parent's,
+    within [0, `MAX_SPARSITY`]. If blocks differ in size the last step down is a partial one."""
 
     def choose(free: list[int]) -> int:
         return free[int(torch.randint(len(free), (), generator=generator))]
 
-    # Counted in steps, integers where sizes allow, so that a thousand mutations add up to no rounding error.
+    # In units of `STEP`, integers if sizes are equal: rounding errors do not accumulate over mutations.
     moves = [0.0] * len(parent)
     for _ in range(max(1, len(parent) // 10)):
         free = [i for i, p in enumerate(parent) if p + (moves[i] + 1) * STEP <= MAX_SPARSITY + 1e-12]
@@ -166,12 +166,12 @@ def evolve(
     num_offspring: int,
     on_generation: Callable[[float], None] = lambda loss: None,
 ) -> tuple[Candidate, list[float]]:
-    """Search block sparsities of least loss whose weighted mean is ``target``, the paper's coarse search; gives the
-    best, and its loss at the start and after every generation."""
+    """The paper's coarse search for block sparsities with a weighted mean of ``target``. Returns the best candidate, and
+    the best loss at the start and after every generation."""
     parent: Candidate = (target,) * len(sizes)
     [loss] = losses([parent])
     history = [loss]
-    known = {parent: loss}  # and its mutants': equal ones are scored once
+    known = {parent: loss}  # losses of the parent and its offspring, each scored once
     for _ in range(num_generations):
         pool = list(dict.fromkeys(mutate(parent, sizes, generator) for _ in range(num_offspring)))
         fresh = [candidate for candidate in pool if candidate not in known]

@@ -1,4 +1,5 @@
-"""Gradient steps on the KL of the whole sparse model, by which channel scales and thresholds move, and no weight."""
+"""Refinement of channel scales and thresholds by gradient steps on KL(dense || sparse). The parameters are u = log(scale /
+threshold) of all channels: |x| exp(u) >= 1 is kept, with the derivative of sigmoid((log|x| + u) / `_WIDTH`)."""
 
 from __future__ import annotations
 
@@ -22,38 +23,38 @@ from ..processes import Processes, Progress
 from ..sensitivity import DenseReference, backward
 from .allocation import mean_sparsity
 
-# Where a refinement went, for one at a near sparsity: the change of u (C,) float32, and `Refinement.sensitivity`.
+# The change of u (C,) float32 in a refinement, and `Refinement.sensitivity`: the start of one at another sparsity.
 Trajectory = tuple[Tensor, float]
 
-# How much of the way from the start to the outcome may be gone.
+# The points between start and outcome, as fractions of the way, whose KL is compared on held-out sequences.
 PARTS = (0.0, 0.5, 1.0)
 
-# See `plan_steps`; and so many times the root mean square is the most that a channel moves in a step.
+# `plan_steps`' distance; and the clipping of a channel's step, in root mean squares over all channels.
 _DISTANCE, _FARTHEST = 0.385, 8.5
 _PULL_TO_START = 0.02
 _MOMENTUM, _SQUARE_DECAY = 0.8, 0.95
-# The outcome is the average over about the last eighth of the steps.
+# The outcome is a running average with the weight of the last eighth of the steps.
 _AVERAGED = 8
-# A refinement that begins where that of a near sparsity ended goes this part of the steps, and of the distance.
-_AGAIN = 0.25
+# The fraction of the steps and of the distance in a refinement that begins at another one's outcome.
+_WARM_START = 0.25
 
 _MOST_STEPS, _TOKENS_PER_SQUARED_STEP = 48, 57
 _MOST_TOKENS_PER_STEP = 16384
 _EPOCHS, _ENOUGH_TOKENS = 6, 32768
 _SHARE_TOKENS = 4096
 
-_WIDTH = 0.3
+_WIDTH = 0.3  # of the sigmoid
 _SMALLEST = 1e-30
 _SMALLEST_THRESHOLD, _LARGEST_LOGIT = 1e-9, 30.0
-# The generators of the steps' orders have numbers beyond those of the micro-batches.
+# Indices of the random generators of epochs begin here, above those of micro-batches.
 _FIRST_ORDER = 1 << 20
 
 
 def plan_steps(num_tokens: int, num_batches: int) -> tuple[int, int, int, float]:
-    """How many steps, micro-batches a step, micro-batches held out, and the distance a calibration text allows: the
-    root mean square of the change of u, were all steps as long as the first and in one direction. Six times through the
-    text, in the more and the larger steps, the longer it is: 24 of 8,192 tokens for 32,768, 48 of 16,384 for 131,072
-    and more. A shorter text says too little of a channel: half the distance, 6 steps of 2,048, for 8,192 tokens."""
+    """Number of steps, micro-batches per step, held-out micro-batches, and the distance: the root mean square of the
+    change of u if all steps had the first one's length and direction. Six epochs, in more and larger steps the more
+    tokens there are: 24 steps of 8,192 tokens for 32,768 tokens, 48 of 16,384 from 131,072 on. Fewer tokens say too
+    little about a channel: for 8,192, half the distance in 6 steps of 2,048."""
     held_out = max(1, round(num_batches / 8)) if num_batches > 2 else 0
     steps = min(_MOST_STEPS, round(math.sqrt(num_tokens / _TOKENS_PER_SQUARED_STEP)))
     part = min(1.0, math.sqrt(num_tokens / _ENOUGH_TOKENS))
@@ -63,34 +64,33 @@ def plan_steps(num_tokens: int, num_batches: int) -> tuple[int, int, int, float]
 
 
 def micro_batches(draw: Callable[[int], torch.Generator], step: int, share: int, count: int) -> list[int]:
-    """The micro-batches of a step, one of every class of equal remainders modulo ``share``. So each class has its
-    process, which keeps its dense distributions. A class is gone through in epochs, each in an order of its own."""
-    found = []
+    """The micro-batches of a step, one of every class of equal remainders modulo ``share``. So one process has all
+    micro-batches of a class and keeps their dense distributions. A class is shuffled in every epoch."""
+    chosen = []
     for first in range(share):
         members = range(first, count, share)
         epoch, position = divmod(step, len(members))
         order = torch.randperm(len(members), generator=draw(_FIRST_ORDER + epoch * share + first))
-        found.append(members[int(order[position])])
-    return found
+        chosen.append(members[int(order[position])])
+    return chosen
 
 
 @dataclass(frozen=True)
 class Channels:
-    """The channels of all projections in one vector (C,): ``widths`` and ``sizes`` (parameters) that a token reads, by
-    projection."""
+    """Layout of the vector (C,) of all projections' channels."""
 
-    widths: Mapping[str, int]
-    sizes: Mapping[str, int]
-    planes: int = 1  # of each channel, which move together but for one difference a projection and plane
+    widths: Mapping[str, int]  # channels that a token reads, by projection
+    sizes: Mapping[str, int]  # parameters that a token reads, by projection
+    planes: int = 1  # of each channel; they differ by one number for each projection and plane, see `tie`
     experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes (E, K) of experts' scales
 
     @property
     def lengths(self) -> list[int]:
-        """How many of the vector are of each projection."""
+        """Elements of the vector, by projection."""
         return [math.prod(self.experts.get(name, (width,))) for name, width in self.widths.items()]
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
-        """By projection, (K,) or (E, K) each."""
+        """Parts of the vector by projection, (K,) or (E, K) each."""
         parts = zip(self.widths, vector.split(self.lengths), strict=True)
         return {name: part.view(self.experts.get(name, (-1,))) for name, part in parts}
 
@@ -98,43 +98,43 @@ class Channels:
         return torch.cat([parts[name].flatten() for name in self.widths])
 
     def tie(self, vector: Tensor) -> Tensor:
-        """The nearest change (C,) that keeps scales tied, see `planes.tied`."""
+        """The projection of a change (C,) onto those that keep scales tied, see `planes.tied`."""
         if self.planes == 1:
             return vector
-        found = []
+        parts = []
         for part in self.split(vector).values():
-            one = by_plane(part, self.planes)
-            found.append(from_planes(one.mean(0) + one.mean(1, keepdim=True) - one.mean(), part).flatten())
-        return torch.cat(found)
+            planes = by_plane(part, self.planes)
+            parts.append(from_planes(planes.mean(0) + planes.mean(1, keepdim=True) - planes.mean(), part).flatten())
+        return torch.cat(parts)
 
-    def repeat(self, values: Tensor) -> Tensor:  # one value per projection (P,) to each of its channels
+    def repeat(self, values: Tensor) -> Tensor:  # values of projections (P,) to their channels (C,)
         return values.repeat_interleave(torch.tensor(self.lengths, device=values.device))
 
 
 @dataclass
 class Refinement:
-    """The optimiser: u (C,) float32 and its running averages."""
+    """The optimiser's state: u (C,) float32 and its running averages."""
 
     logits: Tensor
     steps: int
     distance: float
     step: int = 0
     history: list[float] = field(default_factory=list)
-    average: Tensor | None = None  # of the last u (C,): the outcome
+    average: Tensor | None = None  # of u (C,): the outcome
     momentum: Tensor | None = None  # of the gradients (C,)
     square: Tensor | None = None  # of the squared gradients, per projection (P,)
     sensitivity: float = 0.0  # d (share of parameters kept) / d (a common shift of u)
 
-    def advance(self, found: Sequence[Tensor], channels: Channels, start: Tensor, target: float) -> None:
-        """One step with the gradients of its micro-batches (`batch_gradient`). ``start`` (C,) is u before the first
-        one, ``target`` the share of all parameters to drop."""
-        summed = functools.reduce(torch.add, found)  # in their order, whatever the device
+    def advance(self, gradients: Sequence[Tensor], channels: Channels, start: Tensor, target: float) -> None:
+        """One step with its micro-batches' results of `batch_gradient`. ``start`` (C,): u before the first step;
+        ``target``: the sparsity."""
+        summed = functools.reduce(torch.add, gradients)  # in this order on every device
         widths, total = channels.lengths, sum(channels.sizes.values())
         counts = [len(start), len(start), len(widths), 1]
         gradient, slope, kept_channels, kl = (summed[:-1] / summed[-1]).split(counts)
-        # What part of all parameters that a token reads one channel of each projection is.
-        share = [channels.sizes[name] / total / count for name, count in channels.widths.items()]
-        shares = torch.tensor(share, dtype=torch.float64, device=start.device)
+        # Of the parameters that a token reads, the fraction in one channel of each projection.
+        fractions = [channels.sizes[name] / total / count for name, count in channels.widths.items()]
+        shares = torch.tensor(fractions, dtype=torch.float64, device=start.device)
         slope = slope * channels.repeat(shares)
         kept = (kept_channels * shares).sum()
         self.step += 1
@@ -148,7 +148,7 @@ class Refinement:
         direction = channels.tie(self.momentum / channels.repeat(size) - price * scaled_slope)
         direction = (direction / direction.square().mean().sqrt().clamp_min(_SMALLEST)).clamp(-_FARTHEST, _FARTHEST)
         falling = 0.5 * (1 + math.cos(math.pi * (self.step - 1) / self.steps))
-        # What curvature did to the budget in the last step is corrected by a common shift.
+        # A common shift corrects half of the deviation from the target.
         self.sensitivity = float(slope.sum().clamp_min(1e-12))
         shift = 0.5 * ((1 - target) - kept) / self.sensitivity
         moved = self.logits - self.distance / self.steps * falling * direction + shift
@@ -157,12 +157,12 @@ class Refinement:
         self.average = _average(self.average, self.logits.double(), weight).float()
 
     def partway(self, part: float, start: Tensor) -> Tensor:
-        """u after a part of the way from ``start``."""
+        """u at a fraction of the way from ``start`` to the outcome."""
         return start if self.average is None else torch.lerp(start, self.average, part)
 
 
 def _average(kept: Tensor | None, value: Tensor, weight: float) -> Tensor:
-    """The running average of ``value`` (float64), which starts at 0."""
+    """A running average of ``value`` (float64) that starts at 0."""
     return weight * value if kept is None else torch.lerp(kept.double(), value, weight)
 
 
@@ -175,9 +175,9 @@ def _masks(masked: MaskedModel, logits: Mapping[str, Tensor], dense_tokens: Tens
 
 
 def batch_gradient(reference: DenseReference, batch: int, channels: Channels, logits: Tensor) -> Tensor:
-    """One pass of the sparse model forward and backward over a micro-batch; ``logits`` is u (C,) float32. Gives sums
-    over the counted tokens, in one float64 vector on the model's device, which processes can exchange: d KL / du (C), d
-    kept / du (C), the channels kept per projection (P), the KL, and the number of tokens."""
+    """Forward and backward of the sparse model on a micro-batch; ``logits`` is u (C,) float32. Returns sums over the
+    counted tokens in one float64 vector on the model's device: d KL / du (C), d kept / du (C), kept channels per
+    projection (P), KL, number of tokens."""
     flow, masked = reference.flow, reference.masked
     counted, device = flow.counted[batch], flow.device
     by_name = channels.split(logits.to(device))
@@ -198,10 +198,10 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
         weight = soft.mul_(1 - soft).div_(_WIDTH)
         slope[name] = rows.total(weight).double().to(device)
         gradient[name] = rows.total(weight.mul_(x).mul_(at_input)).double().to(device)
-        # As the forward pass decided, which the sign of log|x| + u does not tell where rounding does.
+        # By the forward pass's own comparison: near the threshold the sign of log|x| + u may differ by rounding.
         kept[name] = keep_mask(x, u.exp(), 1.0).count_nonzero().double().to(device)
 
-    # Before the masks are on: the dense model's distributions, if they are not kept yet.
+    # The dense model's distributions have to be computed before the masks are set.
     reference.distribution(batch, 0)
     with _masks(masked, by_name, ~counted):
         backward(flow, masked, batch, gradient_of, receive)
@@ -213,15 +213,15 @@ def batch_gradient(reference: DenseReference, batch: int, channels: Channels, lo
 def measure_batch(
     reference: DenseReference, batch: int, channels: Channels, logits: Tensor, *, with_kl: bool = True
 ) -> list[float]:
-    """Everything sparse, of the counted tokens of a micro-batch: channels kept per projection, KL, number of tokens."""
+    """Forward of the sparse model: kept channels per projection, KL and number of tokens, over the counted tokens."""
     flow, masked = reference.flow, reference.masked
     if with_kl:
-        reference.distribution(batch, 0)  # before the masks are on
+        reference.distribution(batch, 0)  # before the masks are set
     counted = flow.counted[batch]
     with _masks(masked, channels.split(logits.to(flow.device)), ~counted), masked.counting() as realised:
         final = flow.final(batch)
-        found = realised()
-    kept = [round((1 - found[name]) * len(final) * count) for name, count in channels.widths.items()]
+        dropped = realised()
+    kept = [round((1 - dropped[name]) * len(final) * count) for name, count in channels.widths.items()]
     return [*kept, reference.kl_sum(batch, final) if with_kl else 0.0, len(final)]
 
 
@@ -238,21 +238,21 @@ def refine(
     processes: Processes,
     progress: Progress,
 ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Any], float, Trajectory | None]:
-    """Refine channel scales and thresholds over all tokens of ``calib`` at a target sparsity. Gives channel scales by
-    projection, float32 on the CPU, and the share of channels dropped with them; the KL before every step, and on
-    the held-out sequences by part of the way; the tokens of all steps; the trajectory, if a step was taken."""
+    """Refine channel scales and thresholds on all tokens of ``calib`` at a target sparsity. ``after``: the trajectory of
+    another sparsity to begin with. Returns the scales by projection, float32 on the CPU; the sparsity by projection;
+    the KL before every step and on the held-out sequences; the tokens of all steps; the trajectory, if there were any."""
     flow, reference = calib.flow, calib.reference
     batches = range(flow.num_batches)
 
     def measured(u: Tensor, batches: Sequence[int], *, with_kl: bool = False) -> tuple[dict[str, float], float]:
-        """The share of channels dropped by projection, and the KL."""
-        found = processes.spread(batches, lambda b: measure_batch(reference, b, channels, u, with_kl=with_kl))
-        *kept, kl, num_tokens = (math.fsum(column) for column in zip(*found, strict=True))
+        """The fraction of channels dropped by projection, and the KL."""
+        sums = processes.spread(batches, lambda b: measure_batch(reference, b, channels, u, with_kl=with_kl))
+        *kept, kl, num_tokens = (math.fsum(column) for column in zip(*sums, strict=True))
         widths = channels.widths.items()
         return {n: 1 - k / num_tokens / width for k, (n, width) in zip(kept, widths, strict=True)}, kl / num_tokens
 
     def on_target(u: Tensor, batches: Sequence[int], sensitivity: float) -> Tensor:
-        """u, shifted alike for all channels until about the target is dropped."""
+        """u plus a constant that brings the sparsity near the target."""
         dropped, _ = measured(u, batches)
         mean = mean_sparsity([dropped[name] for name in channels.sizes], list(channels.sizes.values()))
         return u + (mean - target) / sensitivity
@@ -266,28 +266,28 @@ def refine(
     held_out = batches[num_trained:]
     if steps and after is not None:
         moved, sensitivity = after
-        steps, distance = max(1, round(_AGAIN * steps)), _AGAIN * distance
+        steps, distance = max(1, round(_WARM_START * steps)), _WARM_START * distance
         begin = on_target(start + moved.to(start.device), held_out or batches, sensitivity)
     state = Refinement(begin, steps, distance)
     length = 2 * sum(channels.lengths) + len(channels.widths) + 2
     with progress.stage("Refinement", steps) as stage:
         for step in range(steps):
             chosen = micro_batches(draw, step, share, num_trained)
-            found = processes.spread_tensors(
+            gradients = processes.spread_tensors(
                 chosen, lambda b: batch_gradient(reference, b, channels, state.logits), length, flow.device
             )
-            state.advance(found, channels, start, target)
+            state.advance(gradients, channels, start, target)
             stage.advance()
             stage.note(f"KL {state.history[-1]:.4f}")
         outcome, history = state.partway(1.0, start), dict[str, Any](refinement=state.history)
         if steps and held_out:
             candidates = []
-            for part in PARTS:  # at the same sparsity, all of them
+            for part in PARTS:  # all at the same sparsity
                 u = on_target(state.partway(part, start), held_out, state.sensitivity)
                 candidates.append((measured(u, held_out, with_kl=True)[1], part, u))
-            outcome = min(candidates, key=lambda one: one[:2])[2]
+            outcome = min(candidates, key=lambda candidate: candidate[:2])[2]
             history["held out"] = {f"{part:g} of the way": round(kl, 6) for kl, part, _ in candidates}
-        # Of a long text a part tells the shares well enough: every threshold is decided again on all of it.
+        # Some of the tokens are enough here: `final_thresholds` uses all.
         per_batch = max(1, flow.num_counted // flow.num_batches)
         dropped, _ = measured(outcome, batches[: -(-_SHARE_TOKENS // per_batch)])
     parts = channels.split(outcome.cpu())

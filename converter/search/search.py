@@ -1,11 +1,11 @@
-"""From calibration tokens to one sparsity, scale and threshold per projection."""
+"""The search for one sparsity, channel scale and threshold per projection."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,13 +30,13 @@ Allocation = dict[str, float]
 
 # Sparsities at which ``fisher`` predicts each projection's damage.
 DAMAGE_LEVELS: tuple[float, ...] = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.95)
-# The report's curve of quality where there is one sparsity level, beside the target.
+# With one sparsity level, the report's quality curve has these sparsities too.
 OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
-# The KL after a stage is measured on about so many tokens.
+# About how many tokens the KL after a stage is measured on.
 _REPORTED_TOKENS = 4096
-_LARGEST_LOGITS = 1 << 27
-# Elements of the widest tensor for which all tokens are one micro-batch: 64 MiB of float32.
-_SMALL = 1 << 24
+_LARGEST_LOGITS = 1 << 27  # elements, of a micro-batch
+# All tokens are one micro-batch if its widest input has at most this many elements: 64 MiB of float32.
+_ONE_BATCH = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class SearchSettings:
     num_generations: int | None = None  # of ``paper``; None is 60, and 24 offspring. The paper's own are 400 and 64
     num_offspring: int | None = None
     seed: int = 0
-    # measured on, about; None: 16,384 for fisher and refine, else 4,096. Final thresholds, and refine's steps, use all
+    # tokens that losses are measured on; None: 16,384 for fisher and refine, else 4,096. Thresholds and refine use all
     kl_tokens: int | None = None
     greedy_step: float = 0.01  # of a block; TEAL's 5% costs small models a third of the quality (benchmarks/LOG.md)
-    refine_steps: int | None = None  # None goes by the number of tokens, see `plan_steps`
+    refine_steps: int | None = None  # None: from the number of tokens, see `plan_steps`
     batch_size: int = 4  # sequences per forward pass
 
 
@@ -60,11 +60,11 @@ class SearchResult:
     channel_scales: Mapping[str, Tensor]  # by name, (K,) float32 on the CPU
     # JSON values: settings, losses by stage, KL evaluations. No times: equal runs give equal details
     details: dict[str, Any] = field(default_factory=dict)
-    # another sparsity -> thresholds by name with the same scales, from the dense model's inputs: for a curve of quality
+    # by sparsity of the quality curve: thresholds by name with the same scales, from the dense model's inputs
     thresholds_at: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
 
     def apply_to(self, masked: MaskedModel) -> dict[str, float]:
-        """Put the scales on a model; the thresholds are returned, for `MaskedModel.masking`."""
+        """Set the scales on a model; returns the thresholds, for `MaskedModel.masking`."""
         for name, scale in self.channel_scales.items():
             masked.set_scale(name, scale)
         return {name: entry.threshold for name, entry in self.projections.items()}
@@ -73,14 +73,14 @@ class SearchResult:
 def search(
     source: SourceModel, tokens: CalibrationTokens, settings: SearchSettings, processes: Processes = ALONE
 ) -> SearchResult:
-    """Find sparsities, scales and thresholds at one sparsity; nothing about the model is changed."""
+    """Search at one sparsity; leaves the model unchanged."""
     with SparsityLevels(source, tokens, settings, stages=Stages(processes=processes)) as levels:
         return levels.with_curve(levels.at(settings.sparsity), OTHER_SPARSITIES)
 
 
 class SparsityLevels(AbstractContextManager["SparsityLevels"]):
-    """Searches at several sparsities of one model and text. Several processes call it alike, and all get the results.
-    What a search finds may depend on those before it: equal calls in equal order give equal results."""
+    """Searches at several sparsities of one model and text. All processes make the same calls and get the results.
+    A search may depend on those before it: the same calls in the same order give the same results."""
 
     def __init__(
         self, source: SourceModel, tokens: CalibrationTokens, settings: SearchSettings, stages: Stages = NO_STATE
@@ -88,25 +88,26 @@ class SparsityLevels(AbstractContextManager["SparsityLevels"]):
         self.source, self.tokens, self.settings, self.stages = source, tokens, settings, stages
         kl_tokens = settings.kl_tokens or (16384 if settings.search in ("fisher", "refine") else 4096)
         num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
-        # A backward pass holds a few float32 tensors (tokens, vocabulary), 512 MiB at most.
-        most = _LARGEST_LOGITS // (source.config.vocab_size * tokens.seq_len)
-        size, processes = max(1, min(settings.batch_size, most)), stages.processes
+        # A backward pass holds a few float32 tensors (tokens, vocab_size), of at most 512 MiB each.
+        largest = _LARGEST_LOGITS // (source.config.vocab_size * tokens.seq_len)
+        batch_size, processes = max(1, min(settings.batch_size, largest)), stages.processes
         with torch.no_grad():
-            self.calib = CalibrationState(source, tokens, num_samples=num_samples, batch_size=size)
+            # `calib` has the first kl_tokens, `all_calib` all; `local_calib` and `all_local` this process's part of them.
+            self.calib = CalibrationState(source, tokens, num_samples=num_samples, batch_size=batch_size)
             masked = self.calib.masked
-            self.everything = self.calib
+            self.all_calib = self.calib
             if num_samples < tokens.num_samples:
-                self.everything = CalibrationState(source, tokens, batch_size=size, masked=masked)
-            # Where all tokens are gone through once, each process goes through its own.
-            self.share, self.all_shared = self.calib, self.everything
+                self.all_calib = CalibrationState(source, tokens, batch_size=batch_size, masked=masked)
+            self.local_calib, self.all_local = self.calib, self.all_calib
             widest = max(map(channels_read, source.projections.values()))
-            if processes.size > 1:
-                shared = partial(CalibrationState, source, tokens, batch_size=size, processes=processes, masked=masked)
-                self.share, self.all_shared = shared(num_samples=num_samples), shared()
-                self.share.scales, self.share.tables = self.calib.scales, self.calib.tables
-            elif tokens.input_ids.numel() * widest <= _SMALL:
-                # `final_thresholds` goes through one micro-batch once, through several up to five times.
-                self.all_shared = CalibrationState(source, tokens, batch_size=tokens.num_samples, masked=masked)
+            if processes.world_size > 1:
+                options: dict[str, Any] = {"batch_size": batch_size, "processes": processes, "masked": masked}
+                self.local_calib = CalibrationState(source, tokens, num_samples=num_samples, **options)
+                self.all_local = CalibrationState(source, tokens, **options)
+                self.local_calib.scales, self.local_calib.tables = self.calib.scales, self.calib.tables
+            elif tokens.input_ids.numel() * widest <= _ONE_BATCH:
+                # `final_thresholds` runs a block once for one micro-batch, and up to five times for several.
+                self.all_local = CalibrationState(source, tokens, batch_size=tokens.num_samples, masked=masked)
             self.norms = {name: weight_norm(source.weight(name)) for name in source.projections}
         self.fisher: dict[str, Any] | None = None
         self.trajectories: dict[float, Trajectory] = {}
@@ -126,32 +127,32 @@ class SparsityLevels(AbstractContextManager["SparsityLevels"]):
                 "trajectory": run.trajectory,
             }
 
-        found = self.stages.run(f"level-{sparsity!r}", compute)
-        if found["trajectory"]:
-            self.trajectories[sparsity] = found["trajectory"]
-        entries = [ProjectionRecipe(**entry) for entry in found["projections"]]
-        return SearchResult({entry.name: entry for entry in entries}, found["channel_scales"], found["details"])
+        state = self.stages.run(f"level-{sparsity!r}", compute)
+        if state["trajectory"]:
+            self.trajectories[sparsity] = state["trajectory"]
+        entries = [ProjectionRecipe(**entry) for entry in state["projections"]]
+        return SearchResult({entry.name: entry for entry in entries}, state["channel_scales"], state["details"])
 
     @torch.no_grad()
     def with_curve(self, result: SearchResult, sparsities: Sequence[float]) -> SearchResult:
-        """A result with thresholds at other sparsities too, in proportion to those of its projections."""
+        """The result with thresholds at other sparsities, at which each projection's sparsity is scaled alike."""
         target, calib = result.details["settings"]["sparsity"], self.calib
-        others = [one for one in sparsities if abs(one - target) > 0.02]
+        others = [sparsity for sparsity in sparsities if abs(sparsity - target) > 0.02]
         if target <= 0.0 or not others:
             return result
         for name, scale in result.channel_scales.items():
             calib.set_scale(name, scale)
         with self.stages.progress.stage("Quantiles"):
-            self.share.build_tables()
-        found = {}
+            self.local_calib.build_tables()
+        thresholds = {}
         for sparsity in others:
-            spread = {name: entry.sparsity * sparsity / target for name, entry in result.projections.items()}
-            found[sparsity] = calib.thresholds(repair(spread, calib.sizes, sparsity))
-        return replace(result, thresholds_at=found)
+            scaled = {name: entry.sparsity * sparsity / target for name, entry in result.projections.items()}
+            thresholds[sparsity] = calib.thresholds(repair(scaled, calib.sizes, sparsity))
+        return replace(result, thresholds_at=thresholds)
 
 
 class Run:
-    """One search at one sparsity. The methods named like a search are the searches; the others are their stages."""
+    """One search at one sparsity. A method for each value of `SearchSettings.search`, then the stages they share."""
 
     def __init__(self, levels: SparsityLevels, settings: SearchSettings) -> None:
         self.levels, self.settings = levels, settings
@@ -161,14 +162,14 @@ class Run:
         self.history: dict[str, Any] = {}
         self.trajectory: Trajectory | None = None
         self.calib.num_kl_evaluations = 0.0
-        chosen = {"wina": self.names, "wina-code": [n for n in self.names if n.endswith(("k_proj", "gate_proj"))]}
-        self.alphas = {name: float(name in chosen.get(settings.method, ())) for name in self.names}
+        weighted = {"wina": self.names, "wina-code": [n for n in self.names if n.endswith(("k_proj", "gate_proj"))]}
+        self.alphas = {name: float(name in weighted.get(settings.method, ())) for name in self.names}
         for name, alpha in self.alphas.items():
             self.calib.set_scale(name, channel_scale(self.norms[name], alpha))
 
     def uniform(self) -> Allocation:
         self.prepare()
-        return self.everywhere()
+        return self.uniform_allocation()
 
     def greedy(self) -> Allocation:
         self.prepare()
@@ -176,7 +177,7 @@ class Run:
 
     def paper(self) -> Allocation:
         self.prepare()
-        self.note("uniform", self.calib.thresholds(self.everywhere()))
+        self.note("uniform", self.calib.thresholds(self.uniform_allocation()))
         allocation = self.spread_within(self.evolve_blocks())
         if self.settings.method == "wisparse":
             self.note("greedy", self.calib.thresholds(allocation))
@@ -193,16 +194,16 @@ class Run:
         widths = {name: channels_read(levels.source.projections[name]) for name in self.names}
         experts = {name: tuple(scale.shape) for name, scale in calib.scales.items() if scale.dim() == 2}
         target = settings.sparsity
-        near = min(levels.trajectories, key=lambda other: (abs(other - target), -other), default=target)
+        nearest = min(levels.trajectories, key=lambda other: (abs(other - target), -other), default=target)
         scales, dropped, history, num_tokens, self.trajectory = refine(
-            levels.everything,
+            levels.all_calib,
             Channels(widths, calib.sizes, planes, experts),
             target,
             calib.scales,
             calib.thresholds(allocation),
             self.draw,
             steps=settings.refine_steps,
-            after=levels.trajectories.get(near),
+            after=levels.trajectories.get(nearest),
             processes=self.processes,
             progress=self.progress,
         )
@@ -216,39 +217,39 @@ class Run:
 
     def build_tables(self) -> None:
         with self.progress.stage("Quantiles"):
-            self.levels.share.build_tables()
+            self.levels.local_calib.build_tables()
 
-    def everywhere(self) -> Allocation:
+    def uniform_allocation(self) -> Allocation:
         return dict.fromkeys(self.names, self.settings.sparsity)
 
     def draw(self, index: int) -> torch.Generator:
-        """A generator for each unit of work, so that none depends on those before it."""
+        """The random generator of one unit of work: independent of the order in which units run."""
         return torch.Generator().manual_seed((self.settings.seed << 32) + index)
 
     def note(self, stage: str, thresholds: Mapping[str, float]) -> None:
-        """The joint KL after a stage, for the recipe."""
+        """Record the KL after a stage, with all projections sparse."""
         batches = max(1, _REPORTED_TOKENS // self.calib.flow.input_ids[0].numel())
         self.losses[stage] = self.calib.kl(thresholds, num_batches=batches)
 
     def by_block(self, title: str, compute: Callable[[BlockView], Any]) -> list[Any]:
-        """``compute`` of every block in order, each by one process."""
-        mine = range(self.processes.index, len(self.calib.groups), self.processes.size)
-        found = []
-        with self.progress.stage(title, len(mine)) as stage:
-            for view in self.calib.blocks(mine):
-                found.append(compute(view))
+        """Map ``compute`` over the blocks, round robin over the processes; results in the order of the blocks."""
+        local = range(self.processes.rank, len(self.calib.groups), self.processes.world_size)
+        results = []
+        with self.progress.stage(title, len(local)) as stage:
+            for view in self.calib.blocks(local):
+                results.append(compute(view))
                 stage.advance()
-        return self.processes.in_order(found)
+        return self.processes.in_order(results)
 
     def prepare(self) -> None:
-        """Scales and tables at the start, as the method has it."""
+        """The method's initial scales, and the quantile tables for them."""
         if self.settings.method == "wisparse":
-            self.choose_alphas(self.everywhere())
+            self.choose_alphas(self.uniform_allocation())
         else:
             self.build_tables()
 
     def choose_alphas(self, allocation: Allocation) -> None:
-        """Alphas per projection at given sparsities, and the tables that follow."""
+        """Search alphas per projection at the sparsities of ``allocation``; sets the scales and their tables."""
         calib = self.calib
 
         def compute(view: BlockView) -> dict[str, tuple[float, list[float]]]:
@@ -269,8 +270,8 @@ class Run:
             view.build_tables()
             return {name: (alpha, calib.tables[name]) for name, alpha in alphas.items()}
 
-        for found in self.by_block("Alpha", compute):
-            for name, (alpha, table) in found.items():
+        for block in self.by_block("Alpha", compute):
+            for name, (alpha, table) in block.items():
                 self.alphas[name] = alpha
                 calib.set_scale(name, channel_scale(self.norms[name], alpha))
                 calib.tables[name] = table
@@ -280,12 +281,13 @@ class Run:
         settings, calib = self.settings, self.calib
 
         def losses(candidates: Sequence[Sequence[float]]) -> list[float]:
-            spreads = [{n: p for group, p in zip(calib.groups, one, strict=True) for n in group} for one in candidates]
+            by_block = (zip(calib.groups, candidate, strict=True) for candidate in candidates)
+            allocations = [{name: sparsity for group, sparsity in pairs for name in group} for pairs in by_block]
             size, before = calib.side_by_side, calib.num_kl_evaluations
-            together = [spreads[first : first + size] for first in range(0, len(spreads), size)]
-            found = self.processes.spread(together, calib.kls)
-            calib.num_kl_evaluations = before + len(spreads)  # of all processes
-            return [kl for some in found for kl in some]
+            passes = [allocations[first : first + size] for first in range(0, len(allocations), size)]
+            kls = chain.from_iterable(self.processes.spread(passes, calib.kls))
+            calib.num_kl_evaluations = before + len(allocations)  # of all processes
+            return list(kls)
 
         generations, offspring = settings.num_generations or 60, settings.num_offspring or 24
         with self.progress.stage("Block search", generations) as stage:
@@ -306,7 +308,7 @@ class Run:
         return list(best)
 
     def spread_within(self, block_sparsities: Sequence[float]) -> Allocation:
-        """The paper's fine search: each block's sparsity over its projections, by block error."""
+        """The paper's fine search: divide each block's sparsity among its projections, by the block's output error."""
         calib = self.calib
 
         def compute(view: BlockView) -> Allocation:
@@ -318,7 +320,7 @@ class Run:
         return {name: sparsity for block in blocks for name, sparsity in block.items()}
 
     def sensitivities(self) -> Mapping[str, Curve]:
-        """Loss-weighted scales and their tables, and each projection's damage curve: once for all sparsities."""
+        """Set loss-weighted scales and their tables; returns the damage curves. Measured once for all sparsities."""
         calib, levels = self.calib, self.levels
         if levels.fisher is None:
             levels.fisher = levels.stages.run("sensitivities", self.measure_sensitivities)
@@ -326,8 +328,7 @@ class Run:
             self.alphas[name] = 1.0
             calib.set_scale(name, scale)
             calib.tables[name] = levels.fisher["tables"][name]
-        rows = levels.fisher["damages"]
-        return {name: interpolate(DAMAGE_LEVELS, row) for name, row in rows.items()}
+        return {name: interpolate(DAMAGE_LEVELS, damages) for name, damages in levels.fisher["damages"].items()}
 
     def measure_sensitivities(self) -> dict[str, Any]:
         calib = self.calib
@@ -336,34 +337,31 @@ class Run:
         with self.progress.stage("Sensitivities"):
             diagonals = self.processes.spread(batches, lambda b: fisher_diagonal(flow, masked, b, self.draw(2 * b)))
             for name, norm in self.norms.items():
-                total = sum((one[name] for one in diagonals), torch.zeros_like(diagonals[0][name]))
-                experts = norm.dim() == 2
-                mean = (
-                    drawn_to_pool(total, not name.endswith("down_proj"), planes)
-                    if experts
-                    else total / flow.num_counted
-                )
+                total = sum((by_name[name] for by_name in diagonals), torch.zeros_like(diagonals[0][name]))
+                mean = total / flow.num_counted
+                if norm.dim() == 2:  # experts
+                    mean = drawn_to_pool(total, not name.endswith("down_proj"), planes)
                 weighted = loss_weighted_norm(norm, mean)
                 calib.set_scale(name, tied(channel_scale(weighted, 1.0), planes))
         self.build_tables()
         with self.progress.stage("Predicted damage"):
-            points = {name: [calib.thresholds({name: s})[name] for s in DAMAGE_LEVELS] for name in self.names}
-            found = self.processes.spread(
-                batches, lambda b: quadratic_damage(flow, masked, b, self.draw(2 * b + 1), calib.scales, points)
+            thresholds = {name: [calib.thresholds({name: s})[name] for s in DAMAGE_LEVELS] for name in self.names}
+            sums = self.processes.spread(
+                batches, lambda b: quadratic_damage(flow, masked, b, self.draw(2 * b + 1), calib.scales, thresholds)
             )
-        rows = {name: zip(*(one[name] for one in found), strict=True) for name in self.names}
-        damages = {name: [sum(row) / flow.num_counted for row in rows[name]] for name in self.names}
+        by_level = {name: zip(*(batch[name] for batch in sums), strict=True) for name in self.names}
+        damages = {name: [sum(row) / flow.num_counted for row in by_level[name]] for name in self.names}
         return {"scales": dict(calib.scales), "tables": dict(calib.tables), "damages": damages}
 
     def result(self, allocation: Allocation) -> SearchResult:
-        """Final thresholds for an allocation with the scales of now."""
+        """The result for an allocation: final thresholds with the present scales."""
         calib = self.calib
         with self.progress.stage("Thresholds", len(calib.groups)) as stage:
-            found = final_thresholds(self.levels.all_shared, calib.scales, allocation, stage.advance)
-        self.note("final", {name: threshold for name, (threshold, _) in found.items()})
+            final = final_thresholds(self.levels.all_local, calib.scales, allocation, stage.advance)
+        self.note("final", {name: threshold for name, (threshold, _) in final.items()})
         mean = mean_sparsity([allocation[name] for name in self.names], list(calib.sizes.values()))
         return SearchResult(
-            {name: ProjectionRecipe(name, allocation[name], self.alphas[name], *found[name]) for name in self.names},
+            {name: ProjectionRecipe(name, allocation[name], self.alphas[name], *final[name]) for name in self.names},
             {name: calib.scales[name].cpu() for name in self.names},
             {
                 "settings": asdict(self.settings),

@@ -1,1 +1,1 @@
-"""One file per verb of the command line; each is thin: options in, one call, output."""
+"""One file per sub-command: its options, one call, its output."""

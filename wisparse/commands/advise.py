@@ -1,4 +1,4 @@
-"""``wisparse advise``: which weight type and sparsity to convert a model to, on this machine."""
+"""``wisparse advise``: recommend a weight type and sparsity for a model on this machine."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from ..options import FOLDER_OR_ID, option_table, set_up_logging
 @click.argument("model", type=FOLDER_OR_ID)
 @option_table(
     ("--device", str, "auto", "auto, cpu, cuda or cuda:N."),
-    ("--context", click.IntRange(min=1), 4096, "Tokens of context that memory is stated for."),
+    ("--context", click.IntRange(min=1), 4096, "Tokens of the KV cache in the memory estimate."),
     ("--revision", str, None, "Branch, tag or commit of a model on the Hub."),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(model: str, device: str, context: int, revision: str | None, as_json: bool) -> None:
-    """Say what converting MODEL, a folder or a Hub id, would bring: expected speed, memory, disk and quality of every
-    weight type and sparsity, and one command that is recommended.
+    """Estimate speed, memory, disk and quality of MODEL, a folder or a Hub id, after a conversion to each weight type and
+    sparsity, and recommend a command.
 
-    No weights are read or downloaded. Speed is measured here, on blocks of the model's shape with random weights, which
-    takes 5 to 20 seconds on a CPU and about 45 on a GPU the first time, most of it to compile kernels.
+    No weights are read or downloaded. Speed is measured on blocks of the model's shape with random weights, which takes
+    5 to 20 seconds on a CPU and about 45 on a GPU the first time, most of it to compile kernels.
 
     \b
     wisparse advise meta-llama/Llama-3.1-8B-Instruct
     wisparse advise ./my-fine-tune --device cpu --json
     """
     set_up_logging(False)
-    require_place(model)  # before torch is imported: a typing error is answered at once
+    require_place(model)  # before torch is imported, so that usage errors come at once
     source = fetch_source(model, revision, weights=False)
     from wisparse.converter.processes import Progress
     from wisparse.formats.machine import choose_device
 
     from ..advice import advise, print_advice
 
-    where = choose_device(device, "--device")
-    found = advise(model, source.folder, where, Progress(), revision=revision, context=context)
+    chosen = choose_device(device, "--device")
+    advice = advise(model, source.folder, chosen, Progress(), revision=revision, context=context)
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=2))
+        click.echo(json.dumps(advice.to_dict(), indent=2))
     else:
-        print_advice(found)
+        print_advice(advice)

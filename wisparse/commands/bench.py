@@ -1,4 +1,4 @@
-"""``wisparse bench``: how much faster a bundle decodes than its dense self, on this machine."""
+"""``wisparse bench``: decoding speed of a bundle, sparse and dense, on this machine."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 @option_table(
     ("--prompt-length", click.IntRange(min=1), 5, "Tokens of the random prompt."),
     ("--max-new-tokens", click.IntRange(min=1), 200, "Tokens decoded in one run."),
-    ("--batch", click.IntRange(min=1), 1, "Prompts decoded side by side."),
+    ("--batch", click.IntRange(min=1), 1, "Sequences in a batch."),
     ("--runs", click.IntRange(1, 1000), 5, "Timed runs; medians are shown."),
 )
-@click.option("--kernels", is_flag=True, help="Time every kernel of a block too (NVIDIA GPUs).")
+@click.option("--kernels", is_flag=True, help="Also time every kernel of a block (NVIDIA GPUs).")
 @click.option("--explain", is_flag=True, help="Print which kernel computes each linear, and why (NVIDIA GPUs).")
-@click.option("--all-weights", is_flag=True, help="One table of all that weights can be held as there: native, int8, …")
+@click.option("--all-weights", is_flag=True, help="One table over all weight types of the back end: native, int8, …")
 @click.option(
     "--baseline", type=click.Choice(["torch.compile"]),
-    help="Time the dense model in transformers too, compiled, with a static cache and CUDA graphs.",
+    help="Also time the dense model in transformers under torch.compile, with a static cache and CUDA graphs.",
 )  # fmt: skip
-@click.option("--tune", is_flag=True, help="First measure tiles for this GPU and model, and keep the best.")
+@click.option("--tune", is_flag=True, help="First tune tile sizes for this GPU and model, and save them.")
 @speculative_option("off")
 @save_option
 @device_options
@@ -57,9 +57,9 @@ def command(
     all_weights: bool, baseline: str | None, tune: bool, speculative_config: str | None, save: bool, verbose: bool,
     as_json: bool, **loading: Any,
 ) -> None:  # fmt: skip
-    """Time BUNDLE, a folder or a Hub id, against its dense self: same weights, same back end, masks off.
+    """Time decoding with BUNDLE, a folder or a Hub id, sparse and dense: same weights, same back end, masks on and off.
 
-    The ceiling is what the bytes allow: those that a step has to read, at the read bandwidth measured in the same run.
+    The ceiling is the speed at which a step's bytes are read at the memory bandwidth measured in the same run.
 
     \b
     wisparse bench out
@@ -97,25 +97,25 @@ def command(
 
         click.echo(explain_step(model.decoder, batch=batch), err=as_json)
     workload = Workload(prompt_length, max_new_tokens, batch, runs)
-    models = {loading["weights"]: model}
+    models = {loading["weights"]: model}  # by weight type
     if all_weights:
         others = [name for name in model.decoder.weight_types if name != loading["weights"]]
         models |= {name: load(opened, max_batch=batch, **{**loading, "weights": name}) for name in others}
-    found = compare_weights(models, workload, kernels=kernels)
+    comparisons = compare_weights(models, workload, kernels=kernels)
     drafts = time_drafts(model, workload) if model.engine.scheduler.speculative else None
     compiled = None
     if baseline:
         device, dtype = model.decoder.device, model.decoder.dtype
-        for one in models.values():  # a GPU need not have room for both
-            one.close()
+        for loaded in models.values():  # frees memory for the baseline
+            loaded.close()
         compiled = time_compiled(model.bundle, workload, device, dtype)
     if as_json:
-        documents = {name: one.to_dict() for name, one in found.items()}
+        documents = {name: comparison.to_dict() for name, comparison in comparisons.items()}
         document = documents if all_weights else documents[loading["weights"]]
-        more = {"baseline": compiled and asdict(compiled), "speculation": drafts}
-        click.echo(json.dumps({**document, **{name: one for name, one in more.items() if one}}))
+        optional = {"baseline": compiled and asdict(compiled), "speculation": drafts}
+        click.echo(json.dumps({**document, **{name: value for name, value in optional.items() if value}}))
     else:
-        _print_tables(found, compiled, all_weights)
+        _print_tables(comparisons, compiled, all_weights)
         if drafts is not None:
             ratio = drafts["tok_per_s"] / drafts["plain_tok_per_s"]
             click.echo(
@@ -124,7 +124,7 @@ def command(
                 f"accepted, {drafts['mean_length']:.1f} tokens each"
             )
     for folder in folders:
-        save_to(folder, [_finding(found[loading["weights"]])])
+        save_to(folder, [_finding(comparisons[loading["weights"]])])
 
 
 def _finding(comparison: Comparison) -> Finding:
@@ -140,55 +140,55 @@ def _finding(comparison: Comparison) -> Finding:
     return Finding("tok/s", conditions, comparison.sparsity, dense, sparse)
 
 
-def _print_tables(table: Mapping[str, Comparison], compiled: CompiledSpeed | None, all_weights: bool) -> None:
-    found = table["native"] if all_weights else next(iter(table.values()))
-    work, ground = found.workload, compiled or found.dense
-    click.echo(", ".join(f"{key} {value}" for key, value in found.machine.items()))
+def _print_tables(comparisons: Mapping[str, Comparison], compiled: CompiledSpeed | None, all_weights: bool) -> None:
+    first = comparisons["native"] if all_weights else next(iter(comparisons.values()))
+    work, baseline = first.workload, compiled or first.dense
+    click.echo(", ".join(f"{key} {value}" for key, value in first.machine.items()))
     click.echo(
-        f"{found.backend}, {found.dtype}, weights {', '.join(table)}, "
-        f"{f'sparsity {found.sparsity:g}' if found.bits is None else f'{found.bits:g} bits'}; "
+        f"{first.backend}, {first.dtype}, weights {', '.join(comparisons)}, "
+        f"{f'sparsity {first.sparsity:g}' if first.bits is None else f'{first.bits:g} bits'}; "
         f"prompt {work.prompt_length}, {work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
-        f"alternating; memory reads {found.read_gbps:,.1f} GB/s"
+        f"alternating; memory reads {first.read_gbps:,.1f} GB/s"
     )
-    graded = found.bits is not None
+    graded = first.bits is not None
     if all_weights:
         heads = ["weights", "sparsity", "tok/s", "ms/step", f"over {compiled.name if compiled else 'native dense'}"]
         heads += ["over own dense", "MB/step", "share", "unread"]
         note = (
-            f"native: as the bundle has them, in {found.dtype}; others are rounded at load, which costs quality:\n"
+            f"native: as the bundle has them, in {first.dtype}; others are rounded at load, which costs quality:\n"
             "`wisparse eval --weights` tells how much. MB/step: what a step reads; share: of the speed that they allow"
         )
     else:
         heads = ["", "tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB"]
         what = "weights' bits" if graded else "weights"
-        note = f"sparse over dense: {found.speedup:.2f}x; ceiling and prefill in tok/s, unread: share of the {what}"
+        note = f"sparse over dense: {first.speedup:.2f}x; ceiling and prefill in tok/s, unread: share of the {what}"
     lines = []
-    for name, one in table.items():
+    for name, one in comparisons.items():
         level = f"{one.sparsity:.3g}" if one.bits is None else f"{one.bits:g} bits"
         for label, speed in (("dense", one.dense), (level, one.sparse)):
             rates, unread = [f"{speed.tok_per_s:,.1f}", f"{speed.step_ms:.3f}"], f"{speed.realised_sparsity:.1%}"
             share = f"{speed.ideal_ms / speed.step_ms:.0%}"
             if all_weights:
-                over = [f"{speed.tok_per_s / base.tok_per_s:.2f}x" for base in (ground, one.dense)]
+                over = [f"{speed.tok_per_s / base.tok_per_s:.2f}x" for base in (baseline, one.dense)]
                 lines.append([name, label, *rates, *over, f"{speed.bytes_per_step / 1e6:,.1f}", share, unread])
             else:
                 ceiling, prefill = work.batch / speed.ideal_ms * 1e3, speed.prefill_tok_per_s
-                more = [f"{ceiling:,.1f}", share, f"{speed.gbps:,.1f}", unread, f"{prefill:,.0f}"]
-                lines.append([label, *rates, *more, f"{speed.peak_memory_bytes / 1e9:.2f}"])
+                cells = [f"{ceiling:,.1f}", share, f"{speed.gbps:,.1f}", unread, f"{prefill:,.0f}"]
+                lines.append([label, *rates, *cells, f"{speed.peak_memory_bytes / 1e9:.2f}"])
     if compiled:
         label, rates = f"{compiled.name}, {compiled.dtype}", [f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}"]
         if all_weights:
             lines.insert(0, [label, "dense", *rates, "1.00x"])
         else:
             lines.append([label, *rates])
-            dense, sparse = (speed.tok_per_s / compiled.tok_per_s for speed in (found.dense, found.sparse))
+            dense, sparse = (speed.tok_per_s / compiled.tok_per_s for speed in (first.dense, first.sparse))
             note += f"\nover {compiled.name}: dense {dense:.2f}x, sparse {sparse:.2f}x"
         how = f"static cache, mode {compiled.mode}; after the others, alone; no token is read between steps"
         note += f"\n{compiled.name}: the same dense model in transformers, {how}"
-    print_table(heads, lines, note=note)  # 80 columns are enough for one way to hold the weights
-    if found.kernels and not all_weights:
+    print_table(heads, lines, note=note)
+    if first.kernels and not all_weights:
         timed = []
-        for role, row in found.kernels.items():
+        for role, row in first.kernels.items():
             ideal = row.get("ideal_us")
             bound = (f"{ideal:.2f}", f"{ideal / row['us']:.0%}") if ideal else ("", "")
             timed.append((role, f"{row['us']:.2f}", *bound))

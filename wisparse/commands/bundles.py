@@ -1,4 +1,4 @@
-"""``wisparse inspect``, ``verify`` and ``push``: what a bundle holds, whether it is whole, its upload to the Hub."""
+"""``wisparse inspect``, ``verify`` and ``push``: show a bundle's recipe, check its files, upload it to the Hub."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def verify(bundle: str, revision: str | None, as_json: bool) -> None:
     report = verify_bundle(folder)
     check_tokenizer(Bundle.open(folder))
     if not Path(bundle).is_dir():
-        # Pictures are not fetched, so that they are not there says nothing about the repository.
+        # Figures are not downloaded: that they are missing here says nothing about the repository.
         report = replace(report, notes=tuple(note for note in report.notes if not note.endswith(": missing")))
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
@@ -114,9 +114,8 @@ def verify(bundle: str, revision: str | None, as_json: bool) -> None:
 def push(bundle: str, repo: str, private: bool, dry_run: bool, as_json: bool) -> None:
     """Upload the folder BUNDLE to the Hub as REPO (USER/NAME).
 
-    The bundle is verified first. Only its own files go, nothing else that lies in the folder. What is on the Hub
-    already is not sent again, so a push that broke off can simply be repeated. Log in once with `hf auth login`, or set
-    HF_TOKEN.
+    The bundle is verified first. Only its own files are uploaded, no others in the folder. Files that the repository has
+    are not uploaded again, so an interrupted push can be repeated. Log in once with `hf auth login`, or set HF_TOKEN.
 
     \b
     wisparse push out my-name/Llama-3.1-8B-wisparse-50 --dry-run
@@ -143,8 +142,8 @@ def push(bundle: str, repo: str, private: bool, dry_run: bool, as_json: bool) ->
         click.echo(what, err=True)
         url = hub.push_bundle(folder, repo, private=private)
     except KeyboardInterrupt as interruption:
-        again = hub.push_command(folder, repo, private)
-        raise KeyboardInterrupt(str(interruption) or f"nothing was uploaded; repeat with: {again}") from None
+        command = hub.push_command(folder, repo, private)
+        raise KeyboardInterrupt(str(interruption) or f"nothing was uploaded; repeat with: {command}") from None
     document = {"url": url, "num_files": len(plan.send), "num_bytes": num_bytes, "left_out": list(plan.left_out)}
     click.echo(json.dumps(document, indent=2) if as_json else url)
 

@@ -1,4 +1,4 @@
-"""``wisparse convert``: a Hugging Face model in, a sparse bundle out."""
+"""``wisparse convert``: convert a Hugging Face model into a sparse bundle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("wisparse")
 
 
 class _Command(click.Command):
-    """Shows the options in the groups of `ConvertSettings`."""
+    """A command whose help shows the options in the groups of `ConvertSettings`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         named = {field.name: field.metadata["group"] for field in fields(ConvertSettings)[1:]}
@@ -50,29 +50,29 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 
 
 def _option(field: Field[Any]) -> Any:
-    about, name = field.metadata, "--" + field.name.replace("_", "-")
-    given = {key: about[key] for key in ("help", "metavar") if key in about}
-    match about["kind"]:
+    metadata, name = field.metadata, "--" + field.name.replace("_", "-")
+    kwargs = {key: metadata[key] for key in ("help", "metavar") if key in metadata}
+    match metadata["kind"]:
         case "switch":
-            names = f"{name}/{about['no']}" if "no" in about else name
-            return click.option(names, is_flag=True, default=field.default, **given)
+            names = f"{name}/{metadata['no']}" if "no" in metadata else name
+            return click.option(names, is_flag=True, default=field.default, **kwargs)
         case "fractions":
-            return click.option(name, callback=_numbers, show_default=about["shown"], **given)
+            return click.option(name, callback=_numbers, show_default=metadata["shown"], **kwargs)
         case "places":
-            return click.option(name, type=FILE_OR_ID, multiple=True, default=field.default, **given)
+            return click.option(name, type=FILE_OR_ID, multiple=True, default=field.default, **kwargs)
         case "choice":
-            given["type"] = (Dtype if name == "--dtype" else click.Choice)(about["choices"])
+            kwargs["type"] = (Dtype if name == "--dtype" else click.Choice)(metadata["choices"])
         case "int" | "float" | "folder" as kind:
-            given["type"] = {"int": int, "float": float, "folder": NEW_FOLDER}[kind]
-    letter = [about["letter"]] if "letter" in about else []
-    return click.option(*letter, name, default=field.default, show_default=about.get("shown", True), **given)
+            kwargs["type"] = {"int": int, "float": float, "folder": NEW_FOLDER}[kind]
+    letter = [metadata["letter"]] if "letter" in metadata else []
+    return click.option(*letter, name, default=field.default, show_default=metadata.get("shown", True), **kwargs)
 
 
 @click.command("convert", cls=_Command, context_settings={"show_default": True})
 @click.argument("model", type=FOLDER_OR_ID)
 @stacked(*map(_option, fields(ConvertSettings)[1:]))
-@click.option("--dry-run", is_flag=True, help="Check everything, print the plan and what `advise` says, and stop.")
-@click.option("-v", "--verbose", is_flag=True, help="Say more.")
+@click.option("--dry-run", is_flag=True, help="Run the preflight, print the plan and the output of `advise`, and stop.")
+@click.option("-v", "--verbose", is_flag=True, help="Print more.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options: Any) -> None:
@@ -95,35 +95,35 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
         raise click.UsageError("--verbose and --quiet exclude each other")
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     place = torchrun_place()
-    helper = place.index > 0  # of several processes the first one reports
-    level = logging.CRITICAL if helper else logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING
+    silent = place.index > 0  # of several processes only rank 0 reports
+    level = logging.CRITICAL if silent else logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING
     _log.setLevel(level)
     if place.ignored:
         _log.warning(place.ignored)
-    settings = ConvertSettings(**options)  # before torch is imported: a typing error is answered at once
+    settings = ConvertSettings(**options)  # before torch is imported, so that usage errors come at once
     require_place(settings.model)
-    if not helper:
-        _leave_busy_cores()
+    if not silent:
+        _limit_threads_to_idle_cores()
     from wisparse.converter.processes import Progress
 
-    progress = Progress(False if quiet or helper else None)
+    progress = Progress(False if quiet or silent else None)
     if dry_run:
-        if not helper:
+        if not silent:
             from wisparse.converter.preflight import preflight
 
             plan = preflight(settings, progress)
-            found = None
+            advice = None
             if not quiet:
                 from ..advice import advise, print_advice
 
-                at = settings.revision
-                found = advise(settings.model, plan.source.folder, plan.device, progress, revision=at)
+                revision = settings.revision
+                advice = advise(settings.model, plan.source.folder, plan.device, progress, revision=revision)
             if as_json:
-                click.echo(json.dumps({**plan.to_dict(), "advice": found and found.to_dict()}, indent=2))
+                click.echo(json.dumps({**plan.to_dict(), "advice": advice and advice.to_dict()}, indent=2))
             else:
                 _print_plan(plan)
-                if found:
-                    print_advice(found)
+                if advice:
+                    print_advice(advice)
         return
     from wisparse.converter.pipeline import run
 
@@ -132,27 +132,27 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
     except KeyboardInterrupt as interruption:
         hint = "nothing was kept (--no-resume)"
         if settings.resume:
-            # As it was typed: wisparse convert, or wisparse-convert.
+            # The program that the user started: wisparse convert, or wisparse-convert.
             program = click.get_current_context().command_path.split()
             arguments = sys.argv[len(program) :]
             if place.size > 1:
                 program = ["torchrun", "--nproc-per-node", str(place.size), "-m", "wisparse", "convert"]
             hint = f"finished stages are kept; go on with: {shlex.join([*program, *arguments])}"
-        # An upload knows the command that goes on with it alone.
+        # An interrupted upload has a message of its own.
         raise KeyboardInterrupt(str(interruption) or hint) from None
-    if conversion is not None and as_json:  # under torchrun the first process has it
+    if conversion is not None and as_json:  # under torchrun, only in rank 0
         click.echo(json.dumps(_document(conversion), indent=2))
     elif conversion is not None and not quiet:
         _print_conversion(conversion)
 
 
-def _leave_busy_cores() -> None:
-    """Compute on the cores that are idle now, unless the user has said on how many: threads that share cores with other
-    programs wait for each other. OpenMP reads the variable when torch is imported."""
-    given = "OMP_NUM_THREADS" in os.environ or "torch" in sys.modules
-    if not given and (idle := idle_cores()) < (usable := usable_cores()):
+def _limit_threads_to_idle_cores() -> None:
+    """Set OMP_NUM_THREADS, unless the user has, to the number of idle cores: threads that share cores with other programs
+    delay all. OpenMP reads the variable when torch is imported."""
+    is_set = "OMP_NUM_THREADS" in os.environ or "torch" in sys.modules
+    if not is_set and (idle := idle_cores()) < (usable := usable_cores()):
         os.environ["OMP_NUM_THREADS"] = str(idle)
-        _log.info("other programs are busy: computing on %d of %d cores; OMP_NUM_THREADS says otherwise", idle, usable)
+        _log.info("other programs are busy: computing on %d of %d cores; OMP_NUM_THREADS overrides it", idle, usable)
 
 
 def _print_plan(plan: Plan) -> None:
@@ -197,18 +197,17 @@ def _print_plan(plan: Plan) -> None:
 
 
 def _names(levels: Sequence[float], default: float, graded: bool) -> str:
-    several = len(levels) > 1
-    names = [f"{level_name(one, graded, '.1f')}{' (default)' * (one == default and several)}" for one in levels]
+    mark = " (default)" if len(levels) > 1 else ""
+    names = [f"{level_name(level, graded, '.1f')}{mark * (level == default)}" for level in levels]
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
 def _document(conversion: Conversion) -> dict[str, Any]:
     report, recipe = conversion.report, conversion.report.recipe
     levels = []
-    for one in recipe.sparsities:
-        found = report.quality(one)
-        quality = found.to_dict() if found else None
-        levels.append({"sparsity": one, "realised_sparsity": report.realised(one), "quality": quality})
+    for sparsity in recipe.sparsities:
+        quality = (measured := report.quality(sparsity)) and measured.to_dict()
+        levels.append({"sparsity": sparsity, "realised_sparsity": report.realised(sparsity), "quality": quality})
     return {
         "bundle": str(conversion.folder),
         "url": conversion.url,
@@ -227,14 +226,14 @@ def _print_conversion(conversion: Conversion) -> None:
     report, recipe, choice = conversion.report, conversion.report.recipe, conversion.choice
     default, levels, blocks = recipe.default, recipe.sparsities, recipe.block_sparsities
     alphas = [entry.alpha for entry in recipe.projections]
-    asked = "found" if conversion.plan.settings.has_budget else "asked for"
+    origin = "found" if conversion.plan.settings.has_budget else "asked for"
     graded = recipe.graded
     at_default = f"at {level_name(default, graded, '.1f')}, " if len(levels) > 1 else ""
     not_rotated = f"none: {conversion.plan.not_rotated}" if conversion.plan.not_rotated else "none"
     neighbours = report.measurement.curve if choice and report.measurement else ()
     seconds = [f"{name.lower()} {value:.0f} s" for name, value in conversion.seconds.items() if value >= 1]
     chosen = None
-    if choice:  # what a budget allowed, and what the next step would have cost
+    if choice:  # the KL at the chosen sparsity, and at the next higher one that was tried
         costs = [
             f"{level_name(sparsity, graded, '.1f')} costs KL {kl:.3g} nats/token and agrees in {top1:.1%} of first choices"
             for sparsity, kl, top1 in choice.tried
@@ -246,7 +245,7 @@ def _print_conversion(conversion: Conversion) -> None:
         ("left out", recipe.text_only),
         (
             "bits" if graded else "sparsity",
-            f"{_names(levels, default, graded)} {asked}; {at_default}{report.expectation(default)}",
+            f"{_names(levels, default, graded)} {origin}; {at_default}{report.expectation(default)}",
         ),
         ("rotation", str(recipe.rotation or not_rotated)),
         ("coordinates", report.coordinates),
@@ -254,19 +253,19 @@ def _print_conversion(conversion: Conversion) -> None:
         ("by block", f"{at_default}{min(blocks):.1%} to {max(blocks):.1%}{' of the bits unread' * graded}"),
         *(("quality" if one == levels[0] else "", verdict(one, report.quality(one), graded)) for one in levels),
         *(
-            ("less" if one < default else "more", verdict(one, found, graded))
-            for one, found in neighbours
+            ("less" if one < default else "more", verdict(one, quality, graded))
+            for one, quality in neighbours
             if one != default
         ),
         ("measured on", report.measured_on),
-        # One exponent for all (fisher and refine have 1, TEAL 0) says nothing.
+        # Not shown if all are equal (fisher and refine have 1, TEAL 0).
         ("alpha", f"{min(alphas):g} to {max(alphas):g}" if min(alphas) < max(alphas) else None),
         ("calibration", report.calibrated_on),
         ("time", ", ".join(seconds)),
         ("uploaded", conversion.url),
     ]
     print_rows("Converted", rows)
-    # A prompt of the user's own: what a model knows (stories, code, a language) its files do not say.
+    # No example prompt: the model's files do not say what it was trained on.
     click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt 'YOUR TEXT'")
 
 

@@ -1,4 +1,4 @@
-"""``wisparse eval``: what the sparsity costs, on text and on tasks, dense and sparse side by side."""
+"""``wisparse eval``: quality of a bundle, sparse and dense, on text and on tasks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from wisparse.converter.processes import Progress
     from wisparse.formats.card import Finding
 
-_OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")
-_QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs the harness
+_TASK_OPTIONS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")
+_QUESTIONS = "num_questions"  # a key of `evaluate_tasks`, whose module imports the harness
 _PROMPTS = {"dense": "prompts dense", "half": "the last half of each prompt sparse", "all": "prompts sparse"}
 
 
@@ -53,8 +53,8 @@ _PROMPTS = {"dense": "prompts dense", "half": "the last half of each prompt spar
 )  # fmt: skip
 @option_table(
     ("--num-samples", click.IntRange(min=1), 16, "Sequences of the text."),
-    ("--seq-len", click.IntRange(min=2), 512, "Tokens of a sequence."),
-    ("--seed", click.IntRange(0, 2**32 - 1), 1, "Which part of the text."),
+    ("--seq-len", click.IntRange(min=2), 512, "Tokens per sequence."),
+    ("--seed", click.IntRange(0, 2**32 - 1), 1, "Seed of the choice of passages, or of sampling."),
 )
 @click.option(
     "--prefill", "policies", type=click.Choice(PREFILL_POLICIES), multiple=True,
@@ -63,12 +63,12 @@ _PROMPTS = {"dense": "prompts dense", "half": "the last half of each prompt spar
 )  # fmt: skip
 @click.option(
     "--tasks", metavar="NAME,...",
-    help="Run tasks of lm-evaluation-harness, or those that ship with this: interpreter_lines, interpreter_chains, "
+    help="Run tasks of lm-evaluation-harness, or those that ship with wisparse: interpreter_lines, interpreter_chains, "
     "greedy_loops.",
 )  # fmt: skip
-@click.option("--include-path", type=FOLDER_OR_ID, multiple=True, metavar="DIR", help="Folder with further YAML tasks.")
+@click.option("--include-path", type=FOLDER_OR_ID, multiple=True, metavar="DIR", help="Folder with more YAML tasks.")
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples per question.  [default: the task's]")
-@click.option("--limit", type=click.IntRange(1, 2**63 - 1), help="At most so many questions per task.")
+@click.option("--limit", type=click.IntRange(1, 2**63 - 1), help="Most questions per task.")
 @click.option("--apply-chat-template", is_flag=True, help="Put the tasks' prompts through the chat template.")
 @click.option(
     "--confirm-run-unsafe-code", is_flag=True, help="Allow tasks that run code the model writes (humaneval) here."
@@ -81,12 +81,12 @@ def command(
     policies: tuple[str, ...], tasks: str | None, save: bool, verbose: bool, revision: str | None, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Measure the quality of BUNDLE, a folder or a Hub id, against its dense self: the same bundle with its masks off.
+    """Measure the quality of BUNDLE, a folder or a Hub id, against the dense model: the same bundle with masks off.
 
-    On text: KL(dense || sparse) in nats per token, perplexity, top-1 agreement and realised sparsity, over the tokens
-    that ran sparse and, of the KL, over all, at every sparsity that the bundle holds or at --sparsity. With
-    --weights int8 or --kv-cache-dtype int8 all of it against the weights and the cache as they are: rounding alone,
-    masks alone, and both. On tasks: the harness's metrics, at one sparsity; --save keeps them on the bundle's model card.
+    On text: KL(dense || sparse) in nats per token, perplexity, top-1 agreement and realised sparsity, over the sparse
+    tokens and, for the KL, over all, at every sparsity level or at --sparsity. With --weights int8 or
+    --kv-cache-dtype int8, all against the bundle's own weights and an unquantized cache: rounding alone, masks alone,
+    and both. On tasks: the harness's metrics, at one sparsity; --save writes them to the bundle's model card.
 
     \b
     wisparse eval out
@@ -101,10 +101,10 @@ def command(
     for text in texts:
         place("--text", text)
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    # The harness warns about what it does anyway, the Hub's client at every retry; the failure itself is told.
+    # The harness and the Hub's client log many warnings; errors are raised anyway.
     for library in ("lm_eval", "huggingface_hub") if names else ():
         logging.getLogger(library).setLevel(logging.INFO if verbose else logging.ERROR)
-    task_options = {key: options.pop(key) for key in _OF_TASKS}
+    task_options = {key: options.pop(key) for key in _TASK_OPTIONS}
     if tasks is not None:
         if not names:
             raise UsageError("--tasks: expected names, separated by commas")
@@ -113,17 +113,17 @@ def command(
     else:
         for option, value in task_options.items():
             if value not in (None, ()) and value is not False:
-                raise UsageError(f"--{option.replace('_', '-')} belongs to --tasks, and there are none")
+                raise UsageError(f"--{option.replace('_', '-')} requires --tasks")
         if save:
-            raise UsageError("--save keeps what --tasks found, and there are none")
+            raise UsageError("--save requires --tasks, whose results it writes")
     if len(bundles) > 1 and not compare:
         raise UsageError(f"found {len(bundles)} bundles: add --compare for one table over them, or give one")
     to_save = folders_to_save(bundles, options["sparsity"], options["bits"]) if save else []
     opened = [Bundle.open(fetch_bundle(bundle, revision)) for bundle in bundles]
-    asked_for, bits = options["sparsity"], options.pop("bits")
-    opened = [bundle.chosen(asked_for, bits) for bundle in opened]
+    bits = options.pop("bits")
+    opened = [bundle.chosen(options["sparsity"], bits) for bundle in opened]
     if bits is not None:
-        options["sparsity"] = opened[0].sparsity  # of all: a level's sparsity follows from its bits
+        options["sparsity"] = opened[0].sparsity  # the same for all bundles: it follows from the bits
     from wisparse.converter.processes import Progress
 
     progress, tokens, text_facts = Progress(), None, None
@@ -131,31 +131,27 @@ def command(
         tokens = _read_text(opened, texts or ("self",), num_samples, seq_len, seed, options["device"], progress)
         text_facts = {name: getattr(tokens, name) for name in ("source", "num_samples", "seq_len", "seed", "digest")}
     rows = []
-    for given, bundle in zip(bundles, opened, strict=True):
-        # Texts are quick: every sparsity level, unless one is asked for. Tasks are not.
-        found: dict[float, dict[str, Any]] = {bundle.sparsity: {}}
+    for name, bundle in zip(bundles, opened, strict=True):
+        # Text is evaluated at every sparsity level unless one is given; tasks, which take longer, at one.
+        levels: dict[float, dict[str, Any]] = {bundle.sparsity: {}}
         if tokens is not None:
-            found = _on_text(bundle, tokens, policies or ("half", "all"), options, progress)
+            levels = _on_text(bundle, tokens, policies or ("half", "all"), options, progress)
         if names:
-            asked = {**task_options, "seed": seed}
-            found[bundle.sparsity] |= _on_tasks(bundle, names, policies or ("half",), options, asked)
-        facts: dict[str, Any] = {
-            "bundle": given,
-            "base_model": bundle.recipe.base_model,
-            "method": bundle.recipe.method,
-        }
-        facts["graded"] = bundle.recipe.graded
-        rows += [{**facts, "sparsity": level, **row} for level, row in found.items()]
-    of_tasks = [row for row in rows if "tasks" in row]
+            settings = {**task_options, "seed": seed}
+            levels[bundle.sparsity] |= _on_tasks(bundle, names, policies or ("half",), options, settings)
+        recipe = bundle.recipe
+        facts = {"bundle": name, "base_model": recipe.base_model, "method": recipe.method, "graded": recipe.graded}
+        rows += [{**facts, "sparsity": level, **row} for level, row in levels.items()]
+    task_rows = [row for row in rows if "tasks" in row]
     if as_json:
         document = {"text": text_facts, "bundles": rows}
         click.echo(json.dumps(document, indent=2, default=lambda quality: quality.to_dict()))
     else:
         if text_facts is not None:
             _print_text_table(text_facts, rows)
-        if of_tasks:
-            _print_task_table(of_tasks)
-    for folder, row in zip(to_save, of_tasks, strict=True) if save else ():
+        if task_rows:
+            _print_task_table(task_rows)
+    for folder, row in zip(to_save, task_rows, strict=True) if save else ():
         save_to(folder, _findings(row))
 
 
@@ -163,7 +159,7 @@ def _read_text(
     bundles: Sequence[Bundle], texts: Sequence[str], num_samples: int, seq_len: int, seed: int, device: str,
     progress: Progress,
 ) -> CalibrationTokens:  # fmt: skip
-    """The evaluation tokens of all bundles, made as calibration tokens are, with another seed."""
+    """The evaluation tokens of all bundles, read or generated like calibration tokens."""
     from wisparse.converter.calibration import load_calibration
     from wisparse.converter.source import load_source, load_tokenizer
 
@@ -179,7 +175,7 @@ def _read_text(
     if list(texts) != ["self"]:
         tokenizer = load_tokenizer(first.folder)
         return load_calibration(texts, tokenizer, None, num_samples, seq_len, seed, progress)
-    # A bundle is a dense checkpoint too, and the dense model writes the text.
+    # The dense model generates the text: a bundle is also a dense checkpoint.
     source = load_source(first.folder, device=device, bundle=True)
     return load_calibration("self", source.tokenizer, source.model, num_samples, seq_len, seed, progress)
 
@@ -187,7 +183,7 @@ def _read_text(
 def _on_text(
     bundle: Bundle, tokens: CalibrationTokens, policies: Sequence[str], options: Mapping[str, Any], progress: Progress
 ) -> dict[float, dict[str, Any]]:
-    """Sparsity level -> its row, of one bundle that is loaded once."""
+    """Rows by sparsity level, of a bundle that is loaded once."""
     from wisparse.converter.evaluation import evaluate_text, same_text
     from wisparse.runtime.backends import load
 
@@ -195,39 +191,42 @@ def _on_text(
     warning = same_text(tokens.digest, tokens.source, tokens.seed, bundle.recipe.calibration)
     if warning is not None:
         click.echo(f"warning: {folder.name}: {warning}; the figures flatter the bundle", err=True)
-    wanted = {**options, "max_seq_len": options["max_seq_len"] or tokens.seq_len}
-    if wanted["max_seq_len"] < tokens.seq_len:
-        raise UsageError(f"--max-seq-len {wanted['max_seq_len']} is below --seq-len {tokens.seq_len}")
+    load_options = {**options, "max_seq_len": options["max_seq_len"] or tokens.seq_len}
+    if load_options["max_seq_len"] < tokens.seq_len:
+        raise UsageError(f"--max-seq-len {load_options['max_seq_len']} is below --seq-len {tokens.seq_len}")
     levels = bundle.recipe.sparsities if options["sparsity"] is None else (bundle.sparsity,)
-    wanted["sparsity"], weights = levels[0], options["weights"]
+    load_options["sparsity"], weights = levels[0], options["weights"]
     rows: dict[float, dict[str, Any]] = {}
-    with ExitStack() as loaded:
-        model = loaded.enter_context(load(folder, **wanted))
-        as_it_is = {"weights": "native", "kv_cache_dtype": "auto"}
-        changed = [] if weights == "native" else [weights]
-        changed += [] if options["kv_cache_dtype"] == "auto" else [f"{options['kv_cache_dtype']} cache"]
-        plain = loaded.enter_context(load(folder, **{**wanted, **as_it_is})) if changed else model
-        passes = len(levels) if plain is model else 1 + 2 * len(levels)
-        stage = loaded.enter_context(progress.stage("Evaluating", passes * tokens.num_samples))
-        ours, dense = model.decoder, plain.decoder
+    with ExitStack() as stack:
+        model = stack.enter_context(load(folder, **load_options))
+        quantized = [] if weights == "native" else [weights]
+        quantized += [] if options["kv_cache_dtype"] == "auto" else [f"{options['kv_cache_dtype']} cache"]
+        reference = model
+        if quantized:
+            native = {"weights": "native", "kv_cache_dtype": "auto"}
+            reference = stack.enter_context(load(folder, **{**load_options, **native}))
+        passes = 1 + 2 * len(levels) if quantized else len(levels)
+        stage = stack.enter_context(progress.stage("Evaluating", passes * tokens.num_samples))
+        decoder, native_decoder = model.decoder, reference.decoder
         measure = functools.partial(
-            evaluate_text, sequences=tokens.input_ids, policies=list(dict.fromkeys(policies)), reference=dense.logits,
-            advance=stage.advance,
+            evaluate_text, sequences=tokens.input_ids, policies=list(dict.fromkeys(policies)),
+            reference=native_decoder.logits, advance=stage.advance,
         )  # fmt: skip
-        rounded = None if plain is model else measure(lambda ids, _: ours.logits(ids, len(ids)))
+        rounding = measure(lambda ids, _: decoder.logits(ids, len(ids))) if quantized else None
         for level in levels:
-            model.sparsity = plain.sparsity = level
+            model.sparsity = reference.sparsity = level
             row = {"backend": backend_of(model), "weights": weights, "warning": warning}
             row["kv_cache_dtype"] = options["kv_cache_dtype"]
-            row["quality"] = measure(ours.logits, counter=ours)
-            if rounded is not None:
-                row["alone"] = {", ".join(changed): rounded, "masks": measure(dense.logits, counter=dense)}
+            row["quality"] = measure(decoder.logits, counter=decoder)
+            if rounding is not None:
+                masks = measure(native_decoder.logits, counter=native_decoder)
+                row["alone"] = {", ".join(quantized): rounding, "masks": masks}
             rows[level] = row
     return rows
 
 
 def _on_tasks(
-    bundle: Bundle, names: Sequence[str], policies: Sequence[str], options: Mapping[str, Any], asked: Mapping[str, Any]
+    bundle: Bundle, names: Sequence[str], policies: Sequence[str], options: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.scheduler import Stats
@@ -240,14 +239,14 @@ def _on_tasks(
                 model.sparsity = 0
             stats = model.engine.scheduler.stats = Stats()
             prefill = "dense" if policy == "masks off" else policy
-            results[policy] = evaluate_tasks(model, names, prefill=prefill, **asked)
+            results[policy] = evaluate_tasks(model, names, prefill=prefill, **extra)
             if stats.tokens:
                 speed[policy] = {"tokens": stats.tokens, "tok_per_s": stats.tok_per_s}
         return {"backend": backend_of(model), "tasks": results, "generation": speed}
 
 
 def _with_error(value: float, error: float | None, digits: str) -> str:
-    """A figure and its standard error, which a single text does not have."""
+    """A value and its standard error, which is NaN for a single sequence."""
     known = error is not None and math.isfinite(error)
     return f"{value:{digits}} ± {error:{digits}}" if known else f"{value:{digits}}"
 
@@ -261,15 +260,15 @@ def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
         for policy, quality in row["quality"].items():
             cases = {name: alone[policy] for name, alone in parts.items()}
             for name, one in {**cases, f", {' and '.join(row['alone'])}" if cases else "": quality}.items():
-                found, overall, realised = one.sparse, one.overall, one.realised_sparsity
+                sparse, overall, realised = one.sparse, one.overall, one.realised_sparsity
                 cells = ["none", f"{overall.kl:.4f}", f"{overall.dense_perplexity:.3f}", "", "", ""]
-                if found.num_tokens:
+                if sparse.num_tokens:
                     cells = [
-                        _with_error(found.kl, found.kl_stderr, ".4f"),
+                        _with_error(sparse.kl, sparse.kl_stderr, ".4f"),
                         f"{overall.kl:.4f}",
-                        f"{found.dense_perplexity:.3f}",
-                        _with_error(found.perplexity, found.perplexity_stderr, ".3f"),
-                        _with_error(found.top1_agreement, found.top1_stderr, ".1%"),
+                        f"{sparse.dense_perplexity:.3f}",
+                        _with_error(sparse.perplexity, sparse.perplexity_stderr, ".3f"),
+                        _with_error(sparse.top1_agreement, sparse.top1_stderr, ".1%"),
                         "not counted" if realised is None else f"{realised:.1%}",
                     ]
                 level = level_name(row["sparsity"], row["graded"], ".1f")
@@ -286,7 +285,7 @@ def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 
 
 def _metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, str, int, dict[str, tuple[float, float | None]]]]:
-    """Task, metric, number of questions, and value and standard error by what of a prompt is sparse, dense first."""
+    """Task, metric, number of questions, and (value, standard error) by prefill policy, dense first."""
     dense = row["tasks"]["masks off"]
     for task, metrics in dense.items():
         for metric in metrics:
@@ -303,7 +302,7 @@ def _print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
             cells = [_with_error(*one, ".4f") for one in values.values()]
             lines.append((row["bundle"], task, metric, f"{count:,}", *cells))
         if row["generation"]:
-            rates = (f"{name} {found['tok_per_s']:,.1f}" for name, found in row["generation"].items())
+            rates = (f"{name} {speed['tok_per_s']:,.1f}" for name, speed in row["generation"].items())
             notes.append(f"{row['bundle']}: answers decoded at {', '.join(rates)} tok/s, prompts left out")
     policies = dict.fromkeys(("masks off", *rows[0]["tasks"]))
     title = "tasks, by which tokens of a prompt are sparse"

@@ -1,4 +1,4 @@
-"""``wisparse export-onnx``: a bundle as an ONNX decoder."""
+"""``wisparse export-onnx``: export a bundle as an ONNX decoder."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def command(
     """Write BUNDLE, a folder or a Hub id, to the folder OUT as an ONNX decoder with a KV cache.
 
     OUT works in ONNX Runtime, onnxruntime-genai and optimum. The sparse projections are nodes
-    ai.wisparse::SparseLinear whose definition is part of the file: every ONNX runtime runs them, and one with an
-    operator of that name of its own can skip the dropped channels.
+    ai.wisparse::SparseLinear, a function that the file defines: every ONNX runtime can run them, and one that has an
+    operator of this name can skip the dropped channels.
 
     \b
     Example:
@@ -49,7 +49,7 @@ def command(
             raise UsageError(f"export-onnx needs the package {package}: pip install {package}")
     from wisparse.runtime.onnx_export import EXPORT, export_onnx
 
-    text("OUT", str(out))  # as the onnx package can write it
+    text("OUT", str(out))  # the onnx package requires UTF-8
     check_target(Path(os.path.abspath(out)), EXPORT, overwrite)  # before a bundle is fetched
     started = time.monotonic()
     opened = open_bundle(bundle, revision, sparsity)

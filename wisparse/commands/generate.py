@@ -1,4 +1,4 @@
-"""``wisparse generate`` continues a prompt, or answers it; ``wisparse chat`` talks, line by line."""
+"""``wisparse generate``: text from a prompt or a file of prompts; ``wisparse chat``: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -39,35 +39,35 @@ _HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /ex
 
 def read_text(file: str, limit: int = 1 << 28) -> str:
     path = Path(os.path.realpath(expand(file)))
-    try:  # a byte order mark before the text is no part of it
+    try:  # utf-8-sig removes a byte order mark
         return read_bounded(path.parent, path.name, limit, UsageError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path.name:.200}: not text in UTF-8: {error}") from error
 
 
 class Batch:
-    """A file of prompts, a JSON object a line. Their answers go to ``output``: the same lines, each with ``answer``. Until
-    the last is there they are kept in ``output.progress``, which a run with the same prompts and settings goes on with."""
+    """A file of prompts, one JSON object per line. ``output`` gets the same objects, each with ``answer``. Until all are
+    answered, answers are saved in ``output.progress``, from which a run with the same prompts and settings resumes."""
 
     def __init__(self, prompts: str, output: str, settings: dict[str, Any]) -> None:
         text = read_text(prompts)
-        self._given = [text, settings]
+        self._inputs = [text, settings]
         self._lines: dict[int, dict[str, Any]] = {}  # by line number
-        for number, line in enumerate(text.split("\n"), 1):  # splitlines() also splits at letters that JSON keeps
+        for number, line in enumerate(text.split("\n"), 1):  # splitlines() also splits within JSON strings
             if not line.strip():
                 continue
-            found = parse_json(line.encode(), f"--input: line {number}", UsageError)
-            prompt, messages = found.get("prompt"), found.get("messages")
-            talk = isinstance(messages, list) and messages and all(
-                isinstance(one, dict) and isinstance(one.get("role"), str) and {"content", "tool_calls"} & one.keys()
-                for one in messages
+            record = parse_json(line.encode(), f"--input: line {number}", UsageError)
+            prompt, messages = record.get("prompt"), record.get("messages")
+            is_conversation = isinstance(messages, list) and messages and all(
+                isinstance(each, dict) and isinstance(each.get("role"), str) and {"content", "tool_calls"} & each.keys()
+                for each in messages
             )  # fmt: skip
-            if not (isinstance(prompt, str) and messages is None) and not (prompt is None and talk):
+            if not (isinstance(prompt, str) and messages is None) and not (prompt is None and is_conversation):
                 wanted = "a text as prompt, or a list of messages with role and content"
                 raise UsageError(f"--input: line {number}: expected {wanted}")
-            if "answer" in found:
+            if "answer" in record:
                 raise UsageError(f"--input: line {number}: has an answer already; leave the field out")
-            self._lines[number] = found
+            self._lines[number] = record
         if not self._lines:
             raise UsageError("--input: expected a prompt a line, found none")
         self._output = Path(os.path.abspath(expand(output)))
@@ -79,16 +79,16 @@ class Batch:
             raise UsageError(f"--output: there is no folder {str(self._output.parent)!r:.200}; make it first")
 
     def run(self, model: Model, settings: dict[str, Any]) -> tuple[int, int]:
-        """Answer what is not answered yet; gives the number of prompts, and of those answered before."""
+        """Generate the missing answers; returns the number of prompts, and of those that an earlier run answered."""
         busy = UsageError(f"--output: another process writes {self._progress}; wait for it or choose another file")
         try:
             with lock_file(self._progress, busy) as file:
                 done = self._resume(file, model)
-                before, left = len(done), [number for number in self._lines if number not in done]
-                for index, answer in self._answers(model, settings, left):
+                before, pending = len(done), [number for number in self._lines if number not in done]
+                for index, answer in self._answers(model, settings, pending):
                     fields = {name: getattr(answer, name) for name in ("text", "finish_reason", "prompt_tokens")}
-                    done[left[index]] = {**fields, "completion_tokens": len(answer.token_ids), "seed": answer.seed}
-                    file.write(json.dumps([left[index], done[left[index]]]) + "\n")
+                    done[pending[index]] = {**fields, "completion_tokens": len(answer.token_ids), "seed": answer.seed}
+                    file.write(json.dumps([pending[index], done[pending[index]]]) + "\n")
                     file.flush()
                 answered = ({**line, "answer": done[number]} for number, line in self._lines.items())
                 text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in answered)
@@ -100,15 +100,15 @@ class Batch:
             raise ResourceError(f"--output: {self._output} cannot be written: {error.strerror or error}") from error
         return len(self._lines), before
 
-    def _answers(self, model: Model, settings: dict[str, Any], left: list[int]) -> Iterable[tuple[int, Generation]]:
-        """Of these lines; a prompt that cannot be answered is refused under its line's number before the first one."""
-        asked = [self._lines[number].get("messages") or self._lines[number]["prompt"] for number in left]
+    def _answers(self, model: Model, settings: dict[str, Any], pending: list[int]) -> Iterable[tuple[int, Generation]]:
+        """Generations of the lines ``pending``, by index; an invalid prompt is an error with its line number."""
+        prompts = [self._lines[number].get("messages") or self._lines[number]["prompt"] for number in pending]
         try:
-            return model.generate_each(asked, **settings) if asked else ()
+            return model.generate_each(prompts, **settings) if prompts else ()
         except WisparseError:
-            if len(left) == len(self._lines):  # nothing is kept there yet
+            if len(pending) == len(self._lines):  # it has no answers yet
                 self._progress.unlink()
-            for number, prompt in zip(left, asked, strict=True):
+            for number, prompt in zip(pending, prompts, strict=True):
                 try:
                     model.generate_each([prompt], **settings)
                 except WisparseError as reason:
@@ -116,43 +116,43 @@ class Batch:
             raise
 
     def _resume(self, file: IO[str], model: Model) -> dict[int, dict[str, Any]]:
-        """What an earlier run has answered; the file is left at its end, without a line cut by a kill. Its first line is a
-        digest of all that decides the answers: prompts, settings and the bundle's files."""
+        """The answers of an earlier run, by line. Truncates an incomplete last line, and leaves the file at its end. Its
+        first line is a digest of what determines the answers: prompts, settings and the bundle's files."""
         files = {name: digest for name, digest in model.bundle.manifest.sha256.items() if not is_document(name)}
-        expected = hashlib.sha256(json.dumps([*self._given, files], sort_keys=True).encode()).hexdigest()
+        expected = hashlib.sha256(json.dumps([*self._inputs, files], sort_keys=True).encode()).hexdigest()
         file.seek(0)
-        whole = file.read().rpartition("\n")[0]
-        digest, *lines = whole.split("\n")
+        complete = file.read().rpartition("\n")[0]
+        digest, *lines = complete.split("\n")
         if digest != expected and lines:
-            left = "left by a run with other prompts, settings or another bundle"
-            raise UsageError(f"{self._progress}: {left}; repeat that one, or delete the file")
-        # Another run's progress without an answer is overwritten: nothing is lost.
-        file.truncate(len(f"{whole}\n".encode()) if digest == expected else 0)
+            wrong = "left by a run with other prompts, settings or another bundle"
+            raise UsageError(f"{self._progress}: {wrong}; repeat that one, or delete the file")
+        # The file of another run without answers is overwritten.
+        file.truncate(len(f"{complete}\n".encode()) if digest == expected else 0)
         file.seek(0, os.SEEK_END)
         if digest != expected:
             file.write(expected + "\n")
         try:
-            found = {int(number): dict(answer) for number, answer in map(json.loads, lines)}
+            answers = {int(number): dict(answer) for number, answer in map(json.loads, lines)}
         except (ValueError, TypeError) as error:
             raise UsageError(f"{self._progress}: damaged; delete the file") from error
-        return {number: answer for number, answer in found.items() if number in self._lines}
+        return {number: answer for number, answer in answers.items() if number in self._lines}
 
 
 @click.command("generate")
 @click.argument("bundle", type=FOLDER_OR_ID)
-@click.option("--prompt", help="The text; - reads it from standard input, as does leaving the option out in a pipe.")
-@click.option("--prompt-file", help="File with the text.")
+@click.option("--prompt", help="The prompt; - reads it from standard input, which is also the default in a pipe.")
+@click.option("--prompt-file", help="File with the prompt.")
 @click.option(
-    "--input", "prompts", help="File of prompts, a JSON object a line: prompt (a text), or messages (a conversation)."
+    "--input", "prompts", help="File of prompts, one JSON object a line: prompt (a text), or messages (a conversation)."
 )
-@click.option("--output", help="File for their answers, in order; a run that was killed goes on where it was.")
-@option_table(("--max-batch", click.IntRange(1, 64), 4, "Prompts of --input at a time."))
+@click.option("--output", help="File for their answers, in order; an interrupted run can be resumed.")
+@option_table(("--max-batch", click.IntRange(1, 64), 4, "Prompts of --input in a batch."))
 @loading_options
 @speculative_option("off")
 @sampling_options
 @click.option(
     "--chat-template/--ignore-chat-template", default=None,
-    help="Put the prompt through the chat template as a user's message, or continue it as it stands.  "
+    help="Put the prompt into the chat template as a user's message, or continue it unchanged.  "
     "[default: the template, if it ends an answer with a token the model stops at]",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
@@ -162,7 +162,7 @@ def command(
 ) -> None:  # fmt: skip
     """Generate text from BUNDLE, a folder or a Hub id.
 
-    The text goes to standard output as it comes; a line with speed, memory and realised sparsity to standard error.
+    The text is streamed to standard output; a line with speed, memory and realised sparsity goes to standard error.
 
     \b
     wisparse generate out --prompt "Why is the sky blue?"
@@ -204,14 +204,14 @@ def command(
             show("".join(chunk.text for chunk in chunks))
             last = chunks[-1]
     finally:
-        click.echo()  # a shell's prompt, or the word that it was interrupted, starts a line of its own
+        click.echo()  # ends the line, also after an interrupt
     if last is not None and last.generation is not None:
         click.echo(footer(last.generation, model), err=True)
 
 
 @click.command("chat")
 @click.argument("bundle", type=FOLDER_OR_ID)
-@click.option("--prompt-file", help="File with the first message; what comes after it is typed.")
+@click.option("--prompt-file", help="File with the first message; the next ones are typed.")
 @loading_options
 @speculative_option("auto")
 @sampling_options
@@ -266,7 +266,7 @@ def _read_line() -> str | None:
 
 
 def _turn(model: Model, messages: list[dict[str, str]], message: str, settings: dict[str, Any]) -> None:
-    """A message and its answer, both added to the conversation. Ctrl-C ends an answer early; what is there is kept."""
+    """Answer a message, and add both to the conversation. Ctrl-C ends the answer, whose beginning is kept."""
     messages.append({"role": "user", "content": message})
     text, answer = "", None
     try:

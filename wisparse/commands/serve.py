@@ -1,4 +1,4 @@
-"""``wisparse serve``: answer OpenAI's protocol over HTTP."""
+"""``wisparse serve``: an OpenAI-compatible HTTP server."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class BatchSize(click.IntRange):
 @click.command("serve")
 @click.argument("bundle", type=FOLDER_OR_ID)
 @option_table(
-    ("--host", str, "127.0.0.1", "Address to listen at; 0.0.0.0 is everywhere."),
-    ("--port", click.IntRange(0, 65535), 8000, "0 takes a free one."),
-    ("--alias", str, None, "Name of the model in requests and answers.  [default: the folder's, or the Hub id]"),
-    ("--max-batch", BatchSize(), "auto", "Requests answered side by side: 1 to 64, or as many as memory holds, up to 32 (8 on a CPU)."),
+    ("--host", str, "127.0.0.1", "Address to listen at; 0.0.0.0: all interfaces."),
+    ("--port", click.IntRange(0, 65535), 8000, "0: any free port."),
+    ("--alias", str, None, "Name of the model in requests and responses.  [default: the folder's, or the Hub id]"),
+    ("--max-batch", BatchSize(), "auto", "Requests in a batch: 1 to 64, or as many as fit in memory, up to 32 (8 on a CPU)."),
     ("--kv-cache-memory-bytes", click.IntRange(min=1), None,
-     "What keys and values may take.  [default: 70% of what the weights leave free, on a CPU a quarter]"),
-    ("--max-queue", click.IntRange(0, 100_000), 64, "Requests that may wait beside them; more are refused (429)."),
+     "Memory of the KV cache.  [default: 70% of what is free beside the weights, on a CPU a quarter]"),
+    ("--max-queue", click.IntRange(0, 100_000), 64, "Requests that may wait; more are refused (429)."),
     ("--api-key-file", click.Path(exists=True, dir_okay=False), None,
-     f"File with the key that clients have to show.  [default: the variable {_KEY}, else none]"),
+     f"File with the API key that clients have to send.  [default: the variable {_KEY}, else none]"),
 )  # fmt: skip
 @click.option(
     "--allowed-host", "hosts", multiple=True,
@@ -55,7 +55,7 @@ class BatchSize(click.IntRange):
     "[default: none on a loopback address, else any]",
 )  # fmt: skip
 @speculative_option("auto")
-@click.option("--cors", multiple=True, help="Origin whose pages may ask, * for all; may be given several times.")
+@click.option("--cors", multiple=True, help="Origin whose pages may send requests, * for any; can be repeated.")
 @loading_options
 def command(
     bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, kv_cache_memory_bytes: int | None,
@@ -64,8 +64,8 @@ def command(
 ) -> None:  # fmt: skip
     """Serve BUNDLE, a folder or a Hub id, to OpenAI's clients.
 
-    Answers /v1/chat/completions and /v1/completions, streamed or not, and /v1/models, /health, /metrics.
-    Ctrl-C or SIGTERM ends it when the answers under way are done.
+    Endpoints: /v1/chat/completions and /v1/completions, streamed or not, /v1/models, /health, /metrics.
+    Ctrl-C or SIGTERM ends it when the running requests are finished.
 
     \b
     wisparse serve out
@@ -102,16 +102,16 @@ def command(
             f"{'with' if key else 'without'} a key); Ctrl-C ends it"
         )
         if model.decoder.device.type == "cuda":
-            # On the CPU there is nothing to prepare but what loading did.
-            click.echo("preparing what any batch takes; the first time on a machine this may take a minute", err=True)
-        # The server's library raises the signal that ended it once more; by then everything is done.
+            # `serve` compiles kernels and captures graphs first.
+            click.echo("preparing all batch sizes; the first time on a machine this may take a minute", err=True)
+        # uvicorn raises the signal that ended it again, after the shutdown.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         try:
             serve(model, settings, listener, lambda: click.echo(serving, err=True))
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            # The interpreter ends, and would print where it was interrupted.
+            # No traceback from the interpreter's shutdown.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
