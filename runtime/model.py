@@ -127,7 +127,7 @@ class Model(AbstractContextManager["Model"]):
     @overload
     def generate(self, prompt: Sequence[Prompt], **settings: Unpack[GenerationArguments]) -> list[Generation]: ...
 
-    @GenerationSettings.spelled_out
+    @GenerationSettings.as_keywords
     def generate(
         self, prompt: Prompt | Sequence[Prompt], **settings: Unpack[GenerationArguments]
     ) -> Generation | list[Generation]:
