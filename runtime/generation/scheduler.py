@@ -282,9 +282,11 @@ class Scheduler:
         cache = self.decoder.cache
         while not (cache.claim if claim else cache.grow)(slot, positions):
             idle = [
-                i for i, other in enumerate(self.slots) if other is None and i not in (slot, *kept) and cache.spare(i)
+                i
+                for i, other in enumerate(self.slots)
+                if other is None and i not in (slot, *kept) and cache.releasable_pages(i)
             ]
-            if sum(map(cache.spare, idle)) < cache.lacking(slot, positions):
+            if sum(map(cache.releasable_pages, idle)) < cache.missing_pages(slot, positions):
                 return False
             oldest = self.prefixes.oldest(idle)
             cache.release(oldest)
@@ -298,7 +300,7 @@ class Scheduler:
             newest = max(self.running, key=lambda running: running.arrival)
             if newest is request and len(self.running) == 1:
                 self._at_fault = [request]
-                raise self.decoder.cache.too_little(positions)
+                raise self.decoder.cache.out_of_memory(positions)
             if not self.stats.preemptions:
                 log.warning("the KV cache is full: requests are preempted and will be computed again")
             self.stats.preemptions += 1
@@ -324,7 +326,7 @@ class Scheduler:
             slot = source
             allocated = self._allocate(slot, positions, claim=claim)
         if not allocated and not self.running:
-            raise self.decoder.cache.too_little(positions)
+            raise self.decoder.cache.out_of_memory(positions)
         if not allocated:
             self.waiting.appendleft(request)
             self._out_of_pages, self._at_fault = True, []
