@@ -197,7 +197,7 @@ def _timed_configs(config: ModelConfig, device: torch.device, dtype: torch.dtype
 
 def _cache_bytes() -> int:
     """Total size of the last-level caches; 32 MB if unknown."""
-    found = {}
+    sizes = {}
     for cache in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
         with contextlib.suppress(OSError, ValueError):
             sizes[(cache / "shared_cpu_list").read_text()] = int((cache / "size").read_text().strip()[:-1]) << 10
