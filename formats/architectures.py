@@ -48,9 +48,7 @@ class QKNorm:
 class ExpertsLayout:
     """A family's config keys and tensor names of experts."""
 
-    renormalised: (
-        bool | str
-    )  # whether the top-k weights are divided by their sum, or the config key for it
+    renormalised: bool | str  # whether the top-k weights are divided by their sum, or the config key for it
     chosen: str = "num_experts_per_tok"
     intermediate_size: str = "moe_intermediate_size"
     shared_size: str | None = None  # config key of the width of ``shared_expert``, which ``shared_expert_gate`` gates
