@@ -161,9 +161,7 @@ class Bundle:
         expected = {"sidecar": SIDECAR, "sparsity": recipe.default, "sparsities": list(recipe.sparsities)}
         for key, value in expected.items():
             found = entry.get(key)
-            if found != value or any(
-                isinstance(item, bool) for item in (found if isinstance(found, list) else [found])
-            ):
+            if found != value or any(isinstance(one, bool) for one in (found if isinstance(found, list) else [found])):
                 raise BundleError(f"config.json: wisparse.{key}: expected {value!r}, found {found!r:.80}")
         checkpoint = Checkpoint.open(folder, error=BundleError)
         # Manifest, index and folder must have the same files.
@@ -235,12 +233,8 @@ def _damaged(name: str, expected: str, found: str) -> BundleError:
 
 def scale_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """By projection, the shape of ``channel_scale``: (K,), or (E, K) for experts."""
-    return {
-        projection.name: (projection.experts, projection.in_features)
-        if projection.experts
-        else (projection.in_features,)
-        for projection in config.projections()
-    }
+    shapes = ((one.name, one.experts, one.in_features) for one in config.projections())
+    return {name: (experts, width) if experts else (width,) for name, experts, width in shapes}
 
 
 def read_masks(

@@ -404,7 +404,7 @@ def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     if given.get("weight_block_size") is not None:
         rows, columns = _block(given["weight_block_size"], "weight_block_size")
         packing = Plain("fp8", columns, rows, scale="weight_scale_inv", input_scale=static)
-    return _all_except(given, ("modules_to_not_convert", "ignored_layers"), layers, packing)
+    return _except(given, ("modules_to_not_convert", "ignored_layers"), layers, packing)
 
 
 def _awq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
@@ -412,7 +412,7 @@ def _awq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     version = given.get("version", "gemm")
     valid = isinstance(version, str) and version.lower() == "gemm"
     require(valid, f"{_KEY}.version", "AWQ's 'gemm'", version, ", which is packed in another way")
-    return _all_except(given, ("modules_to_not_convert",), layers, Transposed(group, awq=True))
+    return _except(given, ("modules_to_not_convert",), layers, Transposed(group, awq=True))
 
 
 def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
@@ -434,9 +434,7 @@ def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     return {layer: packing for layer in layers if layer.endswith(tuple(f".{name}" for name in named))}
 
 
-def _all_except(
-    given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], packing: Packing
-) -> dict[str, Packing]:
+def _except(given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], packing: Packing) -> dict[str, Packing]:
     """All layers with this packing except those that the config excludes, and the output layer."""
     excluded = {name for key in keys for name in _strings(key, given.get(key) or [])} | {_HEAD}
     return {layer: packing for layer in layers if not any(name and f".{name}." in f".{layer}." for name in excluded)}

@@ -152,10 +152,9 @@ def forecast(
             forecasts.append(Forecast(kind, level, rate, rate / slow, rate / fast, memory(kind)))
     if device.type == "cpu":
         return forecasts
+    native = forecasts[0]
     return [
-        _by_bytes(config, dtype, forecasts[0], kind, level, memory(kind))
-        for kind in (*kinds, *other)
-        for level in levels
+        _by_bytes(config, dtype, native, kind, level, memory(kind)) for kind in (*kinds, *other) for level in levels
     ]
 
 

@@ -171,9 +171,7 @@ class Model(AbstractContextManager["Model"]):
         """:meth:`generate` for many prompts: yields the index and result of each as it finishes. Arguments are validated
         immediately, generation starts at the first ``next``."""
         batches = self._chunks(self._requests(prompts, settings), final_only=True)
-        return (
-            (index, chunk.generation) for batch in batches for index, chunk in batch if chunk.generation is not None
-        )
+        return ((index, chunk.generation) for new in batches for index, chunk in new if chunk.generation is not None)
 
     def stream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generator[Chunk, None, None]:
         """:meth:`generate` for one prompt, token by token. Arguments are validated immediately, generation starts at the

@@ -138,9 +138,7 @@ def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         text = str(error).lower()
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(
-            part in text for part in _NO_MEMORY
-        ):
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(one in text for one in _NO_MEMORY):
             raise
         raise ResourceError(
             f"not enough memory on {device} {doing} ({first_line(error)}): end what else uses it, choose another "

@@ -287,9 +287,7 @@ class Decoder(ABC):
         assert self._drafting is not None
         for step in range(max(counts.values())):
             active = [step < counts.get(slot, 0) and newest[slot] >= 0 for slot in range(len(tokens))]
-            ids = torch.tensor(
-                [token if drafts_more else -1 for token, drafts_more in zip(newest, active, strict=True)]
-            )
+            ids = torch.tensor([token if drafting else -1 for token, drafting in zip(newest, active, strict=True)])
             newest = self._drafting.step(ids, settings, last=step + 1 == max(counts.values())).tolist()
             for slot in counts:
                 if active[slot] and newest[slot] >= 0:  # negative: the logits are not finite
@@ -497,10 +495,8 @@ def default_limits(
     that fit, up to ``_MOST_SLOTS``. Default length: the model's context, or the positions, a multiple of 256, of one
     sequence in all pages. ``states``: per slot of a recurrent block. ``page_bytes``: see `Decoder`. ``memory_bytes``: of
     the cache; None: a share of the free memory. ``beside``: further bytes of a slot."""
-    paging, per_slot = (
-        paging_of(config, dtype, kv_cache_dtype, page_bytes),
-        beside + states * state_bytes(config, dtype),
-    )
+    per_slot = beside + states * state_bytes(config, dtype)
+    paging = paging_of(config, dtype, kv_cache_dtype, page_bytes)
     longest = config.max_position_embeddings
     memory = memory_bytes
     if memory is None:

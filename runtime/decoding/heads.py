@@ -1,7 +1,6 @@
 """Draft heads: a single block that predicts several tokens, one after another, from the model's hidden states.
 
-e is a token's embedding, h the hidden state at the position before it (for the first token the model's, then the head's), n an
-RMSNorm with its own weight:
+e is a token's embedding, h the hidden state before it, first the model's, then the head's; each n is an RMSNorm:
 
              h of the model            residual          block input    h of the head   logits
     EAGLE-3  fc of three blocks' h     h, or n(h)        [n(e), n(h)]   block output    own output layer of n(h)
@@ -402,15 +401,14 @@ class DraftHead:
         slots, ids = inputs[:, 0], inputs[:, 3:]
         offsets = torch.arange(ids.shape[1], device=inputs.device)
         valid, positions = offsets < inputs[:, 2:3], inputs[:, 1:2] + offsets
-        out_slots = torch.where(valid, slots[:, None], len(self._hidden) - 1)
-        positions = torch.where(valid, positions, 0)
-        return self._forward(slots, out_slots, positions, ids, self._hidden[out_slots, positions], context)
+        target, positions = torch.where(valid, slots[:, None], len(self._hidden) - 1), torch.where(valid, positions, 0)
+        return self._forward(slots, target, positions, ids, self._hidden[target, positions], context)
 
     def _forward(
-        self, slots: Tensor, out_slots: Tensor, positions: Tensor, ids: Tensor, hidden: Tensor, context: int
+        self, slots: Tensor, target: Tensor, positions: Tensor, ids: Tensor, hidden: Tensor, context: int
     ) -> Tensor:
         """The head on tokens (R, P) and hidden states (R, P, H): its hidden states (R, P, H). Attends to the first
-        ``context`` positions of slots (R,); stores keys and values at ``positions`` (R, P) of ``out_slots`` (R, P)."""
+        ``context`` positions of slots (R,); stores keys and values at ``positions`` (R, P) of ``target`` (R, P)."""
         config, (rows, count), weights = self._config, ids.shape, self._weights
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         embedded = self._normed("embedding_norm", functional.embedding(ids, self._embedding).to(hidden.dtype))
@@ -426,7 +424,7 @@ class DraftHead:
         cos, sin = (table[positions][:, :, None] for table in self._tables)
         q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=2)
         keys, values = self._cache.attention[0][:2]
-        keys[out_slots, :, positions], values[out_slots, :, positions] = k, v
+        keys[target, :, positions], values[target, :, positions] = k, v
         # Grouped-query attention: the query heads of a key head become further query positions.
         q = q.transpose(1, 2).reshape(rows, kv_heads, -1, width)
         mask = torch.arange(context, device=ids.device) <= positions[:, None, :, None]

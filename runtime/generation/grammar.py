@@ -36,7 +36,7 @@ MAX_SECONDS = 2  # of processor time
 MAX_BYTES = 512 << 20  # beyond the worker's memory before it compiles
 _WAIT_SECONDS = 120.0  # for a reply, on a busy machine
 # Limits of the caches of compiled grammars, and of error messages.
-_MAX_COMPILED, _MAX_COMPILED_BYTES, _MAX_REFUSED = 32, 256 << 20, 1024
+_CACHE_SIZE, _CACHE_BYTES, _MAX_REFUSED = 32, 256 << 20, 1024
 # Error messages by exceeded limit.
 _EXCEEDED = {
     "depth": f"expected at most {MAX_DEPTH} rules or references within one another, found {{found:,}}; flatten it",
@@ -223,10 +223,7 @@ class Grammars:
             raise UsageError(f"{grammar.field}: {error}") from None
         with self._lock:
             self._compiled[grammar.digest] = matcher, size
-            while (
-                len(self._compiled) > _MAX_COMPILED
-                or sum(size for _, size in self._compiled.values()) > _MAX_COMPILED_BYTES
-            ):
+            while len(self._compiled) > _CACHE_SIZE or sum(size for _, size in self._compiled.values()) > _CACHE_BYTES:
                 self._compiled.popitem(last=False)
         return Constraint(matcher.deep_copy(), grammar.field)
 

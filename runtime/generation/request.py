@@ -241,8 +241,7 @@ class Request:
     measure_sparsity: bool = False  # return the realised sparsity; needs ``start_measuring``
     speculative: bool = True  # no effect on a scheduler without speculation
 
-    # State of the scheduler.
-    arrival: int = field(default=0, init=False)  # number in the order of arrival
+    arrival: int = field(default=0, init=False)  # number in the order of arrival; this and the next: by the scheduler
     running: bool = field(default=False, init=False)  # has a slot of the decoder
     # None until finished: ``stop``, ``length``, ``cancelled`` or ``error``
     finish_reason: str | None = field(default=None, init=False)
@@ -263,8 +262,9 @@ class Request:
     drafter: Drafter | None = field(default=None, init=False, repr=False)
     drafts: DraftCounts = field(default_factory=DraftCounts, init=False)
 
-    # State of the engine.
-    deliver: Callable[[Chunk | WisparseError], None] = field(init=False, repr=False)
+    deliver: Callable[[Chunk | WisparseError], None] = field(
+        init=False, repr=False
+    )  # this and the next four: by the engine
     final_only: bool = field(default=False, init=False)
     detokenizer: Detokenizer | None = field(default=None, init=False, repr=False)
     stop_strings: StopStrings = field(init=False, repr=False)

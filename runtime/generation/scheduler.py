@@ -518,11 +518,8 @@ class Scheduler:
         """One step over every row's newest token and draft. Draft tokens are accepted up to the first that differs from the
         sampled token, which is appended in its place."""
         starts, settings = self.decoder.lengths, [request.sampling if request else _IDLE for request in rows]
-        sizes = {
-            slot: len(draft)
-            for slot, draft in drafts.items()
-            if (row := rows[slot]) and row.drafter and row.drafter.uses_decoder
-        }
+        asked = (slot for slot in drafts if (row := rows[slot]) and row.drafter and row.drafter.uses_decoder)
+        sizes = {slot: len(drafts[slot]) for slot in asked}
         if sizes:
             drafts = drafts | self.decoder.draft(_last_tokens(rows).tolist(), sizes, settings)
         tokens = [[row.output_token_ids[-1], *drafts.get(slot, ())] if row else [] for slot, row in enumerate(rows)]

@@ -227,9 +227,7 @@ class MessagesFormatter(Formatter):
     def __init__(self, request: MessagesRequest, context: Context) -> None:
         super().__init__(request, context)
         self._parser = self._parsers[0]
-        self._blocks: list[
-            tuple[dict[str, Any], list[str]]
-        ] = []  # block, and the parts of its text or of its input's JSON
+        self._blocks: list[tuple[dict[str, Any], list[str]]] = []  # block, parts of its text or its input's JSON
 
     def start(self) -> bytes:
         return _event("message_start", message=self._message([], self._usage(0, 0)))

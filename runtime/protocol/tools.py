@@ -235,18 +235,16 @@ class ToolCallParser:
             start, end = self._find_marker()
             if start >= 0:
                 begin = self._without_space(start)
-                self._emit_content(begin)
+                self._emit(begin)
                 end -= begin
                 if not (yield from self._read_calls(end - (self._text[end - 1] == "{"))):
-                    self._emit_content(end)
+                    self._emit(end)
             elif self._ended:
                 if not (self._num_calls and self._only_space and self._text.isspace()):
-                    self._emit_content(len(self._text))
+                    self._emit(len(self._text))
                 return
             else:
-                self._emit_content(
-                    self._without_space(len(self._text) - partial_marker(self._text, self._syntax.opens))
-                )
+                self._emit(self._without_space(len(self._text) - partial_marker(self._text, self._syntax.opens)))
                 yield
 
     def _find_marker(self) -> tuple[int, int]:
@@ -265,7 +263,7 @@ class ToolCallParser:
         """``end`` before its preceding white space, which is dropped if a call follows."""
         return max(len(self._text[:end].rstrip()), end - _MAX_SPACE)
 
-    def _emit_content(self, length: int) -> None:
+    def _emit(self, length: int) -> None:
         """Return the next ``length`` characters as content."""
         content, self._text = self._text[:length], self._text[length:]
         if content:
@@ -297,7 +295,7 @@ class ToolCallParser:
                 return True
             if self._syntax.listed and rest.startswith(","):
                 if not (yield from self._read_call(white + 1)):
-                    self._emit_content(white + 1)
+                    self._emit(white + 1)
                     return True
             elif rest.startswith(closes):
                 self._text = rest[len(closes) :]

@@ -373,7 +373,7 @@ class Server:
             **({} if self._model.bits is None else {"bits": self._model.bits}),
         }
 
-    async def unsupported_path(self, http: HttpRequest) -> Response:
+    async def unsupported(self, http: HttpRequest) -> Response:
         text = f"{http.url.path:.80}: not supported; this server has chats and completions, no embeddings, files or batches"
         raise ApiError(501, text, code="not_implemented")
 
@@ -393,9 +393,7 @@ def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = 
     app.post("/v1/messages")(server.message)
     app.post("/v1/messages/count_tokens")(server.count_tokens)
     for path in _UNSUPPORTED_PATHS:
-        app.api_route(f"/v1/{path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)(
-            server.unsupported_path
-        )
+        app.api_route(f"/v1/{path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)(server.unsupported)
     return app
 
 

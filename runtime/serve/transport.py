@@ -188,12 +188,9 @@ class Guard:
             if scope["path"].startswith(PATH) and not valid:
                 valid = hmac.compare_digest(headers.get("x-api-key", "").encode(), key)
             if guarded and self._key is not None and not valid:
-                text, challenge = (
-                    "expected the server's key as Authorization: Bearer KEY",
-                    {"www-authenticate": "Bearer"},
-                )
+                text, fields = "expected the server's key as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
                 text += " or x-api-key: KEY" if scope["path"].startswith(PATH) else ""
-                raise ApiError(401, text, type="authentication_error", code="invalid_api_key", headers=challenge)
+                raise ApiError(401, text, type="authentication_error", code="invalid_api_key", headers=fields)
             await self._app(scope, receive, send_counted)
         except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, send_counted)
@@ -317,9 +314,8 @@ def open_socket(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError, OverflowError) as error:
-        raise UsageError(
-            f"cannot listen at {host:.80} port {port}: {error}; choose another --host or --port"
-        ) from error
+        address = f"{host:.80} port {port}"
+        raise UsageError(f"cannot listen at {address}: {error}; choose another --host or --port") from error
 
 
 def allowed_hosts(listener: socket.socket, names: Sequence[str]) -> list[str]:
