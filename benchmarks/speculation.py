@@ -340,7 +340,7 @@ def main(
             if head is None and runs:
                 result |= speeds(model.decoder, min(tokens, (context - 64) // 2), runs)
         if prompts:  # with drafts, whether they gain or not
-            speculation._LEAST_GAIN, speculation._CREDIT, speculation._MOST_CREDIT = 0.0, 1e9, 1e9
+            speculation._MIN_SPEEDUP, speculation._CREDIT, speculation._MAX_CREDIT = 0.0, 1e9, 1e9
             result["greedy"] = equality(bundle, prompts, 48, head, **loading)
     print(json.dumps(result))
 

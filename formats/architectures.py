@@ -11,10 +11,10 @@ from typing import Any, Literal
 from .guard import refusals
 
 Activation = Literal["silu", "gelu_tanh", "clamped"]
-# A config key, and the power its number is raised to: Gemma's scores are multiplied by query_pre_attn_scalar**-0.5.
+# A config key and an exponent: Gemma's attention scale is query_pre_attn_scalar**-0.5.
 Power = tuple[str, float]
 
-# The names that a projection can have: separate, or fused.
+# Names of projections, separate or fused.
 _QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -22,7 +22,7 @@ ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "g
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of a block's norms over the hidden state; None where there is none."""
+    """Names of a block's norms over the hidden state, or None."""
 
     attention_input: str | None = "input_layernorm"
     attention_output: str | None = None
@@ -37,7 +37,7 @@ _BOTH = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_la
 
 @dataclass(frozen=True)
 class QKNorm:
-    """RMSNorm of queries and keys: of each head, or of all heads as one vector; before the rotary embedding or after."""
+    """RMSNorm of queries and keys: per head or over all heads; before or after the rotary embedding."""
 
     per_head: bool = True
     after_rotary: bool = False
@@ -46,22 +46,20 @@ class QKNorm:
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """How a family states its experts: config keys, and names on disk."""
+    """A family's config keys and tensor names of experts."""
 
-    renormalised: (
-        bool | str
-    )  # the weights of the chosen ones are divided by their sum; else the config key that says so
+    renormalised: bool | str  # whether the top-k weights are divided by their sum, or the config key for it
     chosen: str = "num_experts_per_tok"
     intermediate_size: str = "moe_intermediate_size"
-    shared_size: str | None = None  # of an expert for every token, ``shared_expert``, gated by ``shared_expert_gate``
-    # Config has ``decoder_sparse_step`` and ``mlp_only_layers``: some blocks have a dense MLP.
+    shared_size: str | None = None  # config key of the width of ``shared_expert``, which ``shared_expert_gate`` gates
+    # By the config keys ``decoder_sparse_step`` and ``mlp_only_layers``, some blocks have a dense MLP.
     dense_blocks: bool = False
     module: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
-    biases: bool = False  # of the router and of every expert
-    # Config key; where true, blocks have experts, beside the dense MLP and not in its place. Each of the two has norms of
-    # its own, before it and after, and so has the router, whose weights of the chosen ones are multiplied by learned ones.
+    biases: bool = False  # of the router and the experts
+    # Config key; if true, blocks have experts in parallel to the dense MLP. Each has its own input and output norm; the
+    # router has an input norm, and its top-k weights are multiplied by a learned scale per expert.
     beside: str | None = None
     # Files, a bundle's too, hold all experts of a block in one tensor, as transformers does: ``rows``: (E, 2 I, H), gates
     # before ups, and (E, H, I); ``interleaved``: (E, H, 2 I), a gate beside its up, and (E, I, H). Else apart, or ``rows``.
@@ -72,55 +70,55 @@ class ExpertsLayout:
 class Architecture:
     class_name: str
     norms: Norms = _BEFORE
-    norm_offset: bool = False  # norms multiply by 1 + weight, in float32 (Gemma), instead of by weight
-    qkv: tuple[str, ...] = _QKV[0]  # projections that read the attention's input: q, k, v, or all three fused
-    gate_up: tuple[str, ...] = _GATE_UP[0]  # projections that read the MLP's input: gate, up, or both fused
-    # True or False where the architecture fixes it, else the config key that says so.
+    norm_offset: bool = False  # norms multiply by 1 + weight in float32 (Gemma)
+    qkv: tuple[str, ...] = _QKV[0]  # query, key and value projections, separate or fused
+    gate_up: tuple[str, ...] = _GATE_UP[0]  # gate and up projections, separate or fused
+    # True, False, or the config key for it.
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: QKNorm | None = None
-    # The config key that names the MLP's activation, and what the names there stand for.
+    # Config key of the MLP's activation, and its values -> our names.
     activation: str = "hidden_act"
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
-    # Blocks without a window have a head_dim and num_key_value_heads of their own, in ``per_layer_config``, or
+    # Full attention blocks have another head_dim and num_key_value_heads, by ``per_layer_config``, or by
     # ``global_head_dim`` and, with ``attention_k_eq_v``, ``num_global_key_value_heads``.
     full_heads: bool = False
-    # Config key; where true, values of blocks without a window are ``k_proj``'s output, neither normalised nor rotated.
+    # Config key; if true, the values of full attention blocks are ``k_proj``'s output before norm and rotation.
     shared_values: str | None = None
-    value_norm: bool = False  # each head's values are divided by their root mean square; there is no weight
-    block_scalar: str | None = None  # name of a tensor (1,) of each block that the block's output is multiplied by
-    # Config keys. Of how many last blocks each attends to the keys and values of the last block of its kind before them,
-    # and whether their MLPs are twice as wide; and the width of an embedding that every block has of each token.
+    value_norm: bool = False  # RMSNorm without weight on each head's values
+    block_scalar: str | None = None  # name of a tensor (1,) in each block, a factor of its output
+    # Config keys: the number of last blocks that use the keys and values of the last block of their kind before them,
+    # whether their MLPs are twice as wide, and the width of per-layer embeddings.
     shared_kv: str | None = None
     wide_mlp: str | None = None
     per_layer: str | None = None
-    # ``q_proj`` gives each head its query and then a gate of the same width, whose sigmoid multiplies the head's output.
+    # ``q_proj``'s output is for each head a query, then a gate, whose sigmoid multiplies the head's output.
     attention_gate: bool = False
-    sinks: bool = False  # the softmax of each head's scores has one more, learned, which no position gets
-    # Each block's entry in ``layer_types`` says what it is: ``full_attention``, ``sliding_attention``, or, where
-    # ``recurrent``, ``linear_attention``: a gated DeltaNet. Without, all blocks have the config's window, if there is one.
+    sinks: bool = False  # attention sinks: a learned additional logit in each head's softmax
+    # ``layer_types`` has each block's kind: ``full_attention``, ``sliding_attention`` or, if ``recurrent``,
+    # ``linear_attention``, a gated DeltaNet. Without it all blocks have the config's window, if any.
     layer_types: bool = False
     recurrent: bool = False
-    interleaved: bool = False  # the rotary embedding rotates neighbours (2i, 2i + 1), not halves
-    # Blocks with a window have a rotary embedding of their own: ``rope_parameters`` has one for each layer type.
+    interleaved: bool = False  # rotary pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
+    # ``rope_parameters`` has a rotary embedding for each layer type.
     local_rope: bool = False
-    # Blocks without a rotary embedding: ``full``, without a window where others have one; ``listed`` in the config.
+    # Blocks without a rotary embedding: ``full`` attention ones, or those ``listed`` in the config.
     unrotated: Literal["full", "listed"] | None = None
-    attention_scale: Power | None = None  # what scores are multiplied by; None for head_dim**-0.5
-    query_scaling: bool = False  # queries grow with the logarithm of the position, by ``llama_4_scaling_beta``
-    # Config keys of c in c * tanh(x / c); None where there is no such thing.
+    attention_scale: Power | None = None  # factor of the scores; None: head_dim**-0.5
+    query_scaling: bool = False  # queries are scaled by position, with ``llama_4_scaling_beta``
+    # Config keys of the soft caps c in c * tanh(x / c), or None.
     attention_softcap: str | None = None
     logits_softcap: str | None = None
-    # What embeddings, the output of attention and of the MLP, and logits are multiplied by; None for 1.
+    # Factors of embeddings, of the outputs of attention and MLP, and of logits; None: 1.
     embedding_multiplier: Power | None = None
     residual_multiplier: Power | None = None
     logits_multiplier: Power | None = None
-    experts: ExpertsLayout | None = None  # None: every MLP is dense
-    # Checkpoints may hold a head that drafts, ``mtp.*``: a block with attention that reads the last hidden state and the
-    # token after it, between norms of its own. Embedding and output layer are the model's.
+    experts: ExpertsLayout | None = None  # None: all MLPs are dense
+    # Checkpoints may have an MTP head, ``mtp.*``: an attention block over the last hidden state and the next token's
+    # embedding. Embedding and output layer are the model's.
     mtp: bool = False
-    without: tuple[str, ...] = ()  # config keys of arithmetic that is not known here: they have to be null
+    without: tuple[str, ...] = ()  # config keys of unsupported arithmetic, which have to be null
 
     def __post_init__(self) -> None:
         for name, given, known in (("qkv", self.qkv, _QKV), ("gate_up", self.gate_up, _GATE_UP)):
@@ -187,7 +185,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ),
     ),
     "phi3": Architecture("Phi3ForCausalLM", qkv=_QKV[1], gate_up=_GATE_UP[1]),
-    # The first files of Gemma say "gelu" and mean the one by tanh.
+    # Gemma's first checkpoints say "gelu" for the tanh approximation.
     "gemma": Architecture("GemmaForCausalLM", **_GEMMA, activations={**ACTIVATIONS, "gelu": "gelu_tanh"}),
     "gemma2": Architecture("Gemma2ForCausalLM", **_NEWER_GEMMA, attention_softcap="attn_logit_softcapping"),
     "gemma3_text": Architecture("Gemma3ForCausalLM", **_NEWER_GEMMA, qk_norm=QKNorm(), local_rope=True),
@@ -243,8 +241,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
 }
 
-# Models of pictures and text: ``model_type`` -> ``model_type`` of the text model's config -> its row above. The first is
-# meant where the config names none. A bundle holds the text model alone, under its plain type and tensor names.
+# Multimodal models: ``model_type`` -> ``model_type`` of the text model's config -> its row above; the first is the default.
+# A bundle has only the text model, with its model_type and tensor names.
 WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},
     "gemma3": {"gemma3_text": "gemma3_text"},
@@ -255,7 +253,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
 }
-# Beginnings of a text model's tensors in a wrapper, in every spelling of transformers -> those in the plain model.
+# Prefix of the text model's tensors in a wrapper, by transformers' versions -> prefix in the text model.
 RENAMED: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -265,19 +263,19 @@ _NOT_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision
 
 
 def text_name(stored: str) -> str | None:
-    """The plain name of a wrapper's tensor; None for what is not the text model's."""
+    """The text model's name of a wrapper's tensor; None for tensors of other parts."""
     if stored.removeprefix("model.").startswith(_NOT_TEXT):
         return None
     prefix = next((prefix for prefix in RENAMED if stored.startswith(prefix)), "")
     return RENAMED.get(prefix, "") + stored.removeprefix(prefix)
 
 
-# Where a wrapper's config keeps that of its text model.
+# Keys of the text model's config in a wrapper's config.
 _INSIDE = ("text_config", "thinker_config", "llm_config", "ffn_config")
 
 
 def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[str]) -> str:
-    """Why a model of another type is refused: what its config says it is, else its family, else that none is known."""
+    """Why a model type is refused: by its config, else by its family, else as unknown."""
     supported = tuple(supported)
     known = ", ".join(supported)
     if not isinstance(model_type, str):
@@ -299,7 +297,7 @@ def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether the config, or that of the text model inside, counts experts: ``num_experts``, ``n_routed_experts``, …"""
+    """Whether the config, or its text model's, has a number of experts: ``num_experts``, ``n_routed_experts``, …"""
     for key, value in config.items():
         counts = value if isinstance(value, list) else [value]
         if key.endswith("experts") and any(type(count) is int and count > 1 for count in counts):

@@ -36,7 +36,7 @@ from .manifest import (
 from .model_config import ModelConfig
 from .quantization import Packed
 
-# Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
+# Files that affect generation beside weights and sidecar, with their size limits.
 SMALL_FILES: Mapping[str, int] = {
     **dict.fromkeys(("config.json", "generation_config.json", "special_tokens_map.json"), MAX_CONFIG_BYTES),
     **dict.fromkeys(("chat_template.jinja", "chat_template.json"), MAX_CONFIG_BYTES),
@@ -44,45 +44,45 @@ SMALL_FILES: Mapping[str, int] = {
     **dict.fromkeys(("tokenizer.model", "vocab.json", "merges.txt"), 64 << 20),
     "tokenizer.json": 128 << 20,
 }
-# Of any file but the weights, and of the sidecar: with 128 experts a level takes 120 MB.
+# Size limits of any file except weights, and of the sidecar: with 128 experts a level has 120 MB.
 MAX_FILE_BYTES, _MAX_SIDECAR_BYTES = 256 << 20, 2 << 30
 _LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: _MAX_SIDECAR_BYTES}
 _JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _MAX_FILES = 10_000
 
-# Files for people: they decide nothing, and editing a model card must not break a bundle.
+# Documents: they do not affect generation, and may be edited.
 _DOCUMENT = re.compile(r"(README|LICEN[SC]E|USE_POLICY|NOTICE)[^/]*|conversion_report\.json|figures/.*|\..*")
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|pkl|pickle|ckpt)", re.IGNORECASE)
-# Two sparsities this close are the same one, written or computed differently.
+# Sparsities that differ by less are equal, for rounding.
 _SAME_SPARSITY = 1e-6
-ROTATION = "rotation"  # of the sidecar's tensors
+ROTATION = "rotation"  # a tensor of the sidecar
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
 class ProjectionMask:
-    """What decides which channels of one projection are kept, at one sparsity level."""
+    """The mask of one projection at one sparsity level."""
 
-    scale: Tensor | np.ndarray[Any, Any]  # `channel_scale`; an array is made a tensor at its first use
-    threshold: float  # keep a channel if ``|x| * channel_scale`` is at least this; finite, 0 or more, a float32 value
-    sparsity: float  # fraction of channels dropped, in [0, 0.95]; 0 means dense, and the threshold is 0 as well
-    # Of a graded weight, from which score on each plane is read, the high one first; the sparsity is of its bits then.
+    scale: Tensor | np.ndarray[Any, Any]  # `channel_scale`; converted to a tensor at its first use
+    threshold: float  # keep a channel if ``|x| * channel_scale`` is at least this; finite, >= 0, a float32 value
+    sparsity: float  # fraction of dropped channels, in [0, 0.95]; 0 is dense, with threshold 0
+    # Of a graded weight: the threshold of each plane, high plane first; ``sparsity`` is the fraction of dropped bits then.
     plane_thresholds: tuple[float, ...] = ()
 
     @cached_property
     def channel_scale(self) -> Tensor:
-        """(K,) float32, finite and positive; of experts (E, K)."""
+        """(K,) float32, finite and positive; (E, K) for experts."""
         return torch.from_numpy(self.scale) if isinstance(self.scale, np.ndarray) else self.scale
 
 
 def planes_of(masks: Mapping[str, ProjectionMask]) -> int:
-    """In how many planes the weights are read: more than one in a graded bundle."""
+    """Number of planes of the weights; more than 1 in a graded bundle."""
     return len(next(iter(masks.values())).plane_thresholds) or 1
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A checked bundle; make one with ``Bundle.open``."""
+    """A validated bundle; constructed by ``Bundle.open``."""
 
     folder: Path
     config: ModelConfig
@@ -90,16 +90,16 @@ class Bundle:
     recipe: Recipe
     # sparsity -> masks, ascending: one mask per projection of the model, in the order of execution
     levels: Mapping[float, Mapping[str, ProjectionMask]]
-    sparsity: float  # of the level in force, one of ``levels``, or 0 for the dense model
+    sparsity: float  # the chosen level, one of ``levels``, or 0 for the dense model
     checkpoint: Checkpoint
     manifest: Manifest
-    # (hidden_size, hidden_size) float16: hidden states are x @ rotation where the source's are x. None: they are the same,
-    # or, where the recipe has a rotation, an older conversion did not keep it.
+    # (hidden_size, hidden_size) float16: hidden states are x @ rotation where the source's are x. None: not rotated; or, if
+    # the recipe has a rotation, an older conversion did not store it.
     rotation: np.ndarray[Any, Any] | None = None
 
     @cached_property
     def masks(self) -> Mapping[str, ProjectionMask]:
-        """Of the sparsity level in force; at 0 none of them drops anything."""
+        """By projection, of the chosen level; at sparsity 0 they drop nothing."""
         if self.sparsity in self.levels:
             return self.levels[self.sparsity]
         first = next(iter(self.levels.values()))
@@ -108,25 +108,25 @@ class Bundle:
 
     @property
     def bits(self) -> float | None:
-        """Bits read of a weight at the level in force; None unless the bundle is graded."""
+        """Bits read per weight at the chosen level; None unless the bundle is graded."""
         return bits_of(self.sparsity) if self.recipe.plane_bits else None
 
     def chosen(self, sparsity: float | None, bits: float | None) -> Bundle:
-        """`at`, where a user has named a level; else the same bundle."""
+        """`at`, or this bundle if both are None."""
         return self if sparsity is None and bits is None else self.at(sparsity, bits)
 
     def at(self, sparsity: float | None = None, bits: float | None = None) -> Bundle:
-        """The same bundle with another level in force, by its sparsity, 0 for the dense model, or by the bits of a
-        graded one, 8 for the dense model; UsageError if it has none such."""
-        graded, given = bool(self.recipe.plane_bits), sparsity if bits is None else bits
+        """This bundle with another chosen level: by sparsity, 0 for the dense model, or by the bits of a graded bundle, 8
+        for the dense model. UsageError if there is no such level."""
+        graded, value = bool(self.recipe.plane_bits), sparsity if bits is None else bits
         if bits is not None and (sparsity is not None or not graded):
             both = "bits, sparsity: expected one of them" if graded else "bits: expected a graded bundle"
             raise UsageError(f"{both}, found {'both' if graded else 'one with sparsity levels: choose a sparsity'}")
-        # The comparison before the difference: an integer may be too large to become a float.
-        if isinstance(given, int | float) and not isinstance(given, bool) and -1 < given < 10:
-            wanted = given if bits is None else unread(given)
+        # Compare before the subtraction: an int may be too large for a float.
+        if isinstance(value, int | float) and not isinstance(value, bool) and -1 < value < 10:
+            requested = value if bits is None else unread(value)
             for level in (*self.levels, 0.0):
-                if abs(level - wanted) < _SAME_SPARSITY:
+                if abs(level - requested) < _SAME_SPARSITY:
                     return replace(self, sparsity=level)
         name, dense, known = "sparsity", 0, [level for level in self.levels if level]
         if graded:
@@ -135,18 +135,18 @@ class Bundle:
             name = "sparsity: this bundle is graded; bits"
         texts = [f"{level:g}" if float(f"{level:g}") == level else repr(level) for level in known]
         listed = f"one of the bundle's {'' if graded else 'sparsity '}levels, {', '.join(texts)}, or " if known else ""
-        raise UsageError(f"{name}: expected {listed}{dense} for the dense model, found {given!r:.60}")
+        raise UsageError(f"{name}: expected {listed}{dense} for the dense model, found {value!r:.60}")
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, unfinished: bool = False) -> Bundle:
-        """Check and open a bundle. Every file that decides anything has to be a regular file inside the folder and to
-        have its sha256; of the weights only the headers are read. Recipe, sidecar, index, headers and config must agree."""
+        """Validate and open a bundle. Files that affect generation must be regular files in the folder with the manifest's
+        sha256; of weights only the headers are read. Recipe, sidecar, index, headers and config must agree."""
         folder = Path(folder)
         guard.require_folder(folder)
         where = guard.shown(folder)
         if os.path.realpath(folder).endswith(guard.PARTIAL) and not unfinished:
             raise BundleError(f"{where}: an unfinished conversion, not a bundle; run the conversion again")
-        # lexists: a dangling symlink is a damaged bundle, not a folder that never was one.
+        # lexists: a dangling symlink means a damaged bundle.
         if not os.path.lexists(folder / MANIFEST):
             kind = guard.folder_kind(folder)
             how = shlex.quote(where) if kind is None else f"from a model (this is {kind})"
@@ -159,20 +159,20 @@ class Bundle:
             raise BundleError(f"config.json: expected an object under 'wisparse', found {entry!r:.80}")
         require_version(entry.get("format_version"), "config.json")
         expected = {"sidecar": SIDECAR, "sparsity": recipe.default, "sparsities": list(recipe.sparsities)}
-        for key, wanted in expected.items():
+        for key, value in expected.items():
             found = entry.get(key)
-            if found != wanted or any(isinstance(one, bool) for one in (found if isinstance(found, list) else [found])):
-                raise BundleError(f"config.json: wisparse.{key}: expected {wanted!r}, found {found!r:.80}")
+            if found != value or any(isinstance(one, bool) for one in (found if isinstance(found, list) else [found])):
+                raise BundleError(f"config.json: wisparse.{key}: expected {value!r}, found {found!r:.80}")
         checkpoint = Checkpoint.open(folder, error=BundleError)
-        # Manifest, index and folder name the same files.
-        needed = {"config.json", INDEX, SIDECAR, *checkpoint.identities}
+        # Manifest, index and folder must have the same files.
+        required = {"config.json", INDEX, SIDECAR, *checkpoint.identities}
         present = guard.list_files(folder, _MAX_FILES, BundleError)
-        for name in sorted((needed | (SMALL_FILES.keys() & present)) - set(manifest.sha256)):
+        for name in sorted((required | (SMALL_FILES.keys() & present)) - set(manifest.sha256)):
             raise BundleError(f"{MANIFEST}: files: no entry for {name}")
-        for name in filter(_WEIGHTS.fullmatch, sorted({*manifest.sha256, *present} - needed)):
+        for name in filter(_WEIGHTS.fullmatch, sorted({*manifest.sha256, *present} - required)):
             if name in manifest.sha256:
                 raise BundleError(f"{MANIFEST}: files: {name} is not among the files of {INDEX}")
-            # Other tools prefer such a file to the ones of the index and would run different weights.
+            # Other tools may prefer this file to the index, and would load different weights.
             raise BundleError(f"{name}: weights that are not part of the bundle; remove the file")
         for name in (INDEX, *SMALL_FILES):
             if name in manifest.sha256:
@@ -189,8 +189,8 @@ class Bundle:
                 missing = [name for name in names if name not in listed]
                 extra = [name for name in listed if name not in names]
                 what = f"no entry for {missing[0]}" if missing else f"unknown or repeated {(extra or listed)[0]!r:.200}"
-                wanted = f"expected the model's {len(names)} in their order"
-                raise BundleError(f"{MANIFEST}: projections{at}: {wanted}, {what}; convert again")
+                order = f"expected the model's {len(names)} in their order"
+                raise BundleError(f"{MANIFEST}: projections{at}: {order}, {what}; convert again")
             if blocks != num_blocks:
                 raise BundleError(f"{MANIFEST}: block_sparsities{at}: expected {num_blocks} values, found {blocks}")
         parts = (part for one in checkpoint.config.projections() for part in one.parts)
@@ -200,8 +200,8 @@ class Bundle:
             if not (
                 isinstance(packing, Packed) and packing.kind == "int8" and packing.group and not packing.zero_points
             ):
-                wanted = "int8 codes in groups without zero points, pack-quantized, as plane_bits says"
-                raise BundleError(f"{name}: expected {wanted}, found {packing or 'plain numbers'}; convert again")
+                codes = "int8 codes in groups without zero points, pack-quantized, as plane_bits says"
+                raise BundleError(f"{name}: expected {codes}, found {packing or 'plain numbers'}; convert again")
         hidden_size = checkpoint.config.hidden_size
         levels, rotation = read_masks(_read_checked(folder, SIDECAR, manifest), shapes, manifest, hidden_size)
         return cls(
@@ -209,12 +209,12 @@ class Bundle:
         )
 
     def read_bytes(self, name: str) -> bytes | None:
-        """A small file of the bundle, with the sha256 of the bytes returned checked; None if it has no such file."""
+        """The bytes of a small file, verified by sha256; None if the bundle does not have it."""
         return _read_checked(self.folder, name, self.manifest) if name in self.manifest.sha256 else None
 
 
 def is_document(name: str) -> bool:
-    """Whether a file is for people only and may be edited after the conversion: model card, licences, figures."""
+    """Whether a file may be edited after the conversion: model card, licences, figures."""
     return _DOCUMENT.fullmatch(name) is not None
 
 
@@ -232,20 +232,16 @@ def _damaged(name: str, expected: str, found: str) -> BundleError:
 
 
 def scale_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Projection -> shape of its ``channel_scale``: (K,), or (E, K) of experts."""
-    found: dict[str, tuple[int, ...]] = {}
-    for projection in config.projections():
-        width = projection.in_features
-        found[projection.name] = (projection.experts, width) if projection.experts else (width,)
-    return found
+    """By projection, the shape of ``channel_scale``: (K,), or (E, K) for experts."""
+    shapes = ((one.name, one.experts, one.in_features) for one in config.projections())
+    return {name: (experts, width) if experts else (width,) for name, experts, width in shapes}
 
 
 def read_masks(
     data: bytes, shapes: Mapping[str, tuple[int, ...]], manifest: Manifest, hidden_size: int
 ) -> tuple[dict[float, dict[str, ProjectionMask]], np.ndarray[Any, Any] | None]:
-    """The masks of every sparsity level and the rotation, if there is one, from the bytes of a sidecar. Raises BundleError
-    unless it belongs to ``manifest``, holds the tensors of projections of these names and ``shapes`` alone, and every
-    value is in its range and the manifest's."""
+    """The masks by sparsity level, and the rotation or None, from the bytes of a sidecar. BundleError unless the sidecar
+    matches ``manifest``, has exactly the tensors of ``shapes``, and all values are valid."""
     tensors, metadata = parse_tensors(data, SIDECAR)
     if metadata.get("format") != "wisparse":
         raise BundleError(f"{SIDECAR}: format: expected 'wisparse', found {metadata.get('format')!r:.80}")
@@ -256,8 +252,8 @@ def read_masks(
         raise BundleError(f"{SIDECAR} and {MANIFEST} do not belong together (recipe_sha256 differs); convert again")
     rows, planes = len(manifest.recipe.levels), len(manifest.recipe.plane_bits)
     expected: dict[str, tuple[int, ...]] = {}
-    for name, of_scale in shapes.items():
-        expected[f"{name}.channel_scale"] = (rows, *of_scale)
+    for name, scale_shape in shapes.items():
+        expected[f"{name}.channel_scale"] = (rows, *scale_shape)
         expected |= dict.fromkeys((f"{name}.threshold", f"{name}.sparsity"), (rows,))
         if planes:
             expected[f"{name}.plane_threshold"] = (rows, planes)
@@ -269,9 +265,9 @@ def read_masks(
             raise BundleError(f"{name}: expected {what} {shape} in F32, found {found}; convert again")
     rotation = None
     if ROTATION in tensors and manifest.recipe.rotation is not None:
-        (given, raw), square = tensors.pop(ROTATION), (hidden_size, hidden_size)
-        if given != Entry("F16", square):
-            found = f"{given.shape} in {given.code}"
+        (entry, raw), square = tensors.pop(ROTATION), (hidden_size, hidden_size)
+        if entry != Entry("F16", square):
+            found = f"{entry.shape} in {entry.code}"
             raise BundleError(f"{SIDECAR}: {ROTATION}: expected {square} in F16, found {found}; convert again")
         rotation = np.frombuffer(raw, "<f2").reshape(square)
     for tensor in tensors:
@@ -285,17 +281,17 @@ def read_masks(
             scale, *numbers = (values[f"{recipe.name}.{field}"][index] for field in fields)
             threshold, sparsity = (float(number[0]) for number in numbers)
             by_plane = tuple(values[f"{recipe.name}.plane_threshold"][index].tolist()) if planes else ()
-            rising = all(low <= high < math.inf for low, high in pairwise(by_plane))  # False with a NaN
+            ascending = all(low <= high < math.inf for low, high in pairwise(by_plane))  # False with a NaN
             low, high = float(scale.min()), float(scale.max())
-            # Subnormal numbers are out of range: back ends that flush them to zero would disagree about the mask.
+            # No subnormal numbers: back ends that flush them to zero would have other masks.
             positive = low >= _SMALLEST_NORMAL and high < math.inf
-            usual = threshold == 0 or _SMALLEST_NORMAL <= threshold < math.inf
-            for valid, where, wanted, found in (
+            nonnegative = threshold == 0 or _SMALLEST_NORMAL <= threshold < math.inf
+            for valid, field, value, found in (
                 (positive, "channel_scale", "finite positive values", f"{low:g} to {high:g}"),
-                (usual, "threshold", "a finite number, 0 or more", f"{threshold:g}"),
+                (nonnegative, "threshold", "a finite number, 0 or more", f"{threshold:g}"),
                 (0 <= sparsity <= MAX_SPARSITY, "sparsity", f"a number in [0, {MAX_SPARSITY}]", f"{sparsity:g}"),
                 (sparsity or not threshold, "sparsity 0 means dense", "threshold 0", f"{threshold:g}"),
-                (rising, "plane_threshold", "finite thresholds, none below an earlier plane's", f"{[*by_plane]}"),
+                (ascending, "plane_threshold", "finite thresholds, none below an earlier plane's", f"{[*by_plane]}"),
                 (
                     not planes or by_plane[0] == threshold,
                     "plane_threshold",
@@ -305,13 +301,13 @@ def read_masks(
                 (sparsity or not any(by_plane), "sparsity 0 means dense", "plane thresholds 0", f"{[*by_plane]}"),
             ):
                 if not valid:
-                    raise BundleError(f"{recipe.name}: {where}: expected {wanted}, found {found}; convert again")
+                    raise BundleError(f"{recipe.name}: {field}: expected {value}, found {found}; convert again")
             for key, number in (("threshold", threshold), ("sparsity", sparsity)):
                 stated = getattr(recipe, key)
                 if float(np.float32(stated)) != number:
-                    said = f"{MANIFEST} says {key} {stated!r}, {SIDECAR} says {number!r}"
-                    raise BundleError(f"{recipe.name}: {said}; convert again")
-            # The recipe's double, so that 0.35 is printed as 0.35.
+                    difference = f"{MANIFEST} says {key} {stated!r}, {SIDECAR} says {number!r}"
+                    raise BundleError(f"{recipe.name}: {difference}; convert again")
+            # The recipe's float64, which prints 0.35 as 0.35.
             levels[level.sparsity][recipe.name] = ProjectionMask(
                 scale.reshape(shapes[recipe.name]).copy(), threshold, float(recipe.sparsity), by_plane
             )
@@ -324,7 +320,7 @@ def sidecar_bytes(
     levels: Sequence[Mapping[str, ProjectionMask]],
     rotation: Tensor | None = None,
 ) -> bytes:
-    """The file, of projections of these names; ``levels`` in the recipe's order, checked."""
+    """The sidecar's bytes. ``names``: of the projections; ``levels``: validated masks in the recipe's order."""
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for name in names:
         masks = [level[name] for level in levels]
@@ -345,7 +341,7 @@ def sidecar_bytes(
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was looked at. ``notes`` are remarks about files that decide nothing: edited documents, unknown files."""
+    """What was checked. ``notes``: edited documents and unknown files."""
 
     folder: str
     num_files: int
@@ -357,7 +353,7 @@ class VerifyReport:
 
 
 def verify_bundle(folder: str | os.PathLike[str], *, unfinished: bool = False) -> VerifyReport:
-    """Check a bundle completely: structure, sha256 of every file, every weight finite; BundleError at the first fault."""
+    """Check a bundle's structure, the sha256 of all files, and that all weights are finite; BundleError at the first fault."""
     started = time.monotonic()
     bundle = Bundle.open(folder, unfinished=unfinished)
     checkpoint, sha256 = bundle.checkpoint, bundle.manifest.sha256
@@ -365,13 +361,13 @@ def verify_bundle(folder: str | os.PathLike[str], *, unfinished: bool = False) -
     weights = set(checkpoint.identities)
 
     def check_file(name: str) -> int:
-        """Check the sha256 of one file; returns its size. A document that is missing or edited is a note."""
+        """Check a file's sha256; returns its size. A missing or edited document is a note."""
         try:
             with guard.open_regular(bundle.folder, name, BundleError) as file:
                 size = os.fstat(file.fileno()).st_size
-                most = _MAX_SIDECAR_BYTES if name == SIDECAR else MAX_FILE_BYTES
-                if name not in weights and size > most:
-                    raise BundleError(f"{name}: expected at most {most:,} bytes, found {size:,}")
+                limit = _MAX_SIDECAR_BYTES if name == SIDECAR else MAX_FILE_BYTES
+                if name not in weights and size > limit:
+                    raise BundleError(f"{name}: expected at most {limit:,} bytes, found {size:,}")
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except BundleError as reason:
             if not is_document(name):

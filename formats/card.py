@@ -1,4 +1,4 @@
-"""The model card (``README.md``) of a bundle, and what is measured of the bundle later: `save_findings`."""
+"""The model card (``README.md``) of a bundle, and later measurements on it: `save_findings`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ REPORT, CARD = "conversion_report.json", "README.md"
 LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 
 _MAX_README_BYTES, _MAX_DOCUMENT_BYTES = 1 << 20, 32 << 20
-# Tags of a source that its text model alone does not earn.
+# Tags of a source that do not apply to its text model.
 _OF_PICTURES = re.compile(r"multi-?modal|vision|image|video|visual|vlm?\b")
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """What a card takes over from the source model: its licence and languages hold for the bundle as well."""
+    """Metadata of the source model that the card repeats."""
 
     licence: str | None = None
     licence_name: str | None = None
@@ -46,13 +46,13 @@ class Inherited:
 
 
 def read_inherited(folder: str | os.PathLike[str]) -> Inherited:
-    """Licence, languages and chat template of a source model, from its own card and files. Metadata that the Hub would
-    refuse is left out: the source's mistake must not stop an upload."""
+    """Licence, languages and chat template of a source model, from its card and files. Invalid metadata, which the Hub would
+    refuse, is omitted."""
     folder = Path(folder)
     found: dict[str, Any] = {}
     readme, tokenizer_config = folder / "README.md", folder / "tokenizer_config.json"
     if readme.is_file() and readme.stat().st_size <= _MAX_README_BYTES:
-        # A damaged card is the source's; ours says that it names no licence.
+        # A damaged card of the source; ours says that it names no licence.
         with contextlib.suppress(yaml.YAMLError, ValueError):
             found = metadata_load(readme) or {}
     files = tuple(sorted(path.name for path in folder.iterdir() if LICENCE_FILE.fullmatch(path.name)))
@@ -69,7 +69,7 @@ def read_inherited(folder: str | os.PathLike[str]) -> Inherited:
         given = [given] if isinstance(given, str) else given if isinstance(given, list) else []
         return [one for one in given if isinstance(one, str) and re.fullmatch(pattern, one)]
 
-    # Not those that say how the source's own files are stored or what was done to them.
+    # Without tags on the storage and processing of the source's files.
     storage = ("safetensors", "pytorch", "gguf", "transformers")
     tags = [tag for tag in texts_of("tags", r"[A-Za-z0-9][\w.+-]{0,63}") if tag.lower() not in storage]
     template = (folder / "chat_template.jinja").is_file()
@@ -98,14 +98,14 @@ def render_card(
     on_hub = recipe.base_revision is not None
     licence, name, link = inherited.licence, inherited.licence_name, inherited.licence_link
     if licence == "other" and not (name and link):
-        # The Hub wants both beside "other"; the source's own page is where it says more.
+        # The Hub requires both for "other"; they point to the source's page.
         name, link = name or "as-in-the-source", f"https://huggingface.co/{base}"
         licence, name, link = (licence, name, link) if on_hub else (None, None, None)
     tags = ["wisparse", "activation-sparsity", *(["conversational"] if inherited.chat else [])]
     tags += [tag for tag in inherited.tags if not (recipe.text_only and _OF_PICTURES.search(tag.lower()))]
     measured, text = report["quality"]["sparse"], report["quality"]["text"]
     metadata = ModelCardData(
-        # A folder's name would be a link to nowhere, or to somebody else's model.
+        # A folder's name would be a wrong link.
         base_model=base if on_hub else None,
         base_model_relation="quantized" if on_hub else None,
         language=[*inherited.languages] or None,
@@ -157,19 +157,19 @@ def render_card(
 # ---------------------------------------------------------------------- measured after the conversion
 
 _BEGIN, _END = "<!-- measured since the conversion -->", "<!-- end of what was measured since -->"
-# Where the table goes on a card that has none: behind what the conversion measured.
+# Heading before which the table is inserted on a card without one.
 _BEFORE = "\n## Use\n"
 _MOST, _LONGEST = 1000, 300
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure of a bundle: an entry of ``findings`` in its report."""
+    """One measured figure of a bundle: an entry of ``findings`` in its report."""
 
     what: str  # a task and its metric, or "tok/s"
-    conditions: str  # all that another measurement must share to be comparable, in words
+    conditions: str  # the conditions under which figures are comparable
     sparsity: float  # the sparsity level
-    dense: float  # with the masks off
+    dense: float  # of the dense model
     sparse: float
     dense_stderr: float | None = None
     sparse_stderr: float | None = None
@@ -196,7 +196,7 @@ def read_findings(report: Mapping[str, Any]) -> list[Finding]:
 
 
 def with_table(card: str, findings: Sequence[Finding], graded: bool = False) -> str:
-    """The card with the table of these findings, in place of the one that it may have."""
+    """The card with a table of these findings, which replaces an existing one."""
     levels = sorted({one.sparsity for one in findings})
     rows: dict[tuple[str, str], dict[float, Finding]] = {}
     for one in findings:
@@ -218,10 +218,10 @@ def with_table(card: str, findings: Sequence[Finding], graded: bool = False) -> 
         cells = [number(what, newest.dense, newest.dense_stderr)]
         for level in levels:
             found = by_level.get(level)
-            # Of a speed the ratio, from one run, says more than the figure.
+            # Of a speed, the ratio within a run is more reproducible than the value.
             ratio = f" ({found.sparse / found.dense:.2f}x)" if found and what == "tok/s" and found.dense > 0 else ""
             cells.append(number(what, found.sparse, found.sparse_stderr) + ratio if found else "–")
-        # On one line, and with nothing that a table or a page would take for its own.
+        # On one line, with the characters of Markdown and HTML escaped.
         name = re.sub(r"([\\|<>*_`\[\]])", r"\\\1", " ".join(f"{what}: {conditions}".split()))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     section = "\n".join([*lines, _END, ""])
@@ -234,7 +234,7 @@ def with_table(card: str, findings: Sequence[Finding], graded: bool = False) -> 
 
 
 def check_amendable(folder: str | os.PathLike[str]) -> None:
-    """Raise the error with which `save_findings` would fail there; meant for before the work."""
+    """Raise the error of a `save_findings` that would fail, before the measurement."""
     out = Path(os.path.realpath(folder))
     names = listed_files(out)
     check_target(out, BUNDLE, overwrite=True)
@@ -244,12 +244,12 @@ def check_amendable(folder: str | os.PathLike[str]) -> None:
 
 
 def save_findings(folder: str | os.PathLike[str], findings: Iterable[Finding]) -> None:
-    """Put findings beside those that a bundle has, in its report and on its card."""
+    """Add findings to a bundle's report and card."""
     out, findings = Path(os.path.realpath(folder)), tuple(findings)
-    clear_leftovers(out, BUNDLE)  # a kill between two renames leaves the bundle beside its place
+    clear_leftovers(out, BUNDLE)  # a kill between two renames leaves the bundle under another name
     names = {*listed_files(out), MANIFEST, REPORT, CARD}
     with replaced_folder(out, BUNDLE, names, overwrite=True) as partial:
-        # Read while no other process may replace it.
+        # Read under the lock.
         documents = _amended(out, findings)
         kept = {*listed_files(out)} - {*documents}
         if not kept <= names:
@@ -259,7 +259,7 @@ def save_findings(folder: str | os.PathLike[str], findings: Iterable[Finding]) -
                 (partial / name).parent.mkdir(exist_ok=True)
                 try:
                     os.link(old, partial / name)
-                except OSError:  # the disk knows no second names
+                except OSError:  # the file system has no hard links
                     shutil.copyfile(old, partial / name)
         manifest = read_json(out, MANIFEST, MAX_MANIFEST_BYTES, BundleError)
         digests = {name: {"sha256": hashlib.sha256(data).hexdigest()} for name, data in documents.items()}
@@ -269,11 +269,11 @@ def save_findings(folder: str | os.PathLike[str], findings: Iterable[Finding]) -
 
 
 def _amended(folder: Path, findings: Iterable[Finding]) -> Mapping[str, bytes]:
-    """Report and card, which their owner may have removed, with these findings too."""
+    """Report and card with these findings added; either may have been removed."""
     there = [name for name in (REPORT, CARD) if os.path.lexists(folder / name)]
     text = {name: read_bounded(folder, name, _MAX_DOCUMENT_BYTES, BundleError) for name in there}
     report = parse_json(text.get(REPORT) or b"{}", REPORT, BundleError)
-    # Of two with the same conditions and sparsity level the newer one, in the other's place.
+    # A finding replaces an older one with the same conditions and sparsity level.
     known = {(one.what, one.conditions, one.sparsity): one for one in (*read_findings(report), *findings)}
     try:
         card = text.get(CARD, b"").decode("utf-8")
@@ -285,8 +285,8 @@ def _amended(folder: Path, findings: Iterable[Finding]) -> Mapping[str, bytes]:
 
 
 def _own_file(folder: Path, name: str) -> Path | None:
-    """The bundle's own file, never what a symlink out of the folder points at; None for one that was removed."""
+    """The bytes of a file in the bundle, not of a symlink out of it; None if it was removed."""
     if not os.path.lexists(folder / name):
-        return None  # a document: the manifest still names it, and `verify` says so
+        return None  # a document; `verify` reports it
     open_regular(folder, name, BundleError).close()
     return resolve_inside(folder, name, BundleError)

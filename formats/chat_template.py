@@ -1,4 +1,4 @@
-"""Chat templates: messages to text, rendered as transformers does."""
+"""Rendering of chat templates, as in transformers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from .errors import BundleError, UsageError
 
 _MAX_SOURCE, _MAX_INPUT = 1 << 20, 64 << 20
-# A rendered conversation is its messages, tools and documents, each maybe indented or repeated, between fixed words.
+# Limit of a rendered conversation: messages, tools and documents, maybe indented or repeated, and fixed text.
 _MAX_OUTPUT, _MAX_GROWTH = 200_000, 8
 _TRIAL_SECONDS, _TRIAL_BYTES = 2, 1 << 30
-# For a child process that waits for a core, or sleeps.
+# Timeout of a child process that waits for a core, or sleeps.
 _TRIAL_TIMEOUT = 60
 _TRIAL_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG")
 _TRIAL = "import sys; sys.path[:] = {path!r}; from wisparse.formats.chat_template import _run_trial; _run_trial()"
@@ -46,7 +46,7 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope of its own: what is set inside is not seen behind it.
+        # A scope of its own: variables set inside are not visible after it.
         return nodes.CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
 
     def _same(self, caller: Callable[[], str]) -> str:
@@ -76,8 +76,8 @@ def _compile(source: str, variables: Mapping[str, str]) -> Template:
 
 
 class ChatTemplate:
-    """A template's Jinja source and the variables it sees beside the messages (``bos_token``, ``eos_token``, …). The
-    trial runs beside whatever the caller does next; the first rendering, or :meth:`check`, waits for it."""
+    """A template's Jinja source, and its variables beside the messages (``bos_token``, ``eos_token``, …). A child process
+    checks it in the background; the first rendering, or :meth:`check`, waits for the result."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         if len(source) > _MAX_SOURCE:
@@ -98,7 +98,7 @@ class ChatTemplate:
             )
 
     def check(self) -> Template:
-        """Wait for the trial; BundleError if the template does not compile, or takes too much time or memory."""
+        """Wait for the check; BundleError if the template does not compile, or exceeds a limit of time or memory."""
         with self._lock:
             if self._template is None:
                 try:
@@ -136,14 +136,14 @@ class ChatTemplate:
             raise UsageError(f"the model's chat template refuses these messages: {error!s:.300}") from error
         except BundleError:
             raise
-        except Exception as error:  # a template can raise whatever its expressions do
+        except Exception as error:  # a template can raise any exception
             failed = f"{type(error).__name__}: {error!s:.300}"
             raise BundleError(f"the chat template fails ({failed}); {advice}") from error
         return "".join(chunks)
 
 
 def _length(value: Any) -> int:
-    """Characters of all texts in ``value``; UsageError for what JSON cannot hold."""
+    """Number of characters of all texts in ``value``; UsageError for values that JSON cannot represent."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -156,13 +156,13 @@ def _length(value: Any) -> int:
 
 
 def _run_trial() -> None:
-    """In the child process: compile, render a small conversation, and print why it does not compile."""
+    """The child process: compile, render a small conversation, and print an error of the compilation."""
     source, variables = json.load(sys.stdin.buffer)
-    # Processor time is counted from the start of the process; the signal of the soft limit ends it.
+    # CPU time since the start of the process; the soft limit's signal ends it.
     limit = int(time.process_time()) + _TRIAL_SECONDS
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # macOS has no limit of address space
+    with contextlib.suppress(ValueError, OSError):  # macOS does not limit the address space
         resource.setrlimit(resource.RLIMIT_AS, (_TRIAL_BYTES, _TRIAL_BYTES))
     try:
         template = _compile(source, variables)
@@ -176,8 +176,8 @@ def _run_trial() -> None:
     values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
     try:
         lengths = itertools.accumulate(map(len, template.generate(values)))
-        any(length > 10 * _MAX_OUTPUT for length in lengths)  # rendered no further than that
+        any(length > 10 * _MAX_OUTPUT for length in lengths)  # rendering stops there
     except MemoryError:
         raise
     except Exception:
-        pass  # the template may want other messages
+        pass  # the template may need other messages

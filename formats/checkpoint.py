@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk, read without trusting it, and checkpoints derived from one."""
+"""Validated reading of a Hugging Face checkpoint, and checkpoints derived from one."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from .quantization import MXFP4, Packed, Packing, Part, Plain, mxfp4_parts, read
 from .weight_types import QuantizedMatrix
 
 INDEX = "model.safetensors.index.json"
-_OF_DECODERS = re.compile("ForCausalLM|ForConditionalGeneration|LMHead|None")  # classes that write text, or none named
+_OF_DECODERS = re.compile("ForCausalLM|ForConditionalGeneration|LMHead|None")  # classes of causal LMs, or no class
 _SINGLE = "model.safetensors"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt", "model.bin")
-# Tensors that decoding does without: rotary frequencies of old Llamas, a head that drafts where it is another than
-# `mtp_tensors` says: quantised, or of several blocks.
+# Ignored tensors: rotary frequencies of old Llamas, and MTP heads that differ from `mtp_tensors`: quantised ones, or of
+# several blocks.
 _DERIVED = re.compile(r"model\.layers\..*\.self_attn\.rotary_emb\.inv_freq|mtp\..*", re.DOTALL)
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES, _MAX_HEADER_BYTES = 1 << 20, 16 << 20, 32 << 20
-# An integer of the same size, and infinity's pattern. fp8 has no infinity, and its NaN is looked for by `Plain.decode`.
+# dtype -> integer of the same size, bits of infinity. fp8 has no infinity, and `Plain.decode` checks it for NaN.
 _INFINITY = {"float32": ("int32", 0x7F800000), "bfloat16": ("int16", 0x7F80), "float16": ("int16", 0x7C00)}
-# Small tensors that say how the others are to be read: looked at before any weight is.
+# Small tensors that describe others; `Checkpoint.open` validates them.
 _READ_FIRST = ("weight_shape", "g_idx")
-# Last parts of names that only tensors of quantised weights have.
+# Last parts of the names of quantised weights' tensors.
 _OF_QUANTISED = (
     *("weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point", "weight_g_idx"),
     *("qweight", "qzeros", "scales", "g_idx", "input_scale"),
 )
-# Small enough that the bytes are still in the cache when they are looked at.
+# Small enough that copied bytes are still in the CPU's cache when they are checked.
 _COPY_BYTES = 1 << 20
 
-# safetensors' names of types, and torch's with their bytes: of weights that are numbers, and of all that are read.
+# safetensors' dtype -> torch's, bytes: of floating-point weights, and of all supported tensors.
 DTYPES: Mapping[str, tuple[str, int]] = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 _STORED_DTYPES: Mapping[str, tuple[str, int]] = dict(
     DTYPES, I8=("int8", 1), I32=("int32", 4), I64=("int64", 8), U8=("uint8", 1), F8_E4M3=("float8_e4m3fn", 1)
@@ -68,7 +68,7 @@ class TensorFile:
         with guard.open_regular(folder, name, error) as file:
             self.identity = guard.identity(file)
             prefix = file.read(8) or b""
-        if prefix == b"version ":  # the first word of a pointer
+        if prefix == b"version ":  # the first word of a Git LFS pointer
             raise error(f"{name}: a Git LFS pointer instead of the weights; run `git lfs pull` in the folder")
         length = int.from_bytes(prefix, "little")
         if length > _MAX_HEADER_BYTES:
@@ -76,7 +76,7 @@ class TensorFile:
         path = guard.resolve_inside(folder, name, error)
         try:
             str(path).encode()
-            opened = safe_open(path, "np")  # "pt" imports torch; the header needs neither
+            opened = safe_open(path, "np")  # "pt" would import torch
             slices = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118
         except UnicodeEncodeError:
             raise error(f"{str(path)!r:.200}: the path is not UTF-8, which safetensors requires; rename it") from None
@@ -94,17 +94,17 @@ class TensorFile:
         return safe_open(self._path, "pt")
 
     def read_bytes(self, tensor: str) -> Tensor:
-        """The bytes of a tensor, (n,) uint8, in the mapped file: read when they are used. A file that changed since it
-        was opened is refused; one that is truncated while it is read ends the process."""
-        # Of the file that was checked one look is enough: an expert's weights are thousands of reads.
+        """The bytes of a tensor, (n,) uint8, memory-mapped. Raises if the file changed since it was opened; a truncation
+        during the read ends the process (SIGBUS)."""
+        # One stat call for the validated file: experts' weights are thousands of reads.
         try:
             same = guard.identity(self._place) == self.identity
         except OSError:
             same = False
         if not same:
             guard.open_regular(self._folder, self._name, self._error, self.identity).close()
-        found: Tensor = self._file.get_tensor(tensor)
-        return found.view(-1).view(torch.uint8)
+        data: Tensor = self._file.get_tensor(tensor)
+        return data.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class TensorInfo:
     stored: str
     shape: tuple[int, ...]
     code: str  # the dtype, as safetensors names it
-    offset: int = 0  # bytes of ``stored`` before it: of one expert, where a file holds all in one tensor
+    offset: int = 0  # bytes within ``stored``, if that has the tensors of all experts
 
     @property
     def nbytes(self) -> int:
@@ -140,23 +140,22 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint; make one with ``Checkpoint.open``."""
+    """A validated checkpoint; constructed by ``Checkpoint.open``."""
 
     folder: Path
-    config_dict: Mapping[str, Any]  # ``config.json``; of a wrapper (vision and text) what its text model's would be
+    config_dict: Mapping[str, Any]  # ``config.json``; of a multimodal wrapper that of its text model
     config: ModelConfig
-    # plain name -> info, in the order a decoder meets them: the expected ones, those of a head that drafts if it is there,
-    # and ``lm_head.weight`` where a tied checkpoint stores it nevertheless. The tensors that stand for a weight in few
-    # bits take its place
+    # name in the text model -> info, in the order of execution: the expected tensors, those of an MTP head, and a tied
+    # ``lm_head.weight`` if it is stored. A quantised weight is replaced by the tensors of its packing.
     tensors: Mapping[str, TensorInfo]
-    quantised: Mapping[str, StoredWeight]  # name of every weight that is stored in few bits -> how
-    vision_tensors: int  # how many tensors of a wrapper are not the text model's; 0 for a plain model
-    error: type[WisparseError]  # class of the error raised for a file that turns out damaged
+    quantised: Mapping[str, StoredWeight]  # name of a quantised weight -> its packing
+    vision_tensors: int  # number of a wrapper's tensors outside the text model
+    error: type[WisparseError]  # raised for a damaged file
     _files: Mapping[str, TensorFile]
     rotation: Tensor | None = (
         None  # Q (hidden_size, hidden_size) float32: hidden states are x @ Q where the source's are x
     )
-    # name -> what makes a tensor that is not in the files, on the CPU and contiguous, when it is read
+    # name -> function that computes a tensor, contiguous on the CPU, in place of the files
     _made: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -167,9 +166,9 @@ class Checkpoint:
         error: type[WisparseError] = UnsupportedModelError,
         complete: Callable[..., dict[str, Any]] | None = None,
     ) -> Checkpoint:
-        """Read and check ``config.json``, the index and the headers; no weight is read. With BundleError as ``error`` it
-        is a bundle, which has an index and no second copy of tied embeddings. ``complete`` makes a source's
-        ``config.json``, and the names of its tensors once they are known, into one that states every field."""
+        """Read and validate ``config.json``, the index and the headers; no weight is read. ``error``: BundleError for a
+        bundle, which has an index and no copy of tied embeddings. ``complete``: adds default fields to a source's
+        ``config.json``, by its config and, once known, the names of its tensors."""
         folder = Path(folder)
         guard.require_folder(folder)
         is_bundle = issubclass(error, BundleError)
@@ -182,7 +181,7 @@ class Checkpoint:
         except UnsupportedModelError as reason:
             raise error(str(reason)) from None
         weight_map, files = open_files(folder, is_bundle, error)
-        # Plain name of every tensor of the text model -> the name it is stored under.
+        # Name in the text model -> stored name.
         stored: dict[str, str] = {}
         for name in weight_map:
             plain = text_name(name) if wrapped else name
@@ -201,16 +200,16 @@ class Checkpoint:
         together = layout is not None and layout.together is not None
         head, head_places = mtp_tensors(config)
         in_one = {name: one.name for name, one in head_places.items() if one.name in stored}
-        held = {in_one.get(name, name) for name in head}
-        if held == {name for name in stored if name.startswith(MTP)}:
+        head_tensors = {in_one.get(name, name) for name in head}
+        if head_tensors == {name for name in stored if name.startswith(MTP)}:
             expected, places = expected | head, places | head_places
         fused = {} if together or is_bundle else {name: one for name, one in places.items() if one.name in stored}
-        if together:  # those that are not quantised
+        if together:  # experts that are not quantised are one tensor
             apart = ((name, None if name in quantised else places.get(name), shape) for name, shape in expected.items())
             expected = {one.name if one else name: one.shape if one else shape for name, one, shape in apart}
-        # Of gpt-oss: in four bits, which are widened when they are read.
+        # gpt-oss' MXFP4 weights, which are converted to bfloat16 when read.
         four_bits = {name for name in expected if not is_bundle and name + MXFP4[0] in stored} if together else set()
-        # Name of every tensor that has to be there, or may be and is -> what it has to look like, in order.
+        # Name of each required or present optional tensor -> its allowed shapes and dtypes, in order.
         parts: dict[str, Part] = {}
         for name, shape in expected.items():
             if name in four_bits:
@@ -221,13 +220,15 @@ class Checkpoint:
                 continue
             prefix = name.removesuffix("weight")
             try:
-                of_weight = quantised[name].packing.parts(*shape)
+                weight_parts = quantised[name].packing.parts(*shape)
             except ValueError as reason:
                 raise error(f"{name}: {reason}") from None
-            parts |= {prefix + end: part for end, part in of_weight.items() if part.required or prefix + end in stored}
+            parts |= {
+                prefix + end: part for end, part in weight_parts.items() if part.required or prefix + end in stored
+            }
         missing = [name for name in parts if name not in stored and name not in fused]
         whole = {one.name for one in fused.values()}
-        # Files have keys and values of blocks that share those of others, too.
+        # Checkpoints also have key and value projections of blocks that use another block's keys and values.
         shared = {f"model.layers.{at}.self_attn" for at, block in enumerate(config.blocks) if block.kv_from is not None}
         unused = {f"{module}.{name}.weight" for module in shared for name in ("k_proj", "v_proj", "k_norm")}
         ignored = (
@@ -242,13 +243,13 @@ class Checkpoint:
                 for what, names in (("missing", missing), ("unexpected", extra))
                 if names
             ]
-            # A weight that the config has in few bits and the files do not, or the reverse.
-            lies = any(name.rpartition(".")[2] in _OF_QUANTISED for name in (*missing, *extra))
-            but = "; quantization_config does not say what the files hold" if lies else ""
+            # A weight is quantised by the config but not in the files, or the reverse.
+            mismatch = any(name.rpartition(".")[2] in _OF_QUANTISED for name in (*missing, *extra))
+            hint = "; quantization_config does not say what the files hold" if mismatch else ""
             if "embed_tokens.weight" in stored or not _OF_DECODERS.search(str(stored_config.get("architectures"))):
-                but += "; an embedding, reward or classification model writes no text: give the causal LM"
+                hint += "; an embedding, reward or classification model writes no text: give the causal LM"
             kind = config.architecture.class_name
-            raise error(f"the weights do not fit config.json ({kind}): {'; '.join(differs)}{but}")
+            raise error(f"the weights do not fit config.json ({kind}): {'; '.join(differs)}{hint}")
         tensors = {}
         for name, part in parts.items():
             one = fused.get(name)
@@ -276,8 +277,7 @@ class Checkpoint:
             tensors[name] = (
                 info if one is None else replace(info, offset=(one.each * one.expert + one.index) * info.nbytes)
             )
-        left_out = len(weight_map) - len(stored)
-        opened = cls(folder, config_dict, config, tensors, quantised, left_out, error, files)
+        opened = cls(folder, config_dict, config, tensors, quantised, len(weight_map) - len(stored), error, files)
         if four_bits:
             return opened._widened(four_bits, expected)
         for name, weight in quantised.items():
@@ -288,7 +288,7 @@ class Checkpoint:
         return opened
 
     def _widened(self, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
-        """With tensors of experts in place of the four-bit ones that they are made of, in bfloat16."""
+        """This checkpoint with the MXFP4 weights ``names`` converted to bfloat16 when read."""
 
         def make(name: str) -> Tensor:
             try:
@@ -307,44 +307,42 @@ class Checkpoint:
 
     @property
     def is_made(self) -> bool:
-        """Whether tensors are made anew, which no other program finds in the files."""
+        """Whether some tensors are computed, so not in the files."""
         return bool(self._made)
 
     @cached_property
     def _places(self) -> dict[str, InOne]:
-        """Where tensors of one expert are in those of all, of a family whose files hold them together."""
+        """By name of an expert's tensor, its position in the tensor of all experts; empty unless files have such tensors."""
         layout = self.config.architecture.experts
         return {} if layout is None or layout.together is None else experts_in_one(self.config)
 
     def derive(self, made: Mapping[str, Callable[[], Tensor]], **changes: Any) -> Checkpoint:
-        """This checkpoint with other attributes (``tensors``, …) and with these tensors made when they are read."""
+        """This checkpoint with other attributes (``tensors``, …) and the tensors ``made`` computed when read."""
         tensors = changes.get("tensors", self.tensors)
         every = {name: make for name, make in {**self._made, **made}.items() if name in tensors}
         return replace(self, _made=every, **changes)
 
     def quantize(self, matrices: Mapping[str, QuantizedMatrix], scale_dtype: torch.dtype) -> Checkpoint:
-        """This checkpoint, not quantized, with projections' weights replaced by codes as compressed-tensors stores
-        them: by projection, all of one kind and group, without zero points. ``scale_dtype`` is that of the stored
-        scales."""
+        """This unquantized checkpoint with weights replaced by codes in compressed-tensors' format. ``matrices``: by
+        projection, all of one kind and group, without zero points. ``scale_dtype``: of the stored scales."""
         kind, grouping = next((matrix.kind, matrix.group) for matrix in matrices.values())
         packing: Packed | Plain = Plain("fp8") if kind == "fp8" else Packed(kind, grouping)
         tensors: dict[str, TensorInfo] = {}
         made: dict[str, Callable[[], Tensor]] = {}
         layouts: dict[tuple[int, int], dict[str, Tensor]] = {}
         quantised: dict[str, StoredWeight] = {}
-        apart: dict[str, list[str]] = {}
-        for name, stood in self._places.items():
-            apart.setdefault(stood.name, []).append(name)
-        for name in chain.from_iterable(apart.get(whole, [whole]) for whole in self.tensors):
+        by_expert: dict[str, list[str]] = {}  # names of the experts' tensors, by that of all experts
+        for name, place in self._places.items():
+            by_expert.setdefault(place.name, []).append(name)
+        for name in chain.from_iterable(by_expert.get(stored, [stored]) for stored in self.tensors):
             matrix = matrices.get(name.removesuffix(".weight"))
             if matrix is None:
-                place = self._places.get(name)
-                whole = name if place is None else place.name
-                tensors[whole] = self.tensors[whole]
+                unchanged = self._places[name].name if name in self._places else name
+                tensors[unchanged] = self.tensors[unchanged]
                 continue
             quantised[name] = StoredWeight(packing, *matrix.shape)
             parts = packing.encode(matrix, scale_dtype)
-            if matrix.shape not in layouts:  # matrices of one shape are stored alike
+            if matrix.shape not in layouts:  # equal shapes have equal layouts
                 layouts[matrix.shape] = {part: make() for part, make in parts.items()}
             for part, make in parts.items():
                 stored, like = name.removesuffix("weight") + part, layouts[matrix.shape][part]
@@ -358,7 +356,7 @@ class Checkpoint:
         if self.config.has_experts:  # routers, and the gates of shared experts
             ignore.append(r"re:.*\.(gate|router|router\.proj|shared_expert_gate)$")
         if self.config.delta_net is not None:
-            # Linear layers as well, but small ones that are no projections.
+            # Small linear layers that are no projections.
             ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
         if f"{MTP}fc.weight" in tensors:
             ignore.append(r"re:mtp\..*")
@@ -376,12 +374,12 @@ class Checkpoint:
 
     @property
     def identities(self) -> Mapping[str, guard.Identity]:
-        """File -> which one it was when it was opened; reading from another raises."""
+        """By file name, the identity of the opened file; reads raise if it changed."""
         return {name: file.identity for name, file in self._files.items()}
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating type of the projections' weights; of quantised ones that which the config states."""
+        """The dtype of the projections' weights; if they are quantised, that of the config."""
         first = next(self.config.projections()).parts[0] + ".weight"
         if first not in self.quantised:
             return self.tensors[first].dtype
@@ -394,7 +392,7 @@ class Checkpoint:
         return self.tensors[name].shape if name in self.tensors else self._places[name].part
 
     def chunks(self, name: str, chunk_bytes: int = 32 << 20) -> Iterator[Tensor]:
-        """A stored tensor's elements in order, flat and read-only, at most ``chunk_bytes`` at a time."""
+        """A stored tensor, flattened and read-only, in chunks of at most ``chunk_bytes``."""
         if name in self._made:
             tensor = self._stored(name).flatten()
             yield from tensor.split(max(1, chunk_bytes // tensor.dtype.itemsize))
@@ -410,31 +408,31 @@ class Checkpoint:
         info = self.tensors[name]
         source = self._files[info.file].read_bytes(info.stored)[info.offset + offset :][: len(memory)]
         for piece, data in zip(memory.split(_COPY_BYTES), source.split(_COPY_BYTES), strict=True):
-            np.copyto(piece.numpy(), data.numpy())  # unlike torch's it wakes no threads
+            np.copyto(piece.numpy(), data.numpy())  # unlike torch's copy it uses no threads
             self._require_finite(info, piece)
 
     def matrix(self, name: str, device: str | torch.device = "cpu") -> Tensor | QuantizedMatrix:
-        """A weight as it is stored, in fresh memory on ``device``: in codes if it is quantised."""
+        """A weight as stored, copied to ``device``; a QuantizedMatrix if quantised."""
         return self._decode(name, device) if name in self.quantised else self._stored(name).to(device)
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
-        """Read one tensor into fresh memory; a quantised weight is dequantised to float32."""
-        found = self.matrix(name)
-        return (self._dequantised(name, found) if isinstance(found, QuantizedMatrix) else found).to(device)
+        """A copy of a tensor; a quantised weight is dequantised to float32."""
+        weight = self.matrix(name)
+        return (self._dequantised(name, weight) if isinstance(weight, QuantizedMatrix) else weight).to(device)
 
     def rows(self, name: str, index: Tensor) -> Tensor:
-        """Some rows (n,) of a stored matrix, in fresh memory; no others are read, nor checked."""
+        """A copy of rows ``index`` (n,) of a stored matrix, which are not checked for NaN; other rows are not read."""
         info = self.tensors[name]
         source = self._files[info.file].read_bytes(info.stored)
         return source.view(info.dtype).view(info.shape)[index]
 
     def require_finite(self, name: str) -> None:
-        """Raise ``error`` for a tensor, or a quantised weight put together, that holds NaN or infinity."""
+        """Raise ``error`` if a tensor, or a dequantised weight, has NaN or infinity."""
         for _ in self.row_pieces(name, 1024) if name in self.quantised else self.chunks(name):
             pass
 
     def row_pieces(self, name: str, rows: int) -> Iterator[Tensor]:
-        """A weight (N, K) from its first row to its last, at most ``rows`` at a time; quantised ones in float32."""
+        """A weight (N, K) in blocks of at most ``rows`` rows; dequantised to float32 if quantised."""
         if name not in self.quantised:
             if name not in self.tensors:
                 yield from self._stored(name).split(rows)
@@ -448,7 +446,7 @@ class Checkpoint:
             yield self._dequantised(name, matrix.rows(first, first + rows))
 
     def _dequantised(self, name: str, matrix: QuantizedMatrix) -> Tensor:
-        # Not in the type that the config states: whoever uses another rounds once, not twice.
+        # In float32, not the config's dtype, so that a cast to the decoder's dtype rounds only once.
         weight = matrix.dequantise(torch.float32)
         if not is_finite(weight):
             raise self.error(f"{name}: its codes and scales make infinite numbers; the model is damaged")
@@ -471,7 +469,7 @@ class Checkpoint:
         if name in self._made:
             tensor = self._made[name]()
             if not is_finite(tensor):
-                raise self.error(f"{name}: made anew, it holds values beyond {tensor.dtype}'s range")
+                raise self.error(f"{name}: computed values are beyond {tensor.dtype}'s range")
             return tensor
         place = None if name in self.tensors else self._places.get(name)
         if place is not None and place.name in self._made:
@@ -480,11 +478,11 @@ class Checkpoint:
         if info is None:
             raise self.error(f"{name}: not among the tensors of {self.folder.name}")
         size, offset = info.nbytes, 0
-        if place is not None:  # all of one expert, of which it is a part
+        if place is not None:  # the tensors of one expert
             size //= info.shape[0]
             offset = place.expert * size
         try:
-            # numpy's large arrays ask for huge pages: several times cheaper to touch first than torch's.
+            # numpy requests huge pages for large arrays, whose first write is several times faster than torch's.
             memory = torch.from_numpy(np.empty(size, np.uint8))
         except MemoryError:
             raise ResourceError(f"{name}: not enough memory for {size:,} bytes") from None
@@ -499,19 +497,19 @@ class Checkpoint:
 
 
 def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError) -> dict[str, Any]:
-    """``config.json`` of a dense model, or of a bundle with BundleError as ``error``; ``error`` for any other folder."""
+    """``config.json`` of a dense model, or of a bundle if ``error`` is BundleError; raises ``error`` for other folders."""
     is_bundle = issubclass(error, BundleError)
     if not is_bundle and (kind := guard.folder_kind(folder)) is not None:
         raise error(f"{guard.shown(folder)} is {kind}")
     config = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
-    # The entry in config.json does not say: transformers copies it into a dense checkpoint saved from a bundle.
+    # By files, not by config.json's entry, which transformers copies into a dense checkpoint saved from a bundle.
     if not is_bundle and any((folder / name).exists() for name in (MANIFEST, SIDECAR)):
         raise error(f"{guard.shown(folder)}: already a sparse bundle; expected a dense model: convert its base model")
     return config
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """The name that safetensors has for a type."""
+    """safetensors' name of a dtype."""
     return _CODES[str(dtype).removeprefix("torch.")]
 
 
@@ -519,7 +517,7 @@ def is_finite(values: Tensor) -> bool:
     name = str(values.dtype).removeprefix("torch.")
     if name not in _INFINITY:
         return True
-    # Of bit patterns infinity and NaN come last, negative ones last of all: twenty times as fast as isfinite().all().
+    # As integers, the bits of infinity and NaN exceed all others of their sign: 20 times as fast as isfinite().all().
     integer, infinity = _INFINITY[name]
     signed = values.detach().cpu().contiguous().view(getattr(torch, integer)).numpy()
     unsigned = signed.view(f"u{signed.itemsize}")
@@ -527,8 +525,8 @@ def is_finite(values: Tensor) -> bool:
 
 
 def open_files(folder: Path, bundle: bool, error: type[WisparseError]) -> tuple[dict[str, str], dict[str, TensorFile]]:
-    """Tensor name -> file name, from the index or the only file's header; and the opened files, which agree with it."""
-    # Both at once: transformers takes the single file, and a bundle must not mean two things.
+    """Tensor name -> file name, by the index or the single file's header; and the opened files, validated against it."""
+    # If there are both, transformers loads the single file; a bundle must have the index.
     if os.path.lexists(folder / _SINGLE) and not bundle:
         single = TensorFile(folder, _SINGLE, error)
         return dict.fromkeys(single.entries, _SINGLE), {_SINGLE: single}
@@ -557,18 +555,18 @@ def open_files(folder: Path, bundle: bool, error: type[WisparseError]) -> tuple[
 
 
 def parse_tensors(data: bytes, name: str) -> tuple[dict[str, tuple[Entry, bytearray]], dict[str, str]]:
-    """The tensors and the metadata of a bundle's file, read whole."""
+    """The tensors and the metadata of a safetensors file's bytes."""
     try:
-        found = {tensor: (Entry(e["dtype"], tuple(e["shape"])), e["data"]) for tensor, e in deserialize(data)}
+        tensors = {tensor: (Entry(e["dtype"], tuple(e["shape"])), e["data"]) for tensor, e in deserialize(data)}
     except SafetensorError as reason:
         raise BundleError(f"{name}: no valid safetensors file, truncated or damaged: {reason!s:.300}") from None
     (length,) = struct.unpack("<Q", data[:8])
     metadata: dict[str, str] = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
-    return found, metadata
+    return tensors, metadata
 
 
 def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Header bytes for tensors whose data will follow in this order."""
+    """The header of a safetensors file whose data follow in this order."""
     document: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -576,6 +574,6 @@ def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], met
         document[name] = {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    # Padded with blanks so that the data begins at a multiple of 8, as the format recommends.
+    # Padded with spaces to a multiple of 8 bytes, as the format recommends.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

@@ -1,4 +1,4 @@
-"""Every error this project raises on purpose, as one tree."""
+"""The exceptions of this project."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error, or its type."""
+    """The first line of another library's exception, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip()[:200] if lines else type(error).__name__
 
 
 class WisparseError(Exception):
-    """Root of the tree; ``exit_code`` is what the command line returns for it."""
+    """Base class. ``exit_code``: of the command line."""
 
     exit_code = 1
 
@@ -39,7 +39,7 @@ class ContextLengthError(UsageError):
 
 
 class UnsupportedModelError(WisparseError):
-    """A model whose architecture, quantisation or settings this project does not know."""
+    """A model with an unsupported architecture, quantisation or setting."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""Folders that this project makes and replaces: written beside their place, then swapped in whole."""
+"""Atomic writing and replacement of output folders."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _MAX_MARKER_BYTES = 4 << 20
 class Kind:
     name: str  # in words: ``a bundle``; ``maker``: who writes one: ``conversion``
     maker: str
-    manifest: str  # the file of a finished one that says what it is; the last to be deleted
-    # the names of all files of a finished one, from its manifest; None for any other folder
+    manifest: str  # a file that identifies a complete folder; deleted last
+    # names of all files of a complete folder, by its manifest; None for other folders
     files: Callable[[Path], Collection[str] | None]
 
 
 def check_target(out: Path, kind: Kind, overwrite: bool) -> None:
-    """UsageError unless `replaced_folder` may write to ``out``; meant for a preflight, before any work."""
+    """UsageError unless `replaced_folder` may write to ``out``; for a preflight."""
     partial, previous = _beside(out)
     if out.name.endswith((PARTIAL, PREVIOUS)):
         raise UsageError(f"{out}: names ending in {PARTIAL} or {PREVIOUS} are kept for unfinished work; choose another")
     require_writable(out.parent, f"{out}", "choose another output folder", previous.name)
-    # Killed between its two renames, a swap has left the former OUT under the other name only.
+    # A process killed between the two renames of a swap has left OUT only under its other name.
     _check_out(out if os.path.lexists(out) else previous, kind, overwrite)
     for folder in (partial, previous):
         if os.path.lexists(folder):
@@ -46,7 +46,7 @@ def check_target(out: Path, kind: Kind, overwrite: bool) -> None:
 
 
 def require_writable(folder: Path, option: str, advice: str, name: str = "") -> None:
-    """Raise UsageError unless ``name`` can be made in ``folder``, which may be missing, its parents as well."""
+    """Raise UsageError unless ``name`` can be created in ``folder``, which may be missing, as may its parents."""
     missing = [name]
     while not os.path.lexists(folder):
         missing.append(folder.name)
@@ -61,7 +61,7 @@ def require_writable(folder: Path, option: str, advice: str, name: str = "") -> 
         readonly = os.statvfs(folder).f_flag & os.ST_RDONLY
         reason = "is on a read-only file system" if readonly else "may not be written to: no permission"
         raise UsageError(f"{option}: {folder} {reason}; {advice}")
-    if not os.statvfs(folder).f_blocks:  # /proc and its like let root write, and hold no files
+    if not os.statvfs(folder).f_blocks:  # /proc and similar file systems: writable by root, but without files
         try:
             os.rmdir(tempfile.mkdtemp(dir=folder))
         except OSError:
@@ -70,9 +70,9 @@ def require_writable(folder: Path, option: str, advice: str, name: str = "") -> 
 
 @contextlib.contextmanager
 def replaced_folder(out: Path, kind: Kind, files: Iterable[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """``with replaced_folder(out, …) as partial:`` fill ``partial``; after the block it stands at ``out``. A block that
-    raises leaves everything as it was. So does a kill, but for what the next run clears away. ``out`` is absolute;
-    ``files`` is every name that may be written; with ``overwrite`` an ``out`` of the same kind is replaced."""
+    """A context manager that yields a folder ``partial``, and renames it to ``out`` (absolute) after the block. After an
+    exception nothing has changed; after a kill, only files that the next run deletes. ``files``: all names that may be
+    written; ``overwrite``: replace an ``out`` of the same kind."""
     names = {*files, UNFINISHED}
     partial, previous = _beside(out)
     try:
@@ -83,18 +83,18 @@ def replaced_folder(out: Path, kind: Kind, files: Iterable[str], *, overwrite: b
             partial.mkdir()
             marker = _lock_marker(partial, kind)
         except (FileExistsError, FileNotFoundError):
-            raise _busy(partial, kind) from None  # it came, or took the folder away, in this very moment
+            raise _busy(partial, kind) from None  # another process created or removed the folder meanwhile
         with marker:
             try:
                 marker.write(json.dumps({"kind": kind.name, "files": sorted(names)}))
                 marker.flush()
                 yield partial
-                # To the disk, not only to its cache: a rename may otherwise be there before what it names.
+                # fsync before the rename, so that the renamed folder is complete after a crash.
                 for where, _, inside in os.walk(partial):
                     for name in (*inside, "."):
                         _sync(Path(where, name))
                 _check_out(out, kind, overwrite)
-                # An old folder leaves only once the new one is in its place.
+                # Delete the old folder only after the new one is in place.
                 if not os.path.lexists(out):
                     os.rename(partial, out)
                 elif _exchange(partial, out):
@@ -109,7 +109,7 @@ def replaced_folder(out: Path, kind: Kind, files: Iterable[str], *, overwrite: b
                 _sync(out.parent)
                 clear_leftovers(out, kind)
             except BaseException:
-                # Without the marker it is the former OUT by now; the next run clears it away, as after a kill.
+                # Without the marker it is the former OUT; the next run deletes it, as after a kill.
                 if (partial / UNFINISHED).is_file():
                     remove_files(partial, names, last=(UNFINISHED,))
                 raise
@@ -121,7 +121,7 @@ def replaced_folder(out: Path, kind: Kind, files: Iterable[str], *, overwrite: b
 
 
 def clear_leftovers(out: Path, kind: Kind) -> None:
-    """Undo or finish what a killed process left half-done at ``out``; UsageError for other files or a live process."""
+    """Undo or complete the swap of a killed process at ``out``; UsageError for other files or a live process."""
     partial, previous = _beside(out)
     if os.path.lexists(previous):
         names = _owned(previous, kind)
@@ -138,8 +138,8 @@ def clear_leftovers(out: Path, kind: Kind) -> None:
 
 
 def entries(folder: Path) -> list[str]:
-    """Everything in a folder that is not a folder, as ``a`` or ``a/b``, sorted; an empty folder counts, as ``a/``.
-    Links are not followed: one that leads to a folder is an entry as well."""
+    """Sorted paths of all files in a folder, as ``a`` or ``a/b``, of symlinks, which are not followed, and of empty folders,
+    as ``a/``."""
     found = []
     for where, folders, files in os.walk(folder):
         prefix = "" if where == str(folder) else os.path.relpath(where, folder) + "/"
@@ -151,8 +151,8 @@ def entries(folder: Path) -> list[str]:
 
 
 def remove_files(folder: Path, names: Collection[str], last: Iterable[str] = (), *, keep: bool = False) -> None:
-    """Delete these files, the folders that this empties and, unless ``keep``, the folder if it is empty then. ``last``:
-    those of the names that are deleted after all others, in this order."""
+    """Delete these files, the folders that become empty and, unless ``keep``, ``folder`` itself if it is empty. ``last``:
+    names that are deleted last, in this order."""
     ending = list(last)
     first = sorted(name for name in {*names} - {*ending} if not name.endswith("/"))
     inner = {str(one) for name in names for one in Path(name, "_").parents if name.endswith("/") or one != Path(name)}
@@ -161,12 +161,12 @@ def remove_files(folder: Path, names: Collection[str], last: Iterable[str] = (),
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if name and name not in inner:
                 path.unlink()
-            elif not os.listdir(path):  # what others put there stays
+            elif not os.listdir(path):  # files of others are kept
                 path.rmdir()
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Put a file in place, replacing what was there; a kill at any moment leaves the old one or the new one."""
+    """Write or replace a file atomically."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         partial.write_bytes(content)
@@ -199,13 +199,13 @@ def _check_out(out: Path, kind: Kind, overwrite: bool) -> None:
     if os.path.lexists(out):
         if not overwrite:
             raise UsageError(f"{out}: already exists; choose another output folder or pass --overwrite")
-        # What is in it is deleted in the end: that this may be done has to be known before the work.
+        # Its files will be deleted; check now that this is possible.
         for inside in sorted({(out / name).parent for name in (*_owned(out, kind), kind.manifest)}):
             require_writable(inside, f"{out}", "change that, or choose another output folder")
 
 
 def _owned(folder: Path, kind: Kind) -> set[str]:
-    """The names of what lies in one of our folders; UsageError for another kind of folder, or for other files in it."""
+    """The names of the files in one of our folders; UsageError for other folders, or for unknown files."""
     if folder.is_symlink():
         raise UsageError(f"{folder}: a symlink to {os.readlink(folder)}; give the folder itself")
     if not folder.is_dir():
@@ -222,7 +222,7 @@ def _owned(folder: Path, kind: Kind) -> set[str]:
 
 
 def _planned(folder: Path, kind: Kind) -> set[str] | None:
-    """What the marker of an unfinished folder says that may lie in it; None without a marker of this kind."""
+    """The file names in the marker of an unfinished folder; None without a marker of this kind."""
     marker = folder / UNFINISHED
     if marker.is_symlink() or not marker.is_file() or marker.stat().st_size > _MAX_MARKER_BYTES:
         return None
@@ -242,8 +242,8 @@ def _busy(partial: Path, kind: Kind) -> UsageError:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change names in one step, so that both are there all the time. Returns False, and has done
-    nothing, where the system (any but Linux) or the disk cannot."""
+    """Atomically exchange the names of two folders; False, and no change, if the system (other than Linux) or the file
+    system does not support it."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
     return call is not None and call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0

@@ -1,4 +1,4 @@
-"""Checks of what comes from outside: arguments, paths, files, JSON, and the folder that was given for a model."""
+"""Validation of arguments, paths, files and JSON, and of folders given as a model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from typing import Any
 
 from .errors import AccessError, UsageError, WisparseError
 
-# Ends the name of what is being written and not yet complete.
+# Suffix of a folder that is being written.
 PARTIAL = ".partial"
-# Longer than any path that a system takes, and than any Hub id.
+# Longer than any path or Hub id.
 _MAX_PATH_BYTES = 4096
 
 _short = reprlib.Repr()
@@ -42,7 +42,7 @@ def expect(valid: bool, name: str, words: str, value: Any, advice: str = "") -> 
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Require an integer in a range; numpy's and torch's integers count, bools do not."""
+    """Require an integer in a range, also of numpy or torch, but no bool."""
     found = least - 1
     if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "torch.bool":
         with contextlib.suppress(TypeError):
@@ -54,7 +54,7 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def number(name: str, value: Any, low: float, high: float, words: str, *, above: bool = False) -> float:
-    """Require a number from ``low`` to ``high``, with ``above`` one greater than ``low``; ``words`` say so."""
+    """Require a number from ``low`` (with ``above`` excluded) to ``high``; ``words``: the expected range in the error."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # The comparisons are False for NaN.
     expect(is_number and low <= value <= high and not (above and value == low), name, words, value)
@@ -67,7 +67,7 @@ def switch(name: str, value: Any) -> bool:
 
 
 def choice(name: str, value: Any, known: Sequence[str], elsewhere: Mapping[str, str] = {}) -> str:
-    """``elsewhere``: values that belong to another argument, and the advice."""
+    """``elsewhere``: values of another argument, and the advice for them."""
     if not isinstance(value, str) or value not in known:
         close = difflib.get_close_matches(value[:80], known, n=1) if isinstance(value, str) else []
         advice = f"; did you mean {close[0]!r}?" if close else ""
@@ -77,7 +77,7 @@ def choice(name: str, value: Any, known: Sequence[str], elsewhere: Mapping[str, 
 
 
 def keywords(function: str, given: Iterable[str], known: Sequence[str], other_names: Mapping[str, str] = {}) -> None:
-    """Refuse keyword arguments that are not ``known``; ``other_names``: what other libraries call one -> our name."""
+    """Refuse unknown keyword arguments; ``other_names``: name in other libraries -> our name, for the advice."""
     for name in given:
         if name not in known:
             close = [other_names[name]] if name in other_names else difflib.get_close_matches(name[:80], known, n=1)
@@ -98,7 +98,7 @@ def text(name: str, value: Any, *, empty: bool = True) -> str:
 
 
 def place(name: str, value: Any) -> str:
-    """Require a folder's path or a Hub id; nothing is looked up."""
+    """Require the syntax of a path or a Hub id."""
     given: Any = os.fspath(value) if isinstance(value, os.PathLike) else value
     expect(isinstance(given, str), name, "a path or a Hub id (str or pathlib.Path)", value)
     found = "" if given else "an empty text"
@@ -114,7 +114,7 @@ def place(name: str, value: Any) -> str:
     return str(given)
 
 
-# Device, inode, size and time of the last change (ns): tells whether a file was replaced or changed.
+# Device, inode, size and time of the last change (ns): differs if a file was replaced or changed.
 Identity = tuple[int, int, int, int]
 
 
@@ -124,8 +124,8 @@ def identity(file: io.FileIO | str) -> Identity:
 
 
 def resolve_inside(folder: Path, name: str, error: type[WisparseError]) -> Path:
-    """The real path of ``folder/name``; ``error`` for a name or a symlink that leaves the folder. A snapshot in the
-    Hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``, may link to its own ``blobs`` folder."""
+    """The real path of ``folder/name``; ``error`` for a path or symlink outside the folder. A snapshot in the Hub's cache,
+    ``models--OWNER--NAME/snapshots/COMMIT``, may link to its own ``blobs`` folder."""
     if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
         raise error(f"{name!r:.100}: expected a file inside the folder, found a path that leaves it")
     root = Path(os.path.realpath(folder))
@@ -152,7 +152,7 @@ def open_regular(folder: Path, name: str, error: type[WisparseError], expected: 
             raise error(f"{name}: expected a regular file, found {kinds.get(stat.S_IFMT(mode), 'a device')}")
 
     try:
-        # Before it is opened: opening a device can already have an effect.
+        # Checked before the open, which can have an effect on a device.
         require_regular(path.lstat().st_mode)
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK)))
@@ -184,8 +184,8 @@ def file_digest(path: Path) -> str:
 
 
 def list_files(folder: Path, limit: int, error: type[WisparseError], *, deep: bool = False) -> list[str]:
-    """Sorted names of everything in ``folder`` that is not a folder, at most ``limit`` entries. ``deep``: also what
-    lies in its folders, as ``folder/name``; symlinks and hidden folders are not entered."""
+    """Sorted names of the files in ``folder``, at most ``limit`` entries. ``deep``: also files in its folders, as
+    ``folder/name``; symlinks and hidden folders are not entered."""
     require_folder(folder)
     found: list[str] = []
     prefixes, entries = [""], 0
@@ -229,8 +229,8 @@ def read_json(folder: Path, name: str, limit: int, error: type[WisparseError]) -
 
 
 def parse_json(data: bytes, where: str, error: type[WisparseError]) -> dict[str, Any]:
-    """Parse a JSON object. The caller limits its size, which bounds the number of values. Refused: not UTF-8, not JSON,
-    not an object, a key twice, NaN or infinity, half a surrogate pair, deep nesting."""
+    """Parse a JSON object, whose size the caller limits. Refused: other encodings than UTF-8, duplicate keys, NaN and
+    infinity, lone surrogates, deep nesting."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -262,7 +262,7 @@ def parse_json(data: bytes, where: str, error: type[WisparseError]) -> dict[str,
     if level:
         raise error(f"{where}: expected at most {_MAX_DEPTH} levels, found more")
     if _SURROGATE.search(data):
-        # Half of a surrogate pair can be neither printed nor written nor hashed.
+        # A lone surrogate cannot be encoded: neither printed, written nor hashed.
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as reason:
@@ -272,7 +272,7 @@ def parse_json(data: bytes, where: str, error: type[WisparseError]) -> dict[str,
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:
-    """Readable JSON with the keys in their order; equal values give equal bytes. NaN is a ValueError."""
+    """Indented JSON with keys in their order; deterministic. ValueError for NaN."""
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
 
 
@@ -291,15 +291,15 @@ def refusals() -> dict[str, Any]:
 
 
 def _refusal(kind: str, names: Iterable[str]) -> str | None:
-    """Why files, or a folder with files, of these names are refused."""
+    """The refusal that matches these file names, or None."""
     rows, names = refusals()[kind], list(names)
     return next((row["is"] for row in rows if any(name.endswith((*row["names"],)) for name in names)), None)
 
 
 def find_folder(model: str | os.PathLike[str], wanted: str = WANTED) -> Path | None:
-    """The folder of this machine that ``model`` names, ``~`` resolved; None if it has to be a Hub id. AccessError for a
-    file, or for a path that may not be looked at."""
-    # An empty string, as an unset shell variable leaves one, would be the current folder to pathlib.
+    """The local folder ``model``, with ``~`` expanded; None if it can only be a Hub id. AccessError for a file or a path
+    without permission."""
+    # pathlib takes an empty string, as from an unset shell variable, for the current folder.
     typed = place("model", model)
     path = expand(typed)
     try:
@@ -315,7 +315,7 @@ def find_folder(model: str | os.PathLike[str], wanted: str = WANTED) -> Path | N
 
 
 def shown(folder: str | os.PathLike[str]) -> str:
-    """A folder as the user knows it: the path that was given, or the Hub id of a snapshot in the cache."""
+    """A folder's name in messages: its path, or the Hub id of a snapshot in the cache."""
     parts = Path(folder).parts
     if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
         return parts[-3].removeprefix("models--").replace("--", "/")
@@ -330,7 +330,7 @@ def expand(path: str) -> Path:
 
 
 def folder_kind(folder: Path) -> str | None:
-    """What a folder is that is no model, as the end of a sentence; None if it may be one: it has a config.json."""
+    """What a folder without config.json is, as the end of a sentence; None if it may be a model."""
     with os.scandir(folder) as scan:
         entries = [entry for _, entry in zip(range(_MOST_NAMES), scan, strict=False)]
     files = {entry.name.lower() for entry in entries if not os.path.isdir(entry.path)}

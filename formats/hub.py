@@ -1,4 +1,4 @@
-"""Models and bundles fetched from the Hugging Face Hub, and bundles pushed to it."""
+"""Download of models and bundles from the Hugging Face Hub, and upload of bundles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub  # resolves its own names at first use
+import huggingface_hub  # imports its submodules lazily
 from huggingface_hub import constants
 
 from .errors import AccessError, BundleError, UploadError, UsageError, first_line
@@ -20,22 +20,22 @@ from .guard import WANTED, WANTED_BUNDLE, file_digest, find_folder, list_files, 
 from .lazy import hub_errors as hub
 from .manifest import MANIFEST, listed_files
 
-# What is read. Mistral's repositories hold every weight twice (consolidated*), others keep exports in sub-folders.
+# Files to download: not Mistral's second copy of the weights (consolidated*), nor exports in sub-folders.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "README.md", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"]
 _SMALL_FILES += ["wisparse.safetensors"]
-# Of the folders only additional_chat_templates/ is wanted: a pattern cannot say "but".
+# Of the sub-folders only additional_chat_templates/ is downloaded.
 _UNWANTED = ["[!a]*/*", "a[!d]*/*", "consolidated*.safetensors", "adapter_model*"]
-# Files that only a conversion writes: an older push's leftovers are deleted in the commit that replaces them.
+# Files that only a conversion writes: a push deletes those of an older push.
 _OWNED = ["model*.safetensors", "model.safetensors.index.json", "wisparse.*", "conversion_report.json", "figures/*.png"]
 _MAX_FILES = 100_000
-# How long the Hub may take to answer at all, where there is another way without it.
+# Timeout for the Hub if the cache can be used instead.
 _ANSWER_S = 5.0
 
 _OWNER_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}")
 
 _LOGIN = "log in with 'hf auth login' or set HF_TOKEN"
-_BY_KIND = {  # by the class of the client's error
+_BY_KIND = {  # messages by the class of the client's error
     "GatedRepoError": "{0} is gated: ask for access at {1}/{2}, then " + _LOGIN + " and run this again",
     "RevisionNotFoundError": "{0} has no revision {3!r} on the Hub",
     "RepositoryNotFoundError": "there is no folder {0} here and no repository of that name on the Hub that you may "
@@ -68,8 +68,8 @@ class Source:
 def fetch_source(
     model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True, wanted: str = WANTED
 ) -> Source:
-    """Bring a model, a folder or a Hub id, to this machine's disk. ``weights=False`` fetches only configuration,
-    tokenizer, card and licences (for a preflight). ``wanted``: the advice to who gives a file."""
+    """A local folder with a model: the folder ``model``, or a download of a Hub id. ``weights=False``: only configuration,
+    tokenizer, card and licences, for a preflight. ``wanted``: advice in the error for a file."""
     folder = find_folder(model, wanted)
     if folder is not None:
         if revision is not None:
@@ -79,7 +79,7 @@ def fetch_source(
     snapshot = Path(_snapshot(repo_id, revision, weights=weights))
     if not snapshot.is_dir():
         raise AccessError(f"{repo_id!r} holds no model at revision {revision or 'main'!r}: none of its files is one")
-    return Source(snapshot, snapshot.name, repo_id)  # the cache names a snapshot by its commit
+    return Source(snapshot, snapshot.name, repo_id)  # a snapshot's folder name is its commit
 
 
 def fetch_bundle(bundle: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -87,13 +87,13 @@ def fetch_bundle(bundle: str | os.PathLike[str], revision: str | None = None) ->
 
 
 def require_place(model: str | os.PathLike[str]) -> None:
-    """AccessError unless ``model`` is a folder, or may be a Hub id; nothing is asked."""
+    """AccessError unless ``model`` is a folder or has the syntax of a Hub id."""
     if find_folder(model) is None:
         _repo_id(model)
 
 
 def download_bytes(model: str | os.PathLike[str], revision: str | None = None) -> int:
-    """How many bytes ``fetch_source`` would still have to download; 0 for a folder or a model in the cache."""
+    """Bytes that ``fetch_source`` has to download; 0 for a folder or a cached model."""
     if find_folder(model) is not None:
         return 0
     files = _snapshot(_repo_id(model), revision, weights=True, dry_run=True)
@@ -113,7 +113,7 @@ def _snapshot(repo_id: str, revision: str | None, *, weights: bool, dry_run: boo
 
 
 def check_read_access(model: str | os.PathLike[str], *, dataset: bool = False) -> None:
-    """AccessError unless ``model`` is a folder or a repository that this user may read; ``dataset``: a data set's."""
+    """AccessError unless ``model`` is a folder or a repository that the user may read; ``dataset``: of a data set."""
     if dataset or find_folder(model) is None:
         repo_id = _repo_id(model)
         with _hub_errors(repo_id, no_folder=not dataset):
@@ -121,10 +121,10 @@ def check_read_access(model: str | os.PathLike[str], *, dataset: bool = False) -
 
 
 def check_write_access(repo: str) -> None:
-    """AccessError unless this user may push to ``repo``, which need not exist yet; nothing is created."""
+    """AccessError unless the user may push to ``repo``, which may not exist yet."""
     repo_id = _repo_id(repo, must_have_owner=True)
     owner = repo_id.split("/")[0]
-    # Asked first because the Hub answers "not found" to whoever is not logged in.
+    # First, because the Hub answers "not found" to users who are not logged in.
     with _hub_errors(repo_id):
         account = _api().whoami()
     if ((account.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
@@ -133,7 +133,7 @@ def check_write_access(repo: str) -> None:
         with _hub_errors(repo_id):
             _api().auth_check(repo_id, write=True)
     except _MissingRepository:
-        # It does not exist (or is somebody's private one, which then shows at creation).
+        # It does not exist, or is another user's private one, which its creation reports.
         roles = {org.get("name"): org.get("roleInOrg", "write") for org in account.get("orgs") or []}
         if owner != account.get("name") and roles.get(owner, "read") == "read":
             who = f"you are logged in as {account.get('name')!r}, who may not create repositories under {owner!r}"
@@ -141,10 +141,10 @@ def check_write_access(repo: str) -> None:
 
 
 def is_reachable() -> bool:
-    """Whether the Hub answers at all: asked once, for a few seconds at most."""
+    """Whether the Hub is reachable; checked once."""
     from huggingface_hub.utils import get_session
 
-    with contextlib.suppress(hub.HTTPError, OSError):  # no network, no answer, or told to do without
+    with contextlib.suppress(hub.HTTPError, OSError):  # no network, a timeout, or offline mode
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
         return True
     return False
@@ -159,19 +159,19 @@ def is_public(repo: str) -> bool:
 
 @dataclass(frozen=True)
 class PushPlan:
-    send: dict[str, int]  # name -> bytes of the files that the repository lacks or has with another content
+    send: dict[str, int]  # name -> bytes of files that are missing or different in the repository
     num_files: int  # of the bundle
-    left_out: tuple[str, ...]  # what else lies in the folder
+    left_out: tuple[str, ...]  # other files in the folder
 
 
 def push_sizes(folder: Path, repo: str) -> dict[str, int]:
-    """Name -> bytes of what a first push would send; nothing is asked."""
+    """Name -> bytes of the files of a first push; without network access."""
     _repo_id(repo, must_have_owner=True)
     return {name: (folder / name).stat().st_size for name in _bundle_files(folder)}
 
 
 def plan_push(folder: Path, repo: str) -> PushPlan:
-    """Compare a verified bundle with what the repository holds; weights are known by the manifest's digests."""
+    """Compare a verified bundle with the repository; weights by the manifest's sha256."""
     from huggingface_hub.hf_api import RepoFile
     from huggingface_hub.utils.sha import git_hash
 
@@ -209,16 +209,16 @@ def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
                 repo_id=repo_id,
                 folder_path=folder,
                 commit_message="Upload a WiSparse bundle",
-                allow_patterns=names,  # plain names: no character of theirs is a wildcard
+                allow_patterns=names,  # plain names without wildcards
                 delete_patterns=_OWNED,
             )
     except UploadError:
         raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the bundle is kept in {folder}; go on with: {retry}") from None
-    except Exception as error:  # whatever broke, the user keeps the bundle and must learn how to go on
+    except Exception as error:  # after any failure the bundle is kept, and the error has the command to retry
         reason = str(error) if isinstance(error, AccessError) else f"{type(error).__name__}: {first_line(error)}"
-        if "/xet-write-token/" in reason:  # a mirror or a proxy that lacks the Hub's newer storage
+        if "/xet-write-token/" in reason:  # a mirror or proxy without the Hub's Xet storage
             reason += " (HF_HUB_DISABLE_XET=1 sends the files without xet)"
         raise UploadError(
             f"the upload to {repo_id!r} failed: {reason}. The bundle is kept in {folder}; repeat with: {retry}"
@@ -231,18 +231,18 @@ def push_command(folder: Path, repo: str, private: bool) -> str:
 
 
 def public_repository(folder: Path, repo: str) -> str:
-    """What to say to ``--private`` and a public repository."""
+    """The message for ``--private`` with a public repository."""
     publish, keep = push_command(folder, repo, False), push_command(folder, f"{repo}-private", True)
     public = f"{repo!r} exists and is public, but --private was given; nothing was uploaded"
     return f"{public}. Publish it there with: {publish}, or keep it private under a new name: {keep}"
 
 
 def _bundle_files(folder: Path) -> list[str]:
-    """The files of a bundle that are there: its manifest and what that names; every one a real file of this folder."""
-    # What was fetched from the Hub comes without pictures.
+    """The bundle's files that exist: the manifest and the files it names, which must be regular files in the folder."""
+    # A bundle from the Hub has no figures.
     names = [MANIFEST, *(name for name in listed_files(folder) if os.path.lexists(folder / name))]
     for name in names:
-        open_regular(folder, name, BundleError).close()  # a link that leads out would publish another file
+        open_regular(folder, name, BundleError).close()  # a symlink could publish a file outside the folder
     return names
 
 
@@ -258,20 +258,20 @@ def _repo_id(model: str | os.PathLike[str], must_have_owner: bool = False) -> st
 
 
 class _MissingRepository(AccessError):
-    """There is no such repository, or it is somebody's private one."""
+    """A repository that does not exist or is private."""
 
 
 @contextlib.contextmanager
 def _hub_errors(repo_id: str, revision: str | None = None, no_folder: bool = False) -> Iterator[None]:
-    """Failures that have to do with access as an AccessError of one sentence; others pass. Progress bars on terminals
-    only: in a log file they are noise. ``no_folder``: say as well that there is no folder of that name."""
+    """Convert access failures to an AccessError of one sentence. Progress bars only on terminals. ``no_folder``: mention
+    that there is no folder of that name either."""
     from huggingface_hub.utils import disable_progress_bars
 
     try:
         with contextlib.nullcontext() if sys.stderr.isatty() else disable_progress_bars():
             yield
     except (hub.HTTPError, OSError, hub.EntryNotFoundError, hub.HFValidationError, RuntimeError) as error:
-        # The client wraps the Hub's or the network's own error in "not in the cache" or "while uploading".
+        # The client wraps the original error in "not in the cache" or "while uploading".
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, (hub.HTTPError, hub.OfflineModeIsEnabled)):
             cause = cause.__cause__

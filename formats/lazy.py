@@ -1,4 +1,4 @@
-"""Large libraries, imported at their first use: commands that compute nothing start at once."""
+"""Lazy imports of large libraries, for a fast start of commands that do not need them."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ if TYPE_CHECKING:
     from torch import Tensor as Tensor
 else:
     torch, hub_errors = LazyModule("torch"), LazyModule("huggingface_hub.errors")
-    Tensor = "torch.Tensor"  # for annotations alone
+    Tensor = "torch.Tensor"  # for annotations only

@@ -1,4 +1,4 @@
-"""Cores, memory, device and torchrun rank of this process."""
+"""CPU cores, memory, device and torchrun rank of this process."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .lazy import torch
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores of the affinity mask, and no more than the control groups' CPU quotas; at least 1."""
+    """Cores of the affinity mask, up to the cgroups' CPU quotas; at least 1."""
     cores = float(len(_affinity()))
     for folder, version in _control_groups(root, "cpu"):
         if version == 2:
             quota, period, *_ = (*_read(folder / "cpu.max").split(), "", "")
         else:
             quota, period = (_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-        # "max", and -1 in version 1, is no limit.
+        # "max", or -1 in version 1, means no limit.
         if quota.isdigit() and period.isdigit() and int(period) > 0:
             cores = min(cores, int(quota) / int(period))
     return max(1, int(cores))
 
 
 def idle_cores(seconds: float = 0.25) -> int:
-    """Of the usable cores those that are idle during the next ``seconds``; at least 1."""
+    """Number of usable cores that are idle during the next ``seconds``; at least 1."""
 
     def idle_seconds() -> float:
-        # Not cpu_times_percent, whose percentages over less than a second are of a whole one.
+        # Not cpu_times_percent, whose percentages over less than a second refer to a second.
         times = enumerate(psutil.cpu_times(percpu=True))
         return sum(core.idle + getattr(core, "iowait", 0.0) for number, core in times if number in mask)
 
@@ -55,21 +55,21 @@ def available_bytes(device: torch.device) -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process can still take without swapping: the machine's and the control groups'."""
+    """Bytes that this process can allocate without swapping, by the machine and the cgroups."""
     free = psutil.virtual_memory().available
     for folder, version in _control_groups(root, "memory"):
         names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
         limit, usage = (_read(folder / f"memory.{name}").strip() for name in names)
         if limit.isdigit() and usage.isdigit():
             stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
-            sums = "" if version == 2 else "total_"  # over the groups below
+            sums = "" if version == 2 else "total_"  # including child groups
             cache = sum(int(stat.get(f"{sums}{kind}_file", 0)) for kind in ("active", "inactive"))
             free = min(free, int(limit) - max(0, int(usage) - cache))
     return max(0, free)
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """(folder, version) of the groups from ours up to the root; version 1 has a hierarchy for each controller."""
+    """(folder, version) of this process's cgroups up to the root; version 1 has a hierarchy per controller."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0" and not controllers:
@@ -78,14 +78,14 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             mount, version = controller, 1
         else:
             continue
-        # Inside a container the path is often the host's, and only the mount's own top is there to be seen.
+        # In a container the path may be the host's, where only the mount's root is visible.
         group = PurePosixPath("/", path)
         for above in (group, *group.parents):
             yield root / "sys/fs/cgroup" / mount / above.relative_to("/"), version
 
 
 def _read(path: Path) -> str:
-    """A file's text; empty where it cannot be read: another system, or not ours to read."""
+    """A file's text; empty if it is missing or not readable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -93,7 +93,7 @@ def _read(path: Path) -> str:
 
 
 def choose_device(requested: Any = "auto", name: str = "device") -> torch.device:
-    """``auto`` is the first NVIDIA GPU, or the CPU where there is none; else ``cpu``, ``cuda`` or ``cuda:N``."""
+    """``auto`` (the first NVIDIA GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
     if isinstance(requested, str) and requested == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     spelled = str(requested) if isinstance(requested, torch.device) else requested
@@ -114,8 +114,8 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those that torchrun started; the default is a process alone. ``ignored`` says why variables
-    that are set are not taken for torchrun's; empty if there are none."""
+    """This process's torchrun ranks; the default is a single process. ``ignored``: why variables that are set are not
+    torchrun's, or empty."""
 
     index: int = 0
     size: int = 1
@@ -125,9 +125,9 @@ class Place:
 
 
 def torchrun_place(environment: Mapping[str, str] = os.environ) -> Place:
-    """This process's place. Never fails: what torchrun cannot have set is ignored, and ``ignored`` says why."""
+    """Read the environment. Values that torchrun cannot have set are ignored, with the reason in ``ignored``."""
     found = {name: environment[name] for name in (*_NEEDED, "LOCAL_WORLD_SIZE") if environment.get(name)}
-    # What a process alone has, or would ignore without a difference.
+    # The values of a single process, or without effect on one.
     if found.get("RANK", "0") == "0" and found.get("WORLD_SIZE", "1") == "1":
         return Place()
     told = ", ".join(f"{name}={found[name]}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in found)

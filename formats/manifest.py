@@ -21,21 +21,21 @@ from .weight_types import PLANE_BITS
 
 FORMAT_VERSION = 2
 MANIFEST, SIDECAR = "wisparse.json", "wisparse.safetensors"
-# Beyond this, thresholds rest on the extreme tail of the scores, and the error is about that of removing the projection.
+# Above it, thresholds depend on the extreme tail of the scores, and the error is about that of removing the projection.
 MAX_SPARSITY = 0.95
 MAX_LEVELS = 16
 MAX_MANIFEST_BYTES = 32 << 20
-# Numbers from 0 to the second argument; a plain float is 0 or more.
+# Numbers from 0 to the metadata's bound; a plain float is >= 0.
 _Fraction = Annotated[float, 1.0]
 _Sparsity = Annotated[float, MAX_SPARSITY]
 
-# What a bundle's files may be called: plain characters, at most one folder deep.
+# Names of a bundle's files: plain characters, at most one folder deep.
 FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,99}/)?[A-Za-z0-9_][A-Za-z0-9 ._-]{0,199}")
 
 
 @dataclass(frozen=True)
 class ProjectionRecipe:
-    """What was decided for one projection; ``realised_sparsity`` is measured on the calibration tokens."""
+    """The recipe of one projection; ``realised_sparsity`` is measured on the calibration tokens."""
 
     name: str
     sparsity: _Sparsity
@@ -46,14 +46,14 @@ class ProjectionRecipe:
 
 @dataclass(frozen=True)
 class SparsityLevel:
-    sparsity: _Sparsity  # the target, a fraction of the parameters of all projections in scope
+    sparsity: _Sparsity  # the target, a fraction of the projections' parameters
     projections: tuple[ProjectionRecipe, ...]  # in the order of execution
     block_sparsities: tuple[_Fraction, ...]  # weighted by parameters
 
 
 @dataclass(frozen=True)
 class CalibrationRecord:
-    """Which text the thresholds rest on. ``digest`` is the sha256 of the token ids."""
+    """The calibration text of the thresholds. ``digest``: sha256 of the token ids."""
 
     source: str
     num_samples: int
@@ -66,8 +66,8 @@ class CalibrationRecord:
 @dataclass(frozen=True)
 class RotationRecord:
     kind: str  # ``pca``: to the principal directions of the hidden states over another text, and of each head's values
-    kl: float  # KL(source || rotated), nats a token, both dense, in the type of the conversion: what rounding costs
-    num_tokens: int  # that it was measured on
+    kl: float  # KL(source || rotated) in nats per token, both dense, in the conversion's dtype: the effect of rounding
+    num_tokens: int  # of that measurement
 
     def __str__(self) -> str:
         return f"{self.kind}: KL {self.kl:.2g} nats/token to the source, both dense ({self.num_tokens} tokens)"
@@ -75,15 +75,15 @@ class RotationRecord:
 
 @dataclass(frozen=True)
 class Recipe:
-    base_model: str  # Hub id or folder name of the source; never a path of the machine that converted it
-    base_revision: str | None  # commit of the source, where it came from the Hub
+    base_model: str  # Hub id or folder name of the source, without a local path
+    base_revision: str | None  # commit of a source on the Hub
     method: str
-    default: _Sparsity  # the level in force unless another is asked for
+    default: _Sparsity  # the default level
     levels: tuple[SparsityLevel, ...]  # ascending, at least one
     calibration: CalibrationRecord
     search: Mapping[str, Any] = field(default_factory=dict)  # settings and outcome of the search, JSON values only
-    versions: Mapping[str, str] = field(default_factory=dict)  # of the libraries that took part
-    vision_tensors_left_out: int = 0  # tensors of the source that are not its text model's; on disk only if any
+    versions: Mapping[str, str] = field(default_factory=dict)  # of libraries
+    vision_tensors_left_out: int = 0  # number of the source's tensors outside the text model; on disk only if not 0
     rotation: RotationRecord | None = None  # on disk only if the weights were rotated
     plane_bits: tuple[int, ...] = ()  # of a graded bundle, the high plane first; on disk only then
 
@@ -100,7 +100,7 @@ class Recipe:
         return self.at(self.default).block_sparsities
 
     def at(self, sparsity: float) -> SparsityLevel:
-        """The level of exactly this sparsity, one of ``sparsities``."""
+        """The level of this sparsity, one of ``sparsities``."""
         return next(level for level in self.levels if level.sparsity == sparsity)
 
     @property
@@ -109,7 +109,7 @@ class Recipe:
 
     @property
     def text_only(self) -> str | None:
-        """What of the source is not in the bundle, in words; None where nothing is missing."""
+        """A sentence on the source's parts that are not in the bundle, or None."""
         count = self.vision_tensors_left_out
         return f"text only: {count} tensor{'s' * (count > 1)} of the vision tower left out" if count else None
 
@@ -120,7 +120,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Recipe:
-        """From a parsed ``wisparse.json``; keys it does not know are ignored. Raises BundleError."""
+        """From a parsed ``wisparse.json``; unknown keys are ignored. Raises BundleError."""
         recipe: Recipe = _decode(cls, document, "")
         found, listed = recipe.sparsities, ", ".join(f"{one!r:.20}" for one in recipe.sparsities)
         ascending = all(low < high for low, high in pairwise(found))
@@ -142,23 +142,23 @@ class Recipe:
 
 
 def bits_of(sparsity: float) -> float:
-    """The bits read of a graded weight at a level, whose sparsity is the share of them left unread."""
+    """Bits read per graded weight at a level, whose sparsity is the share of unread bits."""
     return sum(PLANE_BITS) * (1.0 - sparsity)
 
 
 def level_name(sparsity: float, graded: bool, form: str = ".4g") -> str:
-    """What a level is called: its sparsity in percent, or the bits read of a graded weight."""
+    """A level's name: its sparsity in percent, or the bits read per graded weight."""
     return f"{bits_of(sparsity):.4g} bits" if graded else f"{100 * sparsity:{form}}%"
 
 
 def unread(bits: float) -> float:
-    """The sparsity of a level of so many bits."""
+    """The sparsity of a level of ``bits`` read per weight."""
     return 1.0 - bits / sum(PLANE_BITS)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """``sha256``: file name -> hex digest, of every file but ``wisparse.json``."""
+    """``sha256``: hex digest by file name, of all files except ``wisparse.json``."""
 
     recipe: Recipe
     sha256: Mapping[str, str]
@@ -176,7 +176,7 @@ class Manifest:
 
 
 def listed_files(folder: Path) -> dict[str, str]:
-    """File of the bundle -> sha256 that it should have, of every file but ``wisparse.json``. Raises BundleError."""
+    """Expected sha256 by file name, of all files except ``wisparse.json``. Raises BundleError."""
     return _files(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
 
 
@@ -187,12 +187,12 @@ def _files_of(folder: Path) -> set[str] | None:
         return None
 
 
-# How a bundle's folder is told from all others when it is replaced.
+# How `replaced_folder` recognises a bundle.
 BUNDLE = Kind("a bundle", "conversion", MANIFEST, _files_of)
 
 
 def sidecar_metadata(recipe: Recipe) -> dict[str, str]:
-    """Ties a sidecar to its recipe by the sha256 of the recipe as compact JSON with sorted keys."""
+    """The sidecar's metadata; recipe_sha256 is over the recipe as compact JSON with sorted keys."""
     text = json.dumps(recipe.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
     return {"format": "wisparse", "format_version": str(FORMAT_VERSION), "recipe_sha256": digest}
@@ -221,13 +221,13 @@ def _files(document: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def _fields_of(record: type) -> dict[str, tuple[Any, Any]]:
-    """Name of a record's field -> its type, and what stands for it where the file has none."""
+    """By field of a record, its type and its default."""
     hints = get_type_hints(record, include_extras=True)
     return {one.name: (hints[one.name], None if one.default is MISSING else one.default) for one in fields(record)}
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    """A JSON value as a ``kind``, the type of a record's field; BundleError names the place and what is wanted there."""
+    """Convert a JSON value to ``kind``, the type of a record's field; BundleError with its path and the expected type."""
     origin, arguments = get_origin(kind), get_args(kind)
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     if kind is Any or (origin is UnionType and value is None):

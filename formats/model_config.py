@@ -1,4 +1,4 @@
-"""A model as its ``config.json`` describes it: dimensions, blocks, rotary embeddings and multipliers, all checked."""
+"""A model's validated ``config.json``: dimensions, blocks, rotary embeddings and multipliers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .architectures import ARCHITECTURES, Activation, Architecture, ExpertsLayou
 from .errors import UnsupportedModelError
 
 LM_HEAD = "lm_head.weight"
-MTP = "mtp."  # names of a head for multi-token prediction begin so
-# Of a block with experts beside its dense MLP the tensors below it, by the fields of `runtime.torch.block.Block`.
+MTP = "mtp."  # prefix of the tensors of a multi-token prediction head
+# Field of `runtime.torch.block.Block` -> tensor, for a block with experts in parallel to a dense MLP.
 BESIDE = {
     "experts_input": "pre_feedforward_layernorm_2.weight",
     "experts_output": "post_feedforward_layernorm_2.weight",
@@ -20,9 +20,9 @@ BESIDE = {
     "router_scale": "router.scale",
     "expert_scale": "router.per_expert_scale",
 }
-_SHARED = ("embed_tokens.weight", LM_HEAD)  # by the model and its head
-# Of a model with an embedding for each block its tensors, and those of a block below it, by fields of the same.
-PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # (V, blocks * width): never read whole after loading
+_SHARED = ("embed_tokens.weight", LM_HEAD)  # tensors that an MTP head shares with the model
+# Tensors of per-layer embeddings, and those of a block by field of `Block`.
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # (V, blocks * width)
 PER_LAYER_PROJECTION = "model.per_layer_model_projection.weight"
 PER_LAYER_NORM = "model.per_layer_projection_norm.weight"
 PER_LAYER = {
@@ -30,13 +30,13 @@ PER_LAYER = {
     "per_layer_projection": "per_layer_projection.weight",
     "per_layer_output": "post_per_layer_input_norm.weight",
 }
-# Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
+# Far above any model: bounds memory for a hostile config before the tensors are validated.
 _LARGEST_DIMENSION = 2**27
 LARGEST_NUM_BLOCKS = 10_000
-_MOST_EXPERTS = 1 << 17  # of all blocks together
-# Config keys of routers that do something else than those known here.
+_MOST_EXPERTS = 1 << 17  # in all blocks
+# Config keys of unsupported kinds of routers.
 _NOT_ROUTERS = ("n_group", "topk_group", "routed_scaling_factor", "moe_router_use_sigmoid", "scoring_func")
-# The numbers that each rotary scaling computes with; all have to be positive. The second ones may be missing or null.
+# By rope type: required parameters and optional ones, which may be missing or null. All must be positive.
 _ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -72,7 +72,7 @@ def _switch(config: Mapping[str, Any], key: str) -> bool:
 def _number(
     config: Mapping[str, Any], key: str, low: float = 1e-12, high: float = 1e12, what: str = "a positive number"
 ) -> float:
-    """The bounds keep sums, powers and quotients finite, and NaN fails every comparison."""
+    """The bounds keep sums, powers and quotients finite; NaN fails every comparison."""
     value: Any = config.get(key.rpartition(".")[2])
     require(type(value) in (int, float) and low <= value < high, key, what, value)
     return float(value)
@@ -85,7 +85,7 @@ def _listed(config: Mapping[str, Any], key: str, length: int, what: str = "entri
 
 
 def _count(config: Mapping[str, Any], key: str | None) -> int:
-    """A number that may be 0 or missing; 0 without a key."""
+    """A non-negative number; 0 if ``key`` is None or missing."""
     value = 0 if key is None or config.get(key) is None else config[key]
     require(type(value) is int and 0 <= value <= _LARGEST_DIMENSION, str(key), "0 or a positive integer", value)
     return int(value)
@@ -93,8 +93,8 @@ def _count(config: Mapping[str, Any], key: str | None) -> int:
 
 @dataclass(frozen=True)
 class Projection:
-    """One linear layer inside a block, or that of all its experts. ``name`` is its full Hugging Face module name; its
-    weight is (N, K), or one for each expert."""
+    """One linear layer of a block, or the same one of all its experts. ``name``: its Hugging Face module name; the weight is
+    (N, K), for each expert."""
 
     name: str
     block: int
@@ -102,9 +102,9 @@ class Projection:
     in_features: int
     out_features: int
     bias: bool
-    experts: int = 0  # how many have one; 0: it is not of experts
-    chosen: int = 1  # how many a token goes through
-    parts: tuple[str, ...] = ()  # names of the weights on disk, without ``.weight``: one, or one an expert
+    experts: int = 0  # number of experts; 0: not routed
+    chosen: int = 1  # experts per token
+    parts: tuple[str, ...] = ()  # names of the weights on disk without ``.weight``, one per expert
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -112,23 +112,23 @@ class Projection:
 
     @property
     def num_parameters(self) -> int:
-        """That a token reads, without the bias: the unit in which sparsities are averaged."""
+        """Parameters that a token uses, without the bias: the weight of its sparsity in averages."""
         return self.in_features * self.out_features * self.chosen
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A block's routed experts. The router's weight (E, H) gives a score for each; a token goes through those of the
-    highest scores, weighted by their softmax over all of them."""
+    """A block's routed experts. The router's weight (E, H) gives their logits; a token uses the top ``chosen``, weighted by
+    the softmax over all logits."""
 
     count: int
     chosen: int
     intermediate_size: int
-    renormalised: bool  # the weights of the chosen ones are divided by their sum
-    shared_size: int  # of an expert for every token, multiplied by the sigmoid of a gate (1, H); 0: there is none
-    router: str  # names of tensors below the block's: the router's, and the gate's of the shared expert
+    renormalised: bool  # whether the top-k weights are divided by their sum
+    shared_size: int  # width of a shared expert, whose output is multiplied by sigmoid(gate (1, H) x); 0: none
+    router: str  # tensor names within the block: the router, and the shared expert's gate
     router_bias: str | None = None
-    beside: bool = False  # see `ExpertsLayout`; the shared one is the dense MLP, and has no gate
+    beside: bool = False  # see `ExpertsLayout`; the shared expert is the dense MLP, without a gate
     shared_gate: str = "mlp.shared_expert_gate.weight"
 
 
@@ -137,10 +137,10 @@ class DeltaNet:
     """Dimensions of a model's recurrent blocks; the state of a value head is (key_dim, value_dim)."""
 
     key_heads: int
-    value_heads: int  # in groups that share the keys and queries of one key head
+    value_heads: int  # in groups of the same size for each key head
     key_dim: int
     value_dim: int
-    taps: int  # positions that the convolution sees, the current one included
+    taps: int  # kernel size of the causal convolution
 
     @property
     def key_size(self) -> int:
@@ -148,7 +148,7 @@ class DeltaNet:
 
     @property
     def value_size(self) -> int:
-        """Width of the values, of the gate, and of what ``out_proj`` reads."""
+        """Width of the values, of the gate, and of ``out_proj``'s input."""
         return self.value_heads * self.value_dim
 
     @property
@@ -156,8 +156,7 @@ class DeltaNet:
         return 2 * self.key_size + self.value_size
 
     def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Name below ``linear_attn.`` -> shape of all that is not a projection in scope: too small to be worth a mask,
-        and it decides how long the state remembers."""
+        """Name within ``linear_attn.`` -> shape of the tensors that are not masked projections: they are small and sensitive."""
         return {
             "in_proj_b.weight": (self.value_heads, hidden_size),
             "in_proj_a.weight": (self.value_heads, hidden_size),
@@ -172,21 +171,21 @@ class DeltaNet:
 class RopeConfig:
     theta: float
     rope_type: str
-    rotary_dim: int  # how many of a head's dimensions are rotated, the first ones
-    parameters: Mapping[str, Any]  # what a scaled ``rope_type`` needs, under Hugging Face's keys
+    rotary_dim: int  # number of rotated dimensions of a head, from the first
+    parameters: Mapping[str, Any]  # of a scaled ``rope_type``, by Hugging Face's keys
     interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
 
 
 @dataclass(frozen=True)
 class Block:
-    window: int | None  # positions it attends to, itself included; None for all
+    window: int | None  # sliding window in positions, including the current one; None: full attention
     rotary: int | None  # index into ``ModelConfig.rotaries``; None without a rotary embedding
     head_dim: int
     num_kv_heads: int
-    recurrent: bool = False  # it has a gated DeltaNet instead of attention, and neither a window nor a rotary embedding
-    shared_values: bool = False  # it has no ``v_proj``; its values are the output of ``k_proj``
-    kv_from: int | None = None  # an earlier block, to whose keys and values it attends; it has ``q_proj`` alone
-    wide_mlp: bool = False  # its dense MLP is twice as wide as the model's ``intermediate_size``
+    recurrent: bool = False  # gated DeltaNet instead of attention
+    shared_values: bool = False  # values are the output of ``k_proj``; no ``v_proj``
+    kv_from: int | None = None  # index of an earlier block whose keys and values it uses; only ``q_proj``
+    wide_mlp: bool = False  # the dense MLP's width is twice ``intermediate_size``
     experts: Experts | None = None  # in place of a dense MLP
 
     @property
@@ -196,7 +195,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A causal LM's dimensions and its blocks. ``num_kv_heads`` and ``head_dim`` are of blocks without their own."""
+    """A causal LM's dimensions and blocks. ``num_kv_heads`` and ``head_dim``: of blocks that do not state their own."""
 
     model_type: str
     hidden_size: int
@@ -214,20 +213,20 @@ class ModelConfig:
     mlp_bias: bool
     dtype: str
     activation: Activation
-    # (a, c) of ``clamped``: (up + 1) * gate * sigmoid(a * gate) of gate up to c, and up between -c and c
+    # (a, c) of ``clamped``: (up + 1) * gate * sigmoid(a * gate), gate clamped to at most c, up to [-c, c]
     clamp: tuple[float, float]
     blocks: tuple[Block, ...]
-    rotaries: tuple[RopeConfig, ...]  # the rotary embeddings that blocks use, one or two
-    attention_scale: float  # what scores are multiplied by
+    rotaries: tuple[RopeConfig, ...]  # the blocks' rotary embeddings, one or two
+    attention_scale: float  # factor of the scores
     attention_softcap: float | None  # c in c * tanh(x / c)
     logits_softcap: float | None
-    embedding_multiplier: float  # rounded to the activations' type before it is used
-    residual_multiplier: float  # of each sublayer's output, before it is added
+    embedding_multiplier: float  # rounded to the activations' dtype before use
+    residual_multiplier: float  # factor of each sublayer's output before the residual addition
     logits_multiplier: float
     # (beta, n): queries at position p are multiplied by 1 + beta * log(1 + floor(p / n))
     query_scaling: tuple[float, int] | None
-    delta_net: DeltaNet | None = None  # of the recurrent blocks; None where there are none
-    per_layer_size: int = 0  # of the embedding that each block has of a token; 0: there is none
+    delta_net: DeltaNet | None = None  # of recurrent blocks, or None
+    per_layer_size: int = 0  # width of per-layer embeddings; 0: none
 
     @property
     def architecture(self) -> Architecture:
@@ -239,7 +238,7 @@ class ModelConfig:
 
     @property
     def mlp_size(self) -> int:
-        """The most numbers between the MLP's two halves that a token has in any block."""
+        """Largest number of intermediate activations of a token in the MLP of any block."""
         experts = [block.experts for block in self.blocks]
         return max(
             self.dense_size(index) if one is None else one.chosen * one.intermediate_size + one.shared_size
@@ -256,22 +255,22 @@ class ModelConfig:
 
     @property
     def kv_size(self) -> int:
-        """Numbers of one position's keys, or values, in all blocks that have their own."""
+        """Elements of one position's keys (or values) in all blocks that have their own."""
         return sum(block.kv_size for block in self.blocks if block.kv_from is None and not block.recurrent)
 
     def q_size(self, block: int) -> int:
-        """Width of a block's queries; also K of its ``o_proj``."""
+        """Width of a block's queries, and of ``o_proj``'s input."""
         return self.num_heads * self.blocks[block].head_dim
 
     def qkv(self, block: int) -> tuple[str, ...]:
-        """Roles of the projections that read the input of a block's attention; not for recurrent blocks."""
+        """Roles of a block's query, key and value projections; not for recurrent blocks."""
         spec = self.blocks[block]
         lacks = ("k_proj", "v_proj") if spec.kv_from is not None else ("v_proj",) if spec.shared_values else ()
         return tuple(one for one in self.architecture.qkv if one not in lacks)
 
     def projections(self, block: int | None = None) -> Iterator[Projection]:
-        """The projections in scope, in the order of execution: all of them, or one block's. In scope are all linear
-        layers inside the blocks, never ``lm_head`` nor the embeddings."""
+        """The maskable projections, of the model or of one block, in the order of execution: all linear layers of the
+        blocks, without embeddings and ``lm_head``."""
         arch, hidden, delta = self.architecture, self.hidden_size, self.delta_net
         for index in range(self.num_blocks) if block is None else (block,):
             q, kv, inner = self.q_size(index), self.blocks[index].kv_size, self.dense_size(index)
@@ -311,7 +310,7 @@ class ModelConfig:
                 yield Projection(name, index, f"shared_{role}", *shape, False)
 
     def shared_inputs(self, block: int) -> list[list[Projection]]:
-        """A block's projections by the input that they read, in the order of execution."""
+        """A block's projections, grouped by common input, in the order of execution."""
         found: list[list[Projection]] = [[]]
         own_input = (
             "o_proj",
@@ -332,7 +331,7 @@ class ModelConfig:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, ARCHITECTURES)}")
-        # Gemma 4's "vision" is about pictures' tokens alone.
+        # Gemma 4's "vision" concerns image tokens only.
         if config.get("use_bidirectional_attention") not in (None, False, "vision"):
             why = "is an encoder, whose tokens see those that follow, and which writes no text"
             found = f"model_type {model_type!r} with use_bidirectional_attention"
@@ -451,9 +450,9 @@ def _blocks(
 
 
 def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list[Block]) -> list[Block]:
-    """The same with heads of their own where there is no window: Gemma 4's."""
+    """Set the head dimensions of Gemma 4's full attention blocks, which differ."""
     shared = arch.shared_values is not None and _switch(config, arch.shared_values)
-    # transformers before 5.20 states them once, later ones block by block.
+    # transformers before 5.20 states them once, later versions per block.
     own = {"head_dim": config.get("global_head_dim")}
     if shared:
         own["num_key_value_heads"] = config.get("num_global_key_value_heads")
@@ -540,7 +539,7 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
     theta = positive("rope_theta")
     parameters.setdefault("partial_rotary_factor", 1.0)
     partial = parameters["partial_rotary_factor"] = min(positive("partial_rotary_factor"), 1.0)
-    # Proportional: the whole head is in pairs, and those beyond the factor are not rotated.
+    # Proportional: all dimensions form pairs; those beyond the factor have frequency 0.
     rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * partial)
     even = rotary_dim >= 2 and rotary_dim % 2 == 0
     require(even, "rotary embedding", "an even number of dimensions", rotary_dim)
@@ -574,18 +573,18 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
 
 @dataclass(frozen=True)
 class InOne:
-    """Where a tensor of one expert is in the one of all experts of its block."""
+    """The position of an expert's tensor in a tensor of all experts of its block."""
 
-    name: str  # of that
+    name: str  # of the tensor of all experts
     shape: tuple[int, ...]
     expert: int
-    index: int  # of gates and ups: 0 or 1
-    each: int  # tensors of an expert there, 1 or 2
+    index: int  # 0 for gate, 1 for up
+    each: int  # tensors per expert, 1 or 2
     interleaved: bool
-    part: tuple[int, ...]  # shape of the one expert's
+    part: tuple[int, ...]  # shape of the expert's tensor
 
     def of(self, whole: Any) -> Any:
-        """The part of ``whole[expert]``, as a view."""
+        """The expert's tensor as a view of ``whole[expert]``."""
         if not self.interleaved:
             return whole.chunk(self.each)[self.index]
         part = whole[..., self.index :: self.each]
@@ -593,7 +592,7 @@ class InOne:
 
 
 def experts_in_one(config: ModelConfig) -> dict[str, InOne]:
-    """Name of every tensor of an expert -> its place where a file holds all experts of a block together."""
+    """Name of each expert's tensor -> its position in a tensor of all experts of its block."""
     found: dict[str, InOne] = {}
     layout = config.architecture.experts
     interleaved = layout is not None and layout.together == "interleaved"
@@ -613,13 +612,13 @@ def experts_in_one(config: ModelConfig) -> dict[str, InOne]:
 
 
 def mtp_config(config: ModelConfig) -> ModelConfig:
-    """The one block of a head for multi-token prediction, with attention, as a model: its tensors are the head's, with
-    ``model.`` for ``mtp.``."""
+    """The configuration of an MTP head's single attention block as a model; its tensors have the prefix ``model.`` instead
+    of ``mtp.``."""
     return replace(config, num_blocks=1, blocks=(replace(config.blocks[0], recurrent=False, rotary=0),), delta_net=None)
 
 
 def mtp_tensors(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, InOne]]:
-    """Name -> shape of every tensor of such a head, and their places as of `experts_in_one`; empty in other families."""
+    """Name -> shape of an MTP head's tensors, and their positions as in `experts_in_one`; empty in other families."""
     if not config.architecture.mtp:
         return {}, {}
     hidden, one = config.hidden_size, mtp_config(config)
@@ -634,8 +633,8 @@ def mtp_tensors(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[s
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor, in the order of execution; weights are (out, in), tied embeddings have no head,
-    and experts are apart, see `experts_in_one`."""
+    """Name -> shape of each tensor in the order of execution. Weights are (out, in); no ``lm_head`` with tied embeddings;
+    experts have separate tensors, see `experts_in_one`."""
     hidden, vocab = (config.hidden_size,), (config.vocab_size, config.hidden_size)
     expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocab}
     per_layer = config.per_layer_size
@@ -644,7 +643,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         expected |= {PER_LAYER_EMBEDDING: (config.vocab_size, every), PER_LAYER_NORM: (per_layer,)}
         expected[PER_LAYER_PROJECTION] = (every, config.hidden_size)
     arch = config.architecture
-    # The norm before each of these projections, and after.
+    # The norms before and after each of these projections.
     first, last = arch.norms.attention_input, arch.norms.attention_output
     before = {arch.qkv[0]: first, "in_proj_qkv": first, arch.gate_up[0]: arch.norms.mlp_input}
     after = {"o_proj": last, "out_proj": last, "down_proj": arch.norms.mlp_output}

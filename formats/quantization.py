@@ -1,4 +1,4 @@
-"""Quantized weights: how they lie in a checkpoint's tensors, and which ones ``quantization_config`` says there are."""
+"""Formats of quantized weights in checkpoints, and the parsing of ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _ACT_ORDER = (
     "GPTQ with act-order is not supported, because neighbouring channels share no scale; take a checkpoint quantised with "
     "desc_act=False, or convert the unquantised model with --weights int4"
 )
-# The place of channel i in a word of AWQ's: its kernels unpack even and odd ones side by side.
+# Position of channel i in an int32 word of AWQ.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a weight: the shapes and the types (as safetensors names them) that it may have."""
+    """One tensor of a quantized weight: its allowed shapes and dtypes (safetensors' names)."""
 
     shapes: tuple[tuple[int, ...], ...]
     codes: tuple[str, ...]
     required: bool = True
 
 
-# A packing is a way to store a weight; two weights are stored alike if their packings are equal. It has a ``kind``, a
-# ``group`` (neighbouring channels that share a scale; None for a whole row), ``zero_points``, and
-#   parts(rows, columns): last part of a tensor's name -> what is expected there; ValueError for a shape that cannot be so
-#   check(parts, rows, columns): checks those of the small tensors ``weight_shape`` and ``g_idx`` that there are
+# A packing is a storage format of a weight. It has a ``kind``, a ``group`` (channels per scale; None: one scale per row),
+# ``zero_points``, and
+#   parts(rows, columns): last part of a tensor's name -> its `Part`; ValueError for an impossible shape
+#   check(parts, rows, columns): validates ``weight_shape`` and ``g_idx``, if present
 #   decode(parts, rows, columns): the weight (rows, columns) from the tensors of `parts`
-# and those that are written encode(matrix, scale_dtype): last part of a tensor's name -> what makes it
+# Packings that are written also have encode(matrix, scale_dtype): last part of a tensor's name -> function that computes it
 
 
 def _groups(group: int | None, columns: int) -> int:
@@ -49,8 +49,8 @@ def _groups(group: int | None, columns: int) -> int:
 
 @dataclass(frozen=True)
 class Packed:
-    """compressed-tensors' ``pack-quantized``: codes of 4 or 8 bits, offset to be unsigned, in int32 words along K, the
-    first in the lowest bits; zero points alike along N. Scales (N, G), for a tensor of one scale (1,)."""
+    """compressed-tensors' ``pack-quantized``: unsigned codes of 4 or 8 bits in int32 words along K, the first in the lowest
+    bits; zero points likewise along N. Scales (N, G), or (1,) per tensor."""
 
     kind: Literal["int4", "int8"]
     group: int | None
@@ -100,9 +100,9 @@ class Packed:
 
 @dataclass(frozen=True)
 class Plain:
-    """A code a number: int8 or fp8 e4m3, with a scale a tensor, a row, a group, or a block of rows and channels.
+    """One int8 or fp8 (e4m3) code per element; a scale per tensor, row, group, or block of rows and channels.
     compressed-tensors' ``int-quantized`` and ``float-quantized``, and fp8 as DeepSeek and Qwen publish it, whose scales
-    are named ``weight_scale_inv`` (and are multiplied with nevertheless)."""
+    are named ``weight_scale_inv`` (but multiply the codes, too)."""
 
     kind: Literal["int8", "fp8"]
     group: int | None = None
@@ -120,7 +120,7 @@ class Plain:
         found = {"weight": Part(((rows, columns),), (code,)), self.scale: Part(shapes, _FLOATS)}
         if self.zero_points:
             found["weight_zero_point"] = Part(shapes, ("I8",))
-        if self.input_scale:  # of activations, which are not rounded here
+        if self.input_scale:  # of activations, which stay unquantized
             found["input_scale"] = Part(((1,), ()), _FLOATS, required=False)
         return found
 
@@ -148,8 +148,8 @@ class Plain:
 
 @dataclass(frozen=True)
 class Transposed:
-    """GPTQ's, and AutoAWQ's ``gemm``: 4-bit codes and zero points in int32 words, scales (G, N); all transposed. GPTQ
-    has its codes in words along K, AWQ along N and interleaved as the zero points then are; those are along N."""
+    """GPTQ, and AutoAWQ's ``gemm``: 4-bit codes and zero points in int32 words, scales (G, N), all transposed. Words of codes
+    are along K in GPTQ, along N in AWQ; words of zero points are along N. AWQ interleaves both."""
 
     group: int | None
     awq: bool = False
@@ -191,7 +191,7 @@ Packing = Packed | Plain | Transposed
 
 def _from_words(words: Tensor, kind: Kind, columns: int) -> Tensor:
     """Codes (R, columns) uint8 from int32 words (R, W), the first in the lowest bits."""
-    # Not contiguous(): of a single word a row it leaves strides as they are.
+    # contiguous() would keep the strides of one word per row, which view() does not accept.
     data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if kind == "int4":
         data = torch.stack((data & 15, data >> 4), dim=2).flatten(1)
@@ -202,14 +202,14 @@ def _signed(codes: Tensor) -> Tensor:
     return (codes ^ 128).view(torch.int8)
 
 
-# gpt-oss's experts: what the names of their four-bit tensors end with, and what a code stands for. Blocks of 32 neighbours
-# share a power of two; the even one of two codes in a byte is in its low half.
+# gpt-oss' experts in MXFP4: suffixes of the tensors' names, and values of the codes. Blocks of 32 elements share a power of
+# two; the first of two codes in a byte is in the low bits.
 MXFP4 = ("_blocks", "_scales")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def mxfp4_parts(shape: tuple[int, ...]) -> dict[str, Part]:
-    """Of a weight (E, K, N) as transformers has it; the codes are transposed."""
+    """The tensors of a weight (E, K, N) in transformers' layout; the codes are transposed."""
     experts, k, n = shape
     return {
         MXFP4[0]: Part(((experts, n, k // 32, 16),), ("U8",)),
@@ -218,26 +218,26 @@ def mxfp4_parts(shape: tuple[int, ...]) -> dict[str, Part]:
 
 
 def widen_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The weight (E, K, N) in bfloat16, which holds it exactly but at the ends of its range."""
+    """The weight (E, K, N) in bfloat16, which is exact except at the ends of its range."""
     if bool((scales == 255).any()):
         raise ValueError("expected MXFP4 scales that are powers of two, found NaN; the model is damaged")
     experts, n, groups, _ = blocks.shape
     values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.bfloat16)
-    made = torch.empty(experts, 32 * groups, n, dtype=torch.bfloat16)
+    weight = torch.empty(experts, 32 * groups, n, dtype=torch.bfloat16)
     for expert in range(experts):
         codes = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), dim=-1).flatten(-2)
         power = scales[expert].to(torch.int32)[..., None] - 127
-        made[expert] = torch.ldexp(values[codes.to(torch.int64)], power).flatten(1).t()
-    return made
+        weight[expert] = torch.ldexp(values[codes.to(torch.int64)], power).flatten(1).t()
+    return weight
 
 
 def _scales(stored: Tensor, kind: Kind) -> Tensor:
-    """Scales in float32; codes of 4 and 8 bits, less their zero points, are at most 15 and 448."""
+    """Validated scales in float32. Codes less zero points are at most 15 (4 bits) and 448 (8 bits)."""
     scales = stored.to(torch.float32)
-    least, largest = (float(value) for value in torch.aminmax(scales))
+    smallest, largest = (float(value) for value in torch.aminmax(scales))
     # NaN fails every comparison.
-    if not (least > 0 and largest < torch.finfo(torch.float32).max / (15 if kind == "int4" else 448)):
-        raise ValueError(f"expected finite positive scales, found {least:g} to {largest:g}")
+    if not (smallest > 0 and largest < torch.finfo(torch.float32).max / (15 if kind == "int4" else 448)):
+        raise ValueError(f"expected finite positive scales, found {smallest:g} to {largest:g}")
     return scales
 
 
@@ -245,15 +245,14 @@ _KEY = "quantization_config"
 _HEAD = LM_HEAD.removesuffix(".weight")
 _KNOWN = "compressed-tensors (pack-quantized, int-quantized, float-quantized), fp8, gptq and awq"
 _MAX_GROUPS, _MAX_NAMES, _MAX_NAME = 64, 100_000, 1000
-# A pattern is only run where the time it takes is bounded: names are short, a few quantifiers of single letters or sets
-# are tried at every place, and none of a group.
+# Limits on regular expressions that bound their time: short names, few quantifiers, which apply to single characters or
+# sets, not to groups.
 _MAX_PATTERN, _MAX_QUANTIFIERS, _MAX_TRIALS = 200, 3, 20_000
 
 
 def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> dict[str, Packing]:
-    """Name of every quantized weight -> its packing; ``config`` is read from ``config_dict``, which is ``config.json``.
-    Only linear layers are quantized: projections and the output layer. Raises UnsupportedModelError for a method,
-    scheme or setting that is not known, or one that contradicts itself."""
+    """Name of each quantized weight -> its packing. ``config_dict``: ``config.json``, from which ``config`` was read. Only
+    projections and the output layer are quantized. UnsupportedModelError for an unknown or inconsistent setting."""
     given = config_dict.get(_KEY)
     if given is None or given == {}:
         return {}
@@ -273,7 +272,7 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
     if not config.tie_word_embeddings:
         layers.append(_HEAD)
     packings = readers[method](given, layers)
-    # Projections that read one input are one product in every runtime, so they have to be stored alike.
+    # Runtimes fuse projections with a common input, so these must have equal packings.
     for shared in (shared for block in range(config.num_blocks) for shared in config.shared_inputs(block)):
         first, *others = (part for projection in shared for part in projection.parts)
         for other in others:
@@ -314,7 +313,7 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
     for layer in layers:
         if ignored(layer):
             continue
-        # The most exact target decides: a name, a pattern, the class of the layer.
+        # The most specific target applies: a name, then a pattern, then the layer's class.
         matches = [(rank, packing) for match, packing in schemes if (rank := match(layer))]
         best = max((rank for rank, _ in matches), default=0)
         chosen = {packing for rank, packing in matches if rank == best}
@@ -335,7 +334,7 @@ def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
     bits, number, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     form = f"{number}-quantized" if form == "naive-quantized" else form
     if strategy is None:
-        # What compressed-tensors takes it for.
+        # compressed-tensors' default.
         size = weights.get("group_size")
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if weights.get("dynamic") not in (None, False):
@@ -371,7 +370,7 @@ def _block(given: Any, where: str) -> tuple[int, int]:
 
 
 def _matcher(key: str, given: Any, num_layers: int) -> Callable[[str], int]:
-    """How exactly names, patterns (``re:…``) or classes name a layer: 0 not, 1 by class, 2 by pattern, 3 by name."""
+    """A function of a layer's name: 0 no match, 1 by class, 2 by pattern (``re:…``), 3 by name."""
     given = _strings(key, given)
     patterns = [name[3:] for name in given if name.startswith("re:")]
     exact = {name for name in given if not name.startswith("re:")}
@@ -379,7 +378,7 @@ def _matcher(key: str, given: Any, num_layers: int) -> Callable[[str], int]:
         raise _refused(f".{key}: {len(patterns)} patterns are too many to be tried on every layer")
     compiled = []
     for pattern in patterns:
-        # What is escaped or in a set is no quantifier.
+        # Escaped characters and those in a set are no quantifiers.
         bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
         quantifiers = re.findall(r"[*+{]|(?<![(*+?}])\?", bare)
         if len(pattern) > _MAX_PATTERN or len(quantifiers) > _MAX_QUANTIFIERS or re.search(r"\)[*+?{]", bare):
@@ -405,7 +404,7 @@ def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     if given.get("weight_block_size") is not None:
         rows, columns = _block(given["weight_block_size"], "weight_block_size")
         packing = Plain("fp8", columns, rows, scale="weight_scale_inv", input_scale=static)
-    return _but(given, ("modules_to_not_convert", "ignored_layers"), layers, packing)
+    return _except(given, ("modules_to_not_convert", "ignored_layers"), layers, packing)
 
 
 def _awq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
@@ -413,7 +412,7 @@ def _awq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     version = given.get("version", "gemm")
     valid = isinstance(version, str) and version.lower() == "gemm"
     require(valid, f"{_KEY}.version", "AWQ's 'gemm'", version, ", which is packed in another way")
-    return _but(given, ("modules_to_not_convert",), layers, Transposed(group, awq=True))
+    return _except(given, ("modules_to_not_convert",), layers, Transposed(group, awq=True))
 
 
 def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
@@ -435,10 +434,10 @@ def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     return {layer: packing for layer in layers if layer.endswith(tuple(f".{name}" for name in named))}
 
 
-def _but(given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], packing: Packing) -> dict[str, Packing]:
-    """Every layer but those that the config leaves out, and the output layer where it is silent about it."""
-    left_out = {name for key in keys for name in _strings(key, given.get(key) or [])} | {_HEAD}
-    return {layer: packing for layer in layers if not any(name and f".{name}." in f".{layer}." for name in left_out)}
+def _except(given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], packing: Packing) -> dict[str, Packing]:
+    """All layers with this packing except those that the config excludes, and the output layer."""
+    excluded = {name for key in keys for name in _strings(key, given.get(key) or [])} | {_HEAD}
+    return {layer: packing for layer in layers if not any(name and f".{name}." in f".{layer}." for name in excluded)}
 
 
 def _strings(key: str, given: Any) -> list[str]:
@@ -449,7 +448,7 @@ def _strings(key: str, given: Any) -> list[str]:
 
 
 def _group_of_4_bits(given: Mapping[str, Any], bits: tuple[str, ...], size: tuple[str, ...]) -> int | None:
-    """Channels that share a scale; each setting under the first of its names that is there."""
+    """The group size; each setting is read by the first of its names that is present."""
     key, group = (next((name for name in names if name in given), names[0]) for names in (bits, size))
     found = given.get(key)
     require(type(found) is int and found == 4, f"{_KEY}.{key}", "4", found, "; use the unquantised checkpoint")

@@ -1,4 +1,4 @@
-"""What weights may be held as at load: one table, which options, memory estimates and back ends read."""
+"""The weight types of loaded models: a table for options, memory estimates and back ends; quantization of weights."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ PREFILL_POLICIES = ("dense", "half", "all")
 
 
 def sparse_from(policy: str, length: int) -> int:
-    """The first sparse position of a prompt of ``length`` tokens, ``length`` if none is."""
+    """The first masked position of a prompt of ``length`` tokens; ``length`` if there is none."""
     guard.choice("prefill", policy, PREFILL_POLICIES)
-    # "half" is the paper's protocol for measuring accuracy.
+    # "half" is the accuracy protocol of the paper.
     return {"dense": length, "half": length - length // 2, "all": 0}[policy]
 
 
 Kind = Literal["int8", "int4", "fp8"]
-# What a code of each kind is stored in, the range of codes, and the code of zero where there are no zero points.
+# By kind: dtype of the codes, their range, and the code of zero without zero points.
 _STORED = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn"}
 _RANGE = {"int8": (-128, 127), "int4": (0, 15), "fp8": (-448, 448)}
 _MIDDLE = {"int8": 0, "int4": 8, "fp8": 0}
-# What the largest number of a group becomes. int8 leaves -128 unused; int4 loses half a step at either end.
+# The code of a group's largest absolute value. int8 does not use -128; int4 clips half a step at either end.
 _LARGEST = {"int8": 127.0, "int4": 7.5, "fp8": 448.0}
-# A scale below this would round to zero or lose its digits.
+# Smallest scale: smaller ones would be subnormal or round to zero.
 _SMALLEST_NORMAL = 2.0**-126
-# Numbers in float32 at a time.
+# Elements that are converted to float32 at a time.
 _CHUNK = 4 << 20
 
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A weight (N, K) in codes."""
+    """A quantized weight (N, K)."""
 
     kind: Kind
     codes: Tensor  # int8: (N, K) int8; int4: (N, ceil(K / 2)) uint8, see `pack_int4`; fp8: (N, K) float8_e4m3fn (e4m3)
     scales: Tensor  # (N, G) float32, finite and not zero; G = K / group, or 1 without groups
-    # (N, G), of the type and in the range of an integer code, unpacked; None: 0 for int8, 8 for int4
+    # (N, G), unpacked integer codes; None: 0 for int8, 8 for int4
     zeros: Tensor | None
-    group: int | None  # neighbouring channels that share a scale; divides K. None: the whole row does
+    group: int | None  # channels per scale, which divides K; None: one scale per row
     shape: tuple[int, int]  # (N, K)
 
     @property
@@ -56,7 +56,7 @@ class QuantizedMatrix:
         return QuantizedMatrix(self.kind, codes, scales, zeros, self.group, (len(codes), self.shape[1]))
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) in ``dtype``, computed in float32 and rounded once; some rows at a time."""
+        """The weight (N, K) in ``dtype``, computed in float32 and rounded once, in chunks of rows."""
         weight = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
         for part in _row_slices(*self.shape):
             codes = unpack_int4(self.codes[part], self.shape[1]) if self.kind == "int4" else self.codes[part]
@@ -70,7 +70,7 @@ class QuantizedMatrix:
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Codes (N, K) in 0 … 15, any integer type, two in a byte: (N, ceil(K / 2)) uint8."""
+    """Integer codes (N, K) in 0 … 15 to two per byte, the first in the low bits: (N, ceil(K / 2)) uint8."""
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     codes = codes.to(torch.uint8)
@@ -81,13 +81,13 @@ def unpack_int4(packed: Tensor, columns: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :columns]
 
 
-# Graded weights are int8 codes c = 16 h + l, h and l from -8 to 7: a high plane and a low one.
+# Graded weights are int8 codes c = 16 h + l, with a high plane h and a low plane l in [-8, 7].
 PLANE_BITS = (4, 4)
 _LARGEST_GRADED = 119.0
 
 
 def split_planes(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and the low plane, int8, of int8 codes; ValueError for codes above 119, which have none."""
+    """int8 codes to high and low plane, int8 each; ValueError for codes above 119, which have no planes."""
     if codes.numel() and int(codes.max()) > _LARGEST_GRADED:
         raise ValueError(f"expected int8 codes up to {_LARGEST_GRADED:g}, which have planes, found {int(codes.max())}")
     high = (codes + 8) >> 4
@@ -95,8 +95,8 @@ def split_planes(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interleaved(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Of int8 codes (N, K) the planes as int4 (N, 2 K): channel 2 k the high one of k, 2 k + 1 the low one. A product is
-    then that of the inputs 16 x and x. ValueError as of `split_planes`."""
+    """int8 codes (N, K) to planes as int4 (N, 2 K): channel 2 k is the high plane of k, 2 k + 1 the low one; their inputs are
+    16 x and x. ValueError as in `split_planes`."""
     high, low = split_planes(matrix.codes)
     codes = ((high + 8) | (low + 8) << 4).view(torch.uint8)
     group = None if matrix.group is None else 2 * matrix.group
@@ -111,8 +111,8 @@ def quantise(
     scale_dtype: torch.dtype | None = None,
     graded: bool = False,
 ) -> QuantizedMatrix:
-    """Round a weight (N, K), floating and finite, without zero points; ``group`` neighbouring channels share a scale,
-    or None: whole rows. Scales are numbers of ``scale_dtype``, float32 if None. ``graded``: codes that have planes."""
+    """Quantize a finite weight (N, K) symmetrically, with a scale per ``group`` channels, or per row if None. Scales are
+    rounded to ``scale_dtype``, float32 if None. ``graded``: only codes that have planes."""
     rows, columns = weight.shape
     groups = 1 if group is None else columns // group
     width = (columns + 1) // 2 if kind == "int4" else columns
@@ -125,7 +125,7 @@ def quantise(
         scale = values.abs().amax(2) / _LARGEST[kind]
         if graded:
             scale = torch.maximum(values.amax(2) / _LARGEST_GRADED, values.amin(2) / _RANGE[kind][0])
-        # One for a group of zeros, which any scale stands for.
+        # A group of zeros has scale 1.
         scale = torch.where(scale > 0, scale.clamp(smallest, largest), 1.0).to(scale_dtype).to(torch.float32)
         code = values / scale.unsqueeze(2)
         if kind != "fp8":
@@ -143,10 +143,10 @@ def _row_slices(rows: int, columns: int) -> list[slice]:
 
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Given as a dtype, but not one.
+# Weight types, which are no dtypes.
 NOT_DTYPES = {one: f"{one} weights are chosen by --weights {one} (weights={one!r})" for one in ("int8", "int4", "fp8")}
 
-# What keys and values can be stored as; auto: the dtype.
+# Types of the KV cache; auto: the decoder's dtype.
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 
 _GROUP, _SMALLEST_GROUP = 128, 32
@@ -154,17 +154,17 @@ _GROUP, _SMALLEST_GROUP = 128, 32
 
 @dataclass(frozen=True)
 class WeightType:
-    bits: int | None  # of one code; None: numbers of the decoder's floating type
-    grouped: bool  # a scale for each group of neighbouring channels, see :func:`group_of`, else one a row
-    scale: str  # the scales' type
-    head: str  # what the output layer is held as: four bits would cost quality
+    bits: int | None  # per code; None: not quantized
+    grouped: bool  # a scale per group of channels, see :func:`group_of`; else per row
+    scale: str  # dtype of the scales
+    head: str  # type of the output layer, for which four bits would cost quality
 
     @property
     def scale_dtype(self) -> torch.dtype:
         return getattr(torch, self.scale)
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """About the bytes of a weight (N, K) held so in a decoder of ``dtype``; other tensors have numbers of it."""
+        """Approximate bytes of a weight (N, K) of this type in a decoder of ``dtype``."""
         if self.bits is None or len(shape) != 2:
             return math.prod(shape) * dtype.itemsize
         return code_bytes(self.bits, shape, _GROUP if self.grouped else None)
@@ -179,15 +179,15 @@ WEIGHT_TYPES: Mapping[str, WeightType] = {
 
 
 def code_bytes(bits: int, shape: tuple[int, ...], group: int | None, *, zero_points: bool = False) -> int:
-    """About the bytes of a weight (N, K) in codes with scales of four bytes, which not every back end needs."""
+    """Approximate bytes of a quantized weight (N, K), with float32 scales as an upper bound."""
     n, k = shape
     groups = 1 if group is None else -(-k // group)
     return (n * bits + 7) // 8 * k + n * groups * (8 if zero_points else 4)
 
 
 def group_of(k: int) -> int:
-    """Channels that share a scale of a weight with ``k`` of them: the largest divisor up to 128. Raises ValueError
-    where it would be below 32 (and not ``k`` itself): so many scales outweigh the codes."""
+    """Group size of a weight with ``k`` channels: the largest divisor up to 128. ValueError if it is below 32 and not ``k``,
+    as the scales would need too much memory."""
     group = next(divisor for divisor in range(min(_GROUP, k), 0, -1) if k % divisor == 0)
     if group < min(_SMALLEST_GROUP, k):
         raise ValueError(f"{k} channels cannot be cut into even groups of {_SMALLEST_GROUP} to {_GROUP}")
@@ -195,7 +195,7 @@ def group_of(k: int) -> int:
 
 
 def round_weight(weight: Tensor, weights: str) -> QuantizedMatrix:
-    """A weight (N, K), floating and finite, as ``weights``, not ``native``, hold it; ValueError from `group_of`."""
+    """Quantize a finite weight (N, K) to the type ``weights`` other than ``native``; ValueError from `group_of`."""
     held = WEIGHT_TYPES[weights]
     group = group_of(weight.shape[1]) if held.grouped else None
     return quantise(cast(Kind, weights), weight, group=group, scale_dtype=held.scale_dtype)

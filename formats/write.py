@@ -1,4 +1,4 @@
-"""Writing a bundle: weights streamed chunk by chunk into ``OUT.partial``, verified there, then renamed to ``OUT``."""
+"""Writing a bundle: shards are streamed into ``OUT.partial``, verified, then the folder is renamed to ``OUT``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .manifest import BUNDLE, FILE_NAME, FORMAT_VERSION, MANIFEST, SIDECAR, Mani
 from .model_config import LM_HEAD
 
 _MAX_COPIED_BYTES, _CHUNK_BYTES = 16 << 20, 32 << 20
-_SIDE_BY_SIDE = 4  # files of weights that are written at the same time
+_SIDE_BY_SIDE = 4  # shards that are written concurrently
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -42,14 +42,14 @@ def write_bundle(
     overwrite: bool = False,
     before_swap: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write a bundle; equal arguments give equal bytes. ``dtype`` is ``auto`` (each tensor as it is) or one's name."""
+    """Write a bundle, deterministically. ``dtype``: ``auto`` (unchanged) or a name."""
     out = Path(os.path.abspath(out))
     if dtype != "auto" and source.quantised:
         raise UsageError(f"dtype: expected auto for a quantised model, whose weights stay as they are, found {dtype!r}")
-    # In the model's order, each file at most full.
+    # Tensors in the model's order; each shard up to its size limit.
     shards: list[list[str]] = []
     room, most = 0, parse_size(max_shard_size)
-    # A second copy of tied embeddings is left out.
+    # The copy of tied embeddings is omitted.
     second = LM_HEAD in source.tensors and source.config.tie_word_embeddings
     for name in source.tensors:
         if second and name == LM_HEAD:
@@ -69,7 +69,7 @@ def write_bundle(
         weight_map = {name: file for file, tensors in weights.items() for name in tensors}
         total = sum(_nbytes(source.tensors[name], dtype) for name in weight_map)
         sidecar = sum(4 * math.prod(shape) + 512 for shape in scales.values())
-        # Within about a percent: a megabyte is for what is made later.
+        # An estimate within about 1%; the megabyte is for the other files.
         sidecar = len(levels) * sidecar + (0 if source.rotation is None else 2 * source.rotation.numel())
         needed = total + sidecar + sum(map(len, files.values())) + (1 << 20)
         free = shutil.disk_usage(out.parent).free
@@ -80,7 +80,7 @@ def write_bundle(
         def write(name: str) -> str:
             return _write_hashed(partial / name, _shard(source, weights[name], dtype, stopped))
 
-        # A digest is the slowest part: one core each. A failure or an interrupt ends the others at their next piece.
+        # In threads: sha256 is the bottleneck, on one core each. An error or interrupt stops the others at their next chunk.
         pool = ThreadPoolExecutor(min(_SIDE_BY_SIDE, os.cpu_count() or 1))
         try:
             sha256 = dict(zip(weights, pool.map(write, weights), strict=True))
@@ -94,7 +94,7 @@ def write_bundle(
             if not same or not all(torch.equal(one, other) for one, other in pairs):
                 differs = f"config.json says that the embeddings are tied, but {LM_HEAD} differs from {embedding}"
                 raise UnsupportedModelError(f"{differs}; set tie_word_embeddings to false or remove the tensor")
-        # auto_map names Python files of the source's repository, which are not part of a bundle.
+        # auto_map refers to Python files of the source, which are not part of a bundle.
         config = {key: value for key, value in source.config_dict.items() if key != "auto_map"}
         if dtype != "auto":
             spelled = [key for key in ("dtype", "torch_dtype") if key in config]
@@ -117,7 +117,7 @@ def write_bundle(
 
 
 def check_output(out: str | os.PathLike[str], overwrite: bool, *, source: str | os.PathLike[str] | None = None) -> None:
-    """UsageError unless ``write_bundle`` may write to ``out``; meant for the preflight, before any work."""
+    """UsageError unless ``write_bundle`` may write to ``out``; for the preflight."""
     out = Path(os.path.abspath(out))
     if source is not None:
         real_source, real_out = Path(os.path.realpath(source)), Path(os.path.realpath(out))
@@ -129,7 +129,7 @@ def check_output(out: str | os.PathLike[str], overwrite: bool, *, source: str | 
 
 
 def parse_size(size: str | int) -> int:
-    """Bytes, from a number or from a text such as ``5GB`` (powers of 1000) or ``500MiB`` (powers of 1024)."""
+    """Parse a number of bytes, or a text such as ``5GB`` (powers of 1000) or ``500MiB`` (powers of 1024)."""
     match = re.fullmatch(r"(\d{1,40}(?:\.\d{1,40})?)\s*([KMGT]?I?B?)", str(size).strip().upper())
     if match is None or match[2] not in _UNITS or not (value := int(float(match[1]) * _UNITS[match[2]])):
         raise UsageError(f"max_shard_size: expected a size such as 5GB, found {size!r:.40}")
@@ -137,7 +137,7 @@ def parse_size(size: str | int) -> int:
 
 
 def copied_files(folder: Path, error: type[WisparseError]) -> Iterator[tuple[str, bytes]]:
-    """The files of a source that go into a bundle byte for byte, all but its weights: name and content."""
+    """Yield name and content of the source's files that a bundle copies, without weights."""
     for name in list_files(folder, 100_000, error):
         limit = SMALL_FILES.get(name, _MAX_COPIED_BYTES if LICENCE_FILE.fullmatch(name) else 0)
         if limit and name != "config.json" and FILE_NAME.fullmatch(name):
@@ -149,7 +149,7 @@ def _write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
     digest = hashlib.sha256()
     with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
         for piece in pieces:
-            # The digest takes as long as the write: do both at once.
+            # Hash and write concurrently; both take about the same time.
             hashed = hasher.submit(digest.update, piece)
             try:
                 _write_all(file, piece)

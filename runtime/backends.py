@@ -1,4 +1,4 @@
-"""Loading: from a folder or a Hub id to a model that answers."""
+"""Loading a model from a folder or a Hub id, and the choice of its back end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .torch.decoder import TorchDecoder
 log = logging.getLogger(__name__)
 
 _LARGEST_BATCH = 2**16  # far above what any device holds
-_HEADED_POSITIONS = 16384  # that each of a server's slots can have, beside a head that drafts
+_HEADED_POSITIONS = 16384  # most positions per slot that memory of a draft head is reserved for
 
 
 def make_decoder(
@@ -50,8 +50,8 @@ def make_decoder(
     most_drafted: int = 0,
     head: HeadFiles | MtpFiles | None = None,
 ) -> Decoder:
-    """Build the decoder that ``backend`` names; ``auto``: the fastest that can run it. Arguments as for :func:`load`;
-    ``drafting``: for `Decoder.draft_by_steps`; ``most_drafted``: as a `Decoder` has it; ``head``: that drafts."""
+    """Construct the decoder of ``backend``; ``auto``: the fastest that supports the model. Arguments as for :func:`load`;
+    ``drafting``: for `Decoder.draft_by_steps`; ``most_drafted``: see `Decoder`; ``head``: a draft head."""
     longest = bundle.config.max_position_embeddings
     if bundle.recipe.graded and weights != "native":
         raise UsageError(f"weights: expected native for a graded bundle, which has its own, found {weights!r}")
@@ -62,7 +62,7 @@ def make_decoder(
     except ValueError as error:
         raise UsageError(str(error)) from error
     chosen: type[Decoder] = TorchDecoder
-    if name == "numba":  # imported when chosen: numba and triton cost seconds
+    if name == "numba":  # imported here: numba and triton take seconds
         from .cpu.decoder import CpuDecoder as chosen
     elif name == "triton":
         from .cuda.decoder import CudaDecoder as chosen
@@ -78,14 +78,14 @@ def make_decoder(
     if rounded is not None and (refused := chosen.refusal(bundle.config, rounded)):
         raise UsageError(f"speculative: bits: back end {chosen.name} cannot: {refused}")
     lack = chosen.lack_of_memory(bundle, device, dtype, weights)
-    needed = weight_bytes(bundle, dtype, weights, chosen.keeps, routed=lack is None)
-    needed += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
-    of_head, position = head.memory(dtype) if head is not None else (0, 0)
+    nbytes = weight_bytes(bundle, dtype, weights, chosen.keeps, routed=lack is None)
+    nbytes += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
+    head_bytes, head_position_bytes = head.memory(dtype) if head is not None else (0, 0)
     with memory_errors(device, "to begin with"):
         limits = default_limits(
-            bundle.config, dtype, device, max_batch, max_seq_len, needed + of_head, kv_cache_dtype,
+            bundle.config, dtype, device, max_batch, max_seq_len, nbytes + head_bytes, kv_cache_dtype,
             states_kept(most_drafted), page_bytes=chosen.page_bytes, memory_bytes=kv_cache_memory_bytes,
-            beside=position * min(max_seq_len or longest, _HEADED_POSITIONS),
+            beside=head_position_bytes * min(max_seq_len or longest, _HEADED_POSITIONS),
         )  # fmt: skip
     if max_seq_len is None and limits[1] < longest:
         text = "max_seq_len %d: the model's context of %d does not fit the free memory's share"
@@ -98,15 +98,15 @@ def make_decoder(
         if weights not in ("native", stored.packing.kind) or not chosen.keeps(stored, bundle.recipe.graded)
     }
     if dequantized:
-        then = "" if weights == "native" else f", and rounds them to {weights}"
+        rounding = "" if weights == "native" else f", and rounds them to {weights}"
         kinds = ", ".join(sorted(dequantized))
-        log.info("back end %s dequantizes the bundle's %s weights at load%s", chosen.name, kinds, then)
+        log.info("back end %s dequantizes the bundle's %s weights at load%s", chosen.name, kinds, rounding)
     with memory_errors(device, "to load the model"):
         decoder = chosen(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch,
             kv_cache_dtype=kv_cache_dtype, most_drafted=most_drafted, pages=pages, lack=lack,
         )  # fmt: skip
-        log.info("keys and values: %s, taken as sequences grow", decoder.cache)
+        log.info("KV cache: %s, allocated as sequences grow", decoder.cache)
         if drafting is not None:
             decoder.draft_by_steps(*drafting)
         if head is not None:
@@ -115,7 +115,7 @@ def make_decoder(
 
 
 def drafting_level(bundle: Bundle, config: SpeculativeConfig, weights: str) -> tuple[Bundle, str]:
-    """Of the method ``self``: the level whose steps are drafts, and what they round the weights to, ``native`` for not."""
+    """For the method ``self``: a bundle at the level of the drafts, and the type that weights are rounded to."""
     stored = {one.packing.kind for one in bundle.checkpoint.quantised.values()}
     if bundle.recipe.graded and config.sparsity is None and config.bits == 4:  # the high planes alone
         masks = {
@@ -129,8 +129,8 @@ def drafting_level(bundle: Bundle, config: SpeculativeConfig, weights: str) -> t
         except UsageError as error:
             raise UsageError(f"speculative: {error}") from None
     if config.bits != 4 or weights == "int4" or (weights == "native" and "int4" in stored):
-        wider = "weights of more bits, as int4 ones have" if config.bits == 4 else "4"
-        raise UsageError(f"speculative: bits: expected {wider}, found {config.bits:g}")
+        expected = "weights of more bits, as int4 ones have" if config.bits == 4 else "4"
+        raise UsageError(f"speculative: bits: expected {expected}, found {config.bits:g}")
     return bundle.at(config.sparsity or 0.0), "int4"
 
 
@@ -161,27 +161,26 @@ def load(
         weights: ``native``, or rounded where the back end can: ``int8`` (a scale a row), ``int4`` (a scale for each
             group of 128 channels, or the largest divisor below), ``fp8`` (e4m3, a scale a row; NVIDIA GPUs); the output
             layer is int8 with any of them.
-        sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: its default, or the level in
-            force of an opened bundle. ``model.sparsity`` changes it between two answers.
-        bits: the same of a graded bundle, by the bits read of a weight; 8 is the dense model, of int8. ``model.bits``
-            changes it.
+        sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: its default, or the chosen level of
+            an opened bundle. ``model.sparsity`` changes it while no request runs.
+        bits: instead of ``sparsity`` for a graded bundle, the bits read per weight; 8 is the dense int8 model.
+            ``model.bits`` changes it.
         prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
-        max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as the memory
-            for keys and values can hold.
-        max_batch: prompts decoded side by side; more of them wait their turn. Sparsity pays most at 1. None: as many as
-            memory holds with 2,048 tokens each, up to 32 (8 on a CPU).
-        kv_cache_dtype: what keys and values are stored as: ``auto`` (``dtype``), or in a byte a number with a scale for
-            each position and head: ``int8``, or ``fp8`` (e4m3), which costs more quality at the same size.
-        kv_cache_memory_bytes: what keys and values may take, as sequences grow. None: 70% of the memory that the weights
-            leave free, or a quarter on a CPU unless both sizes are given.
+        max_seq_len: most tokens of prompt and answer. None: the model's context, or as many as the KV cache's memory can
+            hold.
+        max_batch: most sequences decoded together; others wait. The speedup by sparsity is largest at 1. None: as many
+            as memory holds with 2,048 tokens each, up to 32 (8 on a CPU).
+        kv_cache_dtype: type of keys and values: ``auto`` (``dtype``), or one byte per element and a scale for each
+            position and head: ``int8``, or ``fp8`` (e4m3), which costs more quality at the same size.
+        kv_cache_memory_bytes: most memory of the KV cache. None: 70% of the memory free beside the weights; on a CPU a
+            quarter unless ``max_seq_len`` and ``max_batch`` are numbers.
         revision: branch, tag or commit on the Hub.
-        speculative: verify several tokens at a time, a mapping or its JSON. ``method`` ``ngram``, where the text repeats
-            itself, with vLLM's keys ``num_speculative_tokens`` (7), ``prompt_lookup_min`` (3), ``prompt_lookup_max`` (8).
-            ``method`` ``self``: tokens that the model drafts at another level of the bundle, ``sparsity`` or ``bits``
-            (4 of a bundle that is not graded: weights rounded to int4, in memory beside the others), and
-            ``num_speculative_tokens`` (4). ``method`` ``eagle3``: an EAGLE-3 head drafts, ``model`` is its folder or Hub
-            id. ``method`` ``mtp``: the head in the bundle of a Qwen3.5 drafts. ``auto``: ``ngram``, where it changes no
-            token and the model has no recurrent blocks; None: never.
+        speculative: speculative decoding, a mapping or its JSON. ``method`` ``ngram``: prompt lookup, with vLLM's keys
+            ``num_speculative_tokens`` (7), ``prompt_lookup_min`` (3) and ``prompt_lookup_max`` (8). ``self``: the model
+            drafts at another level of the bundle, ``sparsity`` or ``bits`` (4 in a bundle that is not graded: a second
+            copy of the weights, rounded to int4), with ``num_speculative_tokens`` (4). ``eagle3``: an EAGLE-3 head
+            drafts, ``model`` is its folder or Hub id. ``mtp``: the MTP head in a Qwen3.5 bundle drafts. ``auto``:
+            ``ngram`` if it changes no token and the model has no recurrent blocks; None: off.
 
     Raises:
         AccessError: no such folder or repository, no permission, no network.
@@ -206,11 +205,11 @@ def load(
     start = time.perf_counter()
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(fetch_bundle(bundle, revision))
     opened = opened.chosen(sparsity, bits)
-    asked, recurrent = speculative not in (None, "auto"), opened.config.delta_net is not None
+    explicit, recurrent = speculative not in (None, "auto"), opened.config.delta_net is not None
     head: HeadFiles | MtpFiles | None = HeadFiles.open(config.model, opened) if config.model is not None else None
     if config.method == "mtp":
         head = MtpFiles.open(opened)
-    if head is not None and max_batch is None and max_seq_len is None:  # it has memory for every slot's whole length
+    if head is not None and max_batch is None and max_seq_len is None:  # its memory is reserved at full length
         max_seq_len = min(opened.config.max_position_embeddings, _HEADED_POSITIONS)
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
@@ -218,16 +217,17 @@ def load(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
         max_batch=max_batch, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=kv_cache_memory_bytes,
         drafting=drafting_level(opened, config, weights) if config.method == "self" else None,
-        most_drafted=config.num_speculative_tokens if asked else 0, head=head,
+        most_drafted=config.num_speculative_tokens if explicit else 0, head=head,
     )  # fmt: skip
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
-    # Of recurrent blocks every token of a draft takes memory: not unasked.
-    decoder.speculates = asked or (speculative == "auto" and decoder.verifies_alike and not recurrent)
+    # In recurrent blocks a draft needs memory for a state per token: no default.
+    decoder.speculates = explicit or (speculative == "auto" and decoder.verifies_alike and not recurrent)
     if decoder.speculates:
         log.info("speculation: %s", config)
-    most = config.num_speculative_tokens
-    costs = decoder.verify_costs, decoder.draft_cost
-    if config.method != "ngram" and not make_drafter(config, *costs, ()).propose(most):
-        said = "speculative: no drafts are made: one takes %.2f of a step here, and to verify it more than it saves"
-        log.warning(said, decoder.draft_cost)
+    drafter = make_drafter(config, decoder.verify_costs, decoder.draft_cost, ())
+    if config.method != "ngram" and not drafter.propose(config.num_speculative_tokens):
+        log.warning(
+            "speculative: no drafts are made: a drafted token takes %.2f of a step, and its verification more than it "
+            "saves", decoder.draft_cost,
+        )  # fmt: skip
     return Model(opened, decoder, text, prefill, config if decoder.speculates else None)

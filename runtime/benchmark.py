@@ -1,4 +1,4 @@
-"""Decoding speed of a bundle, dense and sparse in one run, beside the ceiling that the bytes set."""
+"""Decoding speed of a bundle, dense and sparse in one run, and the bound by memory bandwidth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .model import Model
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed, ``runs`` times: ``batch`` random prompts of ``prompt_length`` and ``new_tokens`` after each."""
+    """The timed work, ``runs`` times: ``batch`` random prompts of ``prompt_length``, and ``new_tokens`` after each."""
 
     prompt_length: int = 5
     new_tokens: int = 200
@@ -37,11 +37,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class Speed:
-    tok_per_s: float  # median over ``runs``, all rows of the batch together
-    step_ms: float  # one step, median over the runs of their mean
+    tok_per_s: float  # of the batch; median over ``runs``
+    step_ms: float  # mean over a run's steps; median over ``runs``
     prefill_tok_per_s: float
     realised_sparsity: float
-    bytes_per_step: int  # weights and cache that a step has to read
+    bytes_per_step: int  # weights and KV cache that a step reads
     gbps: float  # those bytes over ``step_ms``
     ideal_ms: float  # the same bytes at the measured bandwidth
     peak_memory_bytes: int
@@ -71,8 +71,8 @@ class Comparison:
 
 
 def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels: bool = False) -> dict[str, Comparison]:
-    """Time a bundle with its weights held in several ways, each at its sparsity level and with its masks off. Runs
-    alternate between all of them, so that a change of the machine's speed meets all."""
+    """Time models with several weight types, each at its sparsity level and dense. Runs alternate between all of them, so
+    that a change of the machine's speed affects all."""
     levels = {name: model.sparsity for name, model in models.items()}
     if 0 in levels.values():
         if any(model.bits is not None for model in models.values()):
@@ -97,14 +97,14 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
         for (name, sparsity), runs in timed.items():
             models[name].sparsity = sparsity
             seconds = time_run(models[name].decoder, workload)
-            if run:  # the first only warms up
+            if run:  # the first is a warmup
                 runs.append(seconds)
 
     def speed(decoder: Decoder, sparsity: float, runs: list[tuple[float, float]]) -> Speed:
         projections, head = decoder.bytes_read()
         context = workload.prompt_length + workload.new_tokens // 2
         cache = bytes_per_position(decoder.config, decoder.dtype, decoder.kv_cache_dtype) * context * workload.batch
-        needed = round(projections * (1 - sparsity)) + head + cache
+        bytes_per_step = round(projections * (1 - sparsity)) + head + cache
         step_ms = statistics.median(seconds for _, seconds in runs) / workload.new_tokens * 1e3
         rates = tuple(workload.batch * workload.new_tokens / seconds for _, seconds in runs)
         return Speed(
@@ -112,17 +112,17 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
             step_ms=step_ms,
             prefill_tok_per_s=statistics.median(workload.batch * workload.prompt_length / s for s, _ in runs),
             realised_sparsity=sparsity,
-            bytes_per_step=needed,
-            gbps=needed / step_ms * 1e-6,
-            ideal_ms=needed / bandwidth * 1e-6,
+            bytes_per_step=bytes_per_step,
+            gbps=bytes_per_step / step_ms * 1e-6,
+            ideal_ms=bytes_per_step / bandwidth * 1e-6,
             peak_memory_bytes=peak_bytes(device),
             runs=rates,
         )
 
-    found = {}
+    comparisons = {}
     for name, model in models.items():
         model.sparsity = levels[name]
-        found[name] = Comparison(
+        comparisons[name] = Comparison(
             machine=machine(device),
             backend=model.decoder.name,
             dtype=str(model.decoder.dtype).removeprefix("torch."),
@@ -135,12 +135,12 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
             bits=model.bits,
             kernels=tables.get(name, {}),
         )
-    return found
+    return comparisons
 
 
 def time_drafts(model: Model, workload: Workload) -> dict[str, float]:
-    """Answers with and without drafts, of a model loaded with speculation: tokens a second, and what became of the drafts."""
-    ids = [one.tolist() for one in prompts(model.config, workload)]
+    """Tokens per second with and without drafts of a model loaded with ``speculative``, and acceptance of the drafts."""
+    ids = [prompt.tolist() for prompt in prompts(model.config, workload)]
     timed: dict[bool, list[float]] = {False: [], True: []}
     for run in range(1 + workload.runs):
         for drafts, rates in timed.items():
@@ -159,20 +159,20 @@ def time_drafts(model: Model, workload: Workload) -> dict[str, float]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         import triton
 
         name, cuda = torch.cuda.get_device_name(device), str(torch.version.cuda)
-        return found | {"device": name, "cuda": cuda, "triton": triton.__version__}
+        return versions | {"device": name, "cuda": cuda, "triton": triton.__version__}
     cpuinfo = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*:\s*(.*)$", cpuinfo.read_text("utf-8"), re.M) if cpuinfo.exists() else None
-    name = named[1] if named else platform.processor() or platform.machine()
-    return found | {"device": name, "threads": str(torch.get_num_threads()), "cores": str(os.cpu_count())}
+    match = re.search(r"^model name\s*:\s*(.*)$", cpuinfo.read_text("utf-8"), re.M) if cpuinfo.exists() else None
+    name = match[1] if match else platform.processor() or platform.machine()
+    return versions | {"device": name, "threads": str(torch.get_num_threads()), "cores": str(os.cpu_count())}
 
 
 def time_run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
-    """Seconds of the prefill and of the steps."""
+    """Seconds of the prefills and of the decode steps."""
     last = torch.tensor(0)
     began = time.perf_counter()
     for slot, prompt in enumerate(prompts(decoder.config, workload)):
@@ -193,7 +193,7 @@ def prompts(config: ModelConfig, workload: Workload) -> list[Tensor]:
 
 
 def read_bandwidth_gbps(device: torch.device) -> float:
-    """GB/s at which a device reads memory: the best of several sums over a buffer far larger than any cache."""
+    """Read bandwidth of a device's memory: the fastest of several sums over a buffer much larger than the caches."""
     buffer = torch.ones((1 << 30) if device.type == "cuda" else (1 << 27), dtype=torch.float32, device=device)
 
     def read() -> None:

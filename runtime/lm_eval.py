@@ -1,4 +1,4 @@
-"""lm-evaluation-harness through our runtime: the tasks are the harness's, every logit and token is ours."""
+"""An adapter that runs tasks of lm-evaluation-harness on this runtime."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .model import Model
 
 LOCAL_TASKS = Path(__file__).with_name("tasks")
 OWN_TASKS = ("interpreter_lines", "interpreter_chains", "greedy_loops")
-# The paper's six tasks and their folders in the harness, whose index of all tasks takes 10 s and more.
+# The paper's six tasks and their folders in the harness: indexing all tasks takes over 10 s.
 PAPER_TASKS = {name: name for name in ("gsm8k", "humaneval", "mmlu", "commonsense_qa")}
 PAPER_TASKS |= {"social_iqa": "siqa", "wic": "super_glue"}
 _SAMPLING: dict[str, type] = {"top_k": int, "top_p": float, "min_p": float, "seed": int}
@@ -82,7 +82,7 @@ class WisparseLM(TemplateLM):
         return self.text.render(chat_history, add_generation_prompt=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; a beginning-of-text token is not doubled if a chat template wrote it already."""
+        """Token ids, without a second beginning-of-text token if the chat template has one."""
         ids = self.text.encode(string, add_special_tokens=add_special_tokens is not False)
         bos = self.text.special_id("bos_token")
         return ids[1:] if add_special_tokens is None and bos is not None and ids[:2] == [bos, bos] else ids
@@ -91,17 +91,17 @@ class WisparseLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_ignored: Any
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether greedy decoding would give it."""
+        """Log-likelihood of each continuation, and whether it is the greedy one."""
         limit = self.model.max_seq_len
         result: list[tuple[float, bool]] = [(0.0, True)] * len(requests)  # of an empty continuation
-        # One pass serves all requests that read the same tokens: the choices " A", " B", " C" of one question.
+        # One forward pass for all requests with the same input, as the choices " A", " B", " C" of a question.
         groups: dict[tuple[tuple[int, ...], int], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             if not continuation:
                 continue
             if len(continuation) > limit:
                 raise UsageError(f"lm-eval: a continuation has {len(continuation)} tokens, the context holds {limit}")
-            # The last token is predicted, never read; of a context that is too long the end is kept.
+            # The last token is not an input; a too long context is truncated on the left.
             inputs = tuple([*context, *continuation][-(limit + 1) : -1])
             start = sparse_from(self.prefill, len(inputs) - (len(continuation) - 1))
             groups.setdefault((inputs, start), []).append(index)
@@ -117,13 +117,13 @@ class WisparseLM(TemplateLM):
         return result
 
     def _logits(self, token_ids: Sequence[int], start: int) -> torch.Tensor:
-        """(T, V), computed between two steps of whatever else the model does."""
+        """Logits (T, V), computed between two steps of the engine."""
         ids = torch.tensor(token_ids, dtype=torch.int64)
         return self.model.engine.call(lambda: self.model.decoder.logits(ids, start))
 
     @torch.inference_mode()
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, in windows of the context's length that overlap by no prediction."""
+        """Log-likelihood of complete texts, in windows of the context's length with disjoint predictions."""
         result = []
         for request in tqdm(requests, desc="wisparse: whole texts", disable=disable_tqdm or None):
             (text,) = request.args
@@ -139,9 +139,9 @@ class WisparseLM(TemplateLM):
         return result
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each prompt until one of its stop strings, as many at a time as the model has slots."""
+        """Continue each prompt up to one of its stop strings, in batches."""
         result: list[str] = [""] * len(requests)
-        groups: dict[str, list[int]] = {}  # requests with the same settings
+        groups: dict[str, list[int]] = {}  # indices of requests with the same settings
         for index, request in enumerate(requests):
             groups.setdefault(str(request.args[1]), []).append(index)
         bar = tqdm(total=len(requests), desc="wisparse: answers", disable=disable_tqdm or None)
@@ -196,12 +196,12 @@ def evaluate_tasks(
         "confirm with --confirm-run-unsafe-code"
     )
     if confirm_run_unsafe_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the metric of such tasks (code_eval) asks once more
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # also required by the metric of these tasks, code_eval
     elif any(config.get("unsafe_code") for config in configs):
         raise unsafe
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # standard errors are drawn here, not in processes that print
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # bootstrap in this process: the child processes print
     adapter = WisparseLM(model, prefill=prefill)
-    # Tasks with a data set of their own ask nobody.
+    # Tasks with local data need no network.
     offline = not all("custom_dataset" in config for config in configs) and not is_reachable()
     try:
         with _offline() if offline else nullcontext():
@@ -220,7 +220,7 @@ def evaluate_tasks(
     except (ValueError, OSError, HTTPError) as error:
         reason, is_value = first_line(error), isinstance(error, ValueError)
         if is_value and "unsafe" in str(error):
-            raise unsafe from error  # of a group, whose tasks are known by now
+            raise unsafe from error  # of a group, whose tasks are known now
         if num_fewshot and "larger than population" in str(error):
             raise UsageError(f"--num-fewshot {num_fewshot}: one of {names} has fewer examples") from error
         if offline and ("Couldn't find cache" in str(error) or not is_value):
@@ -238,14 +238,14 @@ def evaluate_tasks(
         for key, value in values.items():
             metric, _, filtered = key.partition(",")
             if isinstance(value, int | float) and not isinstance(value, bool) and not metric.startswith("sample_"):
-                # A filter's name stays where it tells two apart.
+                # Keep a filter's name if there are several.
                 results[name][metric if filtered in ("", "none") else f"{metric} ({filtered})"] = float(value)
     return results
 
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Data sets and metrics come from the cache alone; their libraries would try the network for a minute."""
+    """Offline mode: data sets and metrics only from the cache, without network timeouts of a minute."""
     import datasets
     import evaluate
 
@@ -258,7 +258,7 @@ def _offline() -> Iterator[None]:
 
 
 def _questions(outcome: Mapping[str, Any], name: str) -> int:
-    """How many questions the metrics of a task are of; a group's are those of its tasks."""
+    """Number of samples of a task's metrics; of a group, the sum over its tasks."""
     own, groups = outcome["n-samples"], outcome.get("group_subtasks") or {}
 
     def leaves(name: str) -> set[str]:
@@ -268,11 +268,11 @@ def _questions(outcome: Mapping[str, Any], name: str) -> int:
 
 
 def _task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike[str]]) -> Any:
-    """The index of tasks; the harness's own thousands are read (in seconds) only if one of them is asked for."""
+    """The index of tasks; the harness's own, which takes seconds, is read only if needed."""
     import lm_eval.tasks
 
     for path in include_path:
-        if not os.path.isdir(path):  # False as well for what no file system can hold
+        if not os.path.isdir(path):  # also False for an invalid path
             raise UsageError(f"--include-path {quoted(os.fspath(path))}: no such folder; expected one with YAML tasks")
     folders = [str(LOCAL_TASKS), *(os.fspath(path) for path in include_path)]
     shortcut = [Path(lm_eval.tasks.__file__).parent / PAPER_TASKS[task] for task in tasks if task in PAPER_TASKS]

@@ -1,4 +1,4 @@
-"""A loaded bundle that takes text and gives text."""
+"""A loaded bundle that generates text."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from .generation.request import Chunk, Generation, GenerationArguments, Generati
 from .generation.speculation import SpeculativeConfig
 from .tokenizer import Tokenizer, stop_ids
 
-# What OpenAI's API and transformers call arguments of `Model.generate`.
+# Names in OpenAI's API and transformers of arguments of `Model.generate`, for the error message.
 _OTHER_NAMES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "stop_strings": "stop"}
 
 
 class Model(AbstractContextManager["Model"]):
     """A bundle on a device; make one with ``wisparse.load``.
 
-    Calls from several threads are decoded together, ``max_batch`` answers at a time; each gets the tokens that it gets
-    alone. A stream that is left unfinished keeps its slot until it is closed or other calls have decoded it to its end.
-    A prompt's prefix that the KV cache still holds is not computed again.
+    Requests of several threads are batched, up to ``max_batch`` at a time; each gets the same tokens as alone. An unfinished
+    stream keeps its slot until it is closed or other calls have decoded it to its end. A prompt's prefix that is in the
+    KV cache is not computed again.
 
     Attributes:
         decoder: runs the model on token ids. Use it directly only through ``engine.call``, followed by
             ``engine.scheduler.start_over``.
-        engine: what all calls below go through.
+        engine: runs the requests of all methods below.
         text: tokenizer and chat template; None if the bundle has no tokenizer.
         stop_ids: the tokens that end an answer.
-        grammars: compiles what answers have to be.
+        grammars: compiles the grammars that constrain answers.
     """
 
     def __init__(
@@ -69,23 +69,23 @@ class Model(AbstractContextManager["Model"]):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """``encode`` gives a text's token ids, ``decode`` the text of token ids; UsageError if the bundle has none."""
+        """The tokenizer; UsageError if the bundle has none."""
         if self.text is None:
             raise UsageError("this bundle has no tokenizer: give token ids")
         return self.text
 
     def spell(self, token: int) -> str:
-        """One token as it stands within a text, special ones by their names; empty if there is no tokenizer."""
+        """A token's text within a longer text, a special token's name; empty without a tokenizer."""
         if self.text is None:
             return ""
-        # Many tokenizers drop a leading space at the beginning of a text, so the token is looked at behind itself.
+        # Many tokenizers drop a leading space at the beginning of a text: decode the token after itself.
         once, twice = (self.text.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
         return twice[len(once) :]
 
     @property
     def sparsity(self) -> float:
-        """The sparsity level that answers are decoded at, one of the bundle's; 0 for the dense model. Setting it takes
-        milliseconds and loads nothing; not while an answer is in progress. A server's requests may name another."""
+        """The default sparsity level, one of the bundle's, or 0 for the dense model. Setting it takes milliseconds and is
+        an error while a request runs. A server's requests may name another level."""
         return self.bundle.sparsity
 
     @sparsity.setter
@@ -107,8 +107,7 @@ class Model(AbstractContextManager["Model"]):
 
     @property
     def bits(self) -> float | None:
-        """The level by the bits read of a weight, 8 for the dense model; None unless the bundle is graded. Setting it is
-        setting :attr:`sparsity`."""
+        """:attr:`sparsity` of a graded bundle as bits read per weight, 8 for the dense model; None for other bundles."""
         return self.bundle.bits
 
     @bits.setter
@@ -117,43 +116,43 @@ class Model(AbstractContextManager["Model"]):
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens that prompt and answer may have together; the answer's last one takes no position."""
+        """Most positions of prompt and answer; the answer's last token needs none."""
         return self.decoder.max_seq_len
 
     @overload
     def generate(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generation:  # type: ignore[overload-overlap]
-        ...  # a text is a sequence of texts as well, and one prompt
+        ...  # a str is also a Sequence[str]
 
     @overload
     def generate(self, prompt: Sequence[Prompt], **settings: Unpack[GenerationArguments]) -> list[Generation]: ...
 
-    @GenerationSettings.spelled_out
+    @GenerationSettings.as_keywords
     def generate(
         self, prompt: Prompt | Sequence[Prompt], **settings: Unpack[GenerationArguments]
     ) -> Generation | list[Generation]:
-        """Continue a prompt, answer a conversation, or do so for several at once.
+        """Continue one or more prompts or conversations.
 
         Args:
             prompt: a text, a conversation (messages with ``role`` and ``content``), token ids (also a numpy array or
                 a tensor of integers), or a list of any one of these.
-            max_new_tokens: at most so many; None until the context is full.
+            max_new_tokens: most tokens of the answer; None: up to the context's end.
             temperature, top_k, top_p, min_p, seed, repetition_penalty, frequency_penalty, presence_penalty,
-                logit_bias, logprobs: see :class:`SamplingParams`; temperature 0 is greedy. A given seed holds for
-                each prompt of a list; without one each gets a fresh seed, told in its :class:`Generation`.
-            json_schema: the answer is JSON that this schema describes, a mapping or its text; ``{}`` is any JSON.
-                ``max_new_tokens`` may still cut it off. Needs ``pip install llguidance``.
-            grammar: the answer is what this grammar describes, written as llguidance's Lark or llama.cpp's GBNF.
-            stop: the answer ends before any of these strings; a special token's name works too. None for none.
-            system_prompt: put before a text as the system's message; needs a chat template.
-            chat_template: whether a text is put through the model's chat template as a user's message. None: if the
-                template ends an assistant's turn with a token that ends generation, as those of instruction-tuned
-                models do; a base model continues the text as it stands. Conversations always are.
-            prefill: ``dense``, ``half`` or ``all``; the loader's choice if None.
+                logit_bias, logprobs: see :class:`SamplingParams`; temperature 0 is greedy. A seed applies to each
+                prompt of a list; without one each gets a random seed, which its :class:`Generation` has.
+            json_schema: constrain the answer to JSON of this schema, a mapping or its text; ``{}`` is any JSON.
+                ``max_new_tokens`` may still truncate it. Needs ``pip install llguidance``.
+            grammar: constrain the answer to a grammar in llguidance's Lark or llama.cpp's GBNF.
+            stop: strings that end the answer and are not part of it; also names of special tokens.
+            system_prompt: the system message before a text; needs a chat template.
+            chat_template: whether to apply the chat template to a text, as a user message. None: if the template ends
+                an assistant's turn with a stop token, as those of instruction-tuned models do. A base model continues
+                the text. Conversations always use it.
+            prefill: ``dense``, ``half`` or ``all``; None: as loaded.
             measure_sparsity: count the dropped channels; see :meth:`Decoder.measure_sparsity`.
             speculative: draft tokens, if the model was loaded with ``speculative``.
 
         Returns:
-            A :class:`Generation`, or a list of them if a list of prompts was given.
+            A :class:`Generation`, or a list of them for a list of prompts.
 
         Raises:
             ContextLengthError: a prompt longer than the context.
@@ -161,7 +160,7 @@ class Model(AbstractContextManager["Model"]):
         """
         prompts, single = as_prompts(prompt)
         answers = dict(self.generate_each(prompts, **settings))
-        # Measured for all together: what was counted when the last one ended.
+        # The counts of all requests together, at the end of the last one.
         total = list(answers.values())[-1].realised_sparsity
         ordered = [replace(answers[index], realised_sparsity=total) for index in range(len(answers))]
         return ordered[0] if single else ordered
@@ -169,48 +168,48 @@ class Model(AbstractContextManager["Model"]):
     def generate_each(
         self, prompts: Sequence[Prompt], **settings: Unpack[GenerationArguments]
     ) -> Generator[tuple[int, Generation], None, None]:
-        """Answer many prompts, ``max_batch`` at a time: gives each one's index and answer as it ends. Arguments are
-        checked at once, the model starts at the first ``next``; they are those of :meth:`generate`."""
-        ended = self._chunks(self._requests(prompts, settings), final_only=True)
-        return ((index, chunk.generation) for some in ended for index, chunk in some if chunk.generation is not None)
+        """:meth:`generate` for many prompts: yields the index and result of each as it finishes. Arguments are validated
+        immediately, generation starts at the first ``next``."""
+        batches = self._chunks(self._requests(prompts, settings), final_only=True)
+        return ((index, chunk.generation) for new in batches for index, chunk in new if chunk.generation is not None)
 
     def stream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generator[Chunk, None, None]:
-        """Answer token by token; arguments as for :meth:`generate`, one prompt only. Arguments are checked at once, the
-        model starts at the first ``next``. Leaving the loop early is fine."""
+        """:meth:`generate` for one prompt, token by token. Arguments are validated immediately, generation starts at the
+        first ``next``. Closing the generator cancels the request."""
         return (chunk for together in self.stream_together(prompt, **settings) for chunk in together)
 
     def stream_together(
         self, prompt: Prompt, **settings: Unpack[GenerationArguments]
     ) -> Generator[list[Chunk], None, None]:
-        """:meth:`stream`, with the chunks that are there at once in one list, which costs as little to print as one."""
+        """:meth:`stream` in lists of all chunks that are available at once."""
         chunks = self._chunks(self._requests(_one_prompt("stream", prompt), settings))
         return ([chunk for _, chunk in together] for together in chunks)
 
     def astream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> AsyncGenerator[Chunk, None]:
-        """:meth:`stream` for ``async for``: a thread runs the steps, the event loop stays free."""
+        """:meth:`stream` for ``async for``; a thread runs the steps."""
         (request,) = requests = self._requests(_one_prompt("astream", prompt), settings)
 
         async def chunks() -> AsyncGenerator[Chunk, None]:
-            came: asyncio.Queue[Chunk | WisparseError] = asyncio.Queue()
+            items: asyncio.Queue[Chunk | WisparseError] = asyncio.Queue()
             loop = asyncio.get_running_loop()
 
             def deliver(_: int, item: Chunk | WisparseError) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to read it
-                    loop.call_soon_threadsafe(came.put_nowait, item)
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(items.put_nowait, item)
 
             with self._submitted(requests, deliver, final_only=False):
                 drive = partial(self.engine.drive, lambda: request.done)
                 threading.Thread(target=drive, name="wisparse-stream", daemon=True).start()
                 reason = None
                 while reason is None:
-                    chunk = _checked(request, await came.get())
+                    chunk = _checked(request, await items.get())
                     reason = chunk.finish_reason
                     yield chunk
 
         return chunks()
 
     def close(self) -> None:
-        """Give the memory back; the model cannot be used any more. What other threads wait for ends with an error."""
+        """Free the memory; the model cannot be used afterwards. Open requests end with an error."""
         self.engine.close()
         self.grammars.close()
 
@@ -220,8 +219,8 @@ class Model(AbstractContextManager["Model"]):
     def request(
         self, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = (), prefill: str | None = None, **fields: Any
     ) -> Request:
-        """A validated :class:`Request` with these fields, for ``engine.submit``. A stop string that is a special
-        token's name becomes a stop token. prefill: the loader's choice if None."""
+        """A validated :class:`Request` for ``engine.submit``. Stop strings that are names of special tokens become stop
+        tokens. prefill: None for the model's."""
         special = {} if self.text is None else self.text.special_ids
         request = Request(
             prompt_token_ids,
@@ -252,24 +251,24 @@ class Model(AbstractContextManager["Model"]):
         ]
 
     def _chunks(self, requests: Sequence[Request], final_only: bool = False) -> Iterator[list[tuple[int, Chunk]]]:
-        """The chunks that have come since the last time, each with the index of its request, until all have ended."""
-        came: deque[tuple[int, Chunk | WisparseError]] = deque()
-        left = len(requests)
-        with self._submitted(requests, lambda index, item: came.append((index, item)), final_only):
-            while left:
-                self.engine.drive(came.__len__)
-                index, item = came.popleft()
-                together = [(index, _checked(requests[index], item))]
-                while came and isinstance(came[0][1], Chunk):
-                    together.append(came.popleft())  # type: ignore[arg-type]
-                left -= sum(chunk.finish_reason is not None for _, chunk in together)
-                yield together
+        """Yields all new chunks at a time, each with the index of its request, until all have finished."""
+        items: deque[tuple[int, Chunk | WisparseError]] = deque()
+        unfinished = len(requests)
+        with self._submitted(requests, lambda index, item: items.append((index, item)), final_only):
+            while unfinished:
+                self.engine.drive(items.__len__)
+                index, item = items.popleft()
+                chunks = [(index, _checked(requests[index], item))]
+                while items and isinstance(items[0][1], Chunk):
+                    chunks.append(items.popleft())  # type: ignore[arg-type]
+                unfinished -= sum(chunk.finish_reason is not None for _, chunk in chunks)
+                yield chunks
 
     @contextmanager
     def _submitted(
         self, requests: Sequence[Request], deliver: Callable[[int, Chunk | WisparseError], None], final_only: bool
     ) -> Iterator[None]:
-        """Submit requests, each delivering its index and chunks; those that are not done in the end are cancelled."""
+        """Submit requests that ``deliver`` their index and chunks; cancel those that are not done at the exit."""
         measure = any(request.measure_sparsity for request in requests)
         if measure:
             self.engine.start_measuring()
@@ -286,7 +285,7 @@ class Model(AbstractContextManager["Model"]):
     def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | None) -> list[int]:
         if not isinstance(prompt, str) and isinstance(prompt[0], int):
             if system_prompt is not None or chat_template:
-                raise UsageError("token ids stand for themselves: they take no system prompt and no chat template")
+                raise UsageError("token ids are used unchanged: they take no system prompt and no chat template")
             return list(prompt)  # type: ignore[arg-type]
         tokenizer = self.tokenizer
         system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
@@ -308,7 +307,7 @@ def _one_prompt(verb: str, prompt: Prompt) -> list[Prompt]:
 
 
 def _checked(request: Request, item: Chunk | WisparseError) -> Chunk:
-    """The chunk, unless it is what ended the request: that is raised."""
+    """The chunk; if it is an error, raise the request's original exception."""
     if isinstance(item, WisparseError):
         raise request.error or item
     return item

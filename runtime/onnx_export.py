@@ -1,4 +1,4 @@
-"""A bundle exported as an ONNX folder: the model, what ONNX runtimes read beside it, and a check of the result."""
+"""Export of a bundle to an ONNX folder with the files of ONNX runtimes, and a check of the result."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .decoding.rotary import switch_length
 from .onnx_graph import DOMAIN, DTYPES, DecoderGraph
 from .torch.decoder import TorchDecoder
 
-OPSETS = range(18, 25)  # ReduceMean takes its axes as an input from 18 on; 24 is the newest that was tried
+OPSETS = range(18, 25)  # ReduceMean has axes as an input since 18; 24 is the newest tested one
 MODEL, DATA, GENAI = "model.onnx", "model.onnx.data", "genai_config.json"
-# Names the files of the export; an export is recognized by it alone.
+# The manifest of an export, which identifies it.
 MANIFEST = "wisparse_export.json"
 _MAX_MANIFEST_BYTES = 1 << 20
 _ALIGNMENT = 4096  # onnxruntime maps weights on page boundaries
 
-# What the check compares: tokens of the prompt, and decoding steps.
+# Size of the check: prompt tokens, and decode steps.
 _PROMPT, _STEPS = 24, 16
-# Largest difference over the largest value, that rounding explains: about ten times what was seen.
+# Tolerance of the difference, relative to the largest value: about ten times the observed one.
 _DENSE = {"float32": 1e-4, "float16": 2e-2}
 _PROJECTION = {"float32": 1e-5, "float16": 5e-3}
-# Scores this close to the threshold, relative to it, may fall on either side: on CPUs, ONNX Runtime goes on with more
-# digits of an activation than the float16 value it shows.
+# Relative distance to the threshold within which a score may be on either side: ONNX Runtime on CPUs computes with a higher
+# precision than the float16 activation that it returns.
 _ROUNDING = {"float32": 1e-6, "float16": 1e-3}
 
 
@@ -132,7 +132,7 @@ def export_onnx(
                 data.write(values.numpy().data.cast("B"))
                 model.graph.initializer.append(initializer)
         onnx.save(model, str(partial / MODEL))
-        # By path, so that the checker finds the external data; and weights over 2 GB cannot be checked otherwise.
+        # By path, for external data and for weights over 2 GB.
         onnx.checker.check_model(str(partial / MODEL))
         for name, content in small.items():
             (partial / name).write_bytes(content)
@@ -150,7 +150,7 @@ def export_onnx(
 
 
 def _genai_config(bundle: Bundle) -> dict[str, Any]:
-    """onnxruntime-genai's description of a decoder; its defaults are our inputs' and outputs' names, and greedy."""
+    """onnxruntime-genai's config of a decoder; its default names of inputs and outputs are ours."""
     config = bundle.config
     generation = json.loads(bundle.read_bytes("generation_config.json") or b"{}")
     ids = {key: generation.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -170,12 +170,12 @@ def _genai_config(bundle: Bundle) -> dict[str, Any]:
                 "num_hidden_layers": config.num_blocks,
                 "num_key_value_heads": config.num_kv_heads,
             },
-            # Its word for "a decoder with these inputs and outputs", for it knows few families by name. By Phi-3's it
-            # reads a sequence anew where LongRoPE's frequencies change.
+            # A generic decoder type, as it knows few families. With Phi-3's type it prefills a sequence again when
+            # LongRoPE's frequencies change.
             "type": "decoder" if switch_length(config) is None else "phi3",
             "vocab_size": config.vocab_size,
         },
-        # The graph appends to the cache; a shared buffer would need to write into it.
+        # The graph concatenates to the cache, so it cannot share a buffer.
         "search": {"max_length": config.max_position_embeddings, "past_present_share_buffer": False},
     }
 
@@ -184,7 +184,7 @@ class OnnxDecoder:
     """Runs an exported folder on the CPU, one batch at a time."""
 
     def __init__(self, folder: Path, model: onnx.ModelProto | None = None) -> None:
-        """``model``: in place of the folder's, with its weights."""
+        """``model``: replaces the folder's model, with the same weights."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -204,7 +204,7 @@ class OnnxDecoder:
         }
 
     def run(self, tokens: np.ndarray, mask: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Append tokens (B, L) int64, with a ``mask`` of 0 where a prompt is padded on the left; gives all outputs."""
+        """Append tokens (B, L) int64; ``mask``: 0 for left padding. Returns all outputs."""
         self.mask = np.concatenate((self.mask, np.ones_like(tokens) if mask is None else mask), axis=1)
         positions = np.maximum(self.mask.cumsum(axis=1) - 1, 0)[:, -tokens.shape[1] :]
         feeds = {"input_ids": tokens, "attention_mask": self.mask, "position_ids": positions, **self.cache}
@@ -224,11 +224,11 @@ def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
     to compare with, ``masks_kl`` between our sparse and our dense steps. Errors: largest difference over largest value.
     """
     config = bundle.config
-    # LongRoPE turns all positions by other angles beyond its switch: stay on one side of it.
+    # With LongRoPE, stay below the length at which all angles change.
     length = min(_PROMPT + _STEPS, config.max_position_embeddings, switch_length(config) or _PROMPT + _STEPS)
     prompt = max(2, length - _STEPS)
     ours = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=length)
-    # Text that the model itself samples: on random tokens a trained model is at its least stable.
+    # Text sampled from the model: on random tokens a trained model is less stable numerically.
     generator, written = torch.Generator().manual_seed(0), [int(bundle.config_dict.get("bos_token_id") or 0)]
     logits = ours.prefill(0, torch.tensor(written), 1)
     while len(written) < length:
@@ -260,7 +260,7 @@ def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
             )
 
     def kl(found: torch.Tensor) -> float:
-        """Mean KL(ours, sparse || found) of logits (T, V), in nats."""
+        """Mean KL(ours, sparse || ``found``) of logits (T, V), in nats."""
         left, right = (torch.log_softmax(logits.double(), dim=-1) for logits in (sparse, found))
         return float((left.exp() * (left - right)).sum(-1).mean())
 
@@ -274,9 +274,9 @@ def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
 
 
 def _check_projections(folder: Path, bundle: Bundle, dtype: str, filled: OnnxDecoder, token: np.ndarray) -> float:
-    """Largest relative error of any sparse node, given its own input, in the step that appends ``token``. What a
-    channel contributes whose score is within ``_ROUNDING`` of the threshold does not count as an error."""
-    # The same model with every sparse node's input and output among its outputs; the weights stay where they are.
+    """Largest relative error of a sparse node for its own input, in the step that appends ``token``. Contributions of
+    channels with a score within ``_ROUNDING`` of the threshold are not counted."""
+    # The same model with the inputs and outputs of all sparse nodes as outputs, and the same weight files.
     model = onnx.load(str(folder / MODEL), load_external_data=False)
     nodes = [node for node in model.graph.node if node.domain == DOMAIN]
     for name in dict.fromkeys(value for node in nodes for value in (node.input[0], node.output[0])):
@@ -294,6 +294,6 @@ def _check_projections(folder: Path, bundle: Bundle, dtype: str, filled: OnnxDec
         close = (scores(x, mask.channel_scale) - mask.threshold).abs() <= _ROUNDING[dtype] * mask.threshold
         undecided = weight[:, close].abs() @ x[close].double().abs()
         difference = (found.double() - expected).abs() - undecided
-        # A projection whose channels are all dropped gives exactly nothing.
+        # A projection whose channels are all dropped has output 0.
         errors.append(float(difference.max() / expected.abs().max().clamp(min=1e-30)))
-    return float(np.max(errors))  # unlike max(), it lets a NaN win
+    return float(np.max(errors))  # unlike max(), returns NaN if there is one

@@ -1,4 +1,4 @@
-"""One pass of a decoder, written as ONNX nodes."""
+"""A decoder's forward pass as ONNX nodes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _FUNCTION_DOC = (
 
 
 class DecoderGraph:
-    """The decoder's nodes and small constants. Methods that add nodes return the names of their outputs. Hidden states
-    between blocks, norms, scores and logits are float32 whatever the ``dtype`` of weights and cache."""
+    """Nodes and small constants. Methods that add nodes return the names of their outputs. Hidden states between blocks,
+    norms, scores and logits are float32; weights and cache are ``dtype``."""
 
     def __init__(self, bundle: Bundle, opset: int, dtype: str) -> None:
         self.config, self.masks, self.opset, self.dtype = bundle.config, bundle.masks, opset, DTYPES[dtype]
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, onnx.TensorProto] = {}
-        self.weights: dict[str, tuple[str, bool]] = {}  # initializer -> tensor of the checkpoint, whether transposed
+        self.weights: dict[str, tuple[str, bool]] = {}  # initializer -> (name in the checkpoint, whether transposed)
         self.counts: dict[str, int] = {}
         self.scope = ""
 
     def ops(self, kind: str, *inputs: str, out: Sequence[str], name: str = "", **attributes: Any) -> list[str]:
-        """Add a node; ``out`` are the names of its outputs, or suffixes of the node's name."""
+        """Add a node; ``out``: names of its outputs, or suffixes to the node's name."""
         base = name or f"{self.scope}/{kind}"
         number = self.counts[base] = self.counts.get(base, -1) + 1
         node = f"{base}_{number}" if number else base
@@ -59,9 +59,9 @@ class DecoderGraph:
         return self.ops("Split", x, self.ints(*sizes), out=out, axis=-1)
 
     def constant(self, value: Any, name: str = "") -> str:
-        """An inline constant; unnamed ones, scalars and short vectors, with equal content are one."""
+        """An inline constant. Unnamed ones, scalars and short vectors, are shared if equal."""
         array = np.asarray(value, order="C")
-        # Python writes a number so that it can be read back: names are equal only if values are.
+        # repr() of a float is exact, so names are equal only if values are.
         written = ",".join(str(number) for number in array.ravel().tolist())
         name = name or f"const/{array.dtype}/{written if not array.shape else f'[{written}]'}"
         self.constants.setdefault(name, numpy_helper.from_array(array, name))
@@ -71,7 +71,7 @@ class DecoderGraph:
         return self.constant(np.array(values, dtype=np.int64))
 
     def weight(self, tensor: str, transposed: bool = False) -> str:
-        # A transposed weight has a name of its own: under the Hugging Face name, readers expect the Hugging Face layout.
+        # A transposed weight has another name, as Hugging Face names imply the layout (out, in).
         name = f"{tensor}_t" if transposed else tensor
         self.weights[name] = (tensor, transposed)
         return name
@@ -95,7 +95,7 @@ class DecoderGraph:
         return self.op("Mul", number, self.op("Tanh", self.op("Div", x, number)))
 
     def norm(self, x: str, name: str | None, *, in_float32: bool = False) -> str:
-        """The RMSNorm of that name over x's last axis, None for one without a weight; float32 if asked for."""
+        """RMSNorm over x's last axis by the weight of that name, or None; float32 if requested."""
         op, offset = self.op, self.config.architecture.norm_offset
         outer, self.scope = self.scope, name or self.scope
         x = op("Cast", x, to=TensorProto.FLOAT)
@@ -139,16 +139,16 @@ class DecoderGraph:
         return self.op("Add", y, self.weight(f"{name}.bias"), name=f"{name}/bias") if bias else y
 
     def begin(self) -> None:
-        """What all blocks share: whether the pass is sparse, attention biases, rotations, scales of queries."""
+        """Values for all blocks: whether the pass is sparse, attention biases, rotary tables, query scales."""
         config, op, constant = self.config, self.op, self.constant
         self.scope = "step"
         sequence = op("Squeeze", op("Shape", "input_ids", start=1, end=2), self.ints(0))
         past = op("Squeeze", op("Shape", "past_key_values.0.key", start=2, end=3), self.ints(0))
         one, zero = (constant(np.int64(value)) for value in (1, 0))
         decoding = op("And", op("Equal", sequence, one), op("Greater", past, zero))
-        self.sparse = op("Cast", decoding, to=TensorProto.FLOAT)  # 1 or 0: what the thresholds are multiplied by
+        self.sparse = op("Cast", decoding, to=TensorProto.FLOAT)  # 1 or 0, a factor of the thresholds
         total = op("Add", past, sequence)
-        # Positions in the cache, padding included: what is visible depends on distances only.
+        # Positions in the cache, including padding: the mask depends on distances only.
         queries = op("Unsqueeze", op("Range", past, total, one), self.ints(1))  # (S, 1)
         keys = op("Range", zero, total, one)  # (T,)
         visible = op("LessOrEqual", keys, queries)
@@ -158,7 +158,7 @@ class DecoderGraph:
             seen = visible
             if window is not None:
                 seen = op("And", visible, op("Greater", keys, op("Sub", queries, constant(np.int64(window)))))
-            # (B, 1, 1, S, T). The lowest number instead of -inf: a padded query sees nothing, and must not give NaN.
+            # (B, 1, 1, S, T). The lowest float instead of -inf, which would give NaN for a padded query.
             self.biases[window] = op("Where", op("And", seen, real), constant(np.float32(0)), constant(_LOWEST))
         positions = op("Cast", op("Unsqueeze", "position_ids", self.ints(1, 3)), to=TensorProto.FLOAT)
         # Cosines and sines (B, 1, S, rotary_dim / 2).
@@ -167,7 +167,7 @@ class DecoderGraph:
             rope, name = config.rotaries[index], f"rotary.{index}" if index else "rotary"
             frequencies = constant(inverse_frequencies(rope).numpy(), f"{name}.frequencies")
             if rope.rope_type == "longrope":
-                length = op("ReduceMax", "position_ids", keepdims=0)  # of the longest sequence, less one
+                length = op("ReduceMax", "position_ids", keepdims=0)  # of the longest sequence, minus 1
                 long = op("GreaterOrEqual", length, constant(np.int64(switch_length(config) or 0)))
                 other = constant(inverse_frequencies(rope, long=True).numpy(), f"{name}.long_frequencies")
                 frequencies = op("Where", long, other, frequencies)
@@ -175,7 +175,7 @@ class DecoderGraph:
             scaling = constant(np.float32(attention_scaling(rope)))
             cos, sin = (self.to_dtype(op("Mul", op(kind, angles), scaling)) for kind in ("Cos", "Sin"))
             if rope.interleaved:
-                # A pair is an axis of its own then, and every pair has one angle.
+                # Then a pair is a separate axis, with one angle per pair.
                 cos, sin = (op("Unsqueeze", table, self.ints(-1)) for table in (cos, sin))
             self.rotations[index] = cos, sin
         self.query_scales = None  # (B, 1, S, 1): 1 + beta * log(1 + floor(position / n))
@@ -205,7 +205,7 @@ class DecoderGraph:
         return op("Concat", whole, *passed, axis=-1) if passed else whole
 
     def attention(self, index: int, x: str) -> str:
-        """Normalized hidden states x (B, S, hidden_size) to what ``o_proj`` takes, (B, S, heads * head_dim)."""
+        """Normed hidden states x (B, S, hidden_size) to ``o_proj``'s input (B, S, heads * head_dim)."""
         config, op, arch = self.config, self.op, self.config.architecture
         block, name, norm = config.blocks[index], f"model.layers.{index}.self_attn", config.architecture.qk_norm
         parts = [self.project(f"{name}.{role}", x, config.qkv_bias) for role in config.qkv(index)]
@@ -235,12 +235,12 @@ class DecoderGraph:
             return op("Concat", past, new, out=present, name=f"{name}/cache_{what}", axis=2)
 
         k, v = cached("key", k), cached("value", v)
-        # Heads that share keys stand side by side, so that the keys are read, not copied, for each of them.
+        # Grouped-query attention: group the query heads of a key head, so that keys are not repeated.
         shape = self.ints(0, block.num_kv_heads, config.num_heads // block.num_kv_heads, -1, block.head_dim)
         grouped = op("Reshape", self.times(q, config.attention_scale, self.dtype), shape)
         keys = op("Unsqueeze", op("Transpose", k, perm=[0, 1, 3, 2]), self.ints(2))
-        found = self.soft_cap(self.to_float32(op("MatMul", grouped, keys)), config.attention_softcap)
-        shares = op("Softmax", op("Add", found, self.biases[block.window]), axis=-1)
+        scores = self.soft_cap(self.to_float32(op("MatMul", grouped, keys)), config.attention_softcap)
+        shares = op("Softmax", op("Add", scores, self.biases[block.window]), axis=-1)
         mixed = op("MatMul", self.to_dtype(shares), op("Unsqueeze", v, self.ints(2)))
         heads = op("Reshape", mixed, self.ints(0, config.num_heads, -1, block.head_dim))
         whole = self.ints(0, 0, config.num_heads * block.head_dim)
@@ -253,7 +253,7 @@ class DecoderGraph:
             return self.to_dtype(hidden) if norm is None else self.norm(hidden, f"{name}.{norm}")
 
         def leave(hidden: str, output: str, norm: str | None) -> str:
-            """The hidden states with the output of attention or of the MLP added."""
+            """Add the output of attention or MLP to the hidden states."""
             output = self.to_float32(output) if norm is None else self.norm(output, f"{name}.{norm}", in_float32=True)
             return self.op("Add", hidden, self.times(output, config.residual_multiplier))
 
@@ -272,7 +272,7 @@ class DecoderGraph:
         return self.op("Mul", hidden, self.to_float32(self.weight(f"{name}.{arch.block_scalar}")))
 
     def build(self) -> onnx.ModelProto:
-        """The model without the initializers of ``weights``, which the caller adds."""
+        """The model; the caller adds the initializers of ``weights``."""
         config, op, value = self.config, self.op, helper.make_tensor_value_info
         self.begin()
         embedding = self.weight("model.embed_tokens.weight")
@@ -282,7 +282,7 @@ class DecoderGraph:
             hidden = self.block(index, hidden)
         hidden = self.norm(hidden, "model.norm")
         self.scope = "lm_head"
-        # Gemm takes the weight as (V, H), so a tied one is stored once, as the embedding.
+        # Gemm reads the weight as (V, H), so a tied embedding is stored once.
         weight = embedding if config.tie_word_embeddings else self.weight("lm_head.weight")
         rows = op("Reshape", hidden, self.ints(-1, config.hidden_size))
         flat = op("Cast", op("Gemm", rows, weight, transB=1, name="lm_head"), to=TensorProto.FLOAT)
@@ -318,8 +318,8 @@ class DecoderGraph:
 
 
 def _sparse_linear(opset: int) -> onnx.FunctionProto:
-    """``kernels.reference.sparse_linear`` in plain operators: a NaN score is kept, for it is not less."""
-    found = onnx.parser.parse_function(f"""
+    """``kernels.reference.sparse_linear`` in standard operators; a NaN score is kept."""
+    function = onnx.parser.parse_function(f"""
         <domain: "{DOMAIN}", opset_import: ["": {opset}]>
         SparseLinear (x, weight_t, channel_scale, threshold) => (y) {{
             x32 = Cast <to = {TensorProto.FLOAT}> (x)
@@ -331,5 +331,5 @@ def _sparse_linear(opset: int) -> onnx.FunctionProto:
             masked = Where (drop, zero, x)
             y = MatMul (masked, weight_t)
         }}""")
-    found.doc_string = _FUNCTION_DOC
-    return found
+    function.doc_string = _FUNCTION_DOC
+    return function

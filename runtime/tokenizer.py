@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer.json, the chat template, stop strings, and the ids that end a text."""
+"""The tokenizer, its chat template, incremental detokenization, stop strings, and end-of-text ids."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from wisparse.formats.chat_template import ChatTemplate
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 
 _FILE = "tokenizer.json"
-# For scale: Gemma's, with 262,144 tokens and 515,000 merges, has 33 MB.
+# Gemma's, with 262,144 tokens and 515,000 merges, has 33 MB.
 _MAX_BYTES = 96 << 20
-# A character of text is a token at least this often, so longer texts are tried in part first.
+# A token has at most about this many characters, so a prefix of a too long text suffices to refuse it.
 _CHARACTERS_PER_TOKEN = 8
-# How many tokens at the end of a text can become others, and fewer, when the text goes on.
+# The number of tokens at the end of a prefix that may be tokenized otherwise within the longer text.
 _UNSETTLED = 1024
-# Characters of a closing turn that are looked at: it is a token or two.
+# Characters of a turn's end that are tokenized; usually one or two tokens.
 _CLOSING = 1000
 
 
 @contextlib.contextmanager
 def _library_errors(action: str) -> Iterator[None]:
-    """Failures of the library as BundleError; of its own it raises bare Exceptions, and panics."""
+    """Convert errors of the tokenizers library, bare Exceptions and panics, to BundleError."""
     try:
         yield
     except BaseException as error:
-        # The class of panics, a BaseException, is in no module that could be imported.
+        # PanicException, a BaseException, cannot be imported.
         if type(error) in (Exception, ValueError) or type(error).__name__ == "PanicException":
             raise BundleError(f"{_FILE}: {action}: {error!s:.200}") from error
         raise
 
 
 class Tokenizer:
-    """A bundle's tokenizer and chat template; ``template_source`` is that of the template that is given tools,
-    ``special_ids`` those of the tokens that ``decode`` leaves out."""
+    """A bundle's tokenizer and chat template. ``template_source``: of the template for conversations with tools;
+    ``special_ids``: of the tokens that ``decode`` skips."""
 
     def __init__(
         self, tokenizer_json: bytes, tokenizer_config: Mapping[str, Any], template: str | None, vocab_size: int
@@ -48,30 +48,30 @@ class Tokenizer:
             raise BundleError(f"{_FILE}: expected at most {_MAX_BYTES:,} bytes, found {len(tokenizer_json):,}")
         with _library_errors("not a tokenizer of the tokenizers library"):
             self._library = tokenizers.Tokenizer.from_buffer(tokenizer_json)
-            # Left over from training, either would change a prompt silently.
+            # Settings from training, which would change prompts.
             self._library.no_truncation()
             self._library.no_padding()
         self._vocab_size = vocab_size
         added = self._library.get_added_tokens_decoder()
         self.special_ids = {token.content: index for index, token in added.items() if token.special}
-        # Older files hold an object with the text under ``content``.
+        # In older files a token is an object with the text under ``content``.
         texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in tokenizer_config.items()}
         self.special_tokens = {
             key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)
         }
-        given = tokenizer_config.get("chat_template") if template is None else template
-        if not isinstance(given, list):  # a text is the default one, a list has names
-            given = [] if given is None else [{"name": "default", "template": given}]
-        known = (one for one in given if isinstance(one, dict) and one.get("name") in ("default", "tool_use"))
-        named: dict[str, Any] = {one["name"]: one.get("template") for one in known}
-        for found in named.values():
-            if not isinstance(found, str):
-                raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {found!r:.80}")
-        templates = {name: ChatTemplate(source, self.special_tokens) for name, source in named.items()}
+        entries = tokenizer_config.get("chat_template") if template is None else template
+        if not isinstance(entries, list):  # a text, or a list of named templates
+            entries = [] if entries is None else [{"name": "default", "template": entries}]
+        known = (one for one in entries if isinstance(one, dict) and one.get("name") in ("default", "tool_use"))
+        sources: dict[str, Any] = {one["name"]: one.get("template") for one in known}
+        for value in sources.values():
+            if not isinstance(value, str):
+                raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {value!r:.80}")
+        templates = {name: ChatTemplate(text, self.special_tokens) for name, text in sources.items()}
         self.template = templates.get("default")
-        # Some models have a template of its own for conversations with tools.
+        # Some models have a separate template for conversations with tools.
         self._tool_template = templates.get("tool_use", self.template)
-        self.template_source: str | None = named.get("tool_use", named.get("default"))
+        self.template_source: str | None = sources.get("tool_use", sources.get("default"))
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> Tokenizer:
@@ -94,14 +94,14 @@ class Tokenizer:
         return cls(tokenizer_json, read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of a text; special tokens written out in it are recognised."""
-        guard.text("prompt", text)  # the library takes a pair of texts too
+        """Token ids of a text; special tokens in it are recognised. ``most``: refuse texts of clearly more tokens."""
+        guard.text("prompt", text)  # the library would also accept a pair of texts
         size = len(text) if most is None else _CHARACTERS_PER_TOKEN * (most + _UNSETTLED)
         while size < len(text):
-            found = len(self._encode(text[:size], add_special_tokens))
-            if most is not None and found > most + _UNSETTLED:
+            count = len(self._encode(text[:size], add_special_tokens))
+            if most is not None and count > most + _UNSETTLED:
                 raise ContextLengthError(
-                    f"the prompt has {len(text):,} characters, the first {size:,} of them are {found:,} tokens "
+                    f"the prompt has {len(text):,} characters, the first {size:,} of them are {count:,} tokens "
                     f"already, and the context holds {most:,}: shorten it, or load with a larger max_seq_len if "
                     "the model allows one"
                 )
@@ -113,48 +113,48 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with _library_errors("the tokenizers library cannot run it"):
-            # Without the offsets of the tokens in the text: that takes less than half as long.
-            (found,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return found.ids
+            # Without the tokens' offsets, in less than half the time.
+            (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids that the tokenizer does not know give nothing."""
+        """Text of token ids; unknown ids have no text."""
         ids = list(token_ids)
         try:
             with _library_errors("the tokenizers library cannot run it"):
                 return self._library.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
-            wrong = guard.quoted([one for one in ids if not hasattr(one, "__index__") or not 0 <= one < 2**32])
-            raise UsageError(f"token ids: expected integers from 0 to {2**32 - 1:,}, found {wrong}") from error
+            invalid = guard.quoted([one for one in ids if not hasattr(one, "__index__") or not 0 <= one < 2**32])
+            raise UsageError(f"token ids: expected integers from 0 to {2**32 - 1:,}, found {invalid}") from error
 
     def detokenizer(self, visible_special_tokens: frozenset[int] = frozenset()) -> Detokenizer:
-        """A decoder for one growing sequence; these special tokens are part of its text."""
+        """An incremental detokenizer; ``visible_special_tokens`` are part of its text."""
         return Detokenizer(self._library, set(self.special_ids.values()), visible_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        """Id of a token that is a whole vocabulary entry; None if there is no such."""
+        """Id of a vocabulary entry, or None."""
         return self._library.token_to_id(token)
 
     def special_id(self, name: str) -> int | None:
         """Id of ``bos_token``, ``eos_token``, ...; None if the model has none."""
         return self.token_id(self.special_tokens.get(name, ""))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
-        """The conversation through the chat template; see :meth:`ChatTemplate.render`."""
-        template = self._tool_template if more.get("tools") else self.template
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Apply the chat template to a conversation; see :meth:`ChatTemplate.render`."""
+        template = self._tool_template if variables.get("tools") else self.template
         if template is None:
             raise UsageError("this model has no chat template: give it plain text to continue")
-        return template.render(messages, **more)
+        return template.render(messages, **variables)
 
     def check(self) -> None:
-        """Wait for the trials of the chat templates; BundleError if one does not compile or takes too much."""
+        """Wait for the checks of the chat templates; BundleError if one does not compile or exceeds a limit."""
         for template in (self.template, self._tool_template):
             if template is not None:
                 template.check()
 
     def template_ends_turns(self, stops: frozenset[int]) -> bool:
-        """Whether the template closes an assistant's turn with a token that ends generation: an instruction-tuned model's
-        does, a base model that ships a template (Qwen's do) ends texts with another token."""
+        """Whether the template ends an assistant's turn with a stop token: true for instruction-tuned models, false for a
+        base model with a template (as Qwen's), which ends texts with another token."""
         if self.template is None:
             return False
         self.check()
@@ -163,20 +163,20 @@ class Tokenizer:
         try:
             _, _, closing = self.template.render(turns, add_generation_prompt=False).rpartition(marker)
         except (BundleError, UsageError):
-            return True  # it wants something else; the prompt's own rendering will say so
+            return True  # the template needs other messages; rendering the prompt reports that
         return not stops.isdisjoint(self.encode(closing[:_CLOSING], add_special_tokens=False))
 
 
 class Detokenizer:
-    """Decodes a growing sequence in chunks that join to the text of the whole, special tokens left out. Text between
-    two visible special tokens is decoded by itself."""
+    """Decodes a sequence token by token; the parts concatenate to the text of all its tokens, without special ones. Text
+    between two visible special tokens is decoded separately."""
 
     def __init__(self, library: tokenizers.Tokenizer, special: Collection[int], visible: Collection[int]) -> None:
         self._library, self._special, self._visible = library, special, visible
         self._stream, self._ids, self._length = DecodeStream(skip_special_tokens=True), list[int](), 0
 
     def add(self, token_id: int) -> str:
-        """The text that this id completes; often all of its own, empty while a character is incomplete."""
+        """The text up to this token that was not returned yet; empty while a character is incomplete."""
         if token_id in self._visible:
             before = self.finish()
             self._stream, self._ids, self._length = DecodeStream(skip_special_tokens=True), [], 0
@@ -191,75 +191,75 @@ class Detokenizer:
         return chunk
 
     def finish(self) -> str:
-        """What is still held back: bytes that never became a character, as replacement characters."""
+        """The remaining text: replacement characters for the bytes of an incomplete character."""
         with _library_errors("the tokenizers library cannot run it"):
             text: str = self._library.decode(self._ids)
-        held, self._length = text[self._length :], len(text)
-        return held
+        rest, self._length = text[self._length :], len(text)
+        return rest
 
 
 def partial_marker(text: str, marker: str) -> int:
-    """Length of the end of ``text`` that may be the beginning of ``marker``."""
+    """Length of the longest proper prefix of ``marker`` that ``text`` ends with."""
     lengths = range(min(len(marker) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(marker[:length])), 0)
 
 
 class StopStrings:
-    """Cuts a text off before the first stop string, wherever the chunks' borders fall. Of several stop strings the one
-    that is complete first wins, the longest of those that end together."""
+    """Truncates a text before the first stop string, also one across chunks. Of several stop strings the first complete
+    one counts, and the longest of those that end at the same character."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._held = ""
+        self._pending = ""
         self.found: str | None = None
 
     def add(self, chunk: str) -> str:
-        """The text that is certain not to belong to a stop string; nothing once one was found."""
+        """The text that cannot be part of a stop string; empty after a stop string."""
         if self.found is not None:
             return ""
         if not self._stops:
             return chunk
-        text = self._held + chunk
+        text = self._pending + chunk
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
             end, start = min(ends)
-            self.found, self._held = text[start:end], ""
+            self.found, self._pending = text[start:end], ""
             return text[:start]
-        given = len(text) - max(partial_marker(text, stop) for stop in self._stops)
-        self._held = text[given:]
-        return text[:given]
+        end = len(text) - max(partial_marker(text, stop) for stop in self._stops)
+        self._pending = text[end:]
+        return text[:end]
 
     def finish(self) -> str:
-        """What was held back, at the end of the text."""
-        held, self._held = self._held, ""
-        return held
+        """The pending text at the end of the sequence."""
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def check_tokenizer(bundle: Bundle) -> None:
-    """Try a bundle's tokenizer and chat template, if it has them."""
+    """Render, encode and decode a prompt with a bundle's tokenizer and chat template, if it has them."""
     if bundle.read_bytes(_FILE) is None:
         return
     tokenizer = Tokenizer.from_bundle(bundle)
     tokenizer.check()
     prompt = "hi"
     if tokenizer.template is not None:
-        with contextlib.suppress(UsageError):  # it may want other messages
+        with contextlib.suppress(UsageError):  # it may need other messages
             prompt = tokenizer.render([{"role": "user", "content": prompt}])
     tokenizer.decode(tokenizer.encode(prompt))
 
 
 def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The ids that end a text: the union of what config, generation config and tokenizer call end-of-text."""
-    found: set[int] = set()
+    """End-of-text ids: the union of those of config, generation config and tokenizer."""
+    stops: set[int] = set()
     file = "generation_config.json"
     for name, config in (("config.json", bundle.config_dict), (file, read_json(bundle, file))):
         value = config.get("eos_token_id")
         ids = [item for item in (value if isinstance(value, list) else [value]) if item is not None]
         if any(type(item) is not int for item in ids):
             raise BundleError(f"{name}: eos_token_id: expected token ids, found {value!r:.80}")
-        found.update(ids)
+        stops.update(ids)
     token = None if tokenizer is None else tokenizer.special_id("eos_token")
-    return frozenset(found if token is None else found | {token})
+    return frozenset(stops if token is None else stops | {token})
 
 
 def read_json(bundle: Bundle, name: str) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def scarce(bundle: Bundle, backend: str, patch: pytest.MonkeyPatch, max_batch: i
     """`small_chunks` with memory for one sequence alone, in pages of eight positions that hold no numbers before they
     are written, nor again when they are given back."""
     patch.setattr(cache, "_PAGE_POSITIONS", 8)
-    patch.setattr(cache, "_give_back", lambda x: x.view(torch.uint8).fill_(0xFF))
+    patch.setattr(cache, "_discard", lambda x: x.view(torch.uint8).fill_(0xFF))
     paging = cache.paging_of(bundle.config, settings.get("dtype", torch.float32), "auto", None)
     size = paging.pages(64) * paging.page_bytes
     decoder = small_chunks(bundle, backend, max_batch, kv_cache_memory_bytes=size, **settings)

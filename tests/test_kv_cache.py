@@ -221,7 +221,7 @@ def test_pages_of_a_gpu_are_where_they_are_counted(
     dice, refused = random.Random(0), 0
     for _ in range(300):
         slot, positions = dice.randrange(4), dice.randrange(1, 40001)
-        fits = cache.lacking(slot, positions) <= 0
+        fits = cache.missing_pages(slot, positions) <= 0
         if dice.random() < 0.3:
             cache.release(slot)
         elif dice.random() < 0.3:
@@ -238,7 +238,7 @@ def test_pages_of_a_gpu_are_where_they_are_counted(
                 begin = (1 << 40) + first + number * span
                 assert all(at in driver.mapped for at in range(begin, begin + held * size, 2 << 20))
     assert (refused > 0, cache.pages) == ((True, 20) if left == 20 else (False, 25))
-    assert ("others have taken the device's memory" in caplog.text) == (left == 20)
+    assert ("the KV cache is limited" in caplog.text) == (left == 20)
     monkeypatch.setattr(driver, "cuMemMap", lambda *_: 1)
     for slot in range(4):
         cache.release(slot)

@@ -156,7 +156,7 @@ def test_submitting_and_cancelling_at_once_leaves_nothing_behind(model: Model, e
     in_threads(client, 4)
     engine.call(lambda: None)
     assert (engine.state, engine.scheduler.slots) == (IDLE, [None] * 3)
-    assert (engine._open, list(engine._inbox), engine._waiting) == (set(), [], [])
+    assert (engine._open, list(engine._tasks), engine._waiting) == (set(), [], [])
     assert (list(engine.scheduler.waiting), engine.scheduler.prefilling) == ([], None)
     assert len(answer_of(model, "import", 3)) == 3
 
@@ -444,7 +444,7 @@ def test_a_model_that_is_closed_ends_what_is_under_way(bundle: Path, served: boo
     reader, _ = ask(model, "def f(x):", 50)
     model.close()
     assert isinstance(reader.error(), UsageError)
-    with pytest.raises(UsageError, match="closed before the answer was there"):
+    with pytest.raises(UsageError, match="closed before the request finished"):
         list(stream)
     with pytest.raises(UsageError, match="the model was closed: load it again"):
         model.generate("x")

@@ -173,7 +173,7 @@ def test_bad_arguments(model: Model) -> None:
     for call in (model.generate, model.stream):  # a stream's at once, not at the first chunk
         with pytest.raises(UsageError, match="needs the chat template"):
             call("x", system_prompt="y", chat_template=False)
-        with pytest.raises(UsageError, match="token ids stand for themselves"):
+        with pytest.raises(UsageError, match="token ids are used unchanged"):
             call([5, 6], system_prompt="y")
 
 

@@ -161,7 +161,7 @@ def test_the_process_is_started_again_when_it_has_died(grammars: Grammars, caplo
 
 
 def test_what_is_kept_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_KEPT", "_KEPT_REFUSALS"):
+    for name in ("_CACHE_SIZE", "_MAX_REFUSED"):
         monkeypatch.setattr(grammar_module, name, 3)
     good = [Grammar("grammar", f'start: "{number}"') for number in range(5)]
     for number in range(5):
@@ -169,7 +169,7 @@ def test_what_is_kept_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyP
         grammars.begin(good[number])
     assert (len(grammars._refused), len(grammars._compiled)) == (3, 3)
     assert [grammars.known(one) is not None for one in good] == [False, False, True, True, True]
-    monkeypatch.setattr(grammar_module, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(grammar_module, "_CACHE_BYTES", 0)
     grammars.begin(good[0])
     assert not grammars._compiled
 

@@ -226,9 +226,9 @@ def test_answers_are_those_without(
     bundles: dict[str, Bundle], mtp: dict[str, Bundle], tmp_path: Path, backend: str, method: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(speculation, "_LEAST_GAIN", 0.0)  # it drafts although that takes longer
+    monkeypatch.setattr(speculation, "_MIN_SPEEDUP", 0.0)  # it drafts although that takes longer
     monkeypatch.setattr(speculation, "_CREDIT", 1e9)
-    monkeypatch.setattr(speculation, "_MOST_CREDIT", 1e9)
+    monkeypatch.setattr(speculation, "_MAX_CREDIT", 1e9)
     head, bundle = make_head(tmp_path / "head"), bundles["rotated"]
     if method == "mtp":
         head, bundle = None, mtp["qwen3.5"]

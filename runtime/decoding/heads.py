@@ -1,12 +1,12 @@
-"""Heads that draft: one block that guesses from the model's hidden states which tokens follow, a chain of them.
+"""Draft heads: a single block that predicts several tokens, one after another, from the model's hidden states.
 
-e is a token's embedding, h the hidden state before it, the model's or the head's own; n norms by weights of its own:
+e is a token's embedding, h the hidden state before it, first the model's, then the head's; each n is an RMSNorm:
 
-             h of the model       residual          the block reads   h of the head   logits
-    EAGLE-3  fc of three blocks'  h, or n(h)        [n(e), n(h)]      its output      output layer of n(h)
-    MTP      n of the last one's  fc [n(e), n(h)]   n(residual)       n(its output)   the model's output layer of h
+             h of the model            residual          block input    h of the head   logits
+    EAGLE-3  fc of three blocks' h     h, or n(h)        [n(e), n(h)]   block output    own output layer of n(h)
+    MTP      n of the last block's h   fc [n(e), n(h)]   n(residual)    n(block output) the model's output layer of h
 
-The first is in files of its own, the second, Qwen3.5's, in the model's. SGLang's ``qwen3_5_mtp.py`` computes the same.
+An EAGLE-3 head has its own files; Qwen3.5's MTP head is part of the checkpoint. SGLang's ``qwen3_5_mtp.py`` computes the same.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from ..torch.block import LINEARS, SHARED, Block, Norm, activate, read_spec, run
 from .cache import KVCache, bytes_per_position
 from .rotary import Rotary, rotate
 
-_CHUNK = 128  # positions of a prompt that the head reads together
-_PAIRS = 8  # that a draft of few tokens reads with its first one
-_CONTEXT = 512  # the fewest positions that a captured draft attends to
+_CHUNK = 128  # positions of a prefill chunk of the head
+_PAIRS = 8  # fewest pairs of a captured draft
+_CONTEXT = 512  # fewest context positions of a captured draft
 _MAPS = ("d2t", "t2d")
-# What some heads are stated to do, and is not known here.
+# Configuration fields of EAGLE-3 variants that are not supported.
 _UNKNOWN = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias", "bias")
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A head as data; see the table above."""
+    """Configuration and tensors of a head; see the table above."""
 
-    config: ModelConfig  # as of a model of one block
-    taps: tuple[int, ...]  # it reads the inputs of these blocks; the number of blocks stands for the last one's output
-    # fc, qkv (rows of queries, keys, values, and of gates for what queries find), o, gate_up, down, norms, and output.
+    config: ModelConfig  # of a model with one block
+    taps: tuple[int, ...]  # blocks whose inputs the head reads; the number of blocks: the last block's output
+    # fc, qkv (rows of queries, keys, values and attention gates), o, gate_up, down, norms, and output.
     tensors: Mapping[str, Tensor]
     normed_residual: bool = False
-    embedding: Tensor | None = None  # its own, (V, H)
-    ids: Tensor | None = None  # the model's, of those that its own output layer gives; None: it is an MTP head
-    experts: Block[Any] | None = None  # in place of gate_up and down
+    embedding: Tensor | None = None  # (V, H); None: the model's
+    ids: Tensor | None = None  # (draft vocabulary,): the model's token ids; None: an MTP head
+    experts: Block[Any] | None = None  # of an MTP head with experts, instead of gate_up and down
 
 
 @dataclass(frozen=True)
 class MtpFiles:
-    """A bundle's own head."""
+    """An MTP head in a bundle."""
 
     bundle: Bundle
 
@@ -92,7 +92,7 @@ class MtpFiles:
             return Norm(tensor(name, device), eps, offset).factors
 
         spec = read_spec(config, 0, read)
-        shared = ([read(f"{part}.weight") for one in given for part in one.parts] for given in config.shared_inputs(0))
+        shared = ([read(f"{part}.weight") for one in group for part in one.parts] for group in config.shared_inputs(0))
         linears = dict(zip((*LINEARS, *SHARED), shared, strict=False))
         q, k, v = linears["qkv"]
         q, gates = q.view(heads, 2, width, hidden).unbind(1)  # each head's query, then its gate
@@ -109,10 +109,10 @@ class MtpFiles:
         if config.blocks[0].experts is None:
             tensors |= {"gate_up": torch.cat(linears["gate_up"]), "down": linears["down"][0]}
         else:
-            called: dict[str, Any] = {
-                role: [partial(_dense, one) for one in linear] for role, linear in linears.items()
+            dense: dict[str, Any] = {
+                role: [partial(_dense, weight) for weight in group] for role, group in linears.items()
             }
-            experts = Block[Any](**spec, **called)
+            experts = Block[Any](**spec, **dense)
         return HeadWeights(config, self.taps, tensors, experts=experts)
 
 
@@ -122,52 +122,52 @@ def _dense(weight: Tensor, x: Tensor, first_sparse: int) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A checked EAGLE-3 head on disk; no weight of it is read yet."""
+    """A validated EAGLE-3 head on disk, whose weights are not read yet."""
 
     name: str
-    config: ModelConfig  # as of a Llama of one block
+    config: ModelConfig  # of a Llama with one block
     taps: tuple[int, ...]
     normed_residual: bool
     draft_vocab: int
     rotation: Tensor | None  # of the bundle
     _files: Mapping[str, TensorFile]
-    _stored: Mapping[str, tuple[str, str]]  # plain name -> file, name there
+    _stored: Mapping[str, tuple[str, str]]  # tensor name -> file, name in the file
 
     @classmethod
     def open(cls, model: str | os.PathLike[str], bundle: Bundle) -> HeadFiles:
-        """Configuration and headers of a folder or a Hub id; UnsupportedModelError unless they fit the bundle's model."""
+        """Read configuration and headers of a folder or Hub id; UnsupportedModelError unless they fit the bundle."""
         source, target, error = fetch_source(model), bundle.config, UnsupportedModelError
         name = source.name
-        given = read_json(source.folder, "config.json", MAX_CONFIG_BYTES, error)
-        layer: Any = given.get("transformer_layer_config", given)
-        stated = {**given, **layer} if isinstance(layer, dict) else given
+        raw = read_json(source.folder, "config.json", MAX_CONFIG_BYTES, error)
+        layer: Any = raw.get("transformer_layer_config", raw)
+        fields = {**raw, **layer} if isinstance(layer, dict) else raw
 
-        def require(valid: bool, what: str, wanted: Any, found: Any, advice: str = "") -> None:
+        def require(valid: bool, what: str, expected: Any, found: Any, advice: str = "") -> None:
             if not valid:
-                raise error(f"{name}: {what}: expected {wanted}, found {found!r:.80}{advice}")
+                raise error(f"{name}: {what}: expected {expected}, found {found!r:.80}{advice}")
 
         for key in _UNKNOWN:
-            require(not stated.get(key), key, "false, the only value known here", stated.get(key))
-        require(stated.get("num_hidden_layers", 1) == 1, "num_hidden_layers", 1, stated.get("num_hidden_layers"))
-        require("draft_vocab_size" in stated, "config.json", "an EAGLE-3 head, with draft_vocab_size", sorted(given))
-        vocab, width = target.vocab_size, stated.get("target_hidden_size") or stated.get("hidden_size")
-        require(stated.get("vocab_size") == vocab, "vocab_size", f"the model's, {vocab}", stated.get("vocab_size"))
+            require(not fields.get(key), key, "false, the only value known here", fields.get(key))
+        require(fields.get("num_hidden_layers", 1) == 1, "num_hidden_layers", 1, fields.get("num_hidden_layers"))
+        require("draft_vocab_size" in fields, "config.json", "an EAGLE-3 head, with draft_vocab_size", sorted(raw))
+        vocab, width = target.vocab_size, fields.get("target_hidden_size") or fields.get("hidden_size")
+        require(fields.get("vocab_size") == vocab, "vocab_size", f"the model's, {vocab}", fields.get("vocab_size"))
         require(width == target.hidden_size, "hidden_size", f"the model's, {target.hidden_size}", width)
-        scaled = stated.get("rope_scaling") or {}
-        old = {"rope_theta": stated.get("rope_theta", 1e4), "rope_type": scaled.get("type", "default"), **scaled}
-        full = _DEFAULTS | stated | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+        scaled = fields.get("rope_scaling") or {}
+        old = {"rope_theta": fields.get("rope_theta", 1e4), "rope_type": scaled.get("type", "default"), **scaled}
+        full = _DEFAULTS | fields | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
         try:
-            config = ModelConfig.from_dict(full | {"rope_parameters": stated.get("rope_parameters") or old})
+            config = ModelConfig.from_dict(full | {"rope_parameters": fields.get("rope_parameters") or old})
         except UnsupportedModelError as reason:
             raise error(f"{name}: {reason}") from None
-        draft_vocab = dimension(stated, "draft_vocab_size") if stated["draft_vocab_size"] is not None else vocab
-        # Two spellings: of the blocks whose outputs, or at the top level whose inputs, the head reads.
-        blocks, inside = target.num_blocks, (stated.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        taps: Any = stated.get("eagle_aux_hidden_state_layer_ids") or [2, blocks // 2, blocks - 3]
-        if isinstance(inside, list) and all(type(one) is int for one in inside):
-            taps = [one + 1 for one in inside]
-        known = isinstance(taps, list) and all(type(one) is int and 0 <= one <= blocks for one in taps)
-        require(known and len(taps) == 3, "eagle_aux_hidden_state_layer_ids", f"three of {blocks} blocks", taps)
+        draft_vocab = dimension(fields, "draft_vocab_size") if fields["draft_vocab_size"] is not None else vocab
+        # ``eagle_config`` names the blocks whose outputs the head reads, the top level those whose inputs it reads.
+        blocks, outputs = target.num_blocks, (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        taps: Any = fields.get("eagle_aux_hidden_state_layer_ids") or [2, blocks // 2, blocks - 3]
+        if isinstance(outputs, list) and all(type(index) is int for index in outputs):
+            taps = [index + 1 for index in outputs]
+        valid = isinstance(taps, list) and all(type(index) is int and 0 <= index <= blocks for index in taps)
+        require(valid and len(taps) == 3, "eagle_aux_hidden_state_layer_ids", f"three of {blocks} blocks", taps)
 
         rotated = bundle.recipe.rotation is not None
         require(
@@ -176,8 +176,8 @@ class HeadFiles:
         )  # fmt: skip
         weight_map, files = open_files(source.folder, False, error)
         stored = {
-            one.removeprefix("model.").replace("layers.0.", "midlayer.", 1): (file, one)
-            for one, file in weight_map.items()
+            key.removeprefix("model.").replace("layers.0.", "midlayer.", 1): (file, key)
+            for key, file in weight_map.items()
         }
         hidden, inner = config.hidden_size, config.intermediate_size
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -194,17 +194,17 @@ class HeadFiles:
         else:
             require(hidden == target.hidden_size, "tensors", "embed_tokens.weight, as the widths differ", "none")
         require("d2t" in stored or draft_vocab == vocab, "tensors", "d2t, the target's ids of the draft's", "none")
-        for one in (*expected, *(set(stored) - set(expected) - set(_MAPS))):
-            if one not in stored or one not in expected:
-                what = "unexpected" if one in stored else "missing"
-                raise error(f"{name}: the weights are no EAGLE-3 head of one Llama block: {what} tensor {one!r:.100}")
-            entry = files[stored[one][0]].entries[stored[one][1]]
-            fits = entry.shape == expected[one] and entry.code in DTYPES
-            require(fits, one, f"{expected[one]} in BF16, F16 or F32", entry)
+        for key in (*expected, *(set(stored) - set(expected) - set(_MAPS))):
+            if key not in stored or key not in expected:
+                what = "unexpected" if key in stored else "missing"
+                raise error(f"{name}: the weights are no EAGLE-3 head of one Llama block: {what} tensor {key!r:.100}")
+            entry = files[stored[key][0]].entries[stored[key][1]]
+            fits = entry.shape == expected[key] and entry.code in DTYPES
+            require(fits, key, f"{expected[key]} in BF16, F16 or F32", entry)
         if "d2t" in stored:
             entry = files[stored["d2t"][0]].entries[stored["d2t"][1]]
             require(entry == Entry("I64", (draft_vocab,)), "d2t", f"({draft_vocab},) in I64", entry)
-        normed = bool(stated.get("norm_before_residual"))
+        normed = bool(fields.get("norm_before_residual"))
         rotation = None if bundle.rotation is None else torch.from_numpy(bundle.rotation.astype("f4"))
         return cls(name, config, tuple(taps), normed, draft_vocab, rotation, files, stored)
 
@@ -223,7 +223,7 @@ class HeadFiles:
         return data.clone().view(dtype).reshape(entry.shape)
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> HeadWeights:
-        turn = None if self.rotation is None else self.rotation.to(device)
+        rotation = None if self.rotation is None else self.rotation.to(device)
 
         def read(name: str) -> Tensor:
             return self.read(f"{name}.weight").to(device).float()
@@ -231,12 +231,12 @@ class HeadFiles:
         fc, width, embedding = read("fc"), self.config.hidden_size, None
         qkv = torch.cat([read(f"midlayer.self_attn.{role}_proj") for role in "qkv"])
         embedding_norm = read("midlayer.input_layernorm")
-        if turn is not None:  # what is read is turned: so are the weights that read it
-            fc = (fc.view(width, 3, -1) @ turn).reshape(fc.shape)
+        if rotation is not None:  # the model's hidden states are rotated: rotate the weights that read them
+            fc = (fc.view(width, 3, -1) @ rotation).reshape(fc.shape)
         if self.has("embed_tokens.weight"):
             embedding = read("embed_tokens").to(dtype)
-        elif turn is not None:  # also the norm's weight, which is tied to the coordinates
-            qkv = torch.cat(((qkv[:, :width] * embedding_norm) @ turn, qkv[:, width:]), dim=1)
+        elif rotation is not None:  # the model's embedding: fold its norm into qkv before the rotation
+            qkv = torch.cat(((qkv[:, :width] * embedding_norm) @ rotation, qkv[:, width:]), dim=1)
             embedding_norm = torch.ones_like(embedding_norm)
         tensors = {
             "fc": fc, "embedding_norm": embedding_norm, "hidden_norm": read("midlayer.hidden_norm"), "qkv": qkv,
@@ -251,71 +251,71 @@ class HeadFiles:
 
 
 def _memory(config: ModelConfig, shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[int, int]:
-    """With keys, values and a hidden state for each position."""
-    each = bytes_per_position(config, dtype) + config.hidden_size * dtype.itemsize
-    return sum(map(math.prod, shapes)) * dtype.itemsize, each
+    """Bytes of weights, and of a position's keys, values and hidden state."""
+    position = bytes_per_position(config, dtype) + config.hidden_size * dtype.itemsize
+    return sum(map(math.prod, shapes)) * dtype.itemsize, position
 
 
 class DraftHead:
-    """A pair of a token and the model's hidden state before it lies at that state's position: the head's keys and values
-    there, and its guess of the token after. Pairs whose states are the model's own are read once."""
+    """The head's input at a position is a pair: the hidden state of that position and the next token; its output predicts
+    the token after that. Keys and values of pairs with the model's hidden states are cached."""
 
     def __init__(
         self, weights: HeadWeights, embedding: Tensor, output: Callable[[Tensor], Tensor], slots: int,
         lengths: tuple[int, int], dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """``embedding``: the model's (V, H); ``output``: its output layer, of normed states (R, H) to logits (R, V).
-        ``lengths``: positions of a slot that there is room for, and at most."""
+        """``embedding``: the model's (V, H); ``output``: its output layer, normed states (R, H) to logits (R, V).
+        ``lengths``: initial and largest number of positions of a slot."""
         self.taps, self.experts, self._ids, self._output = weights.taps, weights.experts, weights.ids, output
         config = self._config = weights.config
         self._mtp, self._normed_residual = weights.ids is None, weights.normed_residual
         self._embedding = embedding if weights.embedding is None else weights.embedding
         self._weights = {name: weight.to(dtype) for name, weight in weights.tensors.items()}
-        device, width, (length, most) = self._embedding.device, config.hidden_size, lengths
-        self._tables = Rotary(config.rotaries[0], device, dtype).tables(0, most, most)
-        self._cache = KVCache(config, slots + 1, length, device, dtype)  # ``lengths``: pairs that have been read
-        # Of every slot's positions what the head reads of the model: fused hidden states, and tokens, on the host. The
-        # slot behind the last one is of rows and pairs that are there to fill a batch.
+        device, width, (length, max_length) = self._embedding.device, config.hidden_size, lengths
+        self._tables = Rotary(config.rotaries[0], device, dtype).tables(0, max_length, max_length)
+        self._cache = KVCache(config, slots + 1, length, device, dtype)  # its ``lengths``: cached pairs
+        # The model's fused hidden states, and its tokens (on the host), by slot and position. The additional last slot is
+        # for rows and pairs that pad a batch.
         self._hidden = torch.empty(slots + 1, length, width, device=device, dtype=dtype)
-        self._tokens = torch.zeros(slots, most, dtype=torch.int64)
+        self._tokens = torch.zeros(slots, max_length, dtype=torch.int64)
         self._clear(0)
-        # What repeats launches, and by rows, pairs, context and tokens of a draft what it gave, with where it reads and
-        # leaves its tokens.
+        # Captures a function as a CUDA graph and returns its replay. By rows, columns, context and count of a draft: its
+        # input buffer, output buffer and replay.
         self.capture: Callable[[Callable[[], object], torch.device], Callable[[], object]] | None = None
-        self._rounds: dict[tuple[int, ...], tuple[Tensor, Tensor, Callable[[], object]]] = {}
+        self._graphs: dict[tuple[int, ...], tuple[Tensor, Tensor, Callable[[], object]]] = {}
 
     def _clear(self, filled: int) -> None:
-        """What is masked is multiplied by 0, and must be a number."""
+        """Zero positions from ``filled`` on: attention multiplies masked values by 0, which must not be NaN."""
         for tensor in (*self._cache.attention[0][:2], self._hidden[:, None]):
             tensor[:, :, filled:].zero_()
 
     @property
     def length(self) -> int:
-        """Positions that each slot has room for."""
+        """Allocated positions of a slot."""
         return self._hidden.shape[1]
 
     def grow(self, length: int) -> None:
-        """Make room for ``length`` positions in each slot."""
+        """Reallocate with ``length`` positions in each slot."""
         filled, old, hidden = self.length, self._cache, self._hidden
         self._cache = KVCache(self._config, len(hidden), length, hidden.device, hidden.dtype)
         self._hidden = hidden.new_empty(len(hidden), length, hidden.shape[2])
         self._cache.lengths = old.lengths
-        for new, held in zip(self._cache.attention[0][:2], old.attention[0][:2], strict=True):
-            new[:, :, :filled] = held
+        for new, tensor in zip(self._cache.attention[0][:2], old.attention[0][:2], strict=True):
+            new[:, :, :filled] = tensor
         self._hidden[:, :filled] = hidden
         self._clear(filled)
-        self._rounds.clear()
+        self._graphs.clear()
 
     def bytes_read(self, output: int) -> int:
-        """For a token, after the first one; ``output``: of the model's output layer."""
-        own = sum(one.nbytes for name, one in self._weights.items() if name != "fc" or self._mtp)
+        """Bytes of weights read for each drafted token after the first; ``output``: those of the model's output layer."""
+        nbytes = sum(weight.nbytes for name, weight in self._weights.items() if name != "fc" or self._mtp)
         if self.experts is not None:
-            of_experts = [one for one in self._config.projections(0) if one.experts or one.role.startswith("shared")]
-            own += sum(one.num_parameters for one in of_experts) * self._weights["fc"].itemsize
-        return own + output * self._mtp
+            experts = [one for one in self._config.projections(0) if one.experts or one.role.startswith("shared")]
+            nbytes += sum(one.num_parameters for one in experts) * self._weights["fc"].itemsize
+        return nbytes + output * self._mtp
 
     def take(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int], taps: Tensor) -> None:
-        """The model has read these tokens: taps (R, 3 H) are the hidden states."""
+        """Store tokens of the model and their hidden states: taps (R, 3 H), MTP (R, H)."""
         self.note(slots, positions, tokens)
         self.keep(torch.tensor(slots).to(taps.device), torch.tensor(positions).to(taps.device), taps)
 
@@ -323,7 +323,7 @@ class DraftHead:
         self._tokens[torch.tensor(slots), torch.tensor(positions)] = torch.tensor(tokens)
 
     def keep(self, slots: Tensor, positions: Tensor, taps: Tensor, valid: Tensor | None = None) -> None:
-        """Of rows that are ``valid``, all on the device."""
+        """Fuse and store the hidden states of rows that are ``valid``; all arguments are on the device."""
         if valid is not None:
             slots = torch.where(valid, slots, len(self._hidden) - 1)
             positions = torch.where(valid, positions, 0)
@@ -332,26 +332,26 @@ class DraftHead:
         self._hidden[slots.long(), positions.long()] = hidden
 
     def begin(self, slot: int, start: int) -> None:
-        """Before a slot's positions from ``start`` on are read anew."""
-        self._cache.lengths[slot] = min(self._cache.lengths[slot], max(start - 1, 0))  # the last pair had another token
+        """Discard a slot's pairs from ``start`` - 1 on, before the model computes positions from ``start`` on."""
+        self._cache.lengths[slot] = min(self._cache.lengths[slot], max(start - 1, 0))  # pair start - 1 has token start
 
     def copy(self, source: int, target: int, length: int) -> None:
-        done = self._cache.lengths[source]
+        pairs = self._cache.lengths[source]
         self._cache.copy(source, target, length)
         for tensor in (self._hidden, self._tokens):
             tensor[target, :length] = tensor[source, :length]
-        self._cache.lengths[target] = done
+        self._cache.lengths[target] = pairs
         self.begin(target, length)
 
     @torch.inference_mode()
     def draft(self, lengths: Sequence[int], tokens: Sequence[int], counts: Mapping[int, int]) -> dict[int, list[int]]:
-        """Of some slots so many tokens to follow the newest, ``tokens``, behind ``lengths`` positions."""
-        count, spare = max(counts.values()), len(self._hidden) - 1
+        """Drafts of ``counts`` tokens by slot, after its newest of ``tokens`` and its ``lengths`` cached positions."""
+        count, padding_slot = max(counts.values()), len(self._hidden) - 1
         pairs, rows = max(count + 1, _PAIRS), []
         for slot in counts:
             stop = lengths[slot]
             start = min(self._cache.lengths[slot], stop - 1)
-            while stop - start > pairs:  # of a prompt, or of plain steps
+            while stop - start > pairs:  # after a prefill, or many plain steps
                 end = min(start + _CHUNK, stop - pairs)
                 row = [slot, start, end - start, *self._tokens[slot, start + 1 : end + 1].tolist()]
                 self._pairs(torch.tensor([row], device=self._hidden.device), end)
@@ -359,31 +359,31 @@ class DraftHead:
             rows.append([slot, start, stop - start, *self._tokens[slot, start + 1 : stop].tolist(), tokens[slot]])
             self._cache.lengths[slot] = stop
         context, size = max(lengths[slot] for slot in counts) + count, len(rows)
-        if self.capture is not None:  # few sizes serve all
+        if self.capture is not None:  # powers of two, for few graphs
             size, context = 1 << (size - 1).bit_length(), max(_CONTEXT, 1 << (context - 1).bit_length())
-        rows += [[spare, 0, 1, 0]] * (size - len(rows))
+        rows += [[padding_slot, 0, 1, 0]] * (size - len(rows))
         width = 3 + pairs if self.capture is not None else max(map(len, rows))
-        given = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        inputs = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         context = min(context, self._hidden.shape[1])
         if self.capture is None:
-            chosen = self._chain(given.to(self._hidden.device), context, count)
+            drafts = self._chain(inputs.to(self._hidden.device), context, count)
         else:
             key = size, width, context, count
-            if key not in self._rounds:
-                place = given.to(self._hidden.device)
-                out = place.new_empty(size, count)
-                replay = self.capture(lambda: out.copy_(self._chain(place, context, count)), place.device)
-                self._rounds[key] = place, out, replay
-            place, chosen, replay = self._rounds[key]
-            place.copy_(given, non_blocking=True)
+            if key not in self._graphs:
+                buffer = inputs.to(self._hidden.device)
+                out = buffer.new_empty(size, count)
+                replay = self.capture(lambda: out.copy_(self._chain(buffer, context, count)), buffer.device)
+                self._graphs[key] = buffer, out, replay
+            buffer, drafts, replay = self._graphs[key]
+            buffer.copy_(inputs, non_blocking=True)
             replay()
-        return {slot: row[: counts[slot]] for slot, row in zip(counts, chosen.tolist(), strict=False)}
+        return {slot: row[: counts[slot]] for slot, row in zip(counts, drafts.tolist(), strict=False)}
 
-    def _chain(self, given: Tensor, context: int, count: int) -> Tensor:
-        """As many tokens for each row (R, 3 + P) of `_pairs`, of which each has one: (R, count)."""
-        slots, stop = given[:, 0], given[:, 1] + given[:, 2]
-        out = self._pairs(given, context)
-        hidden = out[torch.arange(len(out), device=out.device), given[:, 2] - 1]
+    def _chain(self, inputs: Tensor, context: int, count: int) -> Tensor:
+        """Rows (R, 3 + P) as in `_pairs`, each with at least one pair, to drafts (R, count)."""
+        slots, stop = inputs[:, 0], inputs[:, 1] + inputs[:, 2]
+        out = self._pairs(inputs, context)
+        hidden = out[torch.arange(len(out), device=out.device), inputs[:, 2] - 1]
         chain: list[Tensor] = []
         while True:
             if self._ids is None:
@@ -394,43 +394,43 @@ class DraftHead:
             if len(chain) == count:
                 return torch.stack(chain, dim=1)
             last = slots[:, None], (stop + len(chain) - 1)[:, None]
-            hidden = self._read(slots, *last, chain[-1][:, None], hidden[:, None], context)[:, 0]
+            hidden = self._forward(slots, *last, chain[-1][:, None], hidden[:, None], context)[:, 0]
 
-    def _pairs(self, given: Tensor, context: int) -> Tensor:
-        """Rows (R, 3 + P) of slot, first pair, number of pairs and their tokens: the head's hidden states (R, P, H)."""
-        slots, ids = given[:, 0], given[:, 3:]
-        offsets = torch.arange(ids.shape[1], device=given.device)
-        valid, positions = offsets < given[:, 2:3], given[:, 1:2] + offsets
-        where, positions = torch.where(valid, slots[:, None], len(self._hidden) - 1), torch.where(valid, positions, 0)
-        return self._read(slots, where, positions, ids, self._hidden[where, positions], context)
+    def _pairs(self, inputs: Tensor, context: int) -> Tensor:
+        """Rows (R, 3 + P) of slot, first pair, number of pairs and their tokens to the head's hidden states (R, P, H)."""
+        slots, ids = inputs[:, 0], inputs[:, 3:]
+        offsets = torch.arange(ids.shape[1], device=inputs.device)
+        valid, positions = offsets < inputs[:, 2:3], inputs[:, 1:2] + offsets
+        target, positions = torch.where(valid, slots[:, None], len(self._hidden) - 1), torch.where(valid, positions, 0)
+        return self._forward(slots, target, positions, ids, self._hidden[target, positions], context)
 
-    def _read(
-        self, slots: Tensor, where: Tensor, positions: Tensor, ids: Tensor, hidden: Tensor, context: int
+    def _forward(
+        self, slots: Tensor, target: Tensor, positions: Tensor, ids: Tensor, hidden: Tensor, context: int
     ) -> Tensor:
-        """Pairs of tokens (R, P) and hidden states (R, P, H) of slots (R,), at ``positions`` (R, P) of the slots ``where``
-        (R, P): the head's hidden states, by the first ``context`` positions."""
+        """The head on tokens (R, P) and hidden states (R, P, H): its hidden states (R, P, H). Attends to the first
+        ``context`` positions of slots (R,); stores keys and values at ``positions`` (R, P) of ``target`` (R, P)."""
         config, (rows, count), weights = self._config, ids.shape, self._weights
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         embedded = self._normed("embedding_norm", functional.embedding(ids, self._embedding).to(hidden.dtype))
         n = self._normed("hidden_norm", hidden)
-        x, entered = n if self._normed_residual else hidden, torch.cat((embedded, n), dim=-1)
+        x, block_input = n if self._normed_residual else hidden, torch.cat((embedded, n), dim=-1)
         if self._mtp:
-            x = functional.linear(entered, weights["fc"])
-            entered = self._normed("input_norm", x)
-        qkv = functional.linear(entered, weights["qkv"]).view(rows, count, -1, width)
+            x = functional.linear(block_input, weights["fc"])
+            block_input = self._normed("input_norm", x)
+        qkv = functional.linear(block_input, weights["qkv"]).view(rows, count, -1, width)
         qk, v, gates = qkv.tensor_split((heads + kv_heads, heads + 2 * kv_heads), dim=2)
         if self._mtp:
             qk = functional.rms_norm(qk, (width,), None, config.rms_norm_eps) * weights["qk_norm"]
         cos, sin = (table[positions][:, :, None] for table in self._tables)
         q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=2)
         keys, values = self._cache.attention[0][:2]
-        keys[where, :, positions], values[where, :, positions] = k, v
-        # The heads that share keys stand behind one another, as more queries.
+        keys[target, :, positions], values[target, :, positions] = k, v
+        # Grouped-query attention: the query heads of a key head become further query positions.
         q = q.transpose(1, 2).reshape(rows, kv_heads, -1, width)
-        seen = torch.arange(context, device=ids.device) <= positions[:, None, :, None]
+        mask = torch.arange(context, device=ids.device) <= positions[:, None, :, None]
         attended = functional.scaled_dot_product_attention(
             q, keys[slots, :, :context], values[slots, :, :context],
-            attn_mask=seen.repeat(1, 1, heads // kv_heads, 1), scale=config.attention_scale,
+            attn_mask=mask.repeat(1, 1, heads // kv_heads, 1), scale=config.attention_scale,
         )  # fmt: skip
         attended = attended.view(rows, heads, count, width).transpose(1, 2)
         if self._mtp:

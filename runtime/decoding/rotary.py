@@ -1,4 +1,4 @@
-"""Rotary position embeddings: plain, linear, dynamic, Llama 3's, YaRN's, LongRoPE's and Gemma 4's scalings."""
+"""Rotary position embeddings: plain, and scaled as linear, dynamic, Llama 3, YaRN, LongRoPE and Gemma 4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
     """Angle per position of every pair of dimensions: (rotary_dim / 2,) float32, on the CPU."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     if rope.rope_type == "dynamic" and rope.parameters.get("alpha") is not None:
-        # Hunyuan's. Without alpha nothing changes up to the length trained on.
+        # Hunyuan's. Without alpha, dynamic scaling changes nothing up to the trained length.
         stretched = rope.theta * rope.parameters["alpha"] ** (rope.rotary_dim / (rope.rotary_dim - 2))
         return 1.0 / stretched**exponents
     if rope.rope_type == "longrope":
@@ -26,18 +26,18 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
         return plain / (rope.parameters.get("factor") or 1.0)
     if rope.rope_type == "linear":
         return plain / rope.parameters["factor"]
-    if rope.rope_type == "llama3":  # long wavelengths are stretched by factor, short ones kept, those between blended
+    if rope.rope_type == "llama3":  # long wavelengths are scaled, short ones kept, those between interpolated
         factor, low, high = (float(rope.parameters[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
         rotations = rope.parameters["original_max_position_embeddings"] * plain / (2 * math.pi)
         blend = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - blend) * plain / factor + blend * plain
     if rope.rope_type != "yarn":
         return plain
-    # As llama3, blended by the pair's index: https://arxiv.org/abs/2309.00071, section 3.2.
+    # As llama3, interpolated by the pair's index: https://arxiv.org/abs/2309.00071, section 3.2.
     original, factor = rope.parameters["original_max_position_embeddings"], float(rope.parameters["factor"])
 
     def pair(rotations: float) -> float:
-        """The fractional index of the pair that rotates so often over the original context."""
+        """The fractional index of the pair with that many rotations over the original context."""
         return rope.rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair(rope.parameters.get("beta_fast") or 32), pair(rope.parameters.get("beta_slow") or 1)
@@ -50,12 +50,11 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
 
 
 def attention_scaling(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by: above 1 for LongRoPE and YaRN, else 1."""
+    """Factor of cos and sin: above 1 for LongRoPE and YaRN, else 1."""
     if rope.rope_type not in ("longrope", "yarn"):
         return 1.0
-    given = rope.parameters.get("attention_factor")
-    if given is not None:
-        return float(given)
+    if rope.parameters.get("attention_factor") is not None:
+        return float(rope.parameters["attention_factor"])
     if rope.rope_type == "yarn":
         factor = rope.parameters["factor"]
         mscale, all_dim = (rope.parameters.get(key) for key in ("mscale", "mscale_all_dim"))
@@ -72,8 +71,8 @@ def attention_scaling(rope: RopeConfig) -> float:
 
 
 def switch_length(config: ModelConfig) -> int | None:
-    """The longest sequence that LongRoPE's short factors serve; None for other models. A sequence that grows beyond it
-    must be prefilled anew, because its cached keys were rotated by other angles."""
+    """The longest sequence with LongRoPE's short factors; None for other models. A sequence that grows beyond it must be
+    prefilled again, as its cached keys were rotated by other angles."""
     scaled = [rope.parameters for rope in config.rotaries if rope.rope_type == "longrope"]
     return min((int(parameters["original_max_position_embeddings"]) for parameters in scaled), default=None)
 
@@ -96,18 +95,18 @@ class Rotary:
         return cos.to(self._dtype), sin.to(self._dtype)
 
     def step_tables(self, count: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the first ``count`` positions, as a token decoded there has them: (count, rotary_dim / 2)."""
+        """cos and sin for decoding at the first ``count`` positions: (count, rotary_dim / 2) each."""
         switch = min(self._switch or count, count)
         parts = [self.tables(0, switch, switch)]
         if switch < count:
             parts.append(self.tables(switch, count, count))
-        cos, sin = (torch.cat(parts_).chunk(2, dim=1)[0].contiguous() for parts_ in zip(*parts, strict=True))
+        cos, sin = (torch.cat(tables).chunk(2, dim=1)[0].contiguous() for tables in zip(*parts, strict=True))
         return cos, sin
 
 
 def query_scales(config: ModelConfig, start: int, stop: int, device: torch.device) -> Tensor | None:
-    """What queries at positions start..stop are multiplied by, Llama 4's and Ministral 3's temperature; None for 1.
-    (stop - start,) float32: 1 + beta * log(1 + floor(p / n))."""
+    """Attention temperature of Llama 4 and Ministral 3, a factor of queries at positions start..stop: (stop - start,)
+    float32, 1 + beta * log(1 + floor(p / n)); None for other models."""
     if config.query_scaling is None:
         return None
     beta, length = config.query_scaling
@@ -115,8 +114,8 @@ def query_scales(config: ModelConfig, start: int, stop: int, device: torch.devic
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate x (heads, T, head_dim) in pairs of its first rotary_dim dimensions; cos, sin: of :meth:`Rotary.tables`.
-    Pairs are (i, i + rotary_dim / 2), or ``interleaved`` (2i, 2i + 1)."""
+    """Rotate pairs of the first rotary_dim dimensions of x (heads, T, head_dim); cos, sin: from :meth:`Rotary.tables`.
+    Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) if ``interleaved``."""
     rotary_dim = cos.shape[-1]
     rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     if interleaved:

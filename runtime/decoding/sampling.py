@@ -1,4 +1,4 @@
-"""The next token from the logits, after penalties and biases (``generation.logits``)."""
+"""Sampling parameters, and sampling of a token from logits; ``generation.logits`` applies penalties and biases before."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from wisparse.formats import guard
 
-MOST_LOGPROBS = 100  # the largest number of top log-probabilities beside each token
+MAX_LOGPROBS = 100  # the largest number of top log-probabilities beside each token
 
 _MASK = 2**64 - 1
-_MOST_BIASES = 10_000
-_NUMBERS = (  # name, least, most, what is expected, whether the least itself is too little
+_MAX_BIASES = 10_000
+_NUMBERS = (  # name, lower bound, upper bound, expected, whether the lower bound is excluded
     ("temperature", 0.0, 1e4, "a number from 0 (greedy) to 10000", False),
     ("top_p", 0.0, 1.0, "a number above 0, at most 1", True),
     ("min_p", 0.0, 1.0, "a number from 0 to 1", False),
@@ -32,29 +32,29 @@ class SamplingParams:
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
-    min_p: float = 0.0  # relative to the most probable token
-    seed: int | None = None  # must be resolved before a decoder sees it
-    repetition_penalty: float = 1.0  # of tokens in prompt or answer, as in transformers
-    frequency_penalty: float = 0.0  # of tokens in the answer, OpenAI's
+    min_p: float = 0.0  # relative to the largest probability
+    seed: int | None = None  # None: chosen by the scheduler; a decoder needs a number
+    repetition_penalty: float = 1.0  # for tokens in prompt or answer, as in transformers
+    frequency_penalty: float = 0.0  # for tokens in the answer, as in OpenAI's API
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = None  # this many top log-probabilities of the model's own distribution
+    logprobs: int | None = None  # number of top log-probabilities, by the unprocessed logits
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {"top_k": guard.integer("top_k", self.top_k, 0, 2**63 - 1)}
-        for name, low, high, words, above in _NUMBERS:
-            checked[name] = guard.number(name, getattr(self, name), low, high, words, above=above)
-        for name, most in (("seed", 2**63 - 1), ("logprobs", MOST_LOGPROBS)):
-            given = getattr(self, name)
-            checked[name] = None if given is None else guard.integer(name, given, 0, most)
+        for name, low, high, expected, above in _NUMBERS:
+            checked[name] = guard.number(name, getattr(self, name), low, high, expected, above=above)
+        for name, limit in (("seed", 2**63 - 1), ("logprobs", MAX_LOGPROBS)):
+            value = getattr(self, name)
+            checked[name] = None if value is None else guard.integer(name, value, 0, limit)
         biases: Any = {} if self.logit_bias is None else self.logit_bias
-        words = f"a mapping of up to {_MOST_BIASES:,} token ids to numbers"
-        guard.expect(isinstance(biases, Mapping) and len(biases) <= _MOST_BIASES, "logit_bias", words, biases)
+        expected = f"a mapping of up to {_MAX_BIASES:,} token ids to numbers"
+        guard.expect(isinstance(biases, Mapping) and len(biases) <= _MAX_BIASES, "logit_bias", expected, biases)
         ids = [guard.integer("logit_bias", token, 0, 2**31 - 1) for token in biases]
-        words = "numbers from -100 to 100"
-        values = [guard.number("logit_bias", bias, -100.0, 100.0, words) for bias in biases.values()]
+        expected = "numbers from -100 to 100"
+        values = [guard.number("logit_bias", bias, -100.0, 100.0, expected) for bias in biases.values()]
         checked["logit_bias"] = dict(zip(ids, values, strict=True)) or None
-        for name, value in checked.items():  # as Python's own numbers
+        for name, value in checked.items():  # as int and float, also from numpy scalars
             object.__setattr__(self, name, value)
 
     @property
@@ -63,7 +63,7 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits change before filters apply."""
+        """Whether penalties or biases change the logits."""
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
         return penalties or self.logit_bias is not None
 
@@ -76,23 +76,23 @@ def _mix(state: int) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number of a token: a multiple of 2**-24 in [0, 1), exact in float32."""
+    """The random number for the token at ``position``: a multiple of 2**-24 in [0, 1), exact in float32."""
     start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
     return (_mix((start + (position + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 40) * 2.0**-24
 
 
 def choose(logits: np.ndarray, settings: SamplingParams, position: int) -> int:
-    """The next token by a row of logits; -1 if one is a NaN or the largest is infinite. In numpy, whose small operations
-    take a third of torch's time."""
-    best = int(logits.argmax())  # the lowest id of the largest logit, or a NaN's
+    """Sample a token from logits (V,); -1 if one is NaN or the largest is infinite. In numpy, whose small operations take a
+    third of torch's time."""
+    best = int(logits.argmax())  # the lowest id of the largest logit, or the first NaN
     if not math.isfinite(logits[best]):
         return -1
     return best if settings.greedy else _draw(logits, settings, position)
 
 
 def sample(logits: Tensor, settings: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """Choose one token per row of logits (B, V) float32: (B,) int64; positions: those the tokens will have. -1 for a
-    row that holds a NaN or whose largest logit is infinite."""
+    """Sample a token per row of logits (B, V) float32: (B,) int64; positions: of the sampled tokens. -1 for a row with a
+    NaN or whose largest logit is infinite."""
     if logits.device.type == "cpu":
         return torch.tensor(list(map(choose, logits.numpy(), settings, positions)), dtype=torch.int64)
     best = logits.max(dim=-1)
@@ -104,24 +104,24 @@ def sample(logits: Tensor, settings: Sequence[SamplingParams], positions: Sequen
 
 
 def _draw(logits: np.ndarray, settings: SamplingParams, position: int) -> int:
-    """One random token from finite logits (V,)."""
+    """A random token by logits (V,), whose largest is finite."""
     assert settings.seed is not None
-    # Less the maximum first: a tiny temperature must not overflow.
+    # Subtract the maximum first: a tiny temperature must not overflow.
     scaled = (logits.astype(np.float64) - logits.max()) / settings.temperature
-    weights = np.exp(scaled)  # the largest is 1, so min_p compares with it directly
+    weights = np.exp(scaled)  # the largest is 1, as min_p expects
     if 0 < settings.top_k < len(scaled):
         weights[scaled < np.partition(scaled, -settings.top_k)[-settings.top_k]] = 0.0
     if settings.top_p < 1.0:
         total = weights.sum()
-        for count in (1024, len(weights)):  # 1024 is nearly always enough, and far cheaper than a full sort
+        for count in (1024, len(weights)):  # the largest 1024 are nearly always enough and much faster to sort
             largest = np.partition(weights, -count)[-count:] if count < len(weights) else weights
             ordered = np.sort(largest)[::-1]
             sums = ordered.cumsum() / total
             if sums[-1] >= settings.top_p:
                 break
-        # The smallest set of most probable tokens whose probabilities sum to top_p; the first is always inside.
-        inside = sums - ordered / total < settings.top_p
-        weights[weights < ordered[np.count_nonzero(inside) - 1]] = 0.0
+        # Keep the smallest set of most probable tokens whose probabilities sum to top_p, at least one.
+        kept = sums - ordered / total < settings.top_p
+        weights[weights < ordered[np.count_nonzero(kept) - 1]] = 0.0
     if settings.min_p > 0.0:
         weights[weights < settings.min_p] = 0.0
     sums = weights.cumsum()

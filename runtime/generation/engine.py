@@ -1,4 +1,4 @@
-"""The engine: everything that is generated with a model goes through it."""
+"""The engine: runs the scheduler's steps and delivers the tokens of each request."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ T = TypeVar("T")
 
 
 class QueueFullError(ResourceError):
-    """As many requests wait as may."""
+    """The waiting queue is full."""
 
 
 class EngineState(NamedTuple):
-    """Requests that have a slot of the decoder, and requests that wait for one."""
+    """Number of requests that have a slot of the decoder, and of requests that wait for one."""
 
     running: int
     waiting: int
 
 
 class Engine:
-    """Runs requests on one decoder, which nobody else may use but through :meth:`call`."""
+    """Runs requests on one decoder. Other code may use the decoder only within :meth:`call`."""
 
     def __init__(
         self, decoder: Decoder, text: Tokenizer | None, bundle: Bundle, speculative: SpeculativeConfig | None = None
@@ -48,32 +48,32 @@ class Engine:
         self.scheduler = Scheduler(decoder, bundle, speculative)
         self.closed = False
         self._text, self._bundle = text, bundle
-        # Re-entrant: a stream may be garbage-collected, and so cancelled, wherever its thread happens to be.
+        # Re-entrant: garbage collection may cancel a stream at any point of any thread.
         self._changed = threading.Condition()
         self._run_lock = threading.Lock()  # held by the thread that runs the steps
-        self._inbox: deque[Callable[[], None]] = deque()  # what to do before the next step, in order
-        self._open: set[Request] = set()  # submitted and not done
-        self._waiting: list[Callable[[], object]] = []  # what threads wait for while another one runs the steps
+        self._tasks: deque[Callable[[], None]] = deque()  # tasks for the next step, in order
+        self._open: set[Request] = set()  # submitted, not done
+        self._waiting: list[Callable[[], object]] = []  # conditions of threads that wait for the running one
         self._thread: threading.Thread | None = None
         self._max_queue: int | None = None
         self._stopping = False
 
     @property
     def state(self) -> EngineState:
-        """From any thread."""
+        """Thread-safe."""
         with self._changed:
             running = sum(request.running for request in self._open)
             return EngineState(running, len(self._open) - running)
 
     def validate(self, request: Request) -> None:
-        """Raise ContextLengthError or UsageError unless the request can be submitted; from any thread."""
+        """Raise ContextLengthError or UsageError unless the request can be submitted. Thread-safe."""
         self._check_open()
         self.scheduler.validate(request)
 
     def submit(
         self, request: Request, deliver: Callable[[Chunk | WisparseError], None], *, final_only: bool = False
     ) -> Request:
-        """Queue a validated request, from any thread. Some thread has to :meth:`drive`."""
+        """Queue a validated request. It runs while a thread is in :meth:`drive`. Thread-safe."""
         request.deliver, request.final_only = deliver, final_only
         with self._changed:
             self._check_open()
@@ -82,17 +82,17 @@ class Engine:
             if self._max_queue is not None and len(self._open) >= self.decoder.max_batch + self._max_queue:
                 raise QueueFullError(f"{self._max_queue} requests are waiting already: ask again later")
             self._open.add(request)
-            self._put(partial(self._add, request))
+            self._add_task(partial(self._add, request))
         return request
 
     def cancel(self, request: Request) -> None:
-        """Take a request back before the next step, from any thread; one that is done stays as it is."""
+        """Cancel a request before the next step; no effect on one that is done. Thread-safe."""
         with self._changed:
             if request in self._open:
-                self._put(partial(self._cancel, request))
+                self._add_task(partial(self._cancel, request))
 
     def ask(self, function: Callable[[], T]) -> Future[T]:
-        """Have something done between two steps, by the thread that runs them; from any thread, without waiting."""
+        """Schedule a function between two steps, on the thread that runs them. Thread-safe; does not wait."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -107,7 +107,7 @@ class Engine:
 
         with self._changed:
             self._check_open()
-            self._put(run)
+            self._add_task(run)
         return future
 
     def call(self, function: Callable[[], T]) -> T:
@@ -116,7 +116,7 @@ class Engine:
         return future.result()
 
     def start_measuring(self, every: int = 1) -> Future[None]:
-        """Count dropped channels, in one decode step of so many, until :meth:`stop_measuring`."""
+        """Count dropped channels in one of ``every`` decode steps until :meth:`stop_measuring`."""
         return self.ask(partial(self.scheduler.start_measuring, every))
 
     def stop_measuring(self, every: int = 1) -> None:
@@ -124,15 +124,15 @@ class Engine:
             self.ask(partial(self.scheduler.stop_measuring, every))
 
     def start(self, max_queue: int) -> None:
-        """Compile and capture ahead, then have a thread run the steps, with at most ``max_queue`` requests waiting."""
+        """Compile and capture, then run the steps in a thread, with at most ``max_queue`` waiting requests."""
         self.call(self.decoder.prepare_prompts)
         self.call(self._prepare_levels)
-        # What stays for good is left out of later collections, of which one took 0.2 s in the middle of answers.
+        # Exclude permanent objects from later collections: one collection took 0.2 s between two decode steps.
         gc.collect()
         gc.freeze()
         with self._changed:
             if self._thread is not None:
-                raise UsageError("a server runs on this model already: end it first")
+                raise UsageError("a server runs on this model already: stop it first")
             self._max_queue, self._stopping = max_queue, False
 
             def stopped() -> bool:
@@ -149,11 +149,11 @@ class Engine:
         self.scheduler.set_sparsity(self.scheduler.default_sparsity)
 
     def stop(self, *, drain: bool = True) -> None:
-        """End that thread: after the answers under way, or at once without ``drain``."""
+        """Stop the thread of :meth:`start`. ``drain``: finish the open requests first; else cancel them."""
         with self._changed:
             thread, self._stopping = self._thread, True
             for request in () if drain else self._open:
-                self._put(partial(self._cancel, request))
+                self._add_task(partial(self._cancel, request))
             self._changed.notify_all()
         if thread is not None:
             thread.join()
@@ -164,26 +164,26 @@ class Engine:
             self.call(self.restore_sparsity)
 
     def restore_sparsity(self) -> None:
-        """Put the default sparsity level in force if nothing is under way; within :meth:`call`."""
+        """Set the default sparsity level if the scheduler is idle; within :meth:`call`."""
         if not self.scheduler.busy:
             self.scheduler.set_sparsity(self.scheduler.default_sparsity)
 
     def close(self) -> None:
-        """Give the decoder's memory back. What is under way ends with an error; closing twice is fine."""
+        """Free the decoder's memory. Open requests end with an error. Idempotent."""
 
         def close() -> None:
             with self._changed:
                 self.closed = True
                 requests = list(self._open)
             for request in requests:
-                self._fail(request, UsageError("the model was closed before the answer was there"))
+                self._fail(request, UsageError("the model was closed before the request finished"))
             self.decoder.close()
 
         if not self.closed:
             self.call(close)
 
     def drive(self, until: Callable[[], object]) -> None:
-        """Run the steps, unless another thread does, until something holds: asked after every step, by any thread."""
+        """Run steps until ``until()``, which is checked after every step; wait while another thread runs them."""
         while not until():
             if self._run_lock.acquire(blocking=False):
                 try:
@@ -201,37 +201,37 @@ class Engine:
                     self._waiting.remove(until)
 
     def _step(self, until: Callable[[], object]) -> None:
-        """Wait if there is nothing to do; handle what was asked for, prefill a chunk or decode, and deliver the tokens."""
+        """Wait for work, run the queued tasks, prefill a chunk or decode, and deliver the tokens."""
         try:
-            if not (self._inbox or self.scheduler.busy):
+            if not (self._tasks or self.scheduler.busy):
                 with self._changed:
-                    while not (self._inbox or until()):
+                    while not (self._tasks or until()):
                         self._changed.wait()
-            while self._inbox:
-                self._inbox.popleft()()
+            while self._tasks:
+                self._tasks.popleft()()
             if self.scheduler.busy:
-                # A stop string may end its answer after every token.
+                # A stop string may end the request after any token.
                 one_token = any(request.stop for request in self.scheduler.running)
                 with memory_errors(self.decoder.device, "for this prompt"):
-                    advanced = self.scheduler.step(None if one_token else self._inbox.__len__)
+                    advanced = self.scheduler.step(None if one_token else self._tasks.__len__)
                 for request in advanced:
                     self._deliver(request)
         except Exception as error:
-            self._deliver_all()  # what came before the failed step
+            self._deliver_all()  # tokens of earlier steps
             for request in self.scheduler.fail():
                 self._fail(request, error)
-        except BaseException:  # an interrupt, anywhere: the slots are undefined, and tokens may be undelivered
+        except BaseException:  # KeyboardInterrupt: the slots are undefined, and tokens may be undelivered
             self.scheduler.start_over()
             self._deliver_all()
             raise
         self._wake()
 
-    def _put(self, task: Callable[[], None]) -> None:
-        self._inbox.append(task)
+    def _add_task(self, task: Callable[[], None]) -> None:
+        self._tasks.append(task)
         self._changed.notify_all()
 
     def _wake(self, take_over: bool = False) -> None:
-        """Wake the threads that wait, if one has what it waits for, or has to run the steps."""
+        """Wake the waiting threads if the condition of one holds, or if one has to run the steps."""
         if self._waiting:
             with self._changed:
                 if take_over or any(until() for until in self._waiting):
@@ -250,19 +250,19 @@ class Engine:
 
     def _cancel(self, request: Request) -> None:
         self.scheduler.finish(request, "cancelled")
-        self._forget(request)
+        self._close_request(request)
 
     def _deliver(self, request: Request) -> None:
-        """Deliver the request's new tokens. An error here ends this request alone."""
+        """Deliver the request's new tokens. An error ends this request only."""
         try:
             while not request.done and request.undelivered:
                 chunk = request.next_chunk()
                 if chunk.finish_reason is not None:
-                    self.scheduler.finish(request, "stop")  # a stop string, if it has not finished by a token
+                    self.scheduler.finish(request, "stop")  # no effect if a token finished it
                     realised = self.decoder.realised_sparsity() if request.measure_sparsity else None
                     generation = request.generation(chunk.finish_reason, self.decoder.device, realised)
-                    # First: who learns that an answer has ended may count on its place.
-                    self._forget(request)
+                    # Before delivery: a receiver of the last chunk may rely on the free slot.
+                    self._close_request(request)
                     request.deliver(replace(chunk, generation=generation))
                 elif not request.final_only:
                     request.deliver(chunk)
@@ -276,21 +276,21 @@ class Engine:
             self._deliver(request)
 
     def _fail(self, request: Request, error: Exception) -> None:
-        """End a request with an error, unless it is done."""
+        """Finish a request with an error, unless it is done."""
         if request.done:
             return
         self.scheduler.finish(request, "error")
         request.error = error
-        self._forget(request)
+        self._close_request(request)
         if not isinstance(error, WisparseError):
-            unforeseen, error = error, WisparseError(f"generation failed: {error}")
-            error.__cause__ = unforeseen
+            cause, error = error, WisparseError(f"generation failed: {error}")
+            error.__cause__ = cause
         try:
             request.deliver(error)
         except Exception:
             log.debug("a request's receiver failed", exc_info=True)
 
-    def _forget(self, request: Request) -> None:
+    def _close_request(self, request: Request) -> None:
         with self._changed:
             self._open.discard(request)
         request.done = True

@@ -1,5 +1,5 @@
-"""Grammars (llguidance's) that restrict an answer. Each is compiled first in a process of its own, under limits: what
-ends that process, or takes long in it, is refused, and the server builds only what was accepted there."""
+"""Grammars that constrain an answer, by llguidance. Each is first compiled in a worker process under limits of time, memory
+and stack. A grammar that exceeds them is refused; this process compiles only accepted ones."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 _MAX_CHARACTERS = 1 << 17
 MAX_SECONDS = 2  # of processor time
-MAX_BYTES = 512 << 20  # beyond what the process has at rest
-_WAIT_SECONDS = 120.0  # of a busy machine
-# Compiled grammars that are kept, and refusals.
-_KEPT, _KEPT_BYTES, _KEPT_REFUSALS = 32, 256 << 20, 1024
-# What to answer for a limit that was exceeded.
+MAX_BYTES = 512 << 20  # beyond the worker's memory before it compiles
+_WAIT_SECONDS = 120.0  # for a reply, on a busy machine
+# Limits of the caches of compiled grammars, and of error messages.
+_CACHE_SIZE, _CACHE_BYTES, _MAX_REFUSED = 32, 256 << 20, 1024
+# Error messages by exceeded limit.
 _EXCEEDED = {
     "depth": f"expected at most {MAX_DEPTH} rules or references within one another, found {{found:,}}; flatten it",
     "parts": f"expected at most {MAX_PARTS:,} names of rules and optional parts, found {{found:,}}; shorten it",
@@ -51,9 +51,9 @@ _EXCEEDED = {
 
 @dataclass(frozen=True)
 class Grammar:
-    field: str  # the argument or field that it came with, for error messages
-    source: str  # a JSON schema, or a grammar as llguidance's Lark or llama.cpp's GBNF writes it
-    schema: bool = False  # whether it is a JSON schema
+    field: str  # the argument's or JSON field's name, for error messages
+    source: str  # a JSON schema, or a grammar in llguidance's Lark or llama.cpp's GBNF
+    schema: bool = False  # whether ``source`` is a JSON schema
 
     @classmethod
     def of_schema(cls, field: str, schema: Any) -> Grammar:
@@ -77,13 +77,13 @@ class Grammar:
 
 
 class Constraint:
-    """What one answer may be: a grammar, at the place that the answer has reached."""
+    """A grammar's matcher, in its state after the tokens of one answer."""
 
     def __init__(self, matcher: Any, field: str) -> None:
         self._matcher, self._field = matcher, field
 
     def mask(self, logits: Tensor) -> None:
-        """Set the logits (V,) float32 of what may not come next to minus infinity, in place."""
+        """Set the logits (V,) float32 of tokens that are not allowed next to minus infinity, in place."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise UsageError(f"{self._field}: it cannot be followed further: {one_line(self._matcher.get_error())}")
@@ -94,17 +94,17 @@ class Constraint:
 
 
 def mask_bits(logits: Tensor, bits: np.ndarray) -> None:
-    """Set logits (V,) whose bit in (n,) uint8, lowest first, is 0 to minus infinity; also those that have no bit, as the
-    vocabulary may be padded beyond what the tokenizer knows. Only the bits are copied to the logits' device."""
+    """Set logits (V,) whose bit in (n,) uint8, lowest first, is 0 to minus infinity, and those beyond the last bit: V may
+    be padded beyond the tokenizer's vocabulary. Only the bits are copied to the logits' device."""
     on_device = torch.from_numpy(bits.copy()).to(logits.device, non_blocking=True)
-    place = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    banned = ((on_device[:, None] >> place) & 1 == 0).view(-1)[: len(logits)]
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    banned = ((on_device[:, None] >> shifts) & 1 == 0).view(-1)[: len(logits)]
     logits[: len(banned)].masked_fill_(banned, -torch.inf)
     logits[len(banned) :] = -torch.inf
 
 
 class GrammarProcess:
-    """``grammar_worker.py`` in a process: started by the first grammar, and again when it has died; from any thread."""
+    """The worker process, ``grammar_worker.py``: started for the first grammar, and again if it died. Thread-safe."""
 
     def __init__(self, tokenizer_json: bytes, stop_ids: frozenset[int]) -> None:
         self._tokenizer_json, self._stop_ids = tokenizer_json, sorted(stop_ids)
@@ -114,9 +114,9 @@ class GrammarProcess:
         self._stop: Callable[[], object] = lambda: None
 
     def compile(self, grammar: Grammar) -> tuple[str, int]:
-        """The converted grammar, and bytes of memory that compiling it took; GrammarError if it is refused."""
+        """The grammar in llguidance's format, and bytes of memory that compiling it took; GrammarError if refused."""
         task = {"source": grammar.source, "schema": grammar.schema, "seconds": MAX_SECONDS, "bytes": MAX_BYTES}
-        reply = self._ask(task) or self._ask(task)  # it may just have died
+        reply = self._ask(task) or self._ask(task)  # one retry if the worker died
         if reply is None:
             raise WisparseError("the process that compiles grammars ended without an answer, twice; try again")
         if "converted" in reply:
@@ -126,7 +126,7 @@ class GrammarProcess:
         raise GrammarError(_EXCEEDED[reply["exceeded"]].format(**reply, seconds=MAX_SECONDS, mebibytes=MAX_BYTES >> 20))
 
     def _ask(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The worker's reply; None if it died before."""
+        """The worker's reply; None if it died."""
         ours, theirs = socket.socketpair()
         with ours:
             ours.settimeout(_WAIT_SECONDS)
@@ -136,7 +136,7 @@ class GrammarProcess:
                 try:
                     assert self._control is not None
                     socket.send_fds(self._control, [b"0"], [theirs.fileno()])
-                except OSError:  # dying
+                except OSError:  # the worker died
                     self._stop()
                     return None
             try:
@@ -146,7 +146,7 @@ class GrammarProcess:
                 return json.loads(reply) if reply else None
             except TimeoutError as error:
                 raise WisparseError(f"a grammar was not compiled in {_WAIT_SECONDS:g} seconds; try again") from error
-            except (OSError, ValueError):  # or it died while it answered
+            except (OSError, ValueError):  # the worker died while it replied
                 return None
 
     def _start(self) -> None:
@@ -155,7 +155,7 @@ class GrammarProcess:
             self._stop()
         ours, theirs = socket.socketpair()
         with theirs:
-            # -P: the folder of the script is no place to import from.
+            # -P: do not add the script's folder to sys.path.
             command = [sys.executable, "-P", grammar_worker.__file__, str(theirs.fileno()), json.dumps(self._stop_ids)]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
         assert process.stdin is not None
@@ -178,23 +178,23 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 class GrammarError(ValueError):
-    """Why a grammar is refused, without the field that it came with."""
+    """Why a grammar is refused; the message has no field name."""
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, and keeps the newest, and why others were refused; from any thread."""
+    """Compiles grammars for one tokenizer; caches compiled ones and refusals (LRU). Thread-safe."""
 
     def __init__(self, tokenizer_json: Callable[[], bytes | None], stop_ids: frozenset[int]) -> None:
-        """``tokenizer_json`` reads the file; called for the first grammar."""
+        """``tokenizer_json`` is called for the first grammar."""
         self._tokenizer_json, self._stop_ids = tokenizer_json, stop_ids
         self._tokenizer: Any = None
         self._process: GrammarProcess | None = None
-        self._compiled: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()  # matchers, with the memory that they take
+        self._compiled: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()  # matcher, its bytes
         self._refused: OrderedDict[bytes, str] = OrderedDict()
-        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._lock, self._init_lock = threading.Lock(), threading.Lock()
 
     def known(self, grammar: Grammar) -> Constraint | None:
-        """As ``begin``, but None, without waiting, for a grammar that has to be compiled first."""
+        """``begin`` without waiting: None if the grammar has to be compiled first."""
         digest = grammar.digest
         with self._lock:
             if digest in self._refused:
@@ -206,10 +206,10 @@ class Grammars:
             return Constraint(self._compiled[digest][0].deep_copy(), grammar.field)
 
     def begin(self, grammar: Grammar) -> Constraint:
-        """An answer at its beginning. UsageError: it does not compile, is too costly, or cannot be used here."""
+        """The constraint of a new answer. UsageError: it does not compile, exceeds a limit, or lacks a tokenizer."""
         if (constraint := self.known(grammar)) is not None:
             return constraint
-        tokenizer, process = self._read(grammar.field)
+        tokenizer, process = self._initialise(grammar.field)
         try:
             converted, size = process.compile(grammar)
             matcher = build(tokenizer, converted)
@@ -218,12 +218,12 @@ class Grammars:
         except GrammarError as error:
             with self._lock:
                 self._refused[grammar.digest] = str(error)
-                while len(self._refused) > _KEPT_REFUSALS:
+                while len(self._refused) > _MAX_REFUSED:
                     self._refused.popitem(last=False)
             raise UsageError(f"{grammar.field}: {error}") from None
         with self._lock:
             self._compiled[grammar.digest] = matcher, size
-            while len(self._compiled) > _KEPT or sum(size for _, size in self._compiled.values()) > _KEPT_BYTES:
+            while len(self._compiled) > _CACHE_SIZE or sum(size for _, size in self._compiled.values()) > _CACHE_BYTES:
                 self._compiled.popitem(last=False)
         return Constraint(matcher.deep_copy(), grammar.field)
 
@@ -231,9 +231,9 @@ class Grammars:
         if self._process is not None:
             self._process.close()
 
-    def _read(self, field: str) -> tuple[Any, GrammarProcess]:
-        """The tokenizer as the library wants it, and the process that has it too, made by the first grammar."""
-        with self._reading:
+    def _initialise(self, field: str) -> tuple[Any, GrammarProcess]:
+        """llguidance's tokenizer and the worker process, created for the first grammar."""
+        with self._init_lock:
             if self._process is not None:
                 return self._tokenizer, self._process
             if importlib.util.find_spec("llguidance") is None:
@@ -242,8 +242,8 @@ class Grammars:
 
             data = self._tokenizer_json()
             if data is None or not self._stop_ids:
-                lacks = "tokenizer" if data is None else "token that ends a text"
-                raise UsageError(f"{field}: this bundle has no {lacks}, which a grammar needs")
+                missing = "tokenizer" if data is None else "token that ends a text"
+                raise UsageError(f"{field}: this bundle has no {missing}, which a grammar needs")
             if parse_json(data, "tokenizer.json", BundleError)["model"]["type"] != "BPE":
                 raise UsageError(f"{field}: it needs a byte-pair tokenizer, and this model has another")
             try:

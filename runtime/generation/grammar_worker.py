@@ -1,6 +1,6 @@
-"""Compiles grammars in a process that may die: started as a script by ``grammar.py``, it imports nothing of WiSparse or
-torch. It loads the tokenizer once and forks for each grammar; limits on processor time, memory and stack hold in the
-fork. ``build`` is also what ``grammar.py`` does with a grammar that was accepted here."""
+"""The worker process that compiles grammars. ``grammar.py`` starts it as a script; it imports neither WiSparse nor torch. It
+loads the tokenizer once and forks for each grammar; the limits on processor time, memory and stack apply to the fork.
+``grammar.py`` calls ``build`` again for the accepted grammars."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 200
-# Each may be a state of the parser at one token, whose time grows with the square: 30 ms for so many, 0.6 s for 60,000.
+# Each can be a parser state at one token, and the time grows with their square: 30 ms for 10,000, 0.6 s for 60,000.
 MAX_PARTS = 10_000
-# llguidance recurses once for each rule, reference or optional property. The server's threads have 2 MiB of stack at
-# least, 8 MiB usually.
+# llguidance recurses once for each rule, reference or optional property. The server's threads have at least 2 MiB of stack.
 STACK_BYTES = 1 << 20
-_FUEL = 300_000  # the library's measure of work on regular expressions, about a third of a second
-# Of llguidance's parser, for one token: ordinary schemas need less than 2,000, and the time grows with the square.
+_FUEL = 300_000  # llguidance's limit of work on regular expressions; about a third of a second
+# Parser items for one token; ordinary schemas need less than 2,000, and the time grows with the square.
 _STEP_ITEMS = 10_000
-# JSON on one line, as Python writes it: any amount of white space would let a small model write nothing else.
+# JSON on one line, as json.dumps writes it: with flexible white space, a small model may never stop writing it.
 JSON_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Of a signal that ended a fork; the library aborts where it gets no memory.
+# Exceeded limit by the signal that ended a fork; llguidance aborts if an allocation fails.
 _CAUSES = {"SIGXCPU": "time", "SIGABRT": "memory", "SIGKILL": "memory", "SIGSEGV": "stack", "SIGBUS": "stack"}
 _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|\[(?:\\.|[^\]\\\n])*\]')
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
@@ -35,7 +34,7 @@ _NAME = re.compile(r"[\w-]+")
 
 
 def build(tokenizer: Any, converted: str) -> Any:
-    """The matcher, after its first mask; it may be in error."""
+    """A matcher whose first mask is computed; check ``is_error``."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, step_max_items=_STEP_ITEMS, verbose_errors=False)
@@ -46,37 +45,37 @@ def build(tokenizer: Any, converted: str) -> Any:
 
 
 def one_line(error: object) -> str:
-    """The library's own words, without a panic's backtrace."""
+    """llguidance's message on one line, without a backtrace."""
     return " ".join(re.split("<backtrace>|<non-verbose/>", str(error))[0].split())[:300]
 
 
 def depth(source: str, schema: bool) -> int:
-    """How many rules, or definitions of a JSON schema, stand within one another; a cycle is followed once."""
+    """The longest chain of references between rules, or definitions of a JSON schema; a cycle counts once."""
     try:
         uses = _references(json.loads(source)) if schema else _rules(source)
     except (ValueError, TypeError, AttributeError, RecursionError):
-        return 0  # what is wrong with a schema is the library's to say
+        return 0  # llguidance reports the error
     depths: dict[str, int] = {}
-    # The last is taken first: cycles are cut where they are entered from the start.
-    todo = [(name, False) for name in (*uses, "#", "root", "start") if name in uses]
-    while todo:
-        name, used_are_done = todo.pop()
-        if used_are_done:
+    # A depth-first search with a stack, from the start rule: a cycle is cut where the search enters it.
+    stack = [(name, False) for name in (*uses, "#", "root", "start") if name in uses]
+    while stack:
+        name, visited = stack.pop()
+        if visited:
             depths[name] = 1 + max((depths[used] for used in uses[name]), default=0)
         elif name not in depths:
             depths[name] = 0
-            todo += [(name, True), *((used, False) for used in uses[name])]
+            stack += [(name, True), *((used, False) for used in uses[name])]
     return max(depths.values(), default=0)
 
 
 def count_parts(source: str) -> int:
-    """How often a Lark or GBNF grammar names a rule, or says that something may be absent."""
-    bare = _LITERAL.sub(" ", source)
-    return bare.count("?") + bare.count("*") + sum(map(len, _rules(source).values()))
+    """Number of rule references, ``?`` and ``*`` in a Lark or GBNF grammar."""
+    rules = _LITERAL.sub(" ", source)
+    return rules.count("?") + rules.count("*") + sum(map(len, _rules(source).values()))
 
 
 def _rules(source: str) -> dict[str, list[str]]:
-    """The rules that each rule of a Lark or GBNF grammar names."""
+    """By rule of a Lark or GBNF grammar, the rules that it references."""
     parts = _RULE.split(_LITERAL.sub(" ", source))[1:]
     uses: dict[str, list[str]] = {name: [] for name in parts[::2]}
     for name, body in zip(parts[::2], parts[1::2], strict=True):
@@ -85,12 +84,12 @@ def _rules(source: str) -> dict[str, list[str]]:
 
 
 def _references(schema: Any) -> dict[str, list[str]]:
-    """The definitions that the schema itself, and each of its definitions, refers to."""
-    places = {"#": {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}}
+    """By definition of a JSON schema, and for the schema itself as ``#``, the definitions that it references."""
+    definitions = {"#": {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}}
     for key in ("$defs", "definitions"):
-        places |= {f"#/{key}/{name}": one for name, one in schema.get(key, {}).items()}
-    found = {place: _REFERENCE.findall(json.dumps(one)) for place, one in places.items()}
-    return {place: [used for used in uses if used in found] for place, uses in found.items()}
+        definitions |= {f"#/{key}/{name}": definition for name, definition in schema.get(key, {}).items()}
+    references = {name: _REFERENCE.findall(json.dumps(definition)) for name, definition in definitions.items()}
+    return {name: [used for used in uses if used in definitions] for name, uses in references.items()}
 
 
 def _compile(tokenizer: Any, source: str, schema: bool) -> dict[str, Any]:
@@ -111,10 +110,10 @@ def _compile(tokenizer: Any, source: str, schema: bool) -> dict[str, Any]:
         if matcher.is_error():
             return {"error": one_line(matcher.get_error())}
         matcher.deep_copy()
-        del matcher  # also recursive
+        del matcher  # recurses too
     except MemoryError:
         return {"exceeded": "memory"}
-    except BaseException as error:  # of no class of its own; RecursionError; a panic of the library
+    except BaseException as error:  # llguidance's errors and panics have no class of their own
         return {"error": one_line(error)}
     unit = 1 if sys.platform == "darwin" else 1024
     return {"converted": converted, "bytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit}
@@ -125,9 +124,9 @@ def _limit(which: int, value: int) -> None:
     resource.setrlimit(which, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def _answer(tokenizer: Any, job: socket.socket, task: Mapping[str, Any]) -> None:
+def _run_limited(tokenizer: Any, job: socket.socket, task: Mapping[str, Any]) -> None:
     """Compile under limits. RLIMIT_AS counts address space, and macOS does not enforce it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic's words
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic's message
     os.nice(5)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_CPU, task["seconds"])
@@ -143,12 +142,12 @@ def _answer(tokenizer: Any, job: socket.socket, task: Mapping[str, Any]) -> None
     job.sendall(json.dumps(replies[0]).encode())
 
 
-def _attend(tokenizer: Any, job: socket.socket) -> None:
-    """Have one grammar compiled by a fork, and answer in its place if a limit ended it."""
+def _serve(tokenizer: Any, job: socket.socket) -> None:
+    """Compile one grammar in a fork; if a limit kills the fork, send the reply for it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     task = json.loads(b"".join(iter(lambda: job.recv(1 << 16), b"")))
     if not (process := os.fork()):
-        _answer(tokenizer, job, task)
+        _run_limited(tokenizer, job, task)
         return
     _, status = os.waitpid(process, 0)
     if os.WIFSIGNALED(status):
@@ -157,7 +156,7 @@ def _attend(tokenizer: Any, job: socket.socket) -> None:
 
 
 def main(control: socket.socket, stop_ids: list[int]) -> None:
-    """Fork for each socket that comes through ``control``, until its other end is closed."""
+    """Fork for each socket received through ``control``, until its other end is closed."""
     from llguidance import LLTokenizer
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
@@ -167,7 +166,7 @@ def main(control: socket.socket, stop_ids: list[int]) -> None:
         with socket.socket(fileno=files[0]) as job:
             if not os.fork():
                 try:
-                    _attend(tokenizer, job)
+                    _serve(tokenizer, job)
                 finally:
                     os._exit(0)
 

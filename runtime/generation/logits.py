@@ -1,4 +1,4 @@
-"""Penalties, bias and grammar on a sequence's logits, and log-probabilities."""
+"""Penalties, biases and grammars on the logits of a sequence, and log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from ..decoding.sampling import SamplingParams
 from .grammar import Constraint
 
-# Positions of a prompt scored together: their log-probabilities need as much memory as their logits.
+# Positions scored together, which bounds the memory of log-probabilities (T, V).
 _SCORE_CHUNK = 64
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token's log-probability, and the most probable tokens in its place with theirs, likeliest first."""
+    """A token's log-probability, and the most probable tokens at its position with theirs, in descending order."""
 
     token_id: int
     logprob: float
@@ -29,14 +29,14 @@ class LogitsProcessor:
         self.sampling = sampling
         self._constraint = constraint
         self._prompt = prompt
-        self._counts: Tensor | None = None  # (V,) float32: how often the answer holds each token
+        self._counts: Tensor | None = None  # (V,) float32: occurrences of each token in the answer
         self._seen: Tensor | None = None  # (V,) bool: tokens of prompt and answer
-        self._new: list[int] = []  # not counted yet
+        self._new: list[int] = []  # tokens not in _counts yet
         self._bias: tuple[Tensor, Tensor] | None = None
 
     @property
     def active(self) -> bool:
-        """Whether logits change before a token is sampled."""
+        """Whether ``process`` changes the logits."""
         return self._constraint is not None or self.sampling.adjusts
 
     def process(self, logits: Tensor) -> None:
@@ -70,13 +70,13 @@ class LogitsProcessor:
 
 
 def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenScore]:
-    """The log-probability of each token by its logits (T, V), and the ``count`` most probable tokens in its place."""
+    """Log-probabilities of T tokens by logits (T, V), each with those of the ``count`` most probable tokens."""
     scores: list[TokenScore] = []
     for start in range(0, len(token_ids), _SCORE_CHUNK):
         tokens = token_ids[start : start + _SCORE_CHUNK]
         log_probs = logits[start : start + len(tokens)].float().log_softmax(dim=-1)
-        own = log_probs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+        logprobs = log_probs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
         top = log_probs.topk(min(count, log_probs.shape[1]), dim=-1)
         tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        scores += map(TokenScore, tokens, own, (tuple(zip(*one, strict=True)) for one in tops))
+        scores += map(TokenScore, tokens, logprobs, (tuple(zip(*pair, strict=True)) for pair in tops))
     return scores

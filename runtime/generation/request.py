@@ -1,4 +1,4 @@
-"""What callers ask for, checked; a request on its way through the engine; and the answer that it gets."""
+"""Validated arguments of generation, the request that the engine runs, and its result."""
 
 from __future__ import annotations
 
@@ -29,64 +29,64 @@ _FORMS = "a text, messages with a role, token ids, or a list of these"
 
 
 def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-    """The prompts that an argument holds, and whether it is a single one. Token ids may be numpy's or torch's: a vector
+    """The prompts of an argument, and whether it is a single one. Token ids may be a numpy array or a tensor: a vector
     of integers is a prompt, a matrix is a list of them."""
     single = _as_prompt(prompts, "prompt")
     if single is not None:
         return [single], True
-    found = []
-    for index, given in enumerate(prompts):
-        prompt = _as_prompt(given, f"prompt[{index}]")
+    checked = []
+    for index, value in enumerate(prompts):
+        prompt = _as_prompt(value, f"prompt[{index}]")
         if prompt is None:
-            nested = f"found a list of lists: {guard.quoted(given)}"
+            nested = f"found a list of lists: {guard.quoted(value)}"
             raise UsageError(f"prompt[{index}]: expected a text, messages or token ids, {nested}")
-        found.append(prompt)
-    return found, False
+        checked.append(prompt)
+    return checked, False
 
 
-def _as_prompt(given: Any, where: str) -> Prompt | None:
+def _as_prompt(value: Any, field: str) -> Prompt | None:
     """One prompt, checked; None if it is a list of prompts."""
-    if hasattr(given, "tolist") and hasattr(given, "shape"):
-        given = given.tolist()
-    if isinstance(given, str):
-        return guard.text(where, given)
-    if isinstance(given, Mapping):
-        raise UsageError(f"{where}: expected {_FORMS}, found one message: put it into a list")
-    if isinstance(given, (bytes, bytearray, memoryview)) or not isinstance(given, Sequence):
-        raise UsageError(f"{where}: expected {_FORMS}, found {guard.quoted(given)}")
-    if not given:
-        raise UsageError(f"{where}: expected {_FORMS}, found an empty list")
-    first = ""
-    for index, one in enumerate(given):
-        if isinstance(one, Mapping):
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
+        value = value.tolist()
+    if isinstance(value, str):
+        return guard.text(field, value)
+    if isinstance(value, Mapping):
+        raise UsageError(f"{field}: expected {_FORMS}, found one message: put it into a list")
+    if isinstance(value, (bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
+        raise UsageError(f"{field}: expected {_FORMS}, found {guard.quoted(value)}")
+    if not value:
+        raise UsageError(f"{field}: expected {_FORMS}, found an empty list")
+    first_kind = ""
+    for index, item in enumerate(value):
+        if isinstance(item, Mapping):
             kind = "messages"
-        elif isinstance(one, (str, Sequence)) or getattr(one, "shape", ()) != ():
+        elif isinstance(item, (str, Sequence)) or getattr(item, "shape", ()) != ():
             kind = "prompts"
-        elif hasattr(one, "__index__") and not isinstance(one, bool):
+        elif hasattr(item, "__index__") and not isinstance(item, bool):
             kind = "ids"
         else:
-            raise UsageError(f"{where}[{index}]: expected {_FORMS}, found {guard.quoted(one)}")
-        first = first or kind
-        if kind != first:
-            found = f"{first} and then {guard.quoted(one)}"
-            raise UsageError(f"{where}: expected one kind of thing in a list, found {found}")
-    if first == "prompts":
+            raise UsageError(f"{field}[{index}]: expected {_FORMS}, found {guard.quoted(item)}")
+        first_kind = first_kind or kind
+        if kind != first_kind:
+            mixed = f"{first_kind} and then {guard.quoted(item)}"
+            raise UsageError(f"{field}: expected one kind of thing in a list, found {mixed}")
+    if first_kind == "prompts":
         return None
-    if first == "ids":
-        return [guard.integer(f"{where}[{index}]", one, 0) for index, one in enumerate(given)]
-    for index, message in enumerate(given):
-        words = "a message with a role (str) and a content"
-        guard.expect(isinstance(message.get("role"), str), f"{where}[{index}]", words, dict(message))
+    if first_kind == "ids":
+        return [guard.integer(f"{field}[{index}]", token, 0) for index, token in enumerate(value)]
+    for index, message in enumerate(value):
+        expected = "a message with a role (str) and a content"
+        guard.expect(isinstance(message.get("role"), str), f"{field}[{index}]", expected, dict(message))
         content = message.get("content")
-        # The chat template knows parts and calls of tools, or refuses them.
+        # Content parts and tool calls are validated by the chat template.
         if not isinstance(content, list) and (content is not None or not message.keys() - {"role", "content"}):
-            guard.text(f"{where}[{index}]: content", content)
-    return list(given)
+            guard.text(f"{field}[{index}]: content", content)
+    return list(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(SamplingParams):
-    """How prompts are continued: the keyword arguments of ``Model.generate``, described there."""
+    """The keyword arguments of ``Model.generate``, described there."""
 
     max_new_tokens: int | None = 256
     json_schema: Mapping[str, Any] | str | None = None
@@ -100,8 +100,8 @@ class GenerationSettings(SamplingParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.stop_texts, self.parsed_grammar  # which check what they are made from
-        if self.max_new_tokens is not None:  # numpy's integers become Python's
+        _ = self.stop_texts, self.parsed_grammar  # both validate their fields
+        if self.max_new_tokens is not None:  # a numpy integer becomes an int
             object.__setattr__(self, "max_new_tokens", guard.integer("max_new_tokens", self.max_new_tokens, 1))
         if self.system_prompt is not None:
             guard.text("system_prompt", self.system_prompt)
@@ -124,15 +124,15 @@ class GenerationSettings(SamplingParams):
     def stop_texts(self) -> list[str]:
         if self.stop is None:
             return []
-        given = [self.stop] if isinstance(self.stop, str) else self.stop
-        guard.expect(isinstance(given, (list, tuple, set, frozenset)), "stop", "a text, or a list of texts", self.stop)
-        return [guard.text("stop", one, empty=False) for one in given]
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        guard.expect(isinstance(stop, (list, tuple, set, frozenset)), "stop", "a text, or a list of texts", self.stop)
+        return [guard.text("stop", text, empty=False) for text in stop]
 
     @classmethod
-    def spelled_out(cls, function: F) -> F:
-        """Give a function that takes ``**settings`` a signature with the fields' names and defaults."""
+    def as_keywords(cls, function: F) -> F:
+        """Decorator: replace ``**settings`` in a function's signature by the fields and their defaults."""
         signature, make = inspect.signature(function), partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        keywords = [make(one.name, default=one.default, annotation=one.type) for one in fields(cls)]
+        keywords = [make(entry.name, default=entry.default, annotation=entry.type) for entry in fields(cls)]
         parameters = [*list(signature.parameters.values())[:-1], *keywords]
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
@@ -164,24 +164,24 @@ class GenerationArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished answer.
+    """The result of a finished request.
 
     Attributes:
         text: the answer without special tokens and without the stop string.
-        token_ids: all generated ids, those of a stop token or stop string included.
-        finish_reason: ``stop`` (a stop token or string) or ``length`` (``max_new_tokens``, or the context is full).
-        seed: repeats a sampled answer; None for a greedy one.
+        token_ids: all generated ids, including those of a stop token or stop string.
+        finish_reason: ``stop`` (a stop token or string) or ``length`` (``max_new_tokens`` or the context's end).
+        seed: reproduces a sampled answer; None for a greedy one.
         prompt_seconds: wall time from the first prefill chunk to the first token.
-        generation_seconds: wall time from the first token to the last, the time a stream's reader takes included; 0 for
+        generation_seconds: wall time from the first token to the last, including the time of a stream's reader; 0 for
             a single token. Compilation and graph capture come before the prompt and are not counted.
-        peak_memory_bytes: the most memory used so far: on a GPU the device's, else this process's.
-        realised_sparsity: share of the projections' weights not needed at the sparse positions; None unless asked for.
-            In a batch it is that of all answers together.
-        scores: log-probabilities of ``token_ids``; None unless ``logprobs`` asks for them.
-        prompt_scores: those of the prompt's tokens but the first; None unless a request asks for them.
-        cached_tokens: prompt tokens that the KV cache held already.
-        stop_string: the stop string that ended the answer; None if something else did.
-        drafts: of speculation: how many drafts were verified, how many tokens they had, how many were accepted.
+        peak_memory_bytes: peak memory so far: of the GPU, else of this process.
+        realised_sparsity: share of the projections' weights not needed at the sparse positions, over all requests that
+            ran since the measurement began; None without ``measure_sparsity``.
+        scores: log-probabilities of ``token_ids``; None without ``logprobs``.
+        prompt_scores: log-probabilities of the prompt's tokens except the first; None without ``score_prompt``.
+        cached_tokens: prompt tokens whose KV cache entries were reused.
+        stop_string: the stop string that ended the answer, or None.
+        drafts: number of verified drafts, of their tokens and of accepted tokens.
     """
 
     text: str
@@ -201,22 +201,22 @@ class Generation:
 
     @property
     def prompt_tok_per_s(self) -> float:
-        """Prompt tokens prefilled per second; cached ones are not counted."""
+        """Prompt tokens prefilled per second, without cached ones."""
         return (self.prompt_tokens - self.cached_tokens) / self.prompt_seconds if self.prompt_seconds else 0.0
 
     @property
     def generation_tok_per_s(self) -> float:
-        """Tokens decoded per second; the first comes from the prefill and is not counted. 0 for a single token."""
+        """Tokens decoded per second, without the first, which prefill gives; 0 for a single token."""
         return (len(self.token_ids) - 1) / self.generation_seconds if self.generation_seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one token adds to a streamed answer."""
+    """One token of a streamed answer."""
 
-    text: str  # whole characters, maybe none: an incomplete one or a possible start of a stop string is held back
+    text: str  # complete characters; may be empty: a possible start of a stop string is held back
     token_id: int
-    finish_reason: str | None = None  # on the last chunk, as ``generation``, the whole answer
+    finish_reason: str | None = None  # on the last chunk, as is ``generation``
     generation: Generation | None = None
     score: TokenScore | None = None  # as in ``Generation``
     prompt_scores: Sequence[TokenScore] | None = None  # on the first chunk
@@ -224,45 +224,47 @@ class Chunk:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, how to continue it, and its state."""
+    """A prompt, its parameters, and its state in scheduler and engine."""
 
     prompt_token_ids: Sequence[int]  # at least one
-    max_new_tokens: int | None = None  # None until the context is full
-    # its seed is resolved when the scheduler queues the request
+    max_new_tokens: int | None = None  # None: up to the context's end
+    # the scheduler sets a missing seed
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop: Sequence[str] = ()  # texts before which the answer ends
-    stop_token_ids: frozenset[int] = frozenset()  # a token of these ends the answer, and is its last
+    stop: Sequence[str] = ()  # strings that end the answer and are not part of it
+    stop_token_ids: frozenset[int] = frozenset()  # tokens that end the answer and are its last
     prefill: str = "dense"  # one of ``PREFILL_POLICIES``
-    # the level to decode at, 0 for the dense model; None: the scheduler's default, resolved when queued
+    # the sparsity level, 0 for the dense model; None: the scheduler's default, which ``Scheduler.add`` sets
     sparsity: float | None = None
-    constraint: Constraint | None = None  # what the answer may be, for this request alone
-    score_prompt: bool = False  # give the prompt tokens' log-probabilities too; needs ``sampling.logprobs``
-    visible_special_tokens: frozenset[int] = frozenset()  # special tokens that are part of the answer's text
-    measure_sparsity: bool = False  # give the realised sparsity with the answer; the engine has to be measuring
-    speculative: bool = True  # where the scheduler speculates
+    constraint: Constraint | None = None  # its grammar state; not shared with other requests
+    score_prompt: bool = False  # return the prompt's log-probabilities; needs ``sampling.logprobs``
+    visible_special_tokens: frozenset[int] = frozenset()  # special tokens kept in the answer's text
+    measure_sparsity: bool = False  # return the realised sparsity; needs ``start_measuring``
+    speculative: bool = True  # no effect on a scheduler without speculation
 
-    number: int = field(default=0, init=False)  # in the order of arrival; by the scheduler
-    running: bool = field(default=False, init=False)  # it has a slot of the decoder; set by the scheduler
-    # None while under way; ``stop``, ``length``, ``cancelled`` or ``error``
+    arrival: int = field(default=0, init=False)  # number in the order of arrival; this and the next: by the scheduler
+    running: bool = field(default=False, init=False)  # has a slot of the decoder
+    # None until finished: ``stop``, ``length``, ``cancelled`` or ``error``
     finish_reason: str | None = field(default=None, init=False)
-    error: Exception | None = field(default=None, init=False)  # what ended the request, as it was raised
-    done: bool = field(default=False, init=False)  # nothing more will be delivered
+    error: Exception | None = field(default=None, init=False)  # the exception behind ``error``
+    done: bool = field(default=False, init=False)  # the last chunk or the error was delivered; by the engine
     output_token_ids: list[int] = field(default_factory=list, init=False)
     scores: list[TokenScore] = field(default_factory=list, init=False)
     prompt_scores: list[TokenScore] | None = field(default=None, init=False)
-    cached_tokens: int = field(default=0, init=False)  # prompt tokens that a slot held already
-    # positions of the sequence (prompt and output) that its slot holds during prefill
+    cached_tokens: int = field(default=0, init=False)  # prompt tokens reused from the prefix cache
+    # during prefill: positions of prompt and output whose keys and values are in the slot
     num_computed_tokens: int = field(default=0, init=False)
-    num_prefilled: int = field(default=0, init=False)  # tokens read as a prompt, not decoded; by the scheduler
-    most_positions: int = field(default=0, init=False)  # of prompt and answer; the answer's last token takes none
+    num_prefilled: int = field(default=0, init=False)  # tokens computed by prefill, not decode
+    max_positions: int = field(default=0, init=False)  # of prompt and answer; the last token needs none
     prefill_started: float = field(default=0.0, init=False)
     first_token_time: float = field(default=0.0, init=False)
     last_token_time: float = field(default=0.0, init=False)
-    processor: LogitsProcessor = field(init=False, repr=False)  # by the scheduler
+    processor: LogitsProcessor = field(init=False, repr=False)
     drafter: Drafter | None = field(default=None, init=False, repr=False)
     drafts: DraftCounts = field(default_factory=DraftCounts, init=False)
 
-    deliver: Callable[[Chunk | WisparseError], None] = field(init=False, repr=False)  # these four by the engine
+    deliver: Callable[[Chunk | WisparseError], None] = field(
+        init=False, repr=False
+    )  # this and the next four: by the engine
     final_only: bool = field(default=False, init=False)
     detokenizer: Detokenizer | None = field(default=None, init=False, repr=False)
     stop_strings: StopStrings = field(init=False, repr=False)
@@ -298,7 +300,7 @@ class Request:
         return Chunk(text, token, finish_reason, None, score, self.prompt_scores if index == 0 else None)
 
     def generation(self, finish_reason: str, device: torch.device, realised_sparsity: float | None) -> Generation:
-        """The answer made of the chunks so far."""
+        """The result of the chunks so far."""
         count = len(self.text_parts)
         return Generation(
             text="".join(self.text_parts),

@@ -1,4 +1,4 @@
-"""Speculation without a second model: cheap guesses of the next tokens are drafts, which one step verifies."""
+"""Speculative decoding: its configuration, and how long the draft of a sequence is in each step."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import Any
 from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
 
-# By method: the keys that it has beside the two that all have, and how many tokens a draft has at most by default.
+# By method: its own configuration keys, and the default of num_speculative_tokens.
 METHODS: dict[str, tuple[tuple[str, ...], int]] = {
     "ngram": (("prompt_lookup_min", "prompt_lookup_max"), 7),
     "self": (("sparsity", "bits"), 4),
     "eagle3": (("model",), 4),
     "mtp": ((), 3),
 }
-_OTHERS = {
+_MISPLACED = {  # keys of other methods, and of vLLM
     "model": "only the method eagle3 has a model, its head",
     "draft_tensor_parallel_size": "one device runs the model",
 }
-_MOST_DRAFTED = 15
-# A sequence may spend so many steps' time on drafts in vain before any was accepted, gains this share of a step with each
-# plain one, and never has more in hand than the last figure: text whose drafts are wrong loses at most so much.
-_CREDIT, _EARNED, _MOST_CREDIT = 2.0, 0.01, 4.0
-# How often the token that followed a match of so many tokens is right, to begin with: below ``prompt_lookup_max``, below
-# four times that, and above.
+_MAX_DRAFTED = 15
+# Credit of a sequence, in the time of plain steps: at the start, gained with each plain step, and at most. Drafts spend it
+# and accepted tokens earn it, which bounds the time that rejected drafts cost.
+_CREDIT, _EARNED, _MAX_CREDIT = 2.0, 0.01, 4.0
+# Initial acceptance rates of a token after a match of fewer tokens than ``prompt_lookup_max``, than four times that, and of
+# more tokens.
 _RATES = (0.4, 0.8, 0.95)
-_DECODER_RATE = 0.8  # the same of a token that the decoder drafts
-_WEIGHT = 1 / 16  # of the newest observation
-_LEAST_GAIN = 1.05
+_DECODER_RATE = 0.8  # that of a token that the decoder drafts
+_WEIGHT = 1 / 16  # of the newest observation in an acceptance rate
+_MIN_SPEEDUP = 1.05  # expected tokens per plain step's time, for a draft to be made
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Keys as vLLM has them where it has the method. ``ngram``: what followed the newest ``prompt_lookup_max`` (or
-    ``_min``) tokens where they stood before. ``self``: steps of the same weights at another level of the bundle, or
-    rounded to int4. ``eagle3``: a head, ``model`` is its folder or Hub id. ``mtp``: the head in the bundle."""
+    """Keys are vLLM's where vLLM has the method. ``ngram``: the tokens after the last earlier occurrence of the newest
+    ``prompt_lookup_max`` (or ``_min``) tokens. ``self``: the same weights at another level of the bundle, or rounded to
+    int4. ``eagle3``: a head, ``model`` is its folder or Hub id. ``mtp``: the head in the bundle."""
 
     method: str = "ngram"
-    num_speculative_tokens: int = METHODS["ngram"][1]  # that a draft has at most
+    num_speculative_tokens: int = METHODS["ngram"][1]  # most tokens of a draft
     prompt_lookup_min: int = 3
     prompt_lookup_max: int = 8
     sparsity: float | None = None
@@ -48,47 +48,45 @@ class SpeculativeConfig:
     model: str | None = None
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any] | str, field: str = "speculative") -> SpeculativeConfig:
-        """The configuration, a mapping or its JSON; raises UsageError."""
-        config: Any = given
-        if isinstance(given, str):
+    def parse(cls, value: Mapping[str, Any] | str, field: str = "speculative") -> SpeculativeConfig:
+        """Validate a mapping or its JSON; raises UsageError."""
+        config: Any = value
+        if isinstance(value, str):
             try:
-                config = json.loads(given)
+                config = json.loads(value)
             except (ValueError, RecursionError):
                 config = None
-        wanted = 'a JSON object such as {"method": "ngram"}'
-        guard.expect(isinstance(config, Mapping), field, wanted, given)
+        guard.expect(isinstance(config, Mapping), field, 'a JSON object such as {"method": "ngram"}', value)
         method = config.get("method")
         guard.choice(f"{field}: method", method, tuple(METHODS))
-        own, drafted = METHODS[method]
-        known = ("method", "num_speculative_tokens", *own)
+        method_keys, default_tokens = METHODS[method]
+        known = ("method", "num_speculative_tokens", *method_keys)
         unknown = next((key for key in config if key not in known), None)
         if unknown is not None:
-            why = _OTHERS.get(str(unknown), f"unknown to the method {method}; expected {', '.join(known)}")
-            raise UsageError(f"{field}: {str(unknown)[:40]!r}: {why}")
-        most = {"num_speculative_tokens": _MOST_DRAFTED, "prompt_lookup_min": 64, "prompt_lookup_max": 64}
-        values: dict[str, Any] = {"num_speculative_tokens": drafted}
+            reason = _MISPLACED.get(str(unknown), f"unknown to the method {method}; expected {', '.join(known)}")
+            raise UsageError(f"{field}: {str(unknown)[:40]!r}: {reason}")
+        limits = {"num_speculative_tokens": _MAX_DRAFTED, "prompt_lookup_min": 64, "prompt_lookup_max": 64}
+        values: dict[str, Any] = {"num_speculative_tokens": default_tokens}
         for name in known[1:]:
             if name == "model":
                 if config.get(name) is None:
                     raise UsageError(f'{field}: expected the folder or Hub id of the head, "model", found none')
                 values[name] = guard.place(f"{field}: model", config.get(name))
             elif name in config:
-                value = config[name]
                 values[name] = (
-                    guard.integer(f"{field}: {name}", value, 1, most[name])
-                    if name in most
-                    else guard.number(f"{field}: {name}", value, 0.0, 10.0, "a level of the bundle")
+                    guard.integer(f"{field}: {name}", config[name], 1, limits[name])
+                    if name in limits
+                    else guard.number(f"{field}: {name}", config[name], 0.0, 10.0, "a level of the bundle")
                 )
-        found = cls(method, **values)
-        if found.prompt_lookup_min > found.prompt_lookup_max:
+        parsed = cls(method, **values)
+        if parsed.prompt_lookup_min > parsed.prompt_lookup_max:
             raise UsageError(
-                f"{field}: prompt_lookup_min: expected at most prompt_lookup_max ({found.prompt_lookup_max}), "
-                f"found {found.prompt_lookup_min}"
+                f"{field}: prompt_lookup_min: expected at most prompt_lookup_max ({parsed.prompt_lookup_max}), "
+                f"found {parsed.prompt_lookup_min}"
             )
-        if method == "self" and found.sparsity is None and found.bits is None:
+        if method == "self" and parsed.sparsity is None and parsed.bits is None:
             raise UsageError(f'{field}: expected a level to draft at, "sparsity" or "bits", found none')
-        return found
+        return parsed
 
 
 @dataclass
@@ -108,7 +106,7 @@ class DraftCounts:
 
     @property
     def mean_length(self) -> float:
-        """Tokens that a verified draft gave, the one that follows it included."""
+        """Mean number of tokens of a step with a draft: the accepted ones and the one after them."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else 0.0
 
     def __str__(self) -> str:
@@ -116,37 +114,37 @@ class DraftCounts:
 
 
 class Drafter:
-    """How long the drafts of one sequence are: as they are likely to save time, and as far as its credit goes."""
+    """Drafts of one sequence. Their length maximises the expected tokens per time, within the sequence's credit."""
 
-    asks = False  # whether `Decoder.draft` gives the tokens; -1 stands for each in what ``propose`` gives
+    uses_decoder = False  # whether `Decoder.draft` makes the tokens; ``propose`` then returns -1 for each
 
-    def __init__(self, most: int, costs: tuple[float, float]) -> None:
-        """``most``: tokens of a draft. ``costs``: of a step with its draft, in plain steps: what it takes beyond one,
-        and for each drafted token."""
-        self._most, (self._beyond, self._each) = most, costs
+    def __init__(self, limit: int, costs: tuple[float, float]) -> None:
+        """``limit``: most tokens of a draft. ``costs``: additional time of a step with a draft, and of each of its tokens,
+        in plain steps."""
+        self._limit, (self._base_cost, self._token_cost) = limit, costs
         self._credit = _CREDIT
-        self._held = False  # the next step has to be a plain one
+        self._plain_next = False  # the next step has to be a plain one
 
     def take(self, token: int) -> None:
-        """Append a token, whatever step gave it."""
+        """Append a token of the sequence."""
 
-    def propose(self, most: int) -> list[int]:
-        """A draft of at most so many tokens; empty where it is not likely to save time."""
+    def propose(self, limit: int) -> list[int]:
+        """A draft of at most ``limit`` tokens; empty if none is expected to save time."""
         raise NotImplementedError
 
     def settle(self, drafted: int, accepted: int, *, undecided: bool = False) -> None:
-        """Account for a step; ``drafted`` is 0 for a plain one. ``undecided``: the next one has to be plain."""
-        self._held = undecided
-        spent = self._beyond + self._each * drafted if drafted else -_EARNED
-        self._credit = min(_MOST_CREDIT, self._credit + accepted - spent)
+        """Update the credit after a step; ``drafted`` is 0 for a plain one. ``undecided``: the next one has to be plain."""
+        self._plain_next = undecided
+        spent = self._base_cost + self._token_cost * drafted if drafted else -_EARNED
+        self._credit = min(_MAX_CREDIT, self._credit + accepted - spent)
 
-    def _length(self, rate: float, most: int) -> int:
-        """Of the best draft of tokens that are right so often."""
-        best, length, expected, right = _LEAST_GAIN, 0, 1.0, 1.0
-        for count in range(1, min(most, self._most) + 1):
-            right *= rate
-            expected += right
-            cost = self._beyond + self._each * count
+    def _length(self, rate: float, limit: int) -> int:
+        """The best length of a draft whose tokens are accepted at ``rate``."""
+        best, length, expected, accepted = _MIN_SPEEDUP, 0, 1.0, 1.0
+        for count in range(1, min(limit, self._limit) + 1):
+            accepted *= rate
+            expected += accepted
+            cost = self._base_cost + self._token_cost * count
             if cost > self._credit:
                 break
             if expected / (1 + cost) > best:
@@ -157,14 +155,14 @@ class Drafter:
 class Chain(Drafter):
     """Drafts that the decoder makes token by token."""
 
-    asks = True
+    uses_decoder = True
 
-    def __init__(self, most: int, costs: tuple[float, float]) -> None:
-        super().__init__(most, costs)
+    def __init__(self, limit: int, costs: tuple[float, float]) -> None:
+        super().__init__(limit, costs)
         self._rate = _DECODER_RATE
 
-    def propose(self, most: int) -> list[int]:
-        return [] if self._held else [-1] * self._length(self._rate, most)
+    def propose(self, limit: int) -> list[int]:
+        return [] if self._plain_next else [-1] * self._length(self._rate, limit)
 
     def settle(self, drafted: int, accepted: int, *, undecided: bool = False) -> None:
         super().settle(drafted, accepted, undecided=undecided)
@@ -172,66 +170,66 @@ class Chain(Drafter):
             self._rate += _WEIGHT * (1 - self._rate)
         if accepted < drafted and not undecided:
             self._rate -= _WEIGHT * self._rate
-        if not drafted:  # what has become of the text since the last draft is not known
+        if not drafted:  # without observations the rate returns to its initial value
             self._rate += _EARNED * (_DECODER_RATE - self._rate)
 
 
 class Lookup(Drafter):
-    """The drafts of one sequence: what followed its newest tokens where they stood before, in prompt or answer. Each
-    token takes the same time, however long the sequence is."""
+    """Prompt lookup: the tokens after the last earlier occurrence of the newest ones, in prompt or answer. The time for a
+    token does not depend on the sequence's length."""
 
     def __init__(self, config: SpeculativeConfig, costs: tuple[float, float], tokens: Sequence[int]) -> None:
         super().__init__(config.num_speculative_tokens, costs)
         self._config = config
         self._tokens = list(tokens)
-        # The place behind the newest occurrence of so many tokens, by their hash: a collision makes a draft in vain.
-        self._places = {
+        # By n-gram size and hash: the position after the n-gram's last occurrence. A collision costs one wrong draft.
+        self._ngrams = {
             size: dict(zip(map(hash, zip(*(tokens[i:] for i in range(size)))), range(size, len(tokens))))  # noqa: B905
             for size in {config.prompt_lookup_max, config.prompt_lookup_min}
         }
-        # Where the token is that should come next, and how many tokens before it match; 0: nowhere.
-        self._at = self._matched = 0
+        # Position of the predicted next token, and the length of the match before it; 0: no prediction.
+        self._next = self._matched = 0
         self._rates = list(_RATES)
-        self._find()
+        self._match()
 
     def take(self, token: int) -> None:
         tokens = self._tokens
-        for size, places in self._places.items():
+        for size, ngrams in self._ngrams.items():
             if len(tokens) >= size:
-                places[hash(tuple(tokens[-size:]))] = len(tokens)
-        if self._at:  # what a draft would have been tells its worth, whether it was one or not
-            hit = tokens[self._at] == token
+                ngrams[hash(tuple(tokens[-size:]))] = len(tokens)
+        if self._next:  # the prediction updates the rate also when it was not drafted
+            hit = tokens[self._next] == token
             kind = self._kind(self._matched)
             self._rates[kind] += _WEIGHT * (hit - self._rates[kind])
-            self._at, self._matched = (self._at + 1, self._matched + 1) if hit else (0, 0)
+            self._next, self._matched = (self._next + 1, self._matched + 1) if hit else (0, 0)
         tokens.append(token)
-        if not self._at:
-            self._find()
+        if not self._next:
+            self._match()
 
-    def _find(self) -> None:
+    def _match(self) -> None:
         for size in (self._config.prompt_lookup_max, self._config.prompt_lookup_min):
-            at = self._places[size].get(hash(tuple(self._tokens[-size:])))
+            at = self._ngrams[size].get(hash(tuple(self._tokens[-size:])))
             if at is not None:
-                self._at, self._matched = at, size
+                self._next, self._matched = at, size
                 return
 
     def _kind(self, matched: int) -> int:
         longest = self._config.prompt_lookup_max
         return 0 if matched < longest else 1 if matched < 4 * longest else 2
 
-    def propose(self, most: int) -> list[int]:
-        if not self._at or self._held:
+    def propose(self, limit: int) -> list[int]:
+        if not self._next or self._plain_next:
             return []
-        length, tokens = self._length(self._rates[self._kind(self._matched)], most), self._tokens
-        period = len(tokens) - self._at  # beyond the newest token the text is taken to go on as it did
-        return [tokens[self._at + i % period] for i in range(length)]
+        length, tokens = self._length(self._rates[self._kind(self._matched)], limit), self._tokens
+        period = len(tokens) - self._next  # past the newest token the prediction repeats itself
+        return [tokens[self._next + i % period] for i in range(length)]
 
 
 def make_drafter(
     config: SpeculativeConfig, verify_costs: tuple[float, float], draft_cost: float, tokens: Sequence[int]
 ) -> Drafter:
-    """Of a sequence that begins with these tokens; costs as a `Decoder` has them."""
+    """The drafter of a sequence that begins with ``tokens``; for the costs see `Decoder`."""
     if config.method == "ngram":
         return Lookup(config, verify_costs, tokens)
-    beyond, each = verify_costs
-    return Chain(config.num_speculative_tokens, (beyond, each + draft_cost))
+    base, per_token = verify_costs
+    return Chain(config.num_speculative_tokens, (base, per_token + draft_cost))

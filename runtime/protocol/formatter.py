@@ -1,4 +1,4 @@
-"""Answers to chats and completions as OpenAI's protocol has them, streamed or complete."""
+"""Responses of OpenAI's chat completions and completions, streamed or complete."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .tools import Delta, ToolCallParser
 
 THINK, END_THINK = "<think>", "</think>"
 DONE = b"data: [DONE]\n\n"
-_MIN_LOGPROB = -9999.0  # for minus infinity, as OpenAI has it
+_MIN_LOGPROB = -9999.0  # for minus infinity, as in OpenAI's API
 
 
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would make one at every call
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would construct one at each call
 
 
 def to_json(value: Mapping[str, Any]) -> bytes:
@@ -30,64 +30,64 @@ def to_json(value: Mapping[str, Any]) -> bytes:
 
 
 class ThinkParser:
-    """Splits one answer's text into a thought and what follows it, without the white space around either."""
+    """Splits an answer's text into a thought and the content after it, each without surrounding white space."""
 
     def __init__(self, *, begun: bool) -> None:
-        """``begun``: the prompt ends with the opening tag."""
+        """``begun``: the opening tag is the end of the prompt."""
         self._text = THINK if begun else ""  # up to the end of the thought
-        self._given = 0  # characters of the thought
-        self._ended = self._strips = False  # the thought has ended; the answer after it has not begun
-        self._seen = 0
-        self.tokens = 0  # of the thought, the tags among them
+        self._returned = 0  # characters of the thought
+        self._ended = self._stripping = False  # the thought has ended; only white space followed
+        self._num_tokens = 0
+        self.tokens = 0  # of the thought, including the tags
 
     def add(self, text: str, last: bool = False) -> tuple[str, str]:
-        """What one token's text adds to the thought, and to the answer."""
+        """The text that a token adds to the thought, and to the content."""
         if self._ended:
-            text = text.lstrip() if self._strips else text
-            self._strips = self._strips and not text
+            text = text.lstrip() if self._stripping else text
+            self._stripping = self._stripping and not text
             return "", text
-        self._seen += 1
+        self._num_tokens += 1
         self._text += text
-        found = self._text.lstrip()
-        if not found.startswith(THINK):
-            if THINK.startswith(found) and not last:
+        stripped = self._text.lstrip()
+        if not stripped.startswith(THINK):
+            if THINK.startswith(stripped) and not last:
                 return "", ""
             self._ended = True  # there is no thought
             return "", self._text
-        self.tokens = self._seen
-        thought, closed, rest = found[len(THINK) :].lstrip().partition(END_THINK)
+        self.tokens = self._num_tokens
+        thought, closed, rest = stripped[len(THINK) :].lstrip().partition(END_THINK)
         if closed:
-            self._ended = self._strips = True
+            self._ended = self._stripping = True
         elif not last:
             thought = thought[: len(thought) - partial_marker(thought, END_THINK)]
-        added = thought.rstrip()[self._given :]
-        self._given += len(added)
+        added = thought.rstrip()[self._returned :]
+        self._returned += len(added)
         return added, self.add(rest)[1] if closed else ""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What formatting the answers to a request takes beside the request."""
+    """Data for formatting the response to a request, beside the request."""
 
     model: str  # its name
     spell: Callable[[int], str]  # a token's text
     count: int  # number of answers
     prompt_tokens: int  # of all prompts together
-    # of each answer the prompt's text and first token, if the prompt is part of the answer
+    # with ``echo``: by answer, the prompt's text and first token
     echo: Sequence[tuple[str, int]] = ()
-    thinks: bool | None = None  # whether answers begin inside a thought; None: no thoughts are split off
-    call_parser: Callable[..., ToolCallParser] | None = None  # makes one of ``whole`` calls; None: no tools
+    thinks: bool | None = None  # whether the prompt opens a thought; None: thoughts are not parsed
+    call_parser: Callable[..., ToolCallParser] | None = None  # constructor, with ``whole``; None: no tools
 
 
 class AnswerParser:
-    """Splits one answer, as it comes, into thought, content and tool calls."""
+    """Splits the chunks of an answer into thought, content and tool calls."""
 
     def __init__(self, context: Context, stream: bool) -> None:
         self._thoughts = None if context.thinks is None else ThinkParser(begun=context.thinks)
         self._calls = None if context.call_parser is None else context.call_parser(whole=not stream)
 
     def add(self, chunks: Sequence[Chunk]) -> list[Delta]:
-        """What some chunks add; neighbours that can go out as one are one."""
+        """The deltas of some chunks; adjacent ones of the same kind are merged."""
         thought, text = "", "".join(chunk.text for chunk in chunks)
         if self._thoughts is not None:
             parts = [self._thoughts.add(chunk.text, chunk.finish_reason is not None) for chunk in chunks]
@@ -99,7 +99,7 @@ class AnswerParser:
             ended = chunks[-1].finish_reason is not None
             deltas += [*self._calls.add(text), *(self._calls.finish() if ended else ())]
         merged = []
-        # The name of a call stays apart from its arguments.
+        # The delta with a call's name is not merged with its arguments.
         for _, group in itertools.groupby(deltas, lambda delta: (delta.kind, delta.index, delta.name)):
             first, *rest = group
             merged.append(replace(first, text=first.text + "".join(delta.text for delta in rest)))
@@ -114,12 +114,12 @@ class AnswerParser:
 
 
 def cached_tokens(answers: Sequence[Generation], copies: int) -> int:
-    """Tokens of the prompts that the cache held; for each prompt the least that one of its ``copies`` answers found."""
-    return sum(min(one.cached_tokens for one in answers[at : at + copies]) for at in range(0, len(answers), copies))
+    """Cached tokens of all prompts; for each prompt the minimum of its ``copies`` answers."""
+    return sum(min(one.cached_tokens for one in answers[i : i + copies]) for i in range(0, len(answers), copies))
 
 
 class Formatter:
-    """The answers to one request; chunks come with their answer's index. Here is what chats and completions share."""
+    """Formats the answers to one request; the base class of chats and completions. Chunks have their answer's index."""
 
     id_prefix, complete_object, chunk_object = "", "", ""
 
@@ -133,12 +133,12 @@ class Formatter:
         return b""
 
     def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
-        found = [self._chunk(choices=[choice]) for choice in self._choices(items, stream=True)]
+        events = [self._chunk(choices=[choice]) for choice in self._choices(items, stream=True)]
         self._tokens += len(items)
         if self._request.stream_options.continuous_usage_stats:
             usage = {**self._usage(self._tokens, 0), "prompt_tokens_details": None}
-            found.append(self._chunk(choices=[], usage=usage))
-        return b"".join(found)
+            events.append(self._chunk(choices=[], usage=usage))
+        return b"".join(events)
 
     def end(self, answers: Sequence[Generation]) -> bytes:
         options = self._request.stream_options
@@ -146,21 +146,21 @@ class Formatter:
             return DONE
         usage = self.final_usage(answers)
         if options.continuous_usage_stats:
-            # The times at which a client reads events say little about the speed: a busy client finds several at once.
+            # The engine's time: a client that reads late receives several events at once.
             usage["generation_seconds"] = max(answer.generation_seconds for answer in answers)
         return self._chunk(choices=[], usage=usage) + DONE
 
     def failure(self, error: ApiError) -> bytes:
-        """The events in place of the rest."""
+        """The events that end a failed stream."""
         return b"data: " + to_json({"error": error.error}) + b"\n\n" + DONE
 
     def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
-        """The finished answers; ``items``: all their chunks."""
+        """The complete response; ``items``: all chunks of all answers."""
         choices = list(self._choices(items, stream=False))
         return {**self._head(self.complete_object), "choices": choices, "usage": self.final_usage(answers)}
 
     def choices(self, index: int, chunks: Sequence[Chunk], stream: bool) -> Iterable[dict[str, Any]]:
-        """The choices for some chunks of one answer; one, if those are all and nothing is streamed."""
+        """The choices for chunks of one answer; a single one unless streaming."""
         raise NotImplementedError
 
     def final_usage(self, answers: Sequence[Generation]) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class ChatFormatter(Formatter):
     def _logprobs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self._context.spell(token)
-            # A token may be a part of a character, which has no text.
+            # A token may be a part of a character and has no text then.
             encoded = None if "\ufffd" in text else list(text.encode())
             return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": encoded}
 
@@ -260,7 +260,7 @@ class CompletionFormatter(Formatter):
 
     def __init__(self, request: CompletionRequest, context: Context) -> None:
         super().__init__(request, context)
-        self._echo = dict(enumerate(context.echo))  # of the answers that have not begun
+        self._echo = dict(enumerate(context.echo))  # of answers without events so far
         self._offsets = [0] * context.count  # characters of each answer's tokens so far
 
     def choices(self, index: int, chunks: Sequence[Chunk], stream: bool) -> Iterable[dict[str, Any]]:
@@ -276,7 +276,7 @@ class CompletionFormatter(Formatter):
             yield _choice(index, reason, logprobs, text=text)
 
     def _logprobs(self, index: int, scores: Sequence[TokenScore | int]) -> dict[str, Any]:
-        """Of tokens with scores, or of an id without one."""
+        """The log-probabilities of tokens; an id stands for a token without a score."""
         spell = self._context.spell
         tokens = [spell(score if isinstance(score, int) else score.token_id) for score in scores]
         *offsets, self._offsets[index] = itertools.accumulate(map(len, tokens), initial=self._offsets[index])
@@ -288,6 +288,6 @@ class CompletionFormatter(Formatter):
                 continue
             top: dict[str, float] = {}
             for token, logprob in (*score.top, (score.token_id, score.logprob)):
-                top.setdefault(spell(token), max(logprob, _MIN_LOGPROB))  # the likelier of two that are written alike
+                top.setdefault(spell(token), max(logprob, _MIN_LOGPROB))  # the larger of two with the same text
             tops.append(top)
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}

@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: its requests, which become chats, and answers as messages made of content blocks."""
+"""Anthropic's ``/v1/messages``: conversion of requests to chat completions, and responses as content blocks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .requests import UNSUPPORTED, ApiError, ChatRequest, GenerationRequest, Str
 from .tools import Delta
 
 PATH = "/v1/messages"
-# Claude Code's first system block. It differs in each request, so no prompt would begin like one in the cache.
+# Claude Code's first system block. It differs in each request, which would defeat the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
-# A chat's names of what is called otherwise here.
+# Chat completions' field -> this API's field, for errors.
 _RENAMED = (
     ("].function.parameters", "].input_schema"), ("].function", "]"), ("response_format", "output_config.format"),
 )  # fmt: skip
-_STATUS = {429: 529, 501: 400}  # clients try again after 5xx
+_STATUS = {429: 529, 501: 400}  # clients retry after 5xx
 _ERROR_TYPES = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 529: "overloaded_error",
 }  # fmt: skip
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_KINDS = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}  # of blocks, by those of deltas
+_KINDS = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}  # kind of delta -> type of block
 
 
 def _joined(content: Any) -> Any:
@@ -40,7 +40,7 @@ def _joined(content: Any) -> Any:
 def _without_billing(system: Any) -> Any:
     if not isinstance(system, list):
         return system
-    return [one for one in system if not (isinstance(one, dict) and str(one.get("text")).startswith(_BILLING))]
+    return [block for block in system if not (isinstance(block, dict) and str(block.get("text")).startswith(_BILLING))]
 
 
 _Text = Annotated[str, BeforeValidator(_joined, str | list[dict[str, Any]])]
@@ -70,7 +70,7 @@ class ToolResultBlock(Strict):
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
-# The blocks that the messages of a role may have.
+# By role, the types of blocks that its messages may have.
 _BLOCKS: Mapping[str, Mapping[str, type[Block]]] = {
     "system": {"text": TextBlock},
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
@@ -85,17 +85,17 @@ class InputMessage(Strict):
     content: Annotated[list[dict[str, Any]], _OR_TEXT]
 
     def blocks(self, where: str) -> list[Block]:
-        """The content's blocks; ``where``: the message's place in the body. Raises ApiError."""
-        found: list[Block] = []
+        """The content's blocks; ``where``: the message's path in the body. Raises ApiError."""
+        blocks: list[Block] = []
         known = _BLOCKS[self.role]
         for index, block in enumerate(self.content):
-            place, kind = f"{where}.content[{index}]", str(block.get("type"))
+            path, kind = f"{where}.content[{index}]", str(block.get("type"))
             if kind not in known:
                 expected = f"{' or '.join(known)}, as this server reads text alone"
-                why = f"{place}: expected a block of type {expected}, found {kind!r:.40}"
-                raise ApiError(400, why, param=place, code="unsupported_content")
-            found.append(validated(known[kind], block, place))
-        return found
+                why = f"{path}: expected a block of type {expected}, found {kind!r:.40}"
+                raise ApiError(400, why, param=path, code="unsupported_content")
+            blocks.append(validated(known[kind], block, path))
+        return blocks
 
 
 class ToolParam(Strict):
@@ -144,16 +144,16 @@ class CountTokensRequest(GenerationRequest):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """The chat that asks for the same; raises ApiError, with a chat's names."""
+        """Convert to a chat completion; raises ApiError with the chat's field names."""
         body = self.model_dump(exclude_unset=True, by_alias=True, include=set(GenerationRequest.model_fields))
         body["messages"] = self._messages()
         thinks = {"enable_thinking": self.thinking.type != "disabled"}
         body["chat_template_kwargs"] = {**thinks, **self.chat_template_kwargs}
         match self.output_config.get("format"):
-            case {"type": "json_schema"} as wanted:
-                body["response_format"] = {"type": "json_schema", "json_schema": wanted}
-            case wanted if wanted is not None:
-                body["response_format"] = wanted
+            case {"type": "json_schema"} as output_format:
+                body["response_format"] = {"type": "json_schema", "json_schema": output_format}
+            case output_format if output_format is not None:
+                body["response_format"] = output_format
         functions = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in self.tools
         ]
@@ -164,28 +164,28 @@ class CountTokensRequest(GenerationRequest):
         return validated(ChatRequest, body)
 
     def _messages(self) -> list[dict[str, Any]]:
-        """As chats have them: each result of a tool is a message, and so are all texts of neighbours of one role."""
-        found: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
+        """Messages of a chat completion: one for each tool result, and one for adjacent messages of the same role."""
+        chat: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for number, message in enumerate(self.messages):
             for index, block in enumerate(message.blocks(f"messages[{number}]")):
                 if isinstance(block, ToolResultBlock):
                     text = f"Error: {block.content}" if block.is_error else block.content
-                    found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                    chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
                     continue
-                if not found or found[-1]["role"] != message.role:
-                    found.append({"role": message.role, "content": ""})
-                elif index == 0 and found[-1]["content"]:
-                    found[-1]["content"] += "\n\n"
+                if not chat or chat[-1]["role"] != message.role:
+                    chat.append({"role": message.role, "content": ""})
+                elif index == 0 and chat[-1]["content"]:
+                    chat[-1]["content"] += "\n\n"
                 match block:
                     case TextBlock():
-                        found[-1]["content"] += block.text
+                        chat[-1]["content"] += block.text
                     case ThinkingBlock():
-                        found[-1]["reasoning_content"] = found[-1].get("reasoning_content", "") + block.thinking
+                        chat[-1]["reasoning_content"] = chat[-1].get("reasoning_content", "") + block.thinking
                     case ToolUseBlock():
                         function = {"name": block.name, "arguments": block.input}
                         call = {"id": block.id, "type": "function", "function": function}
-                        found[-1].setdefault("tool_calls", []).append(call)
-        return found
+                        chat[-1].setdefault("tool_calls", []).append(call)
+        return chat
 
 
 class MessagesRequest(CountTokensRequest):
@@ -202,32 +202,32 @@ class MessagesRequest(CountTokensRequest):
         return self
 
     def as_chat(self) -> ChatRequest:
-        more = {"max_tokens": self.max_tokens, "stop": [*self.stop, *self.stop_sequences]}
-        return super().as_chat().model_copy(update=more)
+        update = {"max_tokens": self.max_tokens, "stop": [*self.stop, *self.stop_sequences]}
+        return super().as_chat().model_copy(update=update)
 
 
 def error_answer(error: ApiError) -> tuple[int, dict[str, Any]]:
-    """The status and the body of an error, in this protocol's names."""
+    """The status and the body of an error in Anthropic's format."""
     status = _STATUS.get(error.status_code, error.status_code)
     kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     message = str(error.error["message"])
-    for chat, ours in _RENAMED:
+    for chat, field in _RENAMED:
         if chat in (error.error["param"] or ""):
-            message = message.replace(chat, ours, 1)
+            message = message.replace(chat, field, 1)
     if error.error["code"] == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # by these words clients know that they have to shorten it
+        message = f"prompt is too long: {message}"  # clients recognise this text and shorten the prompt
     return status, {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class MessagesFormatter(Formatter):
-    """``/v1/messages``: the answer is a list of blocks, of which the last one grows."""
+    """``/v1/messages``: the answer is a list of blocks; deltas extend the last one."""
 
     id_prefix = "msg_"
 
     def __init__(self, request: MessagesRequest, context: Context) -> None:
         super().__init__(request, context)
         self._parser = self._parsers[0]
-        self._blocks: list[tuple[dict[str, Any], list[str]]] = []  # each with its text, or its input's JSON
+        self._blocks: list[tuple[dict[str, Any], list[str]]] = []  # block, parts of its text or its input's JSON
 
     def start(self) -> bytes:
         return _event("message_start", message=self._message([], self._usage(0, 0)))
@@ -236,7 +236,7 @@ class MessagesFormatter(Formatter):
         return b"".join(self._add(delta) for delta in self._parser.add([chunk for _, chunk in items]))
 
     def end(self, answers: Sequence[Generation]) -> bytes:
-        # There is a block, though it may be empty.
+        # There is at least one block, maybe empty.
         events = b"" if self._blocks else self._begin_block({"type": "text", "text": ""})
         events += self._block_event("stop")
         events += _event("message_delta", delta=self._stop(answers[0]), usage=self.final_usage(answers))
@@ -250,8 +250,8 @@ class MessagesFormatter(Formatter):
         content = []
         for block, parts in self._blocks or [({"type": "text"}, [])]:
             text = "".join(parts)
-            whole = {"input": json.loads(text or "{}")} if block["type"] == "tool_use" else {block["type"]: text}
-            content.append({**block, **whole})
+            value = {"input": json.loads(text or "{}")} if block["type"] == "tool_use" else {block["type"]: text}
+            content.append({**block, **value})
         return {**self._message(content, self.final_usage(answers)), **self._stop(answers[0])}
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +272,7 @@ class MessagesFormatter(Formatter):
         }
 
     def _add(self, delta: Delta) -> bytes:
-        """More of the last block, if it is of the delta's kind; else of another one."""
+        """The events of a delta, which extends the last block or begins another one."""
         if delta.name is not None:
             return self._begin_block({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
         kind, events = _KINDS[delta.kind], b""

@@ -1,5 +1,4 @@
-"""OpenAI's requests for chats and completions as pydantic models, and its errors:
-``{"error": {"message", "type", "param", "code"}}``."""
+"""Requests of OpenAI's chat completions and completions as pydantic models, and its error object."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ _UNSUPPORTED: Sequence[tuple[str, Sequence[Any]]] = (
     ("reasoning", ({}, {"summary": "auto"})),
     ("top_n_sigma", (-1, 0)),
 )
-# Fields of OpenAI and of other servers that are refused, but for the values that change nothing.
+# Fields of OpenAI's API and of other servers that are refused unless they have a neutral value.
 UNSUPPORTED = {field: neutral for fields, neutral in _UNSUPPORTED for field in fields.split()}
 _MAX_INT = 2**63 - 1
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"} | {
@@ -65,7 +64,7 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
-    """What to answer for an exception; ``prompt``: the request's field that holds the prompt."""
+    """The error response for an exception. ``prompt``: name of the request's prompt field."""
     match error:
         case ApiError():
             return error
@@ -77,7 +76,7 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
             field = str(error).partition(":")[0]
             return ApiError(400, str(error), param=field if field.isidentifier() else None, code="invalid_value")
         case WisparseError():
-            cause = error.__cause__ if type(error) is WisparseError else None  # what the engine did not foresee
+            cause = error.__cause__ if type(error) is WisparseError else None  # an unexpected exception in the engine
             log.warning("a request failed: %s", error, exc_info=cause)
             return ApiError(500, str(error), type="server_error")
     log.error("a request failed", exc_info=error)
@@ -85,7 +84,7 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
 
 
 class FieldError(ValueError):
-    """Raised by validators; ``field`` of the model, or the field itself where it is empty."""
+    """Raised by validators. ``field``: of the model; empty in a validator of the field itself."""
 
     def __init__(self, field: str, message: str, code: str = "unsupported_parameter") -> None:
         super().__init__(message)
@@ -97,12 +96,12 @@ def invalid(field: str, expected: str, found: Any) -> FieldError:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], where: str = "") -> ApiError:
-    """The first of pydantic's errors as "field: expected ..., found ..."; ``where``: what was validated."""
+    """The first of pydantic's errors as "field: expected ..., found ..."; ``where``: path of the validated part."""
     error = errors[0]
-    own = error.get("ctx", {}).get("error")
+    cause = error.get("ctx", {}).get("error")
     names, code, message = list(error["loc"]), "invalid_value", error["msg"]
-    if isinstance(own, FieldError):
-        names, code, message = [*names, own.field] if own.field else names, own.code, str(own)
+    if isinstance(cause, FieldError):
+        names, code, message = [*names, cause.field] if cause.field else names, cause.code, str(cause)
     elif error["type"] == "missing":
         message = "this field is required"
     elif error["type"] in ("model_type", "model_attributes_type"):
@@ -115,7 +114,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], where: str = "") -> Api
 
 
 def validated(model: type[T], body: Any, where: str = "") -> T:
-    """The body as a ``model``, or what stands at ``where`` in it; raises ApiError."""
+    """Validate the body, or the part of it at the path ``where``; raises ApiError."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -123,7 +122,7 @@ def validated(model: type[T], body: Any, where: str = "") -> T:
 
 
 class Strict(BaseModel):
-    """A model without conversions between types, in which null is the same as a field left out."""
+    """A model without type conversions, in which null means an omitted field."""
 
     model_config = ConfigDict(strict=True)
     unsupported: ClassVar[Mapping[str, Sequence[Any]]] = {}
@@ -133,16 +132,16 @@ class Strict(BaseModel):
     def _without_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {key: value for key, value in data.items() if value is not None}
+        fields = {key: value for key, value in data.items() if value is not None}
         for field, neutral in cls.unsupported.items():
-            value = given.get(field)
+            value = fields.get(field)
             if isinstance(value, dict):
                 value = {name: inner for name, inner in value.items() if inner is not None}
             # True equals 1 in Python.
-            if value is not None and (value, value is True) not in [(one, one is True) for one in neutral]:
+            if value is not None and (value, value is True) not in [(allowed, allowed is True) for allowed in neutral]:
                 hint = "; drafts are chosen by serve --speculative-config" if field == "draft_model" else ""
                 raise FieldError(field, f"this server does not have it; leave it out{hint}")
-        return given
+        return fields
 
 
 class StreamOptions(Strict):
@@ -166,7 +165,7 @@ class ResponseFormat(Strict):
 
 
 class GenerationRequest(Strict):
-    """The fields that all endpoints have; a field of sampling that is left out is the model's own."""
+    """The fields of all endpoints. Omitted sampling fields have the generation config's values."""
 
     unsupported: ClassVar = UNSUPPORTED
 
@@ -188,14 +187,14 @@ class GenerationRequest(Strict):
     grammar: str = Field("", description="llguidance's Lark, or llama.cpp's GBNF")
     sparsity: float | None = Field(None, description="one of the bundle's sparsity levels, or 0 for the dense model")
     bits: float | None = Field(None, description="one of a graded bundle's levels, or 8 for the dense model")
-    speculative: bool = Field(True, description="false: no drafts for this answer, which changes its speed alone")
+    speculative: bool = Field(True, description="false: no drafts for this answer, which changes its speed only")
 
     @field_validator("logit_bias")
     @classmethod
     def _token_ids(cls, biases: dict[str, float]) -> dict[str, float]:
-        wrong = next((key for key in biases if not (key.isascii() and key.isdigit() and len(key) < 10)), None)
-        if wrong is not None:
-            raise invalid("", "token ids as keys", wrong)
+        unknown = next((key for key in biases if not (key.isascii() and key.isdigit() and len(key) < 10)), None)
+        if unknown is not None:
+            raise invalid("", "token ids as keys", unknown)
         return biases
 
     @model_validator(mode="after")
@@ -209,17 +208,17 @@ class GenerationRequest(Strict):
         return self.response_format is not None and self.response_format.type != "text"
 
     def sampling(self, defaults: Mapping[str, float]) -> dict[str, Any]:
-        """The keyword arguments of SamplingSettings; ``defaults``: those of the model."""
-        found: dict[str, Any] = {**defaults, **self.model_dump(include=_SAMPLING, exclude_none=True)}
-        found["top_k"] = max(int(found["top_k"]), 0)
-        found["top_p"] = found["top_p"] or 1e-9  # 0: only the most probable token
-        if "seed" in found:
-            found["seed"] %= 2**63
+        """The keyword arguments of SamplingParams. ``defaults``: of omitted fields."""
+        params: dict[str, Any] = {**defaults, **self.model_dump(include=_SAMPLING, exclude_none=True)}
+        params["top_k"] = max(int(params["top_k"]), 0)
+        params["top_p"] = params["top_p"] or 1e-9  # 0: only the most probable token
+        if "seed" in params:
+            params["seed"] %= 2**63
         biases = {int(token): bias for token, bias in self.logit_bias.items()}
-        return {**found, "logit_bias": biases, "logprobs": self.scored()}
+        return {**params, "logit_bias": biases, "logprobs": self.num_logprobs()}
 
-    def scored(self) -> int | None:
-        """How many of the most probable tokens are given beside each token; None: no log-probabilities."""
+    def num_logprobs(self) -> int | None:
+        """Number of top log-probabilities per token; None: no log-probabilities."""
         return None
 
     def constraint(self) -> Grammar | None:
@@ -234,16 +233,16 @@ def _is_ids(value: Any) -> bool:
 
 
 class CompletionRequest(GenerationRequest):
-    """``/v1/completions``; ``prompt`` is a list of texts and lists of token ids, whatever was sent."""
+    """``/v1/completions``. A single prompt is validated to a list of one."""
 
     unsupported: ClassVar = {**UNSUPPORTED, "tools": ([],), "tool_choice": ("none", "auto")}
 
     prompt: list[str | list[int]]
-    max_tokens: int = Field(16, ge=0, le=_MAX_INT, description="0: nothing but the prompt is scored")
+    max_tokens: int = Field(16, ge=0, le=_MAX_INT, description="0: score the prompt only")
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 
-    def scored(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]])
@@ -337,10 +336,10 @@ class Function(Strict):
         return parameters
 
     def for_template(self) -> dict[str, Any]:
-        """The function as chat templates expect it: with a description and parameters, like transformers' schemas."""
+        """The function as chat templates expect it, with the fields of transformers' JSON schemas."""
         parameters = self.parameters or {"type": "object", "properties": {}}
-        found = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {**found, **self.model_dump(exclude_unset=True, exclude=set(found))}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {**function, **self.model_dump(exclude_unset=True, exclude=set(function))}
 
 
 class Tool(Strict):
@@ -390,17 +389,17 @@ class ChatRequest(GenerationRequest):
             raise invalid("tool_choice", "none or auto beside a response_format or a grammar", self.tool_choice)
         return self
 
-    def scored(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
     @property
     def functions(self) -> list[dict[str, Any]]:
-        """The functions that the model is offered, as templates expect them."""
+        """The functions of the tools as chat templates expect them; empty for tool_choice none."""
         return [] if self.tool_choice == "none" else [tool.function.for_template() for tool in self.tools]
 
     @property
     def forced(self) -> list[dict[str, Any]]:
-        """Those of them one of which has to be called."""
+        """The functions of a required call; empty if none is required."""
         if isinstance(self.tool_choice, dict):
             return [one for one in self.functions if one["name"] == self.tool_choice["function"]["name"]]
         return self.functions if self.tool_choice == "required" else []
@@ -410,12 +409,12 @@ class ChatRequest(GenerationRequest):
         return self.parallel_tool_calls and not isinstance(self.tool_choice, dict)
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages as the chat template expects them, results with the names of the functions that were called."""
+        """The messages as the chat template expects them; tool results have their function's name."""
         messages = [message.for_template() for message in self.messages]
-        called = {call["id"]: call["function"]["name"] for one in messages for call in one.get("tool_calls", ())}
-        for one in messages:
-            if one["role"] == "tool" and one["tool_call_id"] in called:
-                one.setdefault("name", called[one["tool_call_id"]])
+        called = {call["id"]: call["function"]["name"] for item in messages for call in item.get("tool_calls", ())}
+        for message in messages:
+            if message["role"] == "tool" and message["tool_call_id"] in called:
+                message.setdefault("name", called[message["tool_call_id"]])
         return messages
 
     def template_variables(self) -> dict[str, Any]:

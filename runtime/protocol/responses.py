@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``: the part of it that one answer to one conversation needs. Nothing is stored."""
+"""OpenAI's ``/v1/responses``, without stored state: one answer to one conversation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .formatter import Context, Formatter, to_json
 from .requests import UNSUPPORTED, ApiError, ChatRequest, FieldError, GenerationRequest, Message, Strict, validated
 from .tools import Delta
 
-# A chat's names of what is called otherwise here.
+# Chat completions' field -> this API's field, for errors.
 _RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
-# Of an item's type: what its id begins with, and the name and further fields of its text's events.
+# Item type -> prefix of its id, name of its text events, further fields of these.
 _ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "reasoning": ("rs", "reasoning_text", {"content_index": 0}),
     "message": ("msg", "output_text", {"content_index": 0, "logprobs": []}),
     "function_call": ("fc", "function_call_arguments", {}),
 }
-# Fields of the request that stand in the response too.
+# Fields of the request that the response repeats.
 _REPEATED = ("tool_choice", "tools", "instructions", "max_output_tokens", "temperature", "top_p")
 
 
@@ -46,14 +46,14 @@ class ResultItem(Strict):
 
 
 class ResponsesRequest(GenerationRequest):
-    """``/v1/responses``; fields of chats that are not named here are allowed too."""
+    """``/v1/responses``; also accepts the other fields of chat completions."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     unsupported: ClassVar = {
         **UNSUPPORTED,
         "background": (False,),
         "conversation": (),
-        # Thoughts are sent as they are, so nothing has to be encrypted to come back.
+        # Thoughts are sent unencrypted.
         "include": ([], ["reasoning.encrypted_content"]),
         "max_tool_calls": (),
         "previous_response_id": (),
@@ -72,8 +72,8 @@ class ResponsesRequest(GenerationRequest):
 
     @field_validator("input", mode="before", json_schema_input_type=str | list[dict[str, Any]])
     @classmethod
-    def _one_message(cls, given: Any) -> Any:
-        return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    def _one_message(cls, value: Any) -> Any:
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
     @field_validator("text")
     @classmethod
@@ -83,16 +83,16 @@ class ResponsesRequest(GenerationRequest):
         return text
 
     def as_chat(self) -> ChatRequest:
-        """The chat that asks for the same; raises ApiError, with a chat's names."""
+        """Convert to a chat completion; raises ApiError with the chat's field names."""
         own = {"input", "instructions", "max_output_tokens", "text", *self.unsupported}
         body = {**self.model_dump(exclude_unset=True, by_alias=True, exclude=own), **(self.model_extra or {})}
         body["messages"] = self._messages()
         body["max_completion_tokens"] = self.max_output_tokens
         match self.text.get("format"):
-            case {"type": "json_schema"} as wanted:
-                body["response_format"] = {"type": "json_schema", "json_schema": wanted}
-            case wanted if wanted is not None:
-                body["response_format"] = wanted
+            case {"type": "json_schema"} as text_format:
+                body["response_format"] = {"type": "json_schema", "json_schema": text_format}
+            case text_format if text_format is not None:
+                body["response_format"] = text_format
         body["tools"] = [
             {"type": tool.get("type"), "function": {key: value for key, value in tool.items() if key != "type"}}
             for tool in self.tools
@@ -103,7 +103,7 @@ class ResponsesRequest(GenerationRequest):
         return validated(ChatRequest, body)
 
     def _messages(self) -> list[Message]:
-        messages: list[tuple[str, dict[str, Any]]] = []  # each with its place in the body
+        messages: list[tuple[str, dict[str, Any]]] = []  # path in the body, message
         if self.instructions:
             messages.append(("instructions", {"role": "system", "content": self.instructions}))
         thought = ""  # of the assistant's next message
@@ -143,18 +143,18 @@ def _content(content: Any) -> Any:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """A chat's refusal in this protocol's names."""
+    """Rename a chat completion's fields in an error to this API's."""
     param = error.error["param"]
     if param is not None:
-        ours = param.replace("].function", "]")
-        for chat, name in _RENAMED.items():
-            ours = name + ours.removeprefix(chat) if ours.startswith(chat) else ours
-        error.error |= {"param": ours, "message": str(error.error["message"]).replace(param, ours, 1)}
+        name = param.replace("].function", "]")
+        for chat, field in _RENAMED.items():
+            name = field + name.removeprefix(chat) if name.startswith(chat) else name
+        error.error |= {"param": name, "message": str(error.error["message"]).replace(param, name, 1)}
     return error
 
 
 class ResponsesFormatter(Formatter):
-    """``/v1/responses``: the answer is a list of items, of which the last one grows."""
+    """``/v1/responses``: the answer is a list of items; deltas extend the last one."""
 
     id_prefix = "resp_"
 
@@ -162,8 +162,8 @@ class ResponsesFormatter(Formatter):
         super().__init__(request, context)
         self._parser = self._parsers[0]
         self._events_sent = 0
-        self._growing = False  # the last item
-        self._text = ""  # of that item
+        self._item_open = False  # whether the last item is unfinished
+        self._text = ""  # of the last item
         self._items: list[dict[str, Any]] = []
 
     def start(self) -> bytes:
@@ -175,15 +175,15 @@ class ResponsesFormatter(Formatter):
 
     def end(self, answers: Sequence[Generation]) -> bytes:
         cut = answers[0].finish_reason == "length"
-        events = b"" if self._items else self._begin_item("message")  # there is one, though it may be empty
+        events = b"" if self._items else self._begin_item("message")  # there is at least one item, maybe empty
         events += self._end_item("incomplete" if cut else "completed")
         response = self._response(answers[0])
         return events + self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: ApiError) -> bytes:
-        told = {name: error.error[name] for name in ("code", "message", "param")}
-        failed = {"status": "failed", "error": {"code": "server_error", "message": told["message"]}}
-        return self._event("error", **told) + self._event("response.failed", response={**self._response(), **failed})
+        fields = {name: error.error[name] for name in ("code", "message", "param")}
+        failed = {"status": "failed", "error": {"code": "server_error", "message": fields["message"]}}
+        return self._event("error", **fields) + self._event("response.failed", response={**self._response(), **failed})
 
     def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
         self.events(items)
@@ -191,7 +191,7 @@ class ResponsesFormatter(Formatter):
         return self._response(answers[0])
 
     def _response(self, answer: Generation | None = None) -> dict[str, Any]:
-        """The response so far, or with its finished ``answer``."""
+        """The response object, complete if ``answer`` is its result."""
         request, extra = self._request, self._request.model_extra or {}
         status, usage, incomplete = "in_progress", None, None
         if answer is not None:
@@ -225,17 +225,17 @@ class ResponsesFormatter(Formatter):
         }
 
     def _add(self, delta: Delta) -> bytes:
-        """More of the last item, if it is of the delta's kind; else of another one."""
+        """The events of a delta, which extends the last item or begins another one."""
         kind = {"content": "message", "tool_call": "function_call"}.get(delta.kind, delta.kind)
         if delta.name is not None:
             return self._begin_item(kind, name=delta.name, call_id=delta.id)
-        events = b"" if self._growing and self._items[-1]["type"] == kind else self._begin_item(kind)
+        events = b"" if self._item_open and self._items[-1]["type"] == kind else self._begin_item(kind)
         self._text += delta.text
         return events + self._text_event("delta", delta=delta.text)
 
     def _begin_item(self, kind: str, **more: Any) -> bytes:
-        events = self._end_item("completed") if self._growing else b""
-        self._growing, self._text = True, ""
+        events = self._end_item("completed") if self._item_open else b""
+        self._item_open, self._text = True, ""
         fields: dict[str, dict[str, Any]] = {
             "reasoning": {"summary": [], "content": []},
             "message": {"role": "assistant", "content": []},
@@ -247,7 +247,7 @@ class ResponsesFormatter(Formatter):
         return events + (b"" if kind == "function_call" else self._part_event("added"))
 
     def _end_item(self, status: str) -> bytes:
-        item, self._growing = self._items[-1], False
+        item, self._item_open = self._items[-1], False
         if item["type"] == "function_call":
             item["arguments"] = self._text
             events = self._text_event("done", arguments=self._text, name=item["name"])
@@ -258,7 +258,7 @@ class ResponsesFormatter(Formatter):
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _part(self) -> dict[str, Any]:
-        """The one part of the last item."""
+        """The content part of the last item."""
         part = {"type": _ITEMS[self._items[-1]["type"]][1], "text": self._text}
         return part if part["type"] == "reasoning_text" else {**part, "annotations": [], "logprobs": []}
 

@@ -1,4 +1,4 @@
-"""Tool calls: how models write them, the grammar that forces one, and a parser that finds them in generated text."""
+"""Tool calls: the models' syntaxes, the grammar of a required call, and an incremental parser of generated text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..generation.grammar_worker import JSON_SPACE
 from ..tokenizer import partial_marker
 
 _MAX_DEPTH = 32
-_MAX_SPACE = 64  # longer white space before a call is text
+_MAX_SPACE = 64  # characters; longer white space before a call is content
 _MAX_HEAD = 1024
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _OUTSIDE = re.compile(r"[ \t\r\n0-9A-Za-z+\-.:,]*")
@@ -37,11 +37,11 @@ _HEAD = re.compile(
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    opens: str  # marker before a call, or before the list of calls
-    closes: str  # optional marker behind a call
-    key: str = "arguments"  # name of the arguments' field
+    opens: str  # marker before a call or the list of calls
+    closes: str  # optional marker after a call
+    key: str = "arguments"  # JSON field of the arguments
     listed: bool = False  # calls are a JSON list
-    bare: bool = False  # a call may stand without its marker at the beginning of a line
+    bare: bool = False  # the marker may be absent at the beginning of a line
     short_ids: bool = False  # the template accepts ids of nine letters and digits only
 
 
@@ -51,12 +51,12 @@ MISTRAL = ToolSyntax("[TOOL_CALLS]", "]", listed=True, short_ids=True)
 
 
 def syntax_of(template: str) -> ToolSyntax | None:
-    """The syntax that a chat template writes; None: it has no tools, or an unknown syntax."""
+    """The syntax of a chat template's tool calls; None: no tools, or an unknown syntax."""
     text = template.replace('\\"', '"')
     if "tools" not in text:
         return None
     if "<tool_call>" in text:
-        # Others write <function=name> or <arg_key> between the same tags.
+        # Other syntaxes have <function=name> or <arg_key> between the same tags.
         return HERMES if "arguments" in text and "<function=" not in text and "<arg_key>" not in text else None
     if MISTRAL.opens in text:
         return None if "[ARGS]" in text else MISTRAL
@@ -64,7 +64,7 @@ def syntax_of(template: str) -> ToolSyntax | None:
 
 
 def short_ids(messages: Sequence[dict[str, Any]]) -> None:
-    """Make call ids of nine letters and digits, in place; another server's longer ids are hashed."""
+    """Replace call ids that are not nine letters and digits by hashes, in place."""
 
     def short(id: str) -> str:
         fits = len(id) == 9 and id.isascii() and id.isalnum()
@@ -80,16 +80,16 @@ def short_ids(messages: Sequence[dict[str, Any]]) -> None:
 def call_grammar(
     functions: Sequence[Mapping[str, Any]], syntax: ToolSyntax, special: Mapping[str, int], several: bool
 ) -> Grammar:
-    """A grammar (llguidance's Lark) for one call of one of ``functions``, or ``several``, and nothing else;
-    ``special``: ids of those markers that are special tokens."""
-    places = ["#"] if len(functions) == 1 else [f"#/anyOf/{index}" for index in range(len(functions))]
+    """A grammar (llguidance's Lark) of one call of ``functions``, or ``several``. ``special``: ids of markers that are special
+    tokens."""
+    pointers = ["#"] if len(functions) == 1 else [f"#/anyOf/{index}" for index in range(len(functions))]
     schemas = []
-    for place, function in zip(places, functions, strict=True):
-        arguments = _moved(function["parameters"], f"{place}/properties/{syntax.key}")
+    for pointer, function in zip(pointers, functions, strict=True):
+        arguments = _relocate(function["parameters"], f"{pointer}/properties/{syntax.key}")
         fields = {"name": {"const": function["name"]}, syntax.key: arguments}
         schemas.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    text = json.dumps({**schema, "x-guidance": JSON_SPACE}).replace("::=", ":\\u003a=")  # else taken for GBNF
+    text = json.dumps({**schema, "x-guidance": JSON_SPACE}).replace("::=", ":\\u003a=")  # "::=" would mark GBNF
     markers = (syntax.opens, syntax.closes)
     opens, closes = (f"<[{special[one]}]>" if one in special else json.dumps(one) for one in markers)
     if syntax.listed:
@@ -102,26 +102,26 @@ def call_grammar(
     return Grammar("tool_choice", f"start: {start}\ncalls: {calls}\nobject: %json {text}\n")
 
 
-def _moved(schema: Any, place: str, named: bool = False) -> Any:
-    """A JSON schema that stands at the pointer ``place`` of a larger one: its references begin there. ``named``: a mapping
-    from names, which may be a keyword's, to schemas."""
+def _relocate(schema: Any, pointer: str, named: bool = False) -> Any:
+    """A JSON schema with references for its position at ``pointer`` in a larger schema. ``named``: ``schema`` maps names to
+    schemas, so its keys are no keywords."""
     if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, dict) or (not named and "$id" in schema):  # below $id, references are relative to it
+        return [_relocate(item, pointer) for item in schema]
+    if not isinstance(schema, dict) or (not named and "$id" in schema):  # references within $id are relative to it
         return schema
-    moved = {}
+    relocated = {}
     for key, value in schema.items():
         if not named and key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            value = place + value[1:]
+            value = pointer + value[1:]
         elif named or key not in _DATA:
-            value = _moved(value, place, not named and key in _NAMED)
-        moved[key] = value
-    return moved
+            value = _relocate(value, pointer, not named and key in _NAMED)
+        relocated[key] = value
+    return relocated
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What some text adds to an answer; of a tool call first its id and name, then its arguments' JSON as text."""
+    """A part of an answer. The first delta of a tool call has its id and name, further ones parts of its JSON arguments."""
 
     kind: Literal["reasoning", "content", "tool_call"]
     text: str = ""
@@ -131,8 +131,8 @@ class Delta:
 
 
 class JsonScanner:
-    """Finds the end of a JSON object in growing text; ``at``: how many characters are scanned. ``closers`` are the
-    brackets that are open at the start, outermost first."""
+    """Finds the end of a JSON object in growing text. ``at``: number of scanned characters; ``closers``: closing brackets of
+    the objects and lists that are open at the start, outermost first."""
 
     def __init__(self, closers: str = "") -> None:
         self._closers = list(closers)
@@ -140,23 +140,23 @@ class JsonScanner:
         self.at = 0
 
     def reaches_end(self, text: str) -> bool | None:
-        """Whether the object ends in ``text``, then before ``at``; None: ``text`` cannot be continued to JSON."""
+        """Whether ``text`` contains the object's end, which is ``at`` then; None: ``text`` is no prefix of JSON."""
         while True:
             self.at = (_IN_STRING if self._in_string else _OUTSIDE).match(text, self.at).end()  # type: ignore[union-attr]
             if self.at == len(text):
                 return False
-            found = text[self.at]
-            if found == '"':
+            char = text[self.at]
+            if char == '"':
                 self._in_string = not self._in_string
             elif self._in_string:
-                if found != "\\":
+                if char != "\\":
                     return None
                 if self.at + 1 == len(text):
                     return False
                 self.at += 1
-            elif found in "{[" and len(self._closers) < _MAX_DEPTH:
-                self._closers.append("}" if found == "{" else "]")
-            elif self._closers and found == self._closers[-1]:
+            elif char in "{[" and len(self._closers) < _MAX_DEPTH:
+                self._closers.append("}" if char == "{" else "]")
+            elif self._closers and char == self._closers[-1]:
                 self._closers.pop()
                 if not self._closers:
                     self.at += 1
@@ -167,15 +167,15 @@ class JsonScanner:
 
 
 def _may_be_call(text: str) -> bool:
-    found = _BEGINNING.match(text)
-    key, closed = (None, None) if found is None else found.groups()
-    if found is None or closed:
+    match = _BEGINNING.match(text)
+    key, closed = (None, None) if match is None else match.groups()
+    if match is None or closed:
         return key in _KEYS
-    return found.end() == len(text) and (key is None or any(known.startswith(key) for known in _KEYS))
+    return match.end() == len(text) and (key is None or any(known.startswith(key) for known in _KEYS))
 
 
 def _read_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """Name and arguments' JSON of a whole call; None if it is no call of a known function."""
+    """Name and JSON arguments of a complete call; None if it is no call of a known function."""
     try:
         call = parse_json(text.encode(), "call", UsageError)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
@@ -200,22 +200,23 @@ def _read_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
 
 
 class ToolCallParser:
-    """Splits the text of one answer, as it comes, into content and tool calls."""
+    """Splits the text of an answer incrementally into content and tool calls."""
 
     def __init__(self, syntax: ToolSyntax, names: Collection[str], *, one: bool = False, whole: bool = True) -> None:
+        """``one``: drop calls after the first. ``whole``: return the arguments of a call in one delta."""
         self._syntax, self._names, self._one, self._whole = syntax, names, one, whole
         self._deltas: list[Delta] = []
-        self._text = ""  # not given yet
-        self._found = 0  # calls
-        self._fresh = True  # only white space since the beginning or the last call
-        self._last = ""  # the last character given as content
+        self._text = ""  # not parsed yet
+        self._num_calls = 0
+        self._only_space = True  # since the beginning or the last call
+        self._last = ""  # the last character of content
         self._ended = False
         self._steps = self._parse()
 
     @property
     def count(self) -> int:
-        """Calls that were given."""
-        return min(self._found, 1) if self._one else self._found
+        """Number of returned calls."""
+        return min(self._num_calls, 1) if self._one else self._num_calls
 
     def add(self, text: str) -> list[Delta]:
         self._text += text
@@ -224,59 +225,59 @@ class ToolCallParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """What was held back, at the end of the answer."""
+        """The deltas of the remaining text at the end of the answer."""
         self._ended = True
         return self.add("")
 
     def _parse(self) -> Iterator[None]:
-        """Runs through the text; yields where it needs more."""
+        """A coroutine over the text; yields when it needs more."""
         while True:
             start, end = self._find_marker()
             if start >= 0:
                 begin = self._without_space(start)
-                self._give(begin)
+                self._emit(begin)
                 end -= begin
                 if not (yield from self._read_calls(end - (self._text[end - 1] == "{"))):
-                    self._give(end)
+                    self._emit(end)
             elif self._ended:
-                if not (self._found and self._fresh and self._text.isspace()):
-                    self._give(len(self._text))
+                if not (self._num_calls and self._only_space and self._text.isspace()):
+                    self._emit(len(self._text))
                 return
             else:
-                self._give(self._without_space(len(self._text) - partial_marker(self._text, self._syntax.opens)))
+                self._emit(self._without_space(len(self._text) - partial_marker(self._text, self._syntax.opens)))
                 yield
 
     def _find_marker(self) -> tuple[int, int]:
-        """Where the next call may begin, and the end of its marker; -1 if nowhere. A bare call's marker is its brace."""
+        """Start and end of the next marker; start is -1 if there is none. A bare call's marker is its brace."""
         start, length = self._text.find(self._syntax.opens), len(self._syntax.opens)
         if self._syntax.bare:
-            bare = self._text.find("\n{") + 1 or -1
+            brace = self._text.find("\n{") + 1 or -1
             white = len(self._text) - len(self._text.lstrip())
-            if self._text.startswith("{", white) and (self._fresh or (white == 0 and self._last == "\n")):
-                bare = white
-            if bare >= 0 and (start < 0 or bare < start):
-                start, length = bare, 1
+            if self._text.startswith("{", white) and (self._only_space or (white == 0 and self._last == "\n")):
+                brace = white
+            if brace >= 0 and (start < 0 or brace < start):
+                start, length = brace, 1
         return start, start + length
 
     def _without_space(self, end: int) -> int:
-        """``end`` without the white space before it, which belongs to a call that may follow."""
+        """``end`` before its preceding white space, which is dropped if a call follows."""
         return max(len(self._text[:end].rstrip()), end - _MAX_SPACE)
 
-    def _give(self, length: int) -> None:
-        """The text's beginning is content."""
+    def _emit(self, length: int) -> None:
+        """Return the next ``length`` characters as content."""
         content, self._text = self._text[:length], self._text[length:]
         if content:
             self._deltas.append(Delta("content", content))
             self._last = content[-1]
-            self._fresh = self._fresh and content.isspace()
+            self._only_space = self._only_space and content.isspace()
 
     def _skip_space(self, at: int) -> tuple[str, int]:
-        """The text behind the white space at ``at``, and the length of that."""
+        """The text after the white space at ``at``, and the length of the white space."""
         rest = self._text[at:].lstrip()
         return rest, len(self._text) - at - len(rest)
 
     def _read_calls(self, at: int) -> Generator[None, None, bool]:
-        """Reads the calls behind the marker that ends at ``at``; False, with the text unchanged, if there are none."""
+        """Parse the calls after the marker that ends at ``at``; False, with the text unchanged, if there are none."""
         if self._syntax.listed:
             rest, white = self._skip_space(at)
             while not rest and white <= _MAX_SPACE and not self._ended:
@@ -287,14 +288,14 @@ class ToolCallParser:
             at += white + 1
         if not (yield from self._read_call(at)):
             return False
-        while True:  # behind a call
+        while True:  # after a call
             rest, white = self._skip_space(0)
             closes = self._syntax.closes
             if white > _MAX_SPACE:
                 return True
             if self._syntax.listed and rest.startswith(","):
                 if not (yield from self._read_call(white + 1)):
-                    self._give(white + 1)
+                    self._emit(white + 1)
                     return True
             elif rest.startswith(closes):
                 self._text = rest[len(closes) :]
@@ -305,7 +306,7 @@ class ToolCallParser:
                 yield
 
     def _read_call(self, at: int) -> Generator[None, None, bool]:
-        """Reads one call at ``at``, up to the end of its object; False, with the text unchanged, if there is none."""
+        """Parse one call at ``at`` up to the end of its object; False, with the text unchanged, if there is none."""
         scanner = JsonScanner()
         while True:
             rest, white = self._skip_space(at)
@@ -342,19 +343,19 @@ class ToolCallParser:
                 if ends is None:
                     return True
                 if not ends:
-                    if self._ended:  # half of an escape is left
+                    if self._ended:  # in the middle of an escape sequence
                         self._text = ""
                         return True
                     yield
         return True
 
     def _begin_call(self, name: str) -> None:
-        self._found += 1
-        self._fresh, self._last = True, ""
-        if self._found == self.count:
+        self._num_calls += 1
+        self._only_space, self._last = True, ""
+        if self._num_calls == self.count:
             id = uuid.uuid4().hex[:9] if self._syntax.short_ids else f"call_{uuid.uuid4().hex[:24]}"
-            self._deltas.append(Delta("tool_call", index=self._found - 1, id=id, name=name))
+            self._deltas.append(Delta("tool_call", index=self._num_calls - 1, id=id, name=name))
 
     def _add_arguments(self, arguments: str) -> None:
-        if arguments and self._found == self.count:
-            self._deltas.append(Delta("tool_call", arguments, self._found - 1))
+        if arguments and self._num_calls == self.count:
+            self._deltas.append(Delta("tool_call", arguments, self._num_calls - 1))

@@ -1,4 +1,4 @@
-"""The server: OpenAI's and Anthropic's endpoints over one engine, from the request to the end of the last answer."""
+"""The server: endpoints of OpenAI's and Anthropic's APIs over one engine."""
 
 from __future__ import annotations
 
@@ -33,41 +33,41 @@ from ..protocol.tools import ToolCallParser, call_grammar, short_ids, syntax_of
 from ..tokenizer import read_json
 from .transport import EventStream, Metrics, http_server, set_up, unless_disconnected
 
-# Events of a stream are sent this often at most, unless an answer ends: a screen shows no more.
+# Shortest time between the events of a stream, except at the end of an answer: a screen shows no more.
 FLUSH_SECONDS = 1 / 60
-_EVENT_SECONDS = 0.001  # for each stream at least: an event takes the event loop a fifth of it
-_COLLECT_SECONDS = 1.0
-_MEASURED_STEPS = 16  # one step of so many has its dropped channels counted, for /metrics
+_EVENT_SECONDS = 0.001  # lower bound of that time per open stream: an event takes the event loop 0.2 ms
+_COLLECT_SECONDS = 1.0  # between two collections of the chunks of a response that is not streamed
+_MEASURED_STEPS = 16  # dropped channels are counted in one of this many steps, for /metrics
 _MAX_FILES = 1 << 16
-# Python's own 5 ms, for which a thread waits for the interpreter, are longer than a step of a GPU.
+# Python's default, 5 ms that a thread waits for the interpreter's lock, is longer than a step on a GPU.
 _SWITCH_SECONDS = 0.0005
-_GRAMMAR_THREADS = 4  # grammars that are compiled at a time
-_SPELLED_TOKENS = 1 << 16  # whose text is kept for the next request that asks for log-probabilities
-# Field, OpenAI's default, and the range in which a generation config may name another.
+_GRAMMAR_THREADS = 4  # grammars that are compiled concurrently
+_SPELLED_TOKENS = 1 << 16  # size of the cache of tokens' texts, for log-probabilities
+# Field, OpenAI's default, and the valid range of a generation config's value.
 _SAMPLING = (
     ("temperature", 1.0, 0.0, 100.0), ("top_k", 0, 0, 2**31), ("top_p", 1.0, 1e-9, 1.0),
     ("repetition_penalty", 1.0, 0.01, 100.0),
 )  # fmt: skip
-_NOT_HERE = ("embeddings", "images/{rest:path}", "audio/{rest:path}", "moderations", "responses/{rest:path}")
+_UNSUPPORTED_PATHS = ("embeddings", "images/{rest:path}", "audio/{rest:path}", "moderations", "responses/{rest:path}")
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    name: str  # the model's, in answers and in ``/v1/models``
-    max_queue: int = 64  # requests that may wait beside those in the batch
-    # what clients have to send, as ``Authorization: Bearer KEY``; None: nothing
+    name: str  # of the model, in responses and in ``/v1/models``
+    max_queue: int = 64  # most waiting requests
+    # that clients send as ``Authorization: Bearer KEY``; None: no key is required
     api_key: str | None = field(default=None, repr=False)
-    hosts: Sequence[str] = ()  # names that clients may use for it, in lower case, without port; empty: any
-    cors: Sequence[str] = ()  # origins whose pages may send requests, ``*`` for all
+    hosts: Sequence[str] = ()  # allowed Host headers, in lower case, without port; empty: any
+    cors: Sequence[str] = ()  # allowed origins, ``*`` for all
 
 
 class Encoder:
-    """For one model, whose name is ``name``; from any thread."""
+    """Converts validated HTTP requests to engine requests. Thread-safe."""
 
     def __init__(self, model: Model, name: str) -> None:
         self._model = model
         self._context = functools.partial(Context, name, functools.lru_cache(_SPELLED_TOKENS)(model.spell))
-        # Of the fields of sampling that a request leaves out: the model's generation config, else OpenAI's defaults.
+        # Values of omitted sampling fields: the generation config's, else OpenAI's defaults.
         config = read_json(model.bundle, "generation_config.json")
         self._defaults: dict[str, float] = {}
         for key, default, low, high in _SAMPLING:
@@ -77,14 +77,14 @@ class Encoder:
         self._template = "" if text is None else text.template_source or ""
         self._syntax = syntax_of(self._template)
         markers = () if self._syntax is None else (self._syntax.opens, self._syntax.closes)
-        # Those that are special tokens, which an answer's text shows then.
+        # Markers that are special tokens: they have to be visible in the text.
         special = {} if text is None else text.special_ids
-        self._special = {one: special[one] for one in markers if one in special}
-        # A special token would not be part of an answer's text.
+        self._special = {marker: special[marker] for marker in markers if marker in special}
+        # Thoughts can only be parsed if the tag is part of the text, so not a special token.
         self._thinks = text is not None and text.token_id(THINK) is not None and THINK not in special
 
     def encode(self, body: ChatRequest | CompletionRequest) -> tuple[list[Request], Context, Grammar | None]:
-        """A validated engine request for each answer, what formatting takes, and a grammar that ``constrain`` compiles."""
+        """An engine request for each answer, the formatter's context, and a grammar if ``constrain`` has to compile it."""
         requests, context = self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
         grammar = body.constraint()
         if isinstance(body, ChatRequest) and body.forced and self._syntax is not None:
@@ -95,7 +95,7 @@ class Encoder:
         return requests, context, grammar
 
     def constrain(self, requests: Sequence[Request], grammar: Grammar) -> None:
-        """Give each request the grammar, at its beginning; compiling it may take long."""
+        """Set the grammar of each request; may take long to compile it."""
         for request in requests:
             request.constraint = self._model.grammars.begin(grammar)
 
@@ -120,7 +120,7 @@ class Encoder:
         messages, functions, syntax = body.conversation(), body.functions, self._syntax
         calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
         if self._template and "tool" not in self._template and calls:
-            raise _unsupported("messages", "chat template leaves calls and their results out; tell them as text")
+            raise _unsupported("messages", "chat template ignores tool calls and their results; write them as text")
         if functions and syntax is None:
             known = "Hermes's and Qwen's <tool_call>, Llama 3's JSON, Mistral's [TOOL_CALLS] with a list"
             why = f"chat template has no tools in a syntax that this server reads ({known}); leave them out"
@@ -130,28 +130,28 @@ class Encoder:
         rendered = self._model.tokenizer.render(messages, **body.template_variables())
         thinks = True if rendered.rstrip().endswith(THINK) else False if self._thinks else None
         if thinks and body.forced:
-            why = "template begins with a thought, for which a call that has to be leaves no room; ask with auto, or "
-            raise _unsupported("tool_choice", why + "switch thoughts off by chat_template_kwargs")
+            why = "template begins with a thought, which a required call excludes; set tool_choice to auto, or "
+            raise _unsupported("tool_choice", why + "disable thoughts by chat_template_kwargs")
         ids = self._encode(rendered, add_special_tokens=False)
-        most = body.max_completion_tokens or body.max_tokens
+        max_new_tokens = body.max_completion_tokens or body.max_tokens
         parser, visible = None, frozenset[int]()
         if functions and syntax is not None:
             names = [function["name"] for function in functions]
             parser = functools.partial(ToolCallParser, syntax, names, one=not body.several_calls)
             visible = frozenset(self._special.values())
-        requests = self._requests(body, ids, max_new_tokens=most, visible_special_tokens=visible)
+        requests = self._requests(body, ids, max_new_tokens=max_new_tokens, visible_special_tokens=visible)
         return requests, self._context(body.n, len(ids), thinks=thinks, call_parser=parser)
 
-    def _encode(self, text: str, **how: bool) -> list[int]:
-        return self._model.tokenizer.encode(text, most=self._model.max_seq_len, **how)
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        return self._model.tokenizer.encode(text, most=self._model.max_seq_len, **options)
 
-    def _requests(self, body: ChatRequest | CompletionRequest, ids: list[int], **more: Any) -> list[Request]:
+    def _requests(self, body: ChatRequest | CompletionRequest, ids: list[int], **fields: Any) -> list[Request]:
         sampling = SamplingParams(**body.sampling(self._defaults))
         seeds = [None if sampling.seed is None else (sampling.seed + copy) % 2**63 for copy in range(body.n)]
         sparsity = body.sparsity
         if body.bits is not None:
             sparsity = self._model.bundle.at(body.sparsity, body.bits).sparsity
-        common = {"stop": body.stop, "sparsity": sparsity, "speculative": body.speculative, **more}
+        common = {"stop": body.stop, "sparsity": sparsity, "speculative": body.speculative, **fields}
         return [self._model.request(ids, sampling=replace(sampling, seed=seed), **common) for seed in seeds]
 
 
@@ -160,22 +160,22 @@ def _unsupported(field: str, why: str) -> ApiError:
 
 
 class AnswerQueue:
-    """The answers to one request: takes their chunks from the engine's thread to the event loop, and counts them."""
+    """The answers to one HTTP request: passes their chunks from the engine's thread to the event loop."""
 
     def __init__(self, model: Model, metrics: Metrics) -> None:
         self._engine, self._metrics = model.engine, metrics
         self._loop = asyncio.get_running_loop()
         self._items: deque[tuple[int, Chunk | WisparseError]] = deque()
-        self._woken = asyncio.Event()
-        # Set by the loop before it looks a last time, read by the engine's thread after it has added: one of them sees
-        # the other.
+        self._wakeup = asyncio.Event()
+        # The loop sets it before its last check of ``_items``; the engine's thread reads it after an append. So either the
+        # loop sees the item or the thread wakes the loop.
         self._waiting = False
-        self._taken = float("-inf")
+        self._last_return = float("-inf")
         self._requests: list[Request] = []
         self._finished: dict[int, Generation] = {}
 
     def submit(self, requests: Sequence[Request], score_only: bool) -> None:
-        """Queue every answer. ``score_only``: no token is wanted, and the one that the engine gives is dropped."""
+        """Submit a request for each answer. ``score_only``: return prompt scores and discard the one token."""
         for index, request in enumerate(requests):
             self._requests.append(self._engine.submit(request, functools.partial(self._deliver, index, score_only)))
 
@@ -189,24 +189,24 @@ class AnswerQueue:
         if self._waiting or isinstance(item, WisparseError) or item.finish_reason is not None:
             self._waiting = False
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._woken.set)
+                self._loop.call_soon_threadsafe(self._wakeup.set)
 
     async def next(self, gather_seconds: float | None = None) -> list[tuple[int, Chunk]]:
-        """What has come since the last call, one chunk at least; raises what ended an answer. More chunks are waited for
+        """All chunks since the last call, at least one; raises the error that ended an answer. Waits for further chunks
         until ``gather_seconds`` (None: FLUSH_SECONDS) after the last call's return, unless an answer ends."""
-        until = self._taken + (FLUSH_SECONDS if gather_seconds is None else gather_seconds)
+        until = self._last_return + (FLUSH_SECONDS if gather_seconds is None else gather_seconds)
         if until > self._loop.time():
-            timer = self._loop.call_at(until, self._woken.set)  # a quarter of what asyncio.timeout takes
-            await self._woken.wait()
+            timer = self._loop.call_at(until, self._wakeup.set)  # takes a quarter of asyncio.timeout's time
+            await self._wakeup.wait()
             timer.cancel()
         self._waiting = True
         while not self._items:
-            self._woken.clear()
+            self._wakeup.clear()
             if not self._items:
-                await self._woken.wait()
+                await self._wakeup.wait()
         self._waiting = False
-        self._woken.clear()
-        self._taken = self._loop.time()
+        self._wakeup.clear()
+        self._last_return = self._loop.time()
         chunks = []
         for _ in range(len(self._items)):
             index, item = self._items.popleft()
@@ -234,21 +234,21 @@ class AnswerQueue:
 
 
 class Server:
-    """The endpoints; the engine runs between the lifespan's start and end."""
+    """The endpoints. The engine runs between the lifespan's start and end."""
 
     def __init__(self, model: Model, settings: ServeSettings, ready: Callable[[], None]) -> None:
         self._model, self._settings, self._ready = model, settings, ready
         self._engine = model.engine
         self._encoder = Encoder(model, settings.name)
         self._created = int(time.time())
-        self._streams = 0  # answers that are being streamed
+        self._streams = 0  # open streams
         self._texts = ThreadPoolExecutor(1, "wisparse-text")
         self._grammars = ThreadPoolExecutor(_GRAMMAR_THREADS, "wisparse-grammar")
         self.metrics = Metrics(lambda: self._engine.state)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        self._engine.start_measuring(_MEASURED_STEPS)  # first, as steps that count are kernels of their own
+        self._engine.start_measuring(_MEASURED_STEPS)  # before start, which compiles: counting uses other kernels
         self._engine.start(self._settings.max_queue)
         self._ready()
         try:
@@ -276,13 +276,13 @@ class Server:
 
     async def count_tokens(self, body: CountTokensRequest, http: HttpRequest) -> dict[str, int]:
         self._check_name(body.model)
-        counting = asyncio.get_running_loop().run_in_executor(self._texts, self._encoder.count, body.as_chat())
-        return {"input_tokens": await unless_disconnected(http.receive, counting)}
+        count = asyncio.get_running_loop().run_in_executor(self._texts, self._encoder.count, body.as_chat())
+        return {"input_tokens": await unless_disconnected(http.receive, count)}
 
     async def _answer(
         self, http: HttpRequest, body: ChatRequest | CompletionRequest, make: Callable[[Context], Formatter]
     ) -> Response:
-        """Encode the request, submit it to the engine, and stream or collect its answers."""
+        """Encode an HTTP request, submit its engine requests, and stream or collect their answers."""
         began = time.perf_counter()
         self._check_name(body.model)
         run = asyncio.get_running_loop().run_in_executor
@@ -291,16 +291,16 @@ class Server:
         try:
             if body.n > batch:
                 raise UsageError(f"n: expected at most {batch}, found {body.n}")
-            if prompts * body.n > (most := batch + self._settings.max_queue):
+            if prompts * body.n > (limit := batch + self._settings.max_queue):
                 found = f"{prompts} prompts with n = {body.n}"
-                raise UsageError(f"prompt: expected at most {most} answers in one request, found {found}")
+                raise UsageError(f"prompt: expected at most {limit} answers in one request, found {found}")
             encoding = run(self._texts, self._encoder.encode, body)
             requests, context, grammar = await unless_disconnected(http.receive, encoding)
             if grammar is not None:
                 await unless_disconnected(http.receive, run(self._grammars, self._encoder.constrain, requests, grammar))
             formatter = make(context)
             answers.submit(requests, score_only=body.max_tokens == 0)
-            # Whatever is wrong with a request is known by its first token, before a status is sent.
+            # Errors of a request show before its first token, so before the status is sent.
             first = await unless_disconnected(http.receive, answers.next())
         except BaseException as error:
             answers.cancel()
@@ -321,7 +321,7 @@ class Server:
         finally:
             answers.cancel()
         self.metrics.cached_tokens.inc(cached_tokens(answers.answers, body.n))
-        # Beside the event loop: the log-probabilities of a long prompt take a tenth of a second, and other streams go on.
+        # In a thread: formatting the log-probabilities of a long prompt takes 0.1 s, which would block other streams.
         complete = functools.partial(formatter.complete, first, answers.answers)
         return Response(await run(self._texts, lambda: to_json(complete())), media_type="application/json")
 
@@ -342,7 +342,7 @@ class Server:
                 yield formatter.events(await answers.next(gather_seconds))
             self.metrics.cached_tokens.inc(cached_tokens(answers.answers, copies))
             yield formatter.end(answers.answers)
-        except Exception as error:  # the status is out already
+        except Exception as error:  # the status has been sent
             yield formatter.failure(as_api_error(error))
         finally:
             self._streams -= 1
@@ -351,9 +351,9 @@ class Server:
         return {"status": "ok"}
 
     async def metrics_page(self) -> Response:
-        unread = await asyncio.wrap_future(self._engine.ask(self._model.decoder.realised_sparsity))
+        realised = await asyncio.wrap_future(self._engine.ask(self._model.decoder.realised_sparsity))
         return Response(
-            self.metrics.page(unread, self._engine.scheduler),
+            self.metrics.page(realised, self._engine.scheduler),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
@@ -373,13 +373,13 @@ class Server:
             **({} if self._model.bits is None else {"bits": self._model.bits}),
         }
 
-    async def not_here(self, http: HttpRequest) -> Response:
-        text = f"{http.url.path:.80}: this server has chats and completions; it makes no embeddings, and stores no files or batches"
+    async def unsupported(self, http: HttpRequest) -> Response:
+        text = f"{http.url.path:.80}: not supported; this server has chats and completions, no embeddings, files or batches"
         raise ApiError(501, text, code="not_implemented")
 
 
 def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = lambda: None) -> FastAPI:
-    """The ASGI application; the engine runs between its start, after which ``ready`` is called, and its end."""
+    """The ASGI application. The engine runs during its lifespan; ``ready`` is called after the engine's start."""
     server = Server(model, settings, ready)
     app = FastAPI(title="WiSparse", redoc_url=None, lifespan=server.lifespan)
     set_up(app, settings.api_key, settings.hosts, settings.cors, server.metrics)
@@ -392,14 +392,14 @@ def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = 
     app.post("/v1/responses")(server.respond)
     app.post("/v1/messages")(server.message)
     app.post("/v1/messages/count_tokens")(server.count_tokens)
-    for path in _NOT_HERE:
-        app.api_route(f"/v1/{path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)(server.not_here)
+    for path in _UNSUPPORTED_PATHS:
+        app.api_route(f"/v1/{path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)(server.unsupported)
     return app
 
 
 def serve(model: Model, settings: ServeSettings, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Answer requests until SIGTERM or Ctrl-C, then finish those under way; ``ready`` is called once all is prepared."""
-    # The event loop may hold the interpreter's lock for milliseconds, in which the engine's thread would start no step.
+    """Serve until SIGTERM or Ctrl-C, then finish the open requests. ``ready`` is called after the engine's start."""
+    # Otherwise the event loop may hold the interpreter's lock for milliseconds while the engine's thread waits.
     sys.setswitchinterval(_SWITCH_SECONDS)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is an open file
     with contextlib.suppress(ValueError, OSError):

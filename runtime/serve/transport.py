@@ -1,5 +1,5 @@
-"""HTTP around the endpoints: the socket, the key, bounded request bodies, event streams, clients that go away or stay
-silent, counters, and the page's files."""
+"""HTTP around the endpoints: the socket, the API key, limits of request bodies, event streams, timeouts and disconnects of
+clients, metrics, and the chat page's files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ..protocol.messages import PATH, error_answer
 from ..protocol.requests import ApiError, as_api_error, from_validation
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-# A client has so long to send a request, and to take each part of the answer.
+# Time limit of a client to send a request, and to receive each part of the response.
 CLIENT_SECONDS = 30.0
 CLIENT_GONE = 499
 _BACKLOG = 128
@@ -49,7 +49,7 @@ _PAGE = {
     "/page.js": ("page.js", "text/javascript"),
 }
 _PAGE_HEADERS = {
-    # Nothing from other hosts, nothing inline, in no frame: a model's text could do nothing even as HTML.
+    # No other hosts, nothing inline, no frames: a model's text is harmless even if it were interpreted as HTML.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
         "form-action 'none'; frame-ancestors 'none'"
@@ -61,17 +61,17 @@ _PAGE_HEADERS = {
 
 
 class Metrics:
-    """Prometheus's counters, in a registry of their own: several servers can run in one process."""
+    """Prometheus metrics, in a registry of their own as several servers can run in one process."""
 
     def __init__(self, state: Callable[[], EngineState]) -> None:
         registry = self._registry = CollectorRegistry()
         counter, gauge = functools.partial(Counter, registry=registry), functools.partial(Gauge, registry=registry)
         histogram = functools.partial(Histogram, registry=registry)
         self.requests = counter("wisparse_requests", "Requests answered, by HTTP status", ["status"])
-        self.cancelled = counter("wisparse_cancelled", "Requests whose client went away")
+        self.cancelled = counter("wisparse_cancelled", "Requests whose client disconnected")
         self.tokens = counter("wisparse_generated_tokens", "Tokens generated")
-        self.prompt_tokens = counter("wisparse_prompt_tokens", "Prompt tokens read")
-        self.cached_tokens = counter("wisparse_cached_prompt_tokens", "Prompt tokens that the cache still held")
+        self.prompt_tokens = counter("wisparse_prompt_tokens", "Prompt tokens, including cached ones")
+        self.cached_tokens = counter("wisparse_cached_prompt_tokens", "Prompt tokens reused from the prefix cache")
         self.first_token = histogram(
             "wisparse_time_to_first_token_seconds", "From the request to its first token", buckets=_SECONDS
         )
@@ -83,32 +83,32 @@ class Metrics:
             counter("wisparse:spec_decode_num_drafts", "Drafts verified"),
             counter("wisparse:spec_decode_num_draft_tokens", "Tokens of drafts"),
             counter("wisparse:spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted"),
-            counter("wisparse:num_preemptions", "Requests that went back to the queue for want of cache memory"),
+            counter("wisparse:num_preemptions", "Requests that were preempted because the KV cache was full"),
         ]
-        self._told = [0, 0, 0, 0]  # what they were told
-        self._cache = gauge("wisparse:kv_cache_usage_perc", "Share of the KV cache that running requests hold, 0 to 1")
-        self._unread = gauge(
+        self._last_totals = [0, 0, 0, 0]
+        self._cache = gauge("wisparse:kv_cache_usage_perc", "Share of the KV cache that running requests use, 0 to 1")
+        self._realised_sparsity = gauge(
             "wisparse_weights_unread_ratio", "Share of the projections' weights left unread at sparse positions"
         )
         gauge("wisparse_running", "Requests in the batch").set_function(lambda: state().running)
-        gauge("wisparse_waiting", "Requests that wait for a place in the batch").set_function(lambda: state().waiting)
+        gauge("wisparse_waiting", "Requests in the waiting queue").set_function(lambda: state().waiting)
 
-    def page(self, unread: float | None, scheduler: Scheduler) -> bytes:
-        """The text of ``/metrics``; ``unread``: the share of weights left unread, None if nothing was decoded."""
+    def page(self, realised_sparsity: float | None, scheduler: Scheduler) -> bytes:
+        """The text of ``/metrics``; ``realised_sparsity``: None if nothing was decoded."""
         drafts = scheduler.stats.drafts
         totals = [drafts.drafts, drafts.drafted_tokens, drafts.accepted_tokens, scheduler.stats.preemptions]
-        for one, total, before in zip(self._totals, totals, self._told, strict=True):
-            one.inc(total - before)
-        self._told = totals
+        for counter, total, last in zip(self._totals, totals, self._last_totals, strict=True):
+            counter.inc(total - last)
+        self._last_totals = totals
         self._cache.set(scheduler.cache_usage)
-        self._unread.set(float("nan") if unread is None else unread)
+        self._realised_sparsity.set(float("nan") if realised_sparsity is None else realised_sparsity)
         return generate_latest(self._registry)
 
 
 class TimedConnection(H11Protocol):
-    """Closes a connection that sends no request in time. uvicorn's ``timeout_keep_alive`` begins with the end of an
-    answer and ends with the next byte, so it knows neither clients that send nothing nor headers that never end. The
-    class is no public interface: pyproject.toml bounds its versions."""
+    """Closes a connection that sends no complete request in time. uvicorn's ``timeout_keep_alive`` runs from the end of a
+    response to the next byte: it covers neither a first request nor endless headers. The base class is not public, so
+    pyproject.toml pins uvicorn's versions."""
 
     _timer: asyncio.TimerHandle
 
@@ -121,31 +121,31 @@ class TimedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def _close_if_idle(self, last: Any) -> None:
-        """``last``: the newest request when this was called before."""
+        """``last``: the connection's request at the previous call."""
         if self.cycle is last and (last is None or last.response_complete):
-            # Not kept open to send what nobody reads.
+            # Abort a closing connection whose client does not read the rest.
             (self.transport.abort if self.transport.is_closing() else self.transport.close)()
         self._timer = self.loop.call_later(CLIENT_SECONDS, self._close_if_idle, self.cycle)
 
 
 def error_response(path: str, error: Exception) -> Response:
-    """Anthropic's error object for its addresses, OpenAI's for all others."""
-    told = as_api_error(error)  # which logs what was not foreseen
-    status, body = told.status_code, {"error": told.error}
+    """Anthropic's error object on its paths, OpenAI's on all others."""
+    api_error = as_api_error(error)  # logs unexpected errors
+    status, body = api_error.status_code, {"error": api_error.error}
     if path.startswith(PATH):
-        status, body = error_answer(told)
-    return JSONResponse(body, status, told.headers)
+        status, body = error_answer(api_error)
+    return JSONResponse(body, status, api_error.headers)
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
-    """The answer to a body that is not valid, to an unknown address, and to other errors with a status."""
+    """The response to an invalid body, an unknown path, and other errors with a status."""
     if isinstance(error, RequestValidationError):
-        error = from_validation([{**one, "loc": one["loc"][1:]} for one in error.errors()])
+        error = from_validation([{**entry, "loc": entry["loc"][1:]} for entry in error.errors()])
     elif isinstance(error, HTTPException) and not isinstance(error, ApiError):
         path = f"{request.url.path:.80}"
         known = {
-            404: (f"{path}: no such address here", "not_found"),
-            405: (f"{path}: {request.method:.20} is not for it", "method_not_allowed"),
+            404: (f"{path}: no such path on this server", "not_found"),
+            405: (f"{path}: does not allow the method {request.method:.20}", "method_not_allowed"),
         }
         text, code = known.get(error.status_code, (str(error.detail), None))
         error = ApiError(error.status_code, text, code=code, headers=error.headers)
@@ -153,7 +153,7 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Middleware that checks the Host header and the key, counts answers, and answers exceptions by error objects."""
+    """Middleware: checks the Host header and the API key, counts responses, converts exceptions to error responses."""
 
     def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str], metrics: Metrics) -> None:
         self._app, self._key, self._hosts, self._metrics = app, key, hosts, metrics
@@ -165,7 +165,7 @@ class Guard:
         guarded = scope["path"].startswith(("/v1/", "/metrics"))
         started = False
 
-        async def counted(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
@@ -182,32 +182,32 @@ class Guard:
                 expected = f"expected one of {', '.join(self._hosts)} in the Host header, found {host!r:.80}"
                 text = f"{expected}; wisparse serve --allowed-host NAME allows another name"
                 raise ApiError(400, text, code="host_not_allowed")
-            kind, _, shown = headers.get("authorization", "").partition(" ")
-            right = kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), (self._key or "").encode())
-            if scope["path"].startswith(PATH) and not right:
-                shown = Request(scope).headers.get("x-api-key", "")
-                right = hmac.compare_digest(shown.encode(), (self._key or "").encode())
-            if guarded and self._key is not None and not right:
-                text, asked = "expected the server's key as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            key = (self._key or "").encode()
+            valid = scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), key)
+            if scope["path"].startswith(PATH) and not valid:
+                valid = hmac.compare_digest(headers.get("x-api-key", "").encode(), key)
+            if guarded and self._key is not None and not valid:
+                text, fields = "expected the server's key as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
                 text += " or x-api-key: KEY" if scope["path"].startswith(PATH) else ""
-                raise ApiError(401, text, type="authentication_error", code="invalid_api_key", headers=asked)
-            await self._app(scope, receive, counted)
+                raise ApiError(401, text, type="authentication_error", code="invalid_api_key", headers=fields)
+            await self._app(scope, receive, send_counted)
         except ClientDisconnect:
-            await Response(status_code=CLIENT_GONE)(scope, receive, counted)
+            await Response(status_code=CLIENT_GONE)(scope, receive, send_counted)
         except Exception as error:
-            answer = error_response(scope["path"], error)
+            response = error_response(scope["path"], error)
             if not started:
-                await answer(scope, receive, counted)
+                await response(scope, receive, send_counted)
 
 
 class JsonRequest(Request):
-    """A request whose body is one JSON object of bounded size, sent in time."""
+    """A request with limits of the body's type, size and time."""
 
     async def body(self) -> bytes:
         if hasattr(self, "_body"):
             return self._body
         kind, encoding = (self.headers.get(f"content-{name}", "").partition(";")[0] for name in ("type", "encoding"))
-        # A web page of another origin can send a form without being asked (CORS), JSON it cannot.
+        # A page of another origin can send a form without a CORS preflight, but not JSON.
         if kind.strip().lower() != "application/json" or encoding.strip().lower() not in ("", "identity"):
             text = "expected a body of type application/json that is not compressed"
             raise ApiError(415, text, code="unsupported_media_type")
@@ -248,26 +248,26 @@ class JsonRoute(APIRoute):
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[Any]) -> Any:
-    """The work's result; it is cancelled, and ClientDisconnect raised, if the client goes before it is there."""
+    """Await ``work``; if the client disconnects first, cancel it and raise ClientDisconnect."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    result, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait({result, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
             raise ClientDisconnect
-        return working.result()
+        return result.result()
     finally:
-        for task in (working, watching):
+        for task in (result, disconnect):
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(result, disconnect, return_exceptions=True)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; ``cancel`` is called when they have ended, or the client goes or does not read."""
+    """Server-sent events. ``cancel`` is called at their end, and if the client disconnects or does not read."""
 
     media_type = "text/event-stream"
 
@@ -293,8 +293,8 @@ class EventStream(StreamingResponse):
 
 
 def set_up(app: FastAPI, key: str | None, hosts: Collection[str], cors: Sequence[str], metrics: Metrics) -> None:
-    """Bounded bodies, errors as OpenAI has them, the key, the host names and origins that may ask, and the chat page's
-    files. Those hold no secret, so no key is asked for them."""
+    """Add limits of request bodies, error responses, API key, allowed hosts and origins, and the chat page's files, which
+    need no key."""
     app.router.route_class = JsonRoute
     folder = files(__package__).joinpath("web")
     for path, (name, media_type) in _PAGE.items():
@@ -314,22 +314,22 @@ def open_socket(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError, OverflowError) as error:
-        place = f"{host:.80} port {port}"
-        raise UsageError(f"cannot listen at {place}: {error}; choose another --host or --port") from error
+        address = f"{host:.80} port {port}"
+        raise UsageError(f"cannot listen at {address}: {error}; choose another --host or --port") from error
 
 
-def allowed_hosts(listener: socket.socket, given: Sequence[str]) -> list[str]:
-    """The host names that clients may use, ``given`` ones and loopback names; none: any name. A server on a loopback
-    address allows no others: a web page whose name an attacker has resolve to that address could read its answers."""
+def allowed_hosts(listener: socket.socket, names: Sequence[str]) -> list[str]:
+    """Allowed Host headers: ``names`` and the loopback names; empty: any. A server on a loopback address allows no others,
+    against DNS rebinding: a web page whose host name resolves to that address could read its responses."""
     address = listener.getsockname()[0]
-    if "*" in given or not (given or ipaddress.ip_address(address).is_loopback):
+    if "*" in names or not (names or ipaddress.ip_address(address).is_loopback):
         return []
-    own = f"[{address}]" if ":" in address else address
-    return list(dict.fromkeys((*LOOPBACK_HOSTS, own, *(name.lower() for name in given))))
+    host = f"[{address}]" if ":" in address else address
+    return list(dict.fromkeys((*LOOPBACK_HOSTS, host, *(name.lower() for name in names))))
 
 
-def _is_foreseen(record: logging.LogRecord) -> bool:
-    """A second Ctrl-C, or the end of the time to finish, cancels what is under way: its traceback tells nothing."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """False for a CancelledError: a second Ctrl-C and the shutdown timeout cancel open requests."""
     cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not (cancelled or "CancelledError" in record.getMessage())
 
@@ -339,12 +339,12 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
         app,
         http=TimedConnection,
         ws="none",
-        h11_max_incomplete_event_size=32 * 1024,  # a request's headers
+        h11_max_incomplete_event_size=32 * 1024,  # largest size of a request's headers
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=60,
         server_header=False,
         backlog=_BACKLOG,
     )
-    logging.getLogger("uvicorn.error").addFilter(_is_foreseen)
+    logging.getLogger("uvicorn.error").addFilter(_is_relevant)
     return uvicorn.Server(config)

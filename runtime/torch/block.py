@@ -1,4 +1,4 @@
-"""The transformer block in plain PyTorch: faster implementations must agree with it, and prompts are read by it."""
+"""The transformer block in plain PyTorch: the reference for the CPU and GPU kernels, and the prefill of most decoders."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from ..decoding.cache import DeltaState, KVCache
 from ..decoding.rotary import rotate
 
 Linear = TypeVar("Linear")
-LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, by the input that they read, in the order of execution
-SHARED = ("shared_gate_up", "shared_down")  # after them, those of an expert for every token
-_CHUNK = 64  # positions of the delta rule that are solved together
+LINEARS = ("qkv", "o", "gate_up", "down")  # groups of projections with the same input, in the order of execution
+SHARED = ("shared_gate_up", "shared_down")  # of a shared expert, after LINEARS
+_CHUNK = 64  # positions of a chunk of the delta rule
 _LENGTH_EPS = 1e-6  # added to the squared length of a delta net's queries and keys
 
 
 def float_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of what must not be in half precision: float32, or float64 in a float64 model."""
+    """The dtype of computations that need full precision: float32, or float64 in a float64 model."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def drop_channels(x: Tensor, keep: Tensor) -> Tensor:
-    """x (T, K) with dropped channels of its last rows at zero; keep: (rows, K)."""
+    """x (T, K) with dropped channels of the last R rows at zero; keep: (R, K)."""
     dense, masked = x[: len(x) - len(keep)], x[len(x) - len(keep) :]
     return torch.cat((dense, torch.where(keep, masked, masked.new_zeros(()))))
 
 
 class MaskedLinear:
-    """One linear layer, or one expert's, with its mask, if it has one."""
+    """A projection, or one expert of it, with its mask."""
 
     def __init__(
         self,
@@ -56,27 +56,27 @@ class MaskedLinear:
         dtype: torch.dtype,
         expert: int = 0,
     ) -> None:
-        """weight: a tensor (N, K), or what a subclass multiplies with; of a graded bundle a pair of tensors, the weight
-        and its low plane."""
+        """weight: (N, K), or another type that a subclass multiplies with; in a graded bundle a pair: the weight (N, K) and
+        its low plane (N, K)."""
         self.expert = expert if projection.experts else None
-        # The part of all tokens that it reads, on average.
+        # The share of all tokens that are routed to it, on average.
         self.share = projection.chosen / max(projection.experts, 1)
         name, self.in_features, self.out_features = projection.name, projection.in_features, projection.out_features
         self.weight, self.low = weight if isinstance(weight, tuple) else (weight, None)
         self.name, self._device, self.planes = name, device, len(bundle.masks[name].plane_thresholds) or 1
         part = projection.parts[expert]
         self.bias = bundle.checkpoint.tensor(f"{part}.bias", device).to(dtype) if projection.bias else None
-        self.kept: Tensor | None = None  # () int64 while kept channels, or planes of them, are counted
+        self.kept: Tensor | None = None  # () int64: number of kept channels (times planes) while counting
         self.set_mask(bundle.masks[name])
 
     def set_mask(self, mask: ProjectionMask) -> None:
         self.thresholds = mask.plane_thresholds or (mask.threshold,)
         scale = mask.channel_scale if self.expert is None else mask.channel_scale[self.expert]
-        # (K,) float32; None: the projection is dense
+        # (K,) float32; None: dense
         self.channel_scale = scale.contiguous().to(self._device) if mask.sparsity > 0 else None
 
     def product(self, x: Tensor, low: Tensor | None = None) -> Tensor:
-        """x (T, K) to (T, N), with the bias if there is one. ``low``: x for the low plane, some channels at zero."""
+        """x (T, K) to (T, N), with the bias. ``low``: x for the low plane, with its dropped channels at zero."""
         y = functional.linear(x, self.weight, self.bias)
         if low is not None and self.low is not None:
             y -= functional.linear(x - low, self.low)
@@ -98,12 +98,12 @@ class MaskedLinear:
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm over the last axis: x / rms(x) * weight, or with ``offset`` * (1 + weight), as transformers rounds it."""
+    """RMSNorm over the last axis: x / rms(x) * weight, with ``offset`` * (1 + weight), rounded as in transformers."""
 
     weight: Tensor
     eps: float
     offset: bool
-    factors: Tensor = field(init=False)  # what x / rms(x) is multiplied by: the weight, or 1 + weight in float32
+    factors: Tensor = field(init=False)  # the weight, or 1 + weight in float32
 
     def __post_init__(self) -> None:
         weight = self.weight
@@ -117,7 +117,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """The recurrent half of a hybrid's block, a gated DeltaNet, without its large projections. Names are Hugging Face's."""
+    """A gated DeltaNet's weights except its large projections."""
 
     config: DeltaNet
     a: Tensor  # (value_heads, H): decay
@@ -128,13 +128,13 @@ class DeltaWeights:
     norm: Tensor  # (value_dim,), over each head's output
     eps: float
 
-    def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, memory: DeltaState) -> Tensor:
-        """Positions that follow those in ``memory``, which is updated: to (T, value_size), the input of out_proj. x:
-        (T, H), the block's normed input; mixed: (T, mixed_size) of in_proj_qkv; gate: (T, value_size) of in_proj_z."""
+    def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, cached: DeltaState) -> Tensor:
+        """The next T positions, (T, value_size), the input of out_proj; updates ``cached`` in place. x: (T, H), the block's
+        normed input; mixed: (T, mixed_size), of in_proj_qkv; gate: (T, value_size), of in_proj_z."""
         delta, wide = self.config, float_dtype(x.dtype)
-        seen = torch.cat((memory.inputs, mixed))
-        memory.inputs.copy_(seen[len(mixed) :])
-        mixed = functional.silu(functional.conv1d(seen.t()[None], self.kernel, groups=delta.mixed_size)[0].t())
+        inputs = torch.cat((cached.inputs, mixed))
+        cached.inputs.copy_(inputs[len(mixed) :])
+        mixed = functional.silu(functional.conv1d(inputs.t()[None], self.kernel, groups=delta.mixed_size)[0].t())
         parts = mixed.split((delta.key_size, delta.key_size, delta.value_size), dim=-1)
         sizes = (delta.key_dim, delta.key_dim, delta.value_dim)
         split = (part.view(len(x), -1, size) for part, size in zip(parts, sizes, strict=True))
@@ -144,25 +144,26 @@ class DeltaWeights:
         beta = functional.linear(x, self.b).sigmoid().to(wide).t()
         steps = functional.softplus(functional.linear(x, self.a).to(wide) + self.dt_bias)
         log_decay = (-self.log_rate.to(wide).exp() * steps).t()
-        out = apply_delta_rule(q * delta.key_dim**-0.5, k, v, log_decay, beta, memory.state)
+        out = apply_delta_rule(q * delta.key_dim**-0.5, k, v, log_decay, beta, cached.state)
 
-        # Normalised by head, then gated, rounded where transformers rounds.
+        # RMSNorm per head, then the gate, rounded as in transformers.
         normed = Norm(self.norm, self.eps, offset=False)(out.transpose(0, 1).to(x.dtype))
         return (normed * functional.silu(gate.view_as(normed).to(wide))).to(x.dtype).reshape(len(x), delta.value_size)
 
 
 def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The gated delta rule over T positions: (heads, T, value_dim); ``state`` (heads, key_dim, value_dim) is updated.
-    q, k: (heads, T, key_dim), k of length 1; v: (heads, T, value_dim); log_decay <= 0, beta in [0, 1]: (heads, T)."""
+    """The gated delta rule over T positions, in chunks: returns (heads, T, value_dim), updates ``state`` (heads, key_dim,
+    value_dim) in place. q, k: (heads, T, key_dim), k of norm 1; v: (heads, T, value_dim); log_decay <= 0, beta in
+    [0, 1]: (heads, T)."""
     outputs = []
     for chunk in zip(*(part.split(_CHUNK, dim=1) for part in (q, k, v, log_decay, beta)), strict=True):
         q_, k_, v_, decay, beta_ = chunk
         total = decay.cumsum(1)[..., None]  # G
-        since = (total - total.transpose(1, 2)).tril().exp().tril()
-        first = beta_[..., None] * (v_ - total.exp() * (k_ @ state))
-        system = beta_[..., None] * (k_ @ k_.transpose(1, 2)) * since
-        added = torch.linalg.solve_triangular(system, first, upper=False, unitriangular=True)
-        outputs.append(total.exp() * (q_ @ state) + ((q_ @ k_.transpose(1, 2)) * since) @ added)
+        decays = (total - total.transpose(1, 2)).tril().exp().tril()  # (heads, T, T): from position j to i
+        rhs = beta_[..., None] * (v_ - total.exp() * (k_ @ state))
+        system = beta_[..., None] * (k_ @ k_.transpose(1, 2)) * decays
+        added = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
+        outputs.append(total.exp() * (q_ @ state) + ((q_ @ k_.transpose(1, 2)) * decays) @ added)
         last = total[:, -1:]
         state.copy_(last.exp() * state + ((last - total).exp() * k_).transpose(1, 2) @ added)
     return torch.cat(outputs, dim=1)
@@ -170,8 +171,8 @@ def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
 
 @dataclass(frozen=True, kw_only=True)
 class Block(Generic[Linear]):
-    """A block, whose linears are the decoder's own type; a recurrent one's ``qkv`` are in_proj_qkv and in_proj_z, its
-    ``o`` is out_proj. A norm that the architecture lacks is None."""
+    """A block's weights; ``Linear`` is the decoder's type of projections. In a recurrent block ``qkv`` are in_proj_qkv and
+    in_proj_z, ``o`` is out_proj. Norms that the architecture lacks are None."""
 
     qkv: Linear
     o: Linear
@@ -185,21 +186,21 @@ class Block(Generic[Linear]):
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     delta: DeltaWeights | None = None  # of a recurrent block
-    scalar: Tensor | None = None  # (1,), multiplies the block's output
-    sinks: Tensor | None = None  # (num_heads,), one more score of each head's softmax
-    # Of a block with experts: (E, H), (E,), and of an expert for every token its linears and gate (1, H).
+    scalar: Tensor | None = None  # (1,), factor of the block's output
+    sinks: Tensor | None = None  # (num_heads,), an additional logit in each head's softmax
+    # Of a block with experts: (E, H), (E,); of a shared expert its projections and gate (1, H).
     router: Tensor | None = None
     router_bias: Tensor | None = None
     shared_gate_up: Linear | None = None
     shared_down: Linear | None = None
     shared_gate: Tensor | None = None
-    # Of experts beside a dense MLP; (H,) and (E,).
+    # Of experts in parallel to a dense MLP: norms, (H,), (E,).
     experts_input: Norm | None = None
     experts_output: Norm | None = None
     shared_output: Norm | None = None
     router_scale: Tensor | None = None
     expert_scale: Tensor | None = None
-    # Of a model with an embedding for each block: (P, H), (H, P), (H,).
+    # Of per-layer embeddings: (P, H), (H, P), (H,).
     per_layer_gate: Tensor | None = None
     per_layer_projection: Tensor | None = None
     per_layer_output: Norm | None = None
@@ -211,33 +212,33 @@ class Block(Generic[Linear]):
 
 
 def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
-    """A block's tensors beside its projections: field of `Block`, or of `DeltaWeights`, -> name in the checkpoint."""
+    """Names in the checkpoint of a block's tensors except projections, by field of `Block` or `DeltaWeights`."""
     arch, block, prefix = config.architecture, config.blocks[index], f"model.layers.{index}."
     norms = asdict(arch.norms)
     if arch.qk_norm is not None and not block.recurrent:
         norms |= zip(("q_norm", "k_norm"), (f"self_attn.{name}" for name in arch.qk_norm.names), strict=True)
         if block.kv_from is not None:
             del norms["k_norm"]
-    found = {field: f"{prefix}{name}.weight" for field, name in norms.items() if name is not None}
+    names = {field: f"{prefix}{name}.weight" for field, name in norms.items() if name is not None}
     if config.delta_net is not None and block.recurrent:
-        found |= {name: f"{prefix}linear_attn.{name}" for name in config.delta_net.tensors(config.hidden_size)}
+        names |= {name: f"{prefix}linear_attn.{name}" for name in config.delta_net.tensors(config.hidden_size)}
     if arch.sinks:
-        found["sinks"] = f"{prefix}self_attn.sinks"
+        names["sinks"] = f"{prefix}self_attn.sinks"
     if block.experts is not None:
-        found["router"] = prefix + block.experts.router
+        names["router"] = prefix + block.experts.router
         if block.experts.router_bias is not None:
-            found["router_bias"] = prefix + block.experts.router_bias
+            names["router_bias"] = prefix + block.experts.router_bias
         if block.experts.beside:
-            found |= {field: prefix + name for field, name in BESIDE.items()}
+            names |= {field: prefix + name for field, name in BESIDE.items()}
         elif block.experts.shared_size:
-            found["shared_gate"] = prefix + block.experts.shared_gate
+            names["shared_gate"] = prefix + block.experts.shared_gate
     if config.per_layer_size:
-        found |= {field: prefix + name for field, name in PER_LAYER.items()}
-    return found if arch.block_scalar is None else found | {"scalar": prefix + arch.block_scalar}
+        names |= {field: prefix + name for field, name in PER_LAYER.items()}
+    return names if arch.block_scalar is None else names | {"scalar": prefix + arch.block_scalar}
 
 
 def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
-    """The fields of a `Block` but its linears; ``read`` gives a tensor by its name in the checkpoint."""
+    """The fields of a `Block` except its projections; ``read`` loads a tensor by its name in the checkpoint."""
     eps, delta = config.rms_norm_eps, None
     tensors = {field: read(name) for field, name in block_tensors(config, index).items()}
     if config.delta_net is not None and config.blocks[index].recurrent:
@@ -253,14 +254,14 @@ def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) ->
 
 @dataclass(frozen=True)
 class Positions:
-    """Where a chunk of a sequence lies."""
+    """A chunk's positions in a slot, and tensors that depend on them."""
 
     cache: KVCache
     slot: int
     start: int
-    tables: Sequence[tuple[Tensor, Tensor]]  # cos and sin of every rotary embedding
-    scales: Tensor | None  # (T,), multiply the queries
-    per_layer: Tensor | None = None  # (T, blocks, P), what each block has of its own of each token
+    tables: Sequence[tuple[Tensor, Tensor]]  # cos and sin of each rotary embedding
+    scales: Tensor | None  # (T,), factors of the queries
+    per_layer: Tensor | None = None  # (T, blocks, P), per-layer embeddings
 
 
 def attention(
@@ -272,24 +273,24 @@ def attention(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the positions from ``start`` on, each over itself and at most window - 1 before it. q
-    (num_heads, T, head_dim); keys, values (num_kv_heads, start + T, head_dim); returns (num_heads, T, head_dim)."""
+    """Causal attention of positions from ``start`` on, with a sliding ``window``. q (num_heads, T, head_dim); keys, values
+    (num_kv_heads, start + T, head_dim); returns (num_heads, T, head_dim)."""
     count, stop = q.shape[1], keys.shape[1]
     first = 0 if window is None else max(start - window + 1, 0)
     keys, values = keys[:, first:], values[:, first:]
     mask = None
     if count > 1:  # (T, stop - first) bool, True where attended
-        ahead = torch.arange(first, stop, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
-        mask = ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
-    if config.attention_softcap is not None or sinks is not None:  # torch's own attention has neither
+        offset = torch.arange(first, stop, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
+        mask = offset <= 0 if window is None else (offset <= 0) & (offset > -window)
+    if config.attention_softcap is not None or sinks is not None:  # scaled_dot_product_attention supports neither
         keys, values = (x.repeat_interleave(q.shape[0] // len(x), dim=0) for x in (keys, values))
         scores = soft_cap(q @ keys.transpose(1, 2) * config.attention_scale, config.attention_softcap)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, count, 1)), dim=-1)
-        shares = scores.softmax(dim=-1, dtype=float_dtype(q.dtype)).to(q.dtype)
-        return shares[..., : keys.shape[1]] @ values
+        weights = scores.softmax(dim=-1, dtype=float_dtype(q.dtype)).to(q.dtype)
+        return weights[..., : keys.shape[1]] @ values
     gqa = q.shape[0] != keys.shape[0]
     return functional.scaled_dot_product_attention(
         q[None], keys[None], values[None], attn_mask=mask, scale=config.attention_scale, enable_gqa=gqa
@@ -305,28 +306,27 @@ def run_block(
     apply: Callable[[str, Tensor], Sequence[Tensor]],
     attend: Callable[..., Tensor],
 ) -> Tensor:
-    """One block: x (T, H) to (T, H), filling the cache. ``apply`` runs the projections that share an input, ``qkv``,
-    ``o``, ``gate_up`` or ``down``: (T, K) to the output of each, or to one tensor with them side by side; in a block with
-    experts ``experts`` in place of the last two: (T, H) to the MLP's output; where they stand beside a dense MLP, from
-    what neither's norm has changed yet."""
+    """One block: x (T, H) to (T, H); fills the cache. ``apply(role, x)`` runs the projections ``qkv``, ``o``, ``gate_up`` or
+    ``down`` on (T, K) and returns their outputs, or one concatenated output. Blocks with experts call ``experts`` in place
+    of the last two: (T, H) to the MLP's output; if they are parallel to a dense MLP, x is not normed yet."""
     n = _maybe(block.attention_input, x)
     if block.delta is not None:
         mixed, gate = apply("qkv", n)
-        attended = block.delta(n, mixed, gate, at.cache.moving(index, at.slot, at.start, at.start + len(x)))
+        attended = block.delta(n, mixed, gate, at.cache.advance(index, at.slot, at.start, at.start + len(x)))
         return finish_block(config, block, x, attended, apply)
 
     spec, heads, gated = block.spec, config.num_heads, config.architecture.attention_gate
     q_size = heads * spec.head_dim
     num_kv = 0 if spec.kv_from is not None else 1 if spec.shared_values else 2
     sizes = (q_size * (2 if gated else 1), *[spec.kv_size] * num_kv)
-    q, *own = _split(apply("qkv", n), sizes)
+    q, *kv = _split(apply("qkv", n), sizes)
     gates = None
     if gated:  # each head's query, then its gate
         q, gates = (half.reshape(-1, q_size) for half in q.view(len(q), heads, 2 * spec.head_dim).chunk(2, dim=-1))
     norm = config.architecture.qk_norm
 
-    def place(x: Tensor, weight: Norm | None) -> Tensor:
-        """Queries or keys (T, heads * head_dim) to (heads, T, head_dim), normalised and rotated."""
+    def norm_and_rotate(x: Tensor, weight: Norm | None) -> Tensor:
+        """Queries or keys (T, heads * head_dim) to (heads, T, head_dim)."""
         if norm is not None and not norm.per_head:
             x = _maybe(weight, x)
         x = x.view(len(x), -1, spec.head_dim).transpose(0, 1)
@@ -337,14 +337,14 @@ def run_block(
             x = rotate(x, cos, sin, interleaved=config.rotaries[spec.rotary].interleaved)
         return _maybe(weight, x) if norm is not None and norm.per_head and norm.after_rotary else x
 
-    q = place(q, block.q_norm)
+    q = norm_and_rotate(q, block.q_norm)
     if at.scales is not None:
         q = q * at.scales[:, None].to(q.dtype)
     if spec.kv_from is None:
-        v = own[-1].view(len(x), -1, spec.head_dim).transpose(0, 1)
+        v = kv[-1].view(len(x), -1, spec.head_dim).transpose(0, 1)
         if config.architecture.value_norm:
             v = Norm(v.new_ones(()), config.rms_norm_eps, offset=False)(v)
-        at.cache.write(index, at.slot, at.start, place(own[0], block.k_norm), v)
+        at.cache.write(index, at.slot, at.start, norm_and_rotate(kv[0], block.k_norm), v)
     source = index if spec.kv_from is None else spec.kv_from
     keys, values = at.cache.read(source, at.slot, at.start + len(x))
     attended = attend(config, q, keys, values, at.start, spec.window, block.sinks).transpose(0, 1).reshape(len(x), -1)
@@ -360,23 +360,23 @@ def finish_block(
     apply: Callable[[str, Tensor], Sequence[Tensor]],
     per_layer: Tensor | None = None,
 ) -> Tensor:
-    """A block from its input x and its attention's output (T, heads * head_dim) on, to (T, H). ``per_layer``: (T, P)."""
+    """The rest of a block after attention: x (T, H), attended (T, heads * head_dim) to (T, H). ``per_layer``: (T, P)."""
 
-    def add(x: Tensor, half: Tensor, norm: Norm | None) -> Tensor:
-        half = _maybe(norm, half)
-        return x + (half if config.residual_multiplier == 1.0 else half * config.residual_multiplier)
+    def add(x: Tensor, output: Tensor, norm: Norm | None) -> Tensor:
+        output = _maybe(norm, output)
+        return x + (output if config.residual_multiplier == 1.0 else output * config.residual_multiplier)
 
-    (half,) = apply("o", attended)
-    x = add(x, half, block.attention_output)
+    (output,) = apply("o", attended)
+    x = add(x, output, block.attention_output)
     experts = block.spec.experts
     n = x if experts is not None and experts.beside else _maybe(block.mlp_input, x)
     if experts is None:
         parts = apply("gate_up", n)
         gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-        (half,) = apply("down", activate(config, gate, up))
+        (output,) = apply("down", activate(config, gate, up))
     else:
-        (half,) = apply("experts", n)
-    x = add(x, half, block.mlp_output)
+        (output,) = apply("experts", n)
+    x = add(x, output, block.mlp_output)
     if per_layer is not None and block.per_layer_gate is not None and block.per_layer_projection is not None:
         gated = activate(config, functional.linear(x, block.per_layer_gate), per_layer)
         x = x + _maybe(block.per_layer_output, functional.linear(gated, block.per_layer_projection))
@@ -384,20 +384,20 @@ def finish_block(
 
 
 def router_input(block: Block[Any], x: Tensor) -> Tensor:
-    """What the router multiplies, of what enters the experts (T, H)."""
+    """The router's input, by that of the experts, x (T, H)."""
     if block.router_scale is None or block.mlp_input is None:
         return x
     return Norm(block.router_scale, block.mlp_input.eps, offset=False)(x) * x.shape[1] ** -0.5
 
 
 def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights of the chosen experts, in x's type, and which these are: (T, chosen) each, from x (T, H)."""
+    """x (T, H) to the chosen experts' weights, in x's dtype, and their indices: (T, chosen) each."""
     experts, router = block.spec.experts, block.router
     assert experts is not None
     assert router is not None
     logits = functional.linear(router_input(block, x), router, block.router_bias)
-    shares = logits.softmax(-1, dtype=float_dtype(x.dtype))
-    weights, chosen = shares.topk(experts.chosen, dim=-1)
+    probabilities = logits.softmax(-1, dtype=float_dtype(x.dtype))
+    weights, chosen = probabilities.topk(experts.chosen, dim=-1)
     if experts.renormalised:
         weights = weights / weights.sum(-1, keepdim=True)
     if block.expert_scale is not None:
@@ -406,26 +406,26 @@ def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_experts(config: ModelConfig, block: Block[Any], x: Tensor, first_sparse: int) -> Tensor:
-    """A block's MLP of experts, x (T, H) to (T, H); rows from ``first_sparse`` on are masked. ``gate_up`` lists the
-    linears of all experts' gates, then of their ups."""
+    """A block's experts, x (T, H) to (T, H); rows from ``first_sparse`` on are masked. ``block.gate_up`` lists the gate
+    projections of all experts, then the up projections."""
     count, out = len(block.down), torch.zeros_like(x)
     weights, chosen = route(block, x)
-    entered = x if block.experts_input is None else block.experts_input(x)
+    normed = x if block.experts_input is None else block.experts_input(x)
     for expert in chosen.unique().tolist():
-        tokens, place = (chosen == expert).nonzero(as_tuple=True)
-        rows, dense = entered[tokens], int((tokens < first_sparse).sum())
-        gate, up = (block.gate_up[at](rows, dense) for at in (expert, count + expert))
-        half = block.down[expert](activate(config, gate, up), dense)
-        out.index_add_(0, tokens, half * weights[tokens, place, None])
+        tokens, rank = (chosen == expert).nonzero(as_tuple=True)
+        rows, num_dense = normed[tokens], int((tokens < first_sparse).sum())
+        gate, up = (block.gate_up[index](rows, num_dense) for index in (expert, count + expert))
+        output = block.down[expert](activate(config, gate, up), num_dense)
+        out.index_add_(0, tokens, output * weights[tokens, rank, None])
     if block.shared_gate_up is None or block.shared_down is None:
         return out
     n = block.mlp_input(x) if block.shared_output is not None and block.mlp_input is not None else x
     gate, up = (linear(n, first_sparse) for linear in block.shared_gate_up)
-    half = block.shared_down[0](activate(config, gate, up), first_sparse)
+    shared = block.shared_down[0](activate(config, gate, up), first_sparse)
     if block.shared_output is not None and block.experts_output is not None:
-        return block.shared_output(half) + block.experts_output(out)
+        return block.shared_output(shared) + block.experts_output(out)
     assert block.shared_gate is not None
-    return out + functional.linear(x, block.shared_gate).sigmoid() * half
+    return out + functional.linear(x, block.shared_gate).sigmoid() * shared
 
 
 def activate(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
@@ -437,7 +437,7 @@ def activate(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _split(outputs: Sequence[Tensor], sizes: tuple[int, ...]) -> Sequence[Tensor]:
-    """The outputs of projections that share an input; a fused one's in parts."""
+    """Outputs of projections, split if they are concatenated."""
     return outputs if len(outputs) == len(sizes) else outputs[0].split(sizes, dim=-1)
 
 
@@ -446,44 +446,44 @@ def _maybe(norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
-    """(T,) ids to (T, H), multiplied by a number rounded to the embedding's type, as in Gemma."""
+    """Token ids (T,) to embeddings (T, H), times the multiplier rounded to their dtype, as in Gemma."""
     x = functional.embedding(token_ids, embedding)
     if config.embedding_multiplier == 1.0:
         return x
-    # As a number: a tensor would have to be copied, which no CUDA graph may capture.
+    # A Python number: a CPU tensor would be copied to the device, which a CUDA graph cannot capture.
     return x * float(torch.tensor(config.embedding_multiplier, dtype=x.dtype))
 
 
 @dataclass(frozen=True)
 class PerLayer:
-    """What makes the numbers that every block has of its own of each token, from the token and from its embedding."""
+    """Gemma's per-layer embeddings: P numbers for each token and block, by the token's id and embedding."""
 
-    embedding: Tensor  # (V, blocks * P), as it is stored: rows are converted when they are looked up
+    embedding: Tensor  # (V, blocks * P), in the stored dtype: rows are converted after the lookup
     projection: Tensor  # (blocks * P, H)
     norm: Norm  # (P,)
 
     @classmethod
     def read(cls, config: ModelConfig, read: Callable[[str], Tensor], tensor: Callable[..., Tensor]) -> PerLayer | None:
-        """``read``: a tensor in the activations' type; ``tensor``: as it is stored. None for a model without."""
+        """``read`` loads a tensor in the activations' dtype, ``tensor`` in the stored dtype. None for other models."""
         if not config.per_layer_size:
             return None
         norm = Norm(read(PER_LAYER_NORM), config.rms_norm_eps, config.architecture.norm_offset)
         return cls(tensor(PER_LAYER_EMBEDDING), read(PER_LAYER_PROJECTION), norm)
 
     def of_tokens(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """(T,) ids to (T, blocks * P), multiplied by the root of P, which is rounded to their type."""
+        """Token ids (T,) to (T, blocks * P), times sqrt(P) rounded to ``dtype``."""
         rows = functional.embedding(token_ids, self.embedding).to(dtype)
         return rows * float(torch.tensor(len(self.norm.weight) ** 0.5, dtype=dtype))
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
-        """(T,) ids and their embeddings (T, H) to (T, blocks, P)."""
+        """Token ids (T,) and their embeddings x (T, H) to (T, blocks, P)."""
         projected = functional.linear(x, self.projection) * x.shape[1] ** -0.5
         of_tokens = self.of_tokens(token_ids, x.dtype).view(len(x), -1, len(self.norm.weight))
         return (self.norm(projected.view_as(of_tokens)) + of_tokens) * 2**-0.5
 
 
 def finish_logits(config: ModelConfig, logits: Tensor) -> Tensor:
-    """The output layer's products (..., V) float32 to logits, multiplied and capped."""
+    """Apply the logits multiplier and soft cap to the output layer's products (..., V) float32."""
     if config.logits_multiplier != 1.0:
         logits = logits * config.logits_multiplier
     return soft_cap(logits, config.logits_softcap)

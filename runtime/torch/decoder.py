@@ -1,4 +1,4 @@
-"""The decoder in plain PyTorch: the readable one, with which the faster ones must agree."""
+"""The decoder in plain PyTorch, the reference for the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TorchDecoder(Decoder):
 
     name: ClassVar[str] = "torch"
     weight_types: ClassVar[tuple[str, ...]] = ("native",)
-    # Bounds a prompt's activations, its (chunk, T) attention mask, and the time that other sequences wait.
+    # Bounds the activations, the (chunk, T) attention mask, and the time that other sequences wait for a chunk.
     prefill_chunk = prefix_block_size = 128
     _blocks: list[Block[list[MaskedLinear]]]
 
@@ -44,24 +44,25 @@ class TorchDecoder(Decoder):
             blocks.append(Block(**read_spec(config, index, read_tensor), **linears))
         self._per_layer = PerLayer.read(config, read_tensor, partial(bundle.checkpoint.tensor, device=device))
         self._norm = Norm(read_tensor("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
-        how = self.max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, self._state_buffers
-        self._cache = cache or KVCache(config, *how, pages=self._pages)
+        self._cache = cache or KVCache(
+            config, self.max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, self._state_buffers,
+            pages=self._pages,
+        )  # fmt: skip
         self._projections = [projection for block in blocks for linear in block.linears for projection in linear]
 
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
-        """Read embedding and output layer; returns what makes a projection's linear, or those of all its experts."""
+        """Load embedding and output layer; returns a function that loads a projection, or all of its experts."""
         tensor, device, dtype = bundle.checkpoint.tensor, self.device, self.dtype
         self._embedding = tensor("model.embed_tokens.weight", device).to(dtype)
         tied = self.config.tie_word_embeddings
         self._head: Any = self._embedding if tied else tensor("lm_head.weight", device).to(dtype)
         graded = planes_of(bundle.masks) > 1
-        if graded:  # its output layer is int8 in every back end
+        if graded:  # the output layer of a graded bundle is int8 in every back end
             self._head = round_weight(self._head, "int8").dequantise(dtype)
 
         def read(p: Projection) -> list[MaskedLinear]:
-            parts = enumerate(p.parts)
-            made: list[MaskedLinear] = []
-            for expert, part in parts:
+            linears: list[MaskedLinear] = []
+            for expert, part in enumerate(p.parts):
                 weight: Any = tensor(f"{part}.weight", device).to(dtype)
                 if graded:
                     matrix = bundle.checkpoint.matrix(f"{part}.weight", device)
@@ -71,8 +72,8 @@ class TorchDecoder(Decoder):
                     except ValueError as error:
                         raise bundle.checkpoint.error(f"{part}: {error}; convert again") from None
                     weight = weight, replace(matrix, codes=low).dequantise(dtype)
-                made.append(MaskedLinear(bundle, p, weight, device, dtype, expert))
-            return made
+                linears.append(MaskedLinear(bundle, p, weight, device, dtype, expert))
+            return linears
 
         return read
 
@@ -88,8 +89,8 @@ class TorchDecoder(Decoder):
             if token < 0:
                 rows.append(torch.zeros(1, self.config.vocab_size, device=self.device))
                 continue
-            one = torch.tensor([token], device=self.device)
-            hidden = self._forward(self._cache, slot, one, start=lengths[slot], total=lengths[slot] + 1, first_sparse=0)
+            ids = torch.tensor([token], device=self.device)
+            hidden = self._forward(self._cache, slot, ids, start=lengths[slot], total=lengths[slot] + 1, first_sparse=0)
             lengths[slot] += 1
             rows.append(self._logits(hidden))
         return torch.cat(rows)
@@ -142,5 +143,5 @@ class TorchDecoder(Decoder):
         return dropped / total
 
     def _kept_channels(self) -> list[int]:
-        """Of each projection, summed over the sparse positions; of a graded one its planes."""
+        """Kept channels of each projection, summed over the masked positions, and over planes if graded."""
         return [0 if projection.kept is None else int(projection.kept) for projection in self._projections]
