@@ -1,25 +1,20 @@
 """Several processes at one conversion: the same result as one, and one message when one of them fails."""
 
-import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from search_together import SEARCHES, flat, settings
 from tiny_bundle import digests, tiny_config, write_tiny_model
-from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter import processes
-from wisparse.converter.pipeline import convert
-from wisparse.converter.search.search import search
 from wisparse.formats.machine import Place, torchrun_place
 
-SCRIPT = Path(__file__).with_name("search_together.py")
+Run = Callable[..., tuple[int, str, str]]
 
 
 def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -78,27 +73,24 @@ def test_variables_that_contradict_each_other_are_ignored_in_a_sentence(name: st
 
 
 @pytest.mark.slow
-def test_three_processes_find_what_one_finds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("search", "options"),
+    [("refine", "--num-samples 25"), ("paper", "--num-samples 4 --num-generations 2 --num-offspring 5")],
+)
+def test_three_processes_write_the_bytes_of_one(search: str, options: str, tmp_path: Path, run: Run) -> None:
     # Three: the micro-batches, blocks and candidates do not divide evenly, and one process may have nothing.
-    done = torchrun(3, SCRIPT, tmp_path / "found")
-    assert done.returncode == 0, done.stderr
-    found = [json.loads((tmp_path / f"found-{index}.json").read_text()) for index in range(3)]
-    assert found[0] == found[1] == found[2]
-    torch.set_num_threads(1)
-    for kind in SEARCHES:
-        assert found[0][kind] == flat(search(tiny_source(), tiny_tokens(8), settings(kind))), kind
-
-
-@pytest.mark.slow
-def test_two_processes_write_the_bytes_of_one(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", tiny_config(num_hidden_layers=3))
-    convert(model, tmp_path / "one", sparsity=[0.4, 0.5], device="cpu", num_samples=4, seq_len=24, progress=False)
-    options = ["--sparsity", "0.5,0.4", "--device", "cpu", "--num-samples", "4", "--seq-len", "24", "-o"]
-    together = torchrun(2, "-m", "wisparse", "convert", model, *options, tmp_path / "two")
+    command = [
+        "convert",
+        model,
+        *f"--search {search} {options} --sparsity 0.5,0.4 --device cpu --seq-len 24 -o".split(),
+    ]
+    assert run(*command, tmp_path / "one")[0] == 0
+    together = torchrun(3, "-m", "wisparse", *command, tmp_path / "three")
     assert together.returncode == 0, together.stderr
-    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+    assert digests(tmp_path / "one") == digests(tmp_path / "three")
     assert together.stdout.count("Converted") == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "one", "two"}, "no state stays"
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "one", "three"}, "no state stays"
 
 
 FAILS = """

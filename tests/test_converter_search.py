@@ -9,7 +9,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from quality import evaluate
-from search_together import flat
 from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter.calibration import CalibrationTokens
@@ -25,6 +24,11 @@ from wisparse.kernels import reference
 SMALL = {"kl_tokens": 64, "num_generations": 3, "num_offspring": 4, "greedy_step": 0.2, "refine_steps": 3}
 COMBINATIONS = [*(f"wisparse {search}" for search in ("refine", "fisher", "paper", "uniform"))]
 COMBINATIONS += ["teal greedy", "teal uniform", "wina uniform"]
+
+
+def flat(result: SearchResult) -> list:
+    scales = {name: scale.tolist() for name, scale in result.channel_scales.items()}
+    return [{name: vars(entry) for name, entry in result.projections.items()}, scales, result.details]
 
 
 @pytest.fixture(scope="module")

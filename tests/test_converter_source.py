@@ -55,35 +55,24 @@ def _rewrite(folder: Path, changed: dict[str, Any]) -> None:
 
 
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
-UP_PROJ = "model.layers.1.mlp.up_proj.weight"
-NOT_FINITE = r"model\.layers\.1\.self_attn\.o_proj\.weight holds NaN or Inf"
 
 
 def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
-    """Damage to headers and files is in tests/test_formats_checkpoint.py."""
-    for change, words in (
-        ({"drop": (UP_PROJ,)}, r"missing.*model\.layers\.1\.mlp\.up_proj\.weight"),
-        ({"add": {UP_PROJ: torch.zeros(3, 5)}}, "up_proj"),
-        (math.nan, NOT_FINITE),
-        (math.inf, NOT_FINITE),
-        ("gpt2", r"gpt2.*known ones: llama, mistral, .*qwen3_vl"),
-        ("half a config", r"config\.json: expected JSON"),
-        ("tokenizer", "tokenizer"),
-    ):
-        write_tiny_model(tmp_path, **(change if isinstance(change, dict) else {}))
-        if isinstance(change, float):
-            weight = load_file(tmp_path / "model.safetensors")[O_PROJ]
-            weight[3, 2] = change
-            _rewrite(tmp_path, {O_PROJ: weight})
-        elif change == "gpt2":
-            (tmp_path / "config.json").write_text(json.dumps(tiny_config() | {"model_type": "gpt2"}))
-        elif change == "half a config":
-            (tmp_path / "config.json").write_text("{")
-        elif change == "tokenizer":
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                (tmp_path / name).unlink()
-        with pytest.raises(UnsupportedModelError, match=words):
+    """What headers and configurations show is in tests/test_formats_checkpoint.py."""
+    weight = load_file(write_tiny_model(tmp_path) / "model.safetensors")[O_PROJ]
+    for value in (math.nan, math.inf):
+        weight[3, 2] = value
+        _rewrite(tmp_path, {O_PROJ: weight})
+        with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.o_proj\.weight holds NaN or Inf"):
             load_source(tmp_path, device="cpu")
+    write_tiny_model(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    with pytest.raises(UnsupportedModelError, match="tokenizer"):
+        load_source(tmp_path, device="cpu")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: expected JSON"):
+        load_source(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("model_type", CLASSES)
