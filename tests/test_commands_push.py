@@ -129,6 +129,10 @@ def test_what_is_pushed_and_what_not_is_said(
     mine = tmp_path / "mine"
     shutil.copytree(bundle, mine)
     (mine / "notes\x1b[2J.txt").write_text("mine")
+    code, said = run("push", mine, "bob/tiny-50")
+    assert (code, "'alice', who may not create repositories under 'bob'" in said) == (4, True), said
+    assert not standin.seen("PUT|POST")  # permission comes before everything else
+    assert (run("push", tmp_path / "nothing", "alice/tiny-50")[0], run("push", mine, "tiny-50")[0]) == (4, 2)
     code, said = run("push", mine, "alice/tiny-50")
     assert code == 0, said
     assert "left out, not part of the bundle: notes\N{REPLACEMENT CHARACTER}[2J.txt" in said
@@ -147,14 +151,6 @@ def test_what_is_pushed_and_what_not_is_said(
     code, said = run("push", mine, "alice/tiny-50")
     assert code == 130
     assert said.rstrip().endswith(f"repeat with: wisparse push {mine} alice/tiny-50")
-
-
-def test_permission_comes_before_everything_else(standin: HubStandIn, bundle: Path, tmp_path: Path, run: Run) -> None:
-    code, said = run("push", bundle, "bob/tiny-50")
-    assert code == 4, said
-    assert "'alice', who may not create repositories under 'bob'" in said
-    assert not standin.seen("PUT|POST")
-    assert (run("push", tmp_path / "nothing", "alice/tiny-50")[0], run("push", bundle, "tiny-50")[0]) == (4, 2)
 
 
 def test_from_hub_id_to_hub_id(standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:

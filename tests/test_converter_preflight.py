@@ -1,7 +1,6 @@
 """The preflight finds what is wrong before a weight is read, says it in one sentence, and writes nothing."""
 
 import json
-import shutil
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -12,8 +11,7 @@ from unittest.mock import Mock
 import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tiny_bundle import digests, tiny_config, write_tiny_bundle, write_tiny_model
-from transformers import AutoModelForCausalLM
+from tiny_bundle import digests, tiny_config, write_tiny_model
 
 from wisparse import AccessError, CalibrationError, ResourceError, UnsupportedModelError, UsageError, WisparseError
 from wisparse.commands.convert import command
@@ -108,17 +106,6 @@ def test_settings_that_cannot_be(changes: dict[str, Any], words: str, settings: 
         if isinstance(value, str) and "{" in value:
             changes = changes | {name: Path(value.format(out=settings.output_dir, model=settings.model))}
     assert words in refused(settings, UsageError, **changes)
-
-
-def test_a_bundle_is_refused_and_what_is_saved_of_it_is_dense(settings: ConvertSettings, tmp_path: Path) -> None:
-    bundle = write_tiny_bundle(tmp_path / "bundle", Path(settings.model))
-    assert "already a sparse bundle" in refused(settings, UnsupportedModelError, model=str(bundle))
-    saved = tmp_path / "saved"
-    AutoModelForCausalLM.from_pretrained(bundle).save_pretrained(saved)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundle / name, saved)
-    assert "wisparse" in json.loads((saved / "config.json").read_text())
-    assert preflight(replace(settings, model=str(saved))).source.name == "saved"
 
 
 def test_output_exists(settings: ConvertSettings) -> None:

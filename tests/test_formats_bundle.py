@@ -376,11 +376,10 @@ def _run(*command: str) -> tuple[dict[str, Any], str]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("cases", "seed"), [(150, 0), pytest.param(850, 1, marks=pytest.mark.exhaustive)])
 def test_hostile_bundles(cases: int, seed: int) -> None:
-    summary, stderr = _run(str(TESTS / "hostile.py"), "--cases", str(cases), "--seed", str(seed))
+    summary, stderr = _run(str(TESTS / "hostile.py"), *(f"{seed}:{index}" for index in range(cases)))
     assert summary["failures"] == [], stderr[-3000:]
-    assert summary["cases"] == cases
+    assert sum(summary["outcomes"].values()) == cases
     assert set(summary["outcomes"]) == {"refused", "identical", "unverified", "forged"}
-    assert all(sum(counts.values()) > 0 for counts in summary["by_kind"].values())
 
 
 @pytest.mark.exhaustive

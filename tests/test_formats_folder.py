@@ -27,13 +27,11 @@ THING = Kind("a thing", "maker", "list.json", _files_of)
 OTHER = Kind("another thing", "maker", "other.json", lambda folder: None)
 
 
-def write(out: Path, text: str, *, overwrite: bool = True, fail: BaseException | None = None) -> None:
+def write(out: Path, text: str, *, overwrite: bool = True) -> None:
     with replaced_folder(out, THING, FILES, overwrite=overwrite) as partial:
         (partial / "pictures").mkdir()
         for name in FILES[:2]:
             (partial / name).write_text(text)
-        if fail is not None:
-            raise fail
         (partial / "list.json").write_text(json.dumps(FILES))
 
 
@@ -67,13 +65,6 @@ def test_made_and_replaced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="already exists; choose another output folder or pass --overwrite"):
         write(out, "three", overwrite=False)
     assert content(out) == whole("two")
-
-
-@pytest.mark.parametrize("fail", [KeyboardInterrupt(), ValueError(), MemoryError()])
-def test_a_failure_leaves_the_old_one(fail: BaseException, out: Path) -> None:
-    with pytest.raises(type(fail)):
-        write(out, "two", fail=fail)
-    assert content(out.parent) == {f"out/{name}": text for name, text in whole("one").items()}
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".git/HEAD", "pictures/mine.png", "pictures/deep/x", "empty/"])

@@ -59,17 +59,8 @@ from wisparse.kernels.gpu.weights import FusedLinear, empty_weight, widen
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 I8, I32, I64 = torch.int8, torch.int32, torch.int64
-TYPES = {
-    torch.int16: "i16",
-    torch.uint16: "u16",
-    BF16: "bf16",
-    FP16: "fp16",
-    FP32: "fp32",
-    FP64: "fp64",
-    I8: "i8",
-    I32: "i32",
-    I64: "i64",
-}
+TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", FP64: "fp64", I8: "i8", I32: "i32", I64: "i64"}
+TYPES |= {torch.int16: "i16", torch.uint16: "u16"}
 META = torch.device("meta")
 SHAPES = {  # Llama-3.1-8B's: K, widths, source, target
     "qkv": (4096, (4096, 1024, 1024), "hidden", "plain"),
