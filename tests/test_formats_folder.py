@@ -154,7 +154,7 @@ def test_a_lock_on_a_file_that_was_taken_away_is_none(tmp_path: Path, monkeypatc
 _CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
 
 
-def _killed_at(number: int, action: Callable[[], None]) -> int:
+def killed_at(number: int, action: Callable[[], None]) -> int:
     """Run ``action`` in a child that kills itself at its n-th call that changes a disk; its exit status."""
     child = os.fork()
     if child == 0:
@@ -170,10 +170,12 @@ def _killed_at(number: int, action: Callable[[], None]) -> int:
 
         for name in _CALLS:
             setattr(os, name, counted(getattr(os, name)))
+        status = 1
         try:
             action()
+            status = 0
         finally:
-            os._exit(0)
+            os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -225,7 +227,7 @@ def test_interrupted_after_the_swap(one_step: None, out: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("how", ["new", "one_step", "two_renames"])
-def test_killed_at_every_single_step(how: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def testkilled_at_every_single_step(how: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Whatever stands at OUT is one of the two, whole; the next run ends as if nothing had happened."""
     number, old = 0, how != "new"
     if old:
@@ -235,7 +237,7 @@ def test_killed_at_every_single_step(how: str, tmp_path: Path, request: pytest.F
         out = home / "out"
         if old:
             write(out, "old")
-        status = _killed_at(number, lambda out=out: write(out, "new"))
+        status = killed_at(number, lambda out=out: write(out, "new"))
         assert out.exists() or how != "one_step", number  # never away, not for a moment
         if out.exists():
             found = {name: text for name, text in content(out).items() if name != UNFINISHED}
