@@ -12,6 +12,7 @@ import torch
 from family_cases import make_source
 from hypothesis import example, given
 from hypothesis import strategies as st
+from quantised_models import change_tensors
 from runtime_models import WRAPPERS as TINY
 from safetensors.torch import load_file, save_file
 from test_formats_architectures import JUNK
@@ -42,11 +43,6 @@ def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
         assert choose_dtype(dtype, torch.device("cpu")) == torch.float32
 
 
-def _rewrite(folder: Path, changed: dict[str, Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, **changed}, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
 
@@ -55,7 +51,7 @@ def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
     weight = load_file(write_tiny_model(tmp_path) / "model.safetensors")[O_PROJ]
     for value in (math.nan, math.inf):
         weight[3, 2] = value
-        _rewrite(tmp_path, {O_PROJ: weight})
+        change_tensors(tmp_path, lambda tensors: tensors.update({O_PROJ: weight}))
         with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.o_proj\.weight holds NaN or Inf"):
             load_source(tmp_path, device="cpu")
     write_tiny_model(tmp_path)
@@ -258,8 +254,7 @@ def test_a_text_model_that_stays_in_its_files_is_found_there(wrapper: Path) -> N
 
 def test_two_names_for_one_tensor_are_refused(wrapper: Path, tmp_path: Path) -> None:
     source, _ = respelled(wrapper, tmp_path / "twice", SPELLINGS["model"])
-    norm = load_file(source / "model.safetensors")["model.norm.weight"].clone()
-    _rewrite(source, {"language_model.model.norm.weight": norm})
+    change_tensors(source, lambda t: t.update({"language_model.model.norm.weight": t["model.norm.weight"].clone()}))
     with pytest.raises(UnsupportedModelError, match="the same tensor under two names"):
         Checkpoint.open(source, complete=full_config)
 

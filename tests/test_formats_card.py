@@ -236,7 +236,7 @@ def test_what_a_symlink_points_at_outside_is_not_taken_in(bundle: Path, tmp_path
     assert secret.stat().st_nlink == 1
 
 
-def testkilled_at_every_step_a_whole_bundle_stands_there(bundle: Path) -> None:
+def test_killed_at_every_step_a_whole_bundle_stands_there(bundle: Path) -> None:
     number, seen = 0, set()
     while True:
         out = bundle.with_name(f"out-{number}")

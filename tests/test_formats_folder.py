@@ -227,7 +227,7 @@ def test_interrupted_after_the_swap(one_step: None, out: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("how", ["new", "one_step", "two_renames"])
-def testkilled_at_every_single_step(how: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_killed_at_every_single_step(how: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Whatever stands at OUT is one of the two, whole; the next run ends as if nothing had happened."""
     number, old = 0, how != "new"
     if old:

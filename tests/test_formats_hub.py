@@ -92,30 +92,26 @@ def test_only_what_a_conversion_reads_is_fetched_at_one_commit(standin: HubStand
         fetch_source("org/model", "v9")
 
 
-def test_the_cache_serves_without_a_network(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("offline", "words"), [(True, "HF_HUB_OFFLINE"), (False, "cannot reach the Hub for 'org/other'")]
+)
+def test_the_cache_serves_without_a_network(
+    offline: bool, words: str, standin: HubStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     standin.add("org/model", MODEL)
-    online = fetch_source("org/model")
-    before = len(standin.requests)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    huggingface_hub.close_session()  # the client reads the switch when it makes its session
-    try:
-        assert (fetch_source("org/model"), len(standin.requests)) == (online, before)
-        with pytest.raises(AccessError, match="HF_HUB_OFFLINE"):
-            fetch_source("org/other")
-    finally:
-        monkeypatch.undo()
-        huggingface_hub.close_session()
-
-
-def test_the_cache_serves_when_the_hub_is_down(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    standin.add("org/model", MODEL)
-    online = fetch_source("org/model")
+    online, before = fetch_source("org/model"), len(standin.requests)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
-        assert fetch_source("org/model") == online
-        with pytest.raises(AccessError, match="cannot reach the Hub for 'org/other'"):
-            fetch_source("org/other")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        huggingface_hub.close_session()  # the client reads the switch when it makes its session
+        try:
+            assert (fetch_source("org/model"), len(standin.requests)) == (online, before)
+            with pytest.raises(AccessError, match=words):
+                fetch_source("org/other")
+        finally:
+            monkeypatch.undo()
+            huggingface_hub.close_session()
 
 
 _REFUSALS = {401: "token was refused", 403: "not permitted", 429: "too many requests"}

@@ -35,25 +35,6 @@ def test_an_old_gpu_and_another_makers_fall_back(hip, capability, reason, monkey
     assert (name, reason in why) == ("torch", True)
 
 
-def test_compiling_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    from wisparse.kernels import backend
-    from wisparse.kernels.cpu import launch
-
-    monkeypatch.setattr(backend, "_warned", set())
-    monkeypatch.setattr(launch, "_load", lambda region, folder: region)
-    monkeypatch.setattr(launch, "_COMPILER", "")
-    names = ["step_bfloat16", "dequantize_bfloat16"]
-    monkeypatch.setattr(launch, "_cache_folder", lambda: None)
-    launch._compiled(names)
-    assert caplog.text == ""  # it is compiled every time, as a warning of the cache's says
-    monkeypatch.setattr(launch, "_cache_folder", lambda: tmp_path)
-    launch._compiled(names)
-    launch._compiled(names)
-    assert [record.message for record in caplog.records] == [
-        "compiling 2 kernels for the CPU, which takes some seconds; it happens once, later runs find them on disk"
-    ]
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_side_by_side_kernels_are_compiled_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import JITFunction

@@ -5,6 +5,7 @@ Run as triton_cases.py is; under the interpreter the launches of a graph run one
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,11 @@ def make_bundle(name: str, sparsity: float, **changes: int):
     return SimpleNamespace(config=config, checkpoint=checkpoint, masks=masks)
 
 
+def both(bundle: Any, **settings: Any) -> tuple[CudaDecoder, TorchDecoder]:
+    """The decoder in float32, and the plain one in float64: they part only where rounding decides."""
+    return CudaDecoder(bundle, dtype=torch.float32, **settings), TorchDecoder(bundle, dtype=torch.float64, **settings)
+
+
 def assert_as_exact(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor, times: float = 4.0) -> None:
     """Logits (..., V) are as near to float64's as the plain decoder's own in the same dtype are: within ``times`` the
     largest of its rows' errors, and at least some roundings of the largest logit."""
@@ -108,10 +114,7 @@ def test_a_cache_in_codes(name: str, stored: str) -> None:
     their own, no further from float64's logits than the plain decoder."""
     bundle = make_bundle(name, 0.0)
     settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": 2, "kv_cache_dtype": stored}
-    fast, slow = (
-        CudaDecoder(bundle, dtype=torch.float32, **settings),
-        TorchDecoder(bundle, dtype=torch.float64, **settings),
-    )
+    fast, slow = both(bundle, **settings)
     for slot in range(2):
         expected, found = (decoder.prefill(slot, PROMPT[:5] + slot, 5)[None].clone() for decoder in (slow, fast))
     for _ in range(2 if DEVICE.type == "cpu" else 18):
@@ -142,10 +145,7 @@ def test_rows_that_continue_one_another(name: str) -> None:
     """A row sees the rows of its slot before it; what was taken back is written over. The last slot's are sampled."""
     bundle, settings = make_bundle(name, 0.5), {"device": DEVICE, "max_seq_len": 24, "max_batch": 3}
     choices = [SamplingParams(), SamplingParams(), SamplingParams(0.8, seed=1)]
-    fast, slow = (
-        CudaDecoder(bundle, dtype=torch.float32, **settings),
-        TorchDecoder(bundle, dtype=torch.float64, **settings),
-    )
+    fast, slow = both(bundle, **settings)
     for decoder in (fast, slow):
         for slot in (0, 2):
             decoder.prefill(slot, (PROMPT + slot) % 70, 4)
@@ -270,8 +270,7 @@ def test_a_bundles_own_codes_at_every_level(scheme: str, tmp_path: Path) -> None
     source = quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]())
     bundle = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source))
     settings = {"device": DEVICE, "max_seq_len": 24}
-    fast = CudaDecoder(bundle, dtype=torch.float32, **settings)
-    slow = TorchDecoder(bundle, dtype=torch.float64, **settings)
+    fast, slow = both(bundle, **settings)
     assert fast.weights.blocks[0].qkv.weight.quant == bundle.checkpoint.matrix(QUERY).kind
     follow(fast, slow, 2)
     if scheme == "awq":
