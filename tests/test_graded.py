@@ -53,19 +53,6 @@ def bundle(plain: Path) -> Path:
     )  # fmt: skip
 
 
-def test_planes_are_the_code() -> None:
-    weight = torch.randn(6, 96, generator=torch.Generator().manual_seed(0))
-    matrix = quantise("int8", weight, group=32, scale_dtype=torch.bfloat16, graded=True)
-    high, low = split_planes(matrix.codes)
-    assert (high.min(), high.max(), low.min(), low.max()) == (-8, 7, -8, 7)
-    assert torch.equal(16 * high + low, matrix.codes)
-    planes = interleaved(matrix).dequantise(torch.float32)
-    assert torch.equal(16 * planes[:, ::2] + planes[:, 1::2], matrix.dequantise(torch.float32))
-    assert (matrix.dequantise(torch.float32) - weight).abs().max() < weight.abs().max() / 120
-    with pytest.raises(ValueError, match="expected int8 codes up to 119, which have planes, found 120"):
-        split_planes(torch.tensor([120], dtype=torch.int8))
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
