@@ -299,7 +299,7 @@ def test_what_is_refused_is_one_sentence(
 ) -> None:
     if changes is not None:
         change_config(described, lambda config: config.update(changes))
-    found, out, err = run("advise", described if changes is not None else model / "gone")
+    found, out, err = run("advise", described / "gone" if changes is None else described)
     assert (found, out, len(err.splitlines())) == (code, "", 1), err
     assert sentence in err
 
