@@ -57,8 +57,9 @@ def bundle(plain: Path) -> Path:
 def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, scale = torch.randn(rows, 96, generator=generator), torch.rand(96, generator=generator) + 0.5
-    matrix = quantise("int8", torch.randn(193, 96, generator=generator), group=32, graded=True)
-    bias = torch.randn(193, generator=generator)
+    weight, bias = torch.randn(193, 96, generator=generator), torch.randn(193, generator=generator)
+    matrix = quantise("int8", weight, group=32, graded=True)
+    assert (matrix.dequantise(torch.float32) - weight).abs().max() < weight.abs().max() / 120
     laid = Matrix.int4((193, 96), 32, torch.float32, False, planes=2)
     laid.store(0, interleaved(matrix))
     high, low = (replace(matrix, codes=codes).dequantise(torch.float64) for codes in split_planes(matrix.codes))
