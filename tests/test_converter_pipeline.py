@@ -294,8 +294,10 @@ def test_a_killed_overwrite_starts_over(changed: str, model: Path, out: Path) ->
     assert ((out / changed).read_text(), names(out.parent)) == ('{"eos_token_id": 2}', ["bundle"])
 
 
-@pytest.mark.parametrize("change", ["weights", "licence", "settings", "bundle"])
-def test_a_finished_bundle_of_something_else_is_not_taken(change: str, model: Path, out: Path) -> None:
+@pytest.mark.parametrize("change", ["nothing", "weights", "licence", "settings", "bundle"])
+def test_a_finished_bundle_is_taken_unless_it_is_of_something_else(
+    change: str, model: Path, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     interrupt("wisparse.converter.pipeline.remove_state", model, out)
     changed = FAST | ({"dtype": "float16"} if change == "settings" else {})
     if change == "weights":
@@ -304,6 +306,9 @@ def test_a_finished_bundle_of_something_else_is_not_taken(change: str, model: Pa
         (model / "LICENSE").write_text("of another kind")
     elif change == "bundle":
         (out / "generation_config.json").write_text("{}")
+    elif change == "nothing":
+        convert(model, out, **FAST)
+        assert "was complete already" in caplog.text
     with pytest.raises(UsageError, match="already exists"):
         convert(model, out, **changed)
     expected = digests(convert(model, out.with_name("undisturbed"), **changed))
