@@ -161,15 +161,17 @@ def test_killed_runs_end_alike(search: str, step: int, tmp_path: Path, monkeypat
     settings = {"search": search, "num_samples": 4, "seq_len": 24, "device": "cpu", "progress": False}
     settings |= SEARCHES[search]
     convert(model, tmp_path / "undisturbed", **settings)
-    number, status, left = 0, -signal.SIGKILL, [set[str]()]
+    number, status, left, stages = 0, -signal.SIGKILL, [set[str]()], set[str]()
     while status:
         assert status == -signal.SIGKILL
         number += 3 if "killed.partial" in left[-1] else step
         status = killed_at(number, lambda: convert(model, tmp_path / "killed", **settings))
         left.append({path.name for path in tmp_path.iterdir()} - {"model", "undisturbed"})
+        stages |= {path.stem for path in (tmp_path / "killed.work").rglob("*.stage")}
     assert {"killed.work"} in left
     assert {"killed.work", "killed.partial"} in left
     assert {"killed.work", "killed"} in left
+    assert stages > {"calibration", *({"sensitivities", "level-0.5"} if search == "refine" else ())}
     assert left[-1] == {"killed"}, "neither state nor partial folders stay"
     assert digests(tmp_path / "killed") == digests(tmp_path / "undisturbed")
 
