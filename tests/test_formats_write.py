@@ -205,24 +205,25 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("pieces", "error", "expected"),
+    ("pieces", "error", "expected", "words"),
     [
-        *((pieces, FULL, ResourceError) for pieces in (0, 1, 21, 24, 29)),
-        (9, OSError(errno.EDQUOT, "Disk quota exceeded"), ResourceError),
-        (9, OSError(errno.EIO, "Input/output error"), ResourceError),
-        (9, OSError(errno.EFBIG, "File too large"), ResourceError),  # of a limit on the size of files
-        (9, KeyboardInterrupt(), KeyboardInterrupt),
-        (9, MemoryError(), MemoryError),
+        *((pieces, FULL, ResourceError, "the disk is full") for pieces in (0, 1, 21, 24, 29)),
+        (9, OSError(errno.EDQUOT, "Disk quota exceeded"), ResourceError, "the disk is full"),
+        # Of a limit on the size of files.
+        (9, OSError(errno.EFBIG, "File too large"), ResourceError, r"the disk is full \(File too large\)"),
+        (9, OSError(errno.EIO, "Input/output error"), ResourceError, "cannot be written: Input/output error"),
+        (9, KeyboardInterrupt(), KeyboardInterrupt, None),
+        (9, MemoryError(), MemoryError, None),
     ],
 )
 def test_failure_leaves_nothing(
-    pieces: int, error: BaseException, expected: type, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pieces: int, error: BaseException, expected: type, words: str | None, model: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     out = write_tiny_bundle(tmp_path / "out", model)
     before = files_of(out)
     _fail_after(monkeypatch, pieces, error)
     for folder, overwrite in ((tmp_path / "new", False), (out, True)):
-        with pytest.raises(expected):
+        with pytest.raises(expected, match=words):
             write_tiny_bundle(folder, model, overwrite=overwrite)
         _fail_after(monkeypatch, 0, error)
     assert (sorted(file.name for file in tmp_path.iterdir()), files_of(out)) == (["model", "out"], before)
