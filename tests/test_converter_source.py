@@ -12,7 +12,7 @@ import torch
 from family_cases import make_source
 from hypothesis import example, given
 from hypothesis import strategies as st
-from quantised_models import change_tensors
+from quantised_models import change_config, change_tensors
 from runtime_models import WRAPPERS as TINY
 from safetensors.torch import load_file, save_file
 from test_formats_architectures import JUNK
@@ -58,6 +58,9 @@ def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
     with pytest.raises(UnsupportedModelError, match="tokenizer"):
+        load_source(tmp_path, device="cpu")
+    change_config(tmp_path, lambda config: config.update(model_type="gpt2"))
+    with pytest.raises(UnsupportedModelError, match=r"gpt2.*known ones: llama, mistral"):
         load_source(tmp_path, device="cpu")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UnsupportedModelError, match=r"config\.json: expected JSON"):
