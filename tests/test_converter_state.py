@@ -237,11 +237,11 @@ def test_variables_that_contradict_each_other_are_ignored_in_a_sentence(name: st
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "options"),
-    [("refine", "--num-samples 25"), ("paper", "--num-samples 4 --num-generations 8 --num-offspring 7")],
+    [("refine", "--num-samples 25"), ("paper", "--num-samples 4 --num-generations 2 --num-offspring 5")],
 )
 def test_three_processes_write_the_bytes_of_one(search: str, options: str, tmp_path: Path, run: Run) -> None:
     # Three: the micro-batches, blocks and candidates do not divide evenly, and one process may have nothing.
-    model = write_tiny_model(tmp_path / "model", tiny_config(num_hidden_layers=3))
+    model = write_tiny_model(tmp_path / "model", tiny_config(num_hidden_layers=4))
     command = [
         "convert",
         model,
