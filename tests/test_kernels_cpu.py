@@ -196,7 +196,7 @@ def test_a_region_is_compiled_once_into_the_cache(
     launch.prepare(REGION)
     assert caplog.messages.count(told) == 1
     for count in (2, 1):
-        backend.say_compiling("GPU", count)  # once
+        backend.warn_compiling("GPU", count)  # once
     assert caplog.messages[-1].startswith("compiling 2 kernels for the GPU")
     assert caplog.messages[-1].endswith("later runs find them on disk")
     # Another copy of the package finds the code, unless its source or numba differs.
