@@ -322,22 +322,11 @@ def bad_tokenizer(random: Random, folder: Path) -> str:
     return f"{key} {value!r:.60}"
 
 
+# What is worse is in tests/test_runtime_tokenizer.py.
 _TEMPLATES = (
     "", "\0", "{% if", "{{ messages }}", "{{ messages[99].x.y }}", "{{ raise_exception('\x1b[2J') }}",
-    # Out of the sandbox.
-    "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}", "{{ [1].append(2) }}",
-    "{% include '/etc/passwd' %}",
-    # Never done.
-    "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% macro m(n) %}{{ m(n - 1) if n else 'x' }}{{ m(n - 1) if n else 'x' }}{% endmacro %}{{ m(60) }}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ 9**9**9 }}",
-    # More than memory.
-    "{{ 'x' * 10**12 }}", "{{ range(10**9) | list }}", "{{ 'x'.ljust(10**10) }}", "{{ 'x' | center(10**10) }}",
-    "{{ '%9999999999d' % 1 }}", "{{ '{:9999999999d}'.format(1) }}", "{{ '\t'.expandtabs(10**10) }}",
-    "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}", "{{ ('b' * 10**6).join(('a' * 10**6) | list) }}",
-    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
-    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
+    "{{ cycler.__init__.__globals__ }}", "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "{{ 'x' * 10**12 }}", "{{ range(10**9) | list }}", "{{ ('b' * 10**6).join(('a' * 10**6) | list) }}",
     "{% set n = namespace(s=['x']) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
 )  # fmt: skip
 

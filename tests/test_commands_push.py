@@ -1,4 +1,4 @@
-"""``wisparse push`` and reading a bundle back by its Hub id, as a user does it: one process each, a real bundle."""
+"""``wisparse push`` and reading a bundle back by its Hub id, as a user does it."""
 
 import hashlib
 import json
@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -42,41 +41,6 @@ def command(standin: HubStandIn, home: Path, *args: object, **extra: str) -> sub
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200)
 
 
-def test_push_then_use_by_hub_id_on_another_cache(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
-    pushed = command(standin, tmp_path / "one", "push", bundle, "alice/tiny-50", "--private", "--json")
-    assert pushed.returncode == 0, pushed.stderr
-    assert json.loads(pushed.stdout)["url"] == f"{standin.url}/alice/tiny-50"
-    assert standin.repos["alice/tiny-50"].private
-    assert TOKEN not in pushed.stdout + pushed.stderr
-    inspected = command(standin, tmp_path / "two", "inspect", "alice/tiny-50", "--json")
-    assert inspected.returncode == 0, inspected.stderr
-    assert json.loads(inspected.stdout)["levels"][0]["projections"][0]["name"] == next(iter(Bundle.open(bundle).masks))
-    before = len(standin.requests)
-    offline = command(standin, tmp_path / "two", "verify", "alice/tiny-50", HF_HUB_OFFLINE="1")
-    assert offline.returncode == 0, offline.stderr
-    assert "note:" not in offline.stderr  # of pictures, say, which are not fetched
-    assert len(standin.requests) == before
-    commit = standin.repos["alice/tiny-50"].commits[0][0]
-    empty = command(standin, tmp_path / "two", "inspect", "alice/tiny-50", "--revision", commit)
-    assert empty.returncode == 4, empty.stderr
-    assert "holds no model at revision" in empty.stderr
-    assert "it/s" not in inspected.stderr + empty.stderr  # progress bars are for terminals
-
-
-def test_a_dry_run_shows_what_would_go_and_asks_nothing(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(bundle, tmp_path / "bundle")
-    (copy / "notes.txt").write_text("mine")
-    shown = command(standin, tmp_path / "one", "push", copy, "alice/tiny-50", "--dry-run")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert "for alice/tiny-50 (nothing was uploaded)" in shown.stdout
-    assert "notes.txt" not in shown.stdout
-    found = json.loads(command(standin, tmp_path / "one", "push", copy, "alice/tiny-50", "--dry-run", "--json").stdout)
-    assert found["files"] == {name: (copy / name).stat().st_size for name in files_of(bundle)}
-    assert found["num_bytes"] == sum(found["files"].values())
-    assert command(standin, tmp_path / "one", "push", copy, "tiny-50", "--dry-run").returncode == 2
-    assert standin.requests == []
-
-
 def test_push_through_the_xet_client(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
     """Large files of today's Hub go to its content-addressed storage, by a client of its own."""
     pytest.importorskip("hf_xet")
@@ -107,20 +71,54 @@ def test_a_hub_without_xet_is_told_how_to_go_on(standin: HubStandIn, bundle: Pat
     assert pushed.stderr.rstrip().endswith(f"repeat with: wisparse push {bundle} alice/tiny-50")
 
 
-Run = Callable[..., tuple[int, str]]
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(run: Callable[..., Any], standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(run: Run, standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     point_client_at(standin, tmp_path / "cache", monkeypatch)
 
-    def run_here(*args: object) -> tuple[int, str]:
-        code, _, said = run(*args)
-        assert "B/s" not in said  # no terminal, no progress bars
-        assert TOKEN not in said
-        return code, said
+    def run_here(*args: object) -> tuple[int, str, str]:
+        code, out, said = run(*args)
+        assert not any(rate in said for rate in ("B/s", "it/s"))  # no terminal, no progress bars
+        assert TOKEN not in out + said
+        return code, out, said
 
     return run_here
+
+
+def test_push_then_use_by_hub_id_on_another_cache(
+    standin: HubStandIn, bundle: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, said = run("push", bundle, "alice/tiny-50", "--private", "--json")
+    assert code == 0, said
+    assert json.loads(out)["url"] == f"{standin.url}/alice/tiny-50"
+    assert standin.repos["alice/tiny-50"].private
+    point_client_at(standin, tmp_path / "another", monkeypatch)
+    code, out, said = run("inspect", "alice/tiny-50", "--json")
+    assert code == 0, said
+    assert json.loads(out)["levels"][0]["projections"][0]["name"] == next(iter(Bundle.open(bundle).masks))
+    code, _, said = run("verify", "alice/tiny-50")
+    assert (code, "note:" in said) == (0, False), said  # of pictures, say, which are not fetched
+    commit = standin.repos["alice/tiny-50"].commits[0][0]
+    code, _, said = run("inspect", "alice/tiny-50", "--revision", commit)
+    assert (code, "holds no model at revision" in said) == (4, True), said
+
+
+def test_a_dry_run_shows_what_would_go_and_asks_nothing(
+    standin: HubStandIn, bundle: Path, tmp_path: Path, run: Run
+) -> None:
+    copy = shutil.copytree(bundle, tmp_path / "bundle")
+    (copy / "notes.txt").write_text("mine")
+    code, out, said = run("push", copy, "alice/tiny-50", "--dry-run")
+    assert (code, said) == (0, "")
+    assert "for alice/tiny-50 (nothing was uploaded)" in out
+    assert "notes.txt" not in out
+    found = json.loads(run("push", copy, "alice/tiny-50", "--dry-run", "--json")[1])
+    assert found["files"] == {name: (copy / name).stat().st_size for name in files_of(bundle)}
+    assert found["num_bytes"] == sum(found["files"].values())
+    assert run("push", copy, "tiny-50", "--dry-run")[0] == 2
+    assert standin.requests == []
 
 
 def test_what_is_pushed_and_what_not_is_said(
@@ -129,32 +127,28 @@ def test_what_is_pushed_and_what_not_is_said(
     mine = tmp_path / "mine"
     shutil.copytree(bundle, mine)
     (mine / "notes\x1b[2J.txt").write_text("mine")
-    code, said = run("push", mine, "alice/tiny-50")
+    code, _, said = run("push", mine, "bob/tiny-50")
+    assert (code, "'alice', who may not create repositories under 'bob'" in said) == (4, True), said
+    assert not standin.seen("PUT|POST")  # permission comes before everything else
+    assert (run("push", tmp_path / "nothing", "alice/tiny-50")[0], run("push", mine, "tiny-50")[0]) == (4, 2)
+    code, _, said = run("push", mine, "alice/tiny-50")
     assert code == 0, said
     assert "left out, not part of the bundle: notes\N{REPLACEMENT CHARACTER}[2J.txt" in said
     assert "MB, to alice/tiny-50" in said
     (mine / "notes\x1b[2J.txt").unlink()
-    code, said = run("push", mine, "alice/tiny-50")
+    code, _, said = run("push", mine, "alice/tiny-50")
     assert code == 0, said
     assert "nothing to upload: alice/tiny-50 holds all" in said
     assert "MB" not in said
-    code, said = run("push", mine, "alice/tiny-50", "--private")
+    code, _, said = run("push", mine, "alice/tiny-50", "--private")
     assert code == 4, said
     for words in said.split(": wisparse ", 1)[1].split(", or keep it private under a new name: wisparse "):
         assert run(*shlex.split(words))[0] == 0
     assert standin.repos["alice/tiny-50-private"].private
     monkeypatch.setattr("wisparse.commands.bundles.verify_bundle", Mock(side_effect=KeyboardInterrupt))
-    code, said = run("push", mine, "alice/tiny-50")
+    code, _, said = run("push", mine, "alice/tiny-50")
     assert code == 130
     assert said.rstrip().endswith(f"repeat with: wisparse push {mine} alice/tiny-50")
-
-
-def test_permission_comes_before_everything_else(standin: HubStandIn, bundle: Path, tmp_path: Path, run: Run) -> None:
-    code, said = run("push", bundle, "bob/tiny-50")
-    assert code == 4, said
-    assert "'alice', who may not create repositories under 'bob'" in said
-    assert not standin.seen("PUT|POST")
-    assert (run("push", tmp_path / "nothing", "alice/tiny-50")[0], run("push", bundle, "tiny-50")[0]) == (4, 2)
 
 
 def test_from_hub_id_to_hub_id(standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
@@ -165,7 +159,7 @@ def test_from_hub_id_to_hub_id(standin: HubStandIn, tmp_path: Path, monkeypatch:
     convert = ["convert", "org/pycode", "-o", "out", "--upload-repo", "alice/pycode-50", "--search", "uniform"]
     convert += ["--sparsity", "0.5", "--calibration", __file__, "--num-samples", "4", "--seq-len", "24", "--quiet"]
     standin.faults.append(Fault(r"PUT /storage/", None, times=9999, after_bytes=1000))
-    code, said = run(*convert)
+    code, _, said = run(*convert)
     assert code == 7, said
     retry = said.rstrip().rpartition("repeat with: ")[2]
     assert len(standin.repos["alice/pycode-50"].commits) == 1  # nothing half-done to be seen

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from bundle_maker import make_bundle
-from quality import evaluate
 from torch import Tensor
 
 from wisparse import AccessError, UsageError, load
@@ -19,7 +18,6 @@ from wisparse.converter import measurement
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.evaluation import evaluate_text, same_text
-from wisparse.converter.masking import MaskedModel
 from wisparse.converter.measurement import MaskedLogits, block_sensitivity, measure
 from wisparse.converter.processes import SILENT
 from wisparse.converter.search.search import SearchResult
@@ -150,25 +148,6 @@ def test_problems_are_right_and_repeat() -> None:
     assert len({problem.prompt for problem in asked}) == 500
     digest = "6df8436c660f292cd9c4a204f6434fe66884a58d2c26a4965ab9598edb0049a4"
     assert hashlib.sha256(json.dumps(asked).encode()).hexdigest() == digest, "figures are of these very problems"
-
-
-def test_runtime_and_transformers_give_the_same_quality(bundle: Path, example_model: Path) -> None:
-    ids = torch.randint(4, 8000, (3, 48), generator=torch.Generator().manual_seed(0))
-    masks = Bundle.open(bundle).masks
-    source = load_source(example_model, dtype=torch.float32, device="cpu")
-    with MaskedModel(source.projections) as masked, load(bundle, backend="torch", dtype="float32") as model:
-        for name, mask in masks.items():
-            masked.set_scale(name, mask.channel_scale)
-        thresholds = {name: mask.threshold for name, mask in masks.items()}
-        ours = evaluate_text(model.decoder.logits, ids, ["half", "all"], counter=model.decoder)
-        for policy in ("half", "all"):
-            theirs = evaluate(source.model, masked, ids, thresholds, prefill=policy)
-            found = ours[policy].sparse
-            assert found.num_tokens == theirs.num_tokens
-            for name in ("kl", "perplexity", "dense_perplexity"):
-                assert getattr(found, name) == pytest.approx(getattr(theirs, name), rel=1e-4)
-            assert found.top1_agreement == pytest.approx(theirs.top1_agreement, abs=0.01)
-            assert ours[policy].realised_sparsity == pytest.approx(theirs.realised_sparsity, abs=1e-4)
 
 
 def test_same_text() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from bundle_maker import make_bundle
 from family_cases import runtime_tokens
 from runtime_models import HYBRIDS, SMALL, VARIANTS, make_checkpoint
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import wisparse
 from wisparse.converter.masking import MaskedModel, desparsify, sparsify
@@ -84,16 +83,6 @@ def test_any_attention_implementation_and_cache(bundle: Path, attention: str, op
     prompt = AutoTokenizer.from_pretrained(bundle)(PROMPT).input_ids
     model = sparsify(load(bundle, attn_implementation=attention), bundle)
     assert generate(model, [prompt], 12, **options)[0] == runtime_tokens(bundle, prompt, 12, len(prompt))
-
-
-def test_pipeline(bundle: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(bundle)
-    prompt = tokenizer(PROMPT).input_ids
-    generator = pipeline("text-generation", model=sparsify(load(bundle), bundle), tokenizer=tokenizer)
-    text = generator(PROMPT, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0]["generated_text"]
-    expected = tokenizer.decode(runtime_tokens(bundle, prompt, 12, len(prompt)))
-    assert text.startswith(PROMPT)
-    assert text.removeprefix(PROMPT).strip() == expected.strip()
 
 
 def test_device_map_with_offloading(bundle: Path, tmp_path: Path) -> None:
@@ -198,14 +187,6 @@ def test_from_pretrained_with_our_config(bundle: Path) -> None:
     assert torch.equal(load(bundle, quantization_config=again)(tokens).logits, load(bundle)(tokens).logits)
     with pytest.raises(UsageError, match="sparsity: expected one of the bundle's sparsity levels"):
         load(bundle, quantization_config=wisparse.WisparseConfig(sparsity=0.123))
-
-
-def test_plain_from_pretrained_is_silent(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That it is dense is in tests/test_formats_write.py."""
-    logging.getLogger("transformers").propagate = True
-    _, info = AutoModelForCausalLM.from_pretrained(bundle, output_loading_info=True)
-    assert [record.getMessage() for record in caplog.records] == []
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
 
 
 def test_clear_close_and_an_error_within_leave_the_dense_model() -> None:

@@ -9,7 +9,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from quality import evaluate
-from search_together import flat
 from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter.calibration import CalibrationTokens
@@ -17,7 +16,7 @@ from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.processes import ALONE, SILENT
 from wisparse.converter.search.allocation import mean_sparsity
-from wisparse.converter.search.search import Run, SearchResult, SearchSettings, SparsityLevels, search
+from wisparse.converter.search.search import SearchResult, SearchSettings, SparsityLevels, search
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.converter.statistics import Gaps, Scores
 from wisparse.kernels import reference
@@ -25,6 +24,11 @@ from wisparse.kernels import reference
 SMALL = {"kl_tokens": 64, "num_generations": 3, "num_offspring": 4, "greedy_step": 0.2, "refine_steps": 3}
 COMBINATIONS = [*(f"wisparse {search}" for search in ("refine", "fisher", "paper", "uniform"))]
 COMBINATIONS += ["teal greedy", "teal uniform", "wina uniform"]
+
+
+def flat(result: SearchResult) -> list:
+    scales = {name: scale.tolist() for name, scale in result.channel_scales.items()}
+    return [{name: vars(entry) for name, entry in result.projections.items()}, scales, result.details]
 
 
 @pytest.fixture(scope="module")
@@ -60,27 +64,6 @@ def test_other_sparsities_come_with_the_result(source) -> None:
             result.apply_to(masked)
             found = evaluate(source.model, masked, tokens.input_ids, dict(thresholds))
         assert (set(thresholds), found.realised_sparsity) == (set(sizes), pytest.approx(sparsity, abs=0.04))
-
-
-@pytest.mark.parametrize("kind", ["refine", "paper"])
-def test_finished_stages_are_not_computed_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, settings = tiny_source(num_hidden_layers=2), SearchSettings(search=kind, **SMALL)
-
-    def levels(kept: dict[str, object]) -> list[list]:
-        def run(name: str, compute) -> object:
-            return kept[name] if name in kept else kept.setdefault(name, compute())
-
-        stages = SimpleNamespace(run=run, processes=ALONE, progress=SILENT)
-        with SparsityLevels(source, tiny_tokens(8), settings, stages=stages) as found:
-            return [flat(found.at(sparsity)) for sparsity in (0.5, 0.4)]
-
-    whole: dict[str, object] = {}
-    undisturbed = levels(whole)
-    assert set(whole) == {"level-0.5", "level-0.4"} | ({"sensitivities"} if kind == "refine" else set())
-    for names in (["sensitivities"], ["sensitivities", "level-0.5"]):
-        assert levels({name: whole[name] for name in names if name in whole}) == undisturbed
-    monkeypatch.setattr(Run, "result", None)
-    assert levels(whole) == undisturbed
 
 
 def test_candidates_side_by_side_are_those_one_by_one(source) -> None:

@@ -1,23 +1,28 @@
-"""State survives kills and notices damage; a conversion killed at any moment and run again ends with the same bytes."""
+"""State survives kills and notices damage; a conversion killed at any moment and run again, or run by several processes at
+once, ends with the bytes of one; one message when one of them fails."""
 
 import errno
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from test_formats_folder import killed_at
 from tiny_bundle import digests, tiny_config, write_tiny_model
 
+from wisparse.converter import processes, report
+from wisparse.converter.pipeline import convert
 from wisparse.converter.state import Stages, check_folder, remove_state
 from wisparse.formats.errors import ResourceError, UsageError
+from wisparse.formats.machine import Place, torchrun_place
 
 FINGERPRINT = {"model": "abc", "sparsity": [0.5]}
 VALUE = {"scale": torch.arange(3.0), "rows": [[1, 2], [3]], "name": "x"}
@@ -138,7 +143,6 @@ def test_a_read_only_file_system_is_one_sentence(tmp_path: Path, monkeypatch: py
         check_folder(tmp_path / "work")
 
 
-HARNESS = Path(__file__).with_name("kill_conversion.py")
 SEARCHES: dict[str, dict[str, Any]] = {
     "refine": {"sparsity": [0.4, 0.5], "num_samples": 24},  # enough tokens for three steps
     "fisher": {"max_kl": 5e-3},
@@ -146,50 +150,135 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("source") / "tiny", tiny_config(num_hidden_layers=3))
-
-
-@pytest.fixture(scope="module")
-def conversions() -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """``conversions(settings, kill_at)``: see kill_conversion.py."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, HARNESS], **pipes) as harness:
-
-        def ask(settings: dict[str, Any], kill_at: list[str | None]) -> list[dict[str, Any]]:
-            print(json.dumps({"settings": settings, "kill_at": kill_at}), file=harness.stdin, flush=True)
-            return json.loads(harness.stdout.readline())
-
-        yield ask
-        harness.stdin.close()
-
-
 @pytest.mark.parametrize(
-    ("search", "num_kills"),
-    [("refine", 1), *(pytest.param(search, 3, marks=pytest.mark.exhaustive) for search in SEARCHES)],
+    ("search", "step"),
+    [("refine", 30), *(pytest.param(search, 7, marks=pytest.mark.exhaustive) for search in SEARCHES)],
 )
-def test_killed_runs_end_alike(search: str, num_kills: int, conversions: Any, model: Path, tmp_path: Path) -> None:
-    """Kill a conversion at so many points of each kind, and compare what the last run ends with."""
-    settings = {"model": str(model), "search": search, "num_samples": 4, "seq_len": 24, "device": "cpu"} | SEARCHES[
-        search
-    ]
-    [reference] = conversions({**settings, "output_dir": str(tmp_path / "undisturbed")}, [None])
-    assert reference["status"] == 0
-    # Seeded points in the order in which a run passes them, so that every attempt comes further than the one before:
-    # while stages are saved, while the bundle is written, and while the state is removed.
-    labels = list(dict.fromkeys(reference["labels"]))
-    placed = labels.index("after rename OUT.partial")
-    over = labels.index("after unlink OUT.work/state.json")  # from there on it is over, not killed
-    kinds = (
-        [label for label in labels[:placed] if ".stage" in label],
-        [label for label in labels[:placed] if "OUT.partial" in label],
-        labels[placed:over],
-    )
-    choose = random.Random(f"kill {search}")
-    chosen = sorted({label for kind in kinds for label in choose.sample(kind, num_kills)}, key=labels.index)
-    attempts = conversions({**settings, "output_dir": str(tmp_path / "killed")}, [*chosen, None])
-    assert [one["status"] for one in attempts] == [-signal.SIGKILL] * len(chosen) + [0], chosen
+def test_killed_runs_end_alike(search: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed again and again, ever later: while stages are saved, while the bundle is written, while the state is removed."""
+    monkeypatch.setattr(report, "render_figures", lambda report: {})  # they take longer than the rest of a conversion
+    model = write_tiny_model(tmp_path / "model", tiny_config(num_hidden_layers=3))
+    settings = {"search": search, "num_samples": 4, "seq_len": 24, "device": "cpu", "progress": False}
+    settings |= SEARCHES[search]
+    convert(model, tmp_path / "undisturbed", **settings)
+    number, status, left, stages = 0, -signal.SIGKILL, [set[str]()], set[str]()
+    while status:
+        assert status == -signal.SIGKILL
+        number += 3 if "killed.partial" in left[-1] else step
+        status = killed_at(number, lambda: convert(model, tmp_path / "killed", **settings))
+        left.append({path.name for path in tmp_path.iterdir()} - {"model", "undisturbed"})
+        stages |= {path.stem for path in (tmp_path / "killed.work").rglob("*.stage")}
+    assert {"killed.work"} in left
+    assert {"killed.work", "killed.partial"} in left
+    assert {"killed.work", "killed"} in left
+    assert stages > {"calibration", *({"sensitivities", "level-0.5"} if search == "refine" else ())}
+    assert left[-1] == {"killed"}, "neither state nor partial folders stay"
     assert digests(tmp_path / "killed") == digests(tmp_path / "undisturbed")
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"killed", "undisturbed"}, "neither state nor partial folders stay"
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command += map(str, arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+@pytest.mark.parametrize("enabled", [None, False])
+def test_without_a_terminal_a_stage_prints_a_line_now_and_then(
+    enabled: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "_LINE_S", 0.02)
+    progress = processes.Progress(enabled)
+    with progress.stage("Measuring", 8) as stage, progress.stage("Inside"):
+        stage.advance(3)
+    with progress.stage("Searching", 4) as stage:
+        stage.advance(2)
+        stage.note("KL 0.1")
+        time.sleep(0.5)
+    time.sleep(0.1)
+    lines = [line.split(" s  ")[-1] for line in capsys.readouterr().err.splitlines()]
+    if enabled is None:
+        assert lines[:4] == ["Measuring: 0 of 8", "Inside", "Searching: 0 of 4", "Searching: 2 of 4, KL 0.1"]
+        assert 4 < len(lines) < 60
+    else:
+        assert lines == []
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_only_all_that_torchrun_sets_makes_a_worker() -> None:
+    assert torchrun_place(TORCHRUN) == Place(1, 2, 1, 2)
+    assert torchrun_place({**TORCHRUN, "WORLD_SIZE": "8", "RANK": "5", "LOCAL_WORLD_SIZE": "4"}) == Place(5, 8, 1, 4)
+    assert torchrun_place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}) == Place()
+    rank_and_size = {"RANK": "", "WORLD_SIZE": ""}
+    for harmless in ({}, {"RANK": "0"}, {"WORLD_SIZE": "1"}, {"MASTER_ADDR": "10.0.0.1"}, rank_and_size):
+        assert torchrun_place(harmless) == Place(), harmless
+    for name in TORCHRUN:
+        place = torchrun_place({key: value for key, value in TORCHRUN.items() if key != name})
+        assert replace(place, ignored="") == Place()
+        assert f"torchrun sets {name} too" in place.ignored
+
+
+WRONG = {"RANK": ["2", "-1", "1.0", "one", "²", "9" * 5000, "0"], "WORLD_SIZE": ["1", "0", " "]}
+WRONG |= {"LOCAL_RANK": ["2", "x"], "MASTER_PORT": ["0", "70000", "http"], "LOCAL_WORLD_SIZE": ["1", "3", "many"]}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_variables_that_contradict_each_other_are_ignored_in_a_sentence(name: str, value: str) -> None:
+    place = torchrun_place({**TORCHRUN, name: value})
+    assert replace(place, ignored="") == Place()
+    assert "converts alone" in place.ignored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("search", "options"),
+    [("refine", "--num-samples 25"), ("paper", "--num-samples 4 --num-generations 2 --num-offspring 5")],
+)
+def test_three_processes_write_the_bytes_of_one(search: str, options: str, tmp_path: Path, run: Run) -> None:
+    # Three: the micro-batches, blocks and candidates do not divide evenly, and one process may have nothing.
+    model = write_tiny_model(tmp_path / "model", tiny_config(num_hidden_layers=4))
+    command = [
+        "convert",
+        model,
+        *f"--search {search} {options} --sparsity 0.5,0.4 --device cpu --seq-len 24 -o".split(),
+    ]
+    assert run(*command, tmp_path / "one")[0] == 0
+    together = torchrun(3, "-m", "wisparse", *command, tmp_path / "three")
+    assert together.returncode == 0, together.stderr
+    assert digests(tmp_path / "one") == digests(tmp_path / "three")
+    assert together.stdout.count("Converted") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "one", "three"}, "no state stays"
+
+
+FAILS = """
+from wisparse.converter.processes import joined
+with joined("cpu") as (processes, _):
+    if processes.rank == 1:
+        raise OSError("the disk of this test is full")
+    processes.gather(None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["fails.py"], "OSError: the disk of this test is full"),
+        (["-m", "wisparse", "convert", "/nowhere", "--sparsity", "2", "-o", "/nowhere/out"], "--sparsity: expected"),
+    ],
+)
+def test_a_failing_process_ends_all_with_one_message(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fails.py").write_text(FAILS)
+    began = time.monotonic()
+    done = torchrun(2, *arguments)
+    assert done.returncode != 0
+    assert time.monotonic() - began < 60
+    assert done.stderr.count(words) == 1

@@ -1,4 +1,5 @@
-"""Quantising while converting: GPTQ loses less than rounding, a killed run goes on, others load what is written."""
+"""Quantising while converting: GPTQ loses less than rounding, int4 is fitted in the coordinates that cost less, a killed run
+goes on, others load what is written."""
 
 import json
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from safetensors.torch import load_file
 from tiny_bundle import tiny_config, write_tiny_model
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter import gptq
-from wisparse.converter.gptq import fit_int4, quantise_weights, search_scales
+from wisparse.converter import gptq, pipeline
+from wisparse.converter.gptq import compare_coordinates, fit_int4, quantise_weights, search_scales
+from wisparse.converter.source import full_config, load_source
 from wisparse.converter.state import Stages
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.weight_types import quantise
 from wisparse.runtime.backends import make_decoder
 
@@ -143,3 +146,43 @@ def test_what_cannot_be_is_said_before_any_work(plain: Path, tmp_path: Path, run
     ):
         found, _, err = run("convert", model, "-o", tmp_path / "out", *options.split())
         assert (found, words in err) == (code, True), err
+
+
+OPTIONS = ["--weights", "int4", "--sparsity", "0.3", "--search", "uniform"]
+OPTIONS += ["--num-samples", "2", "--seq-len", "32", "--device", "cpu"]
+
+
+def test_both_are_measured_and_nothing_is_left_behind(plain: Path, tmp_path: Path) -> None:
+    source = load_source(plain, torch.float32, "cpu")
+    checkpoint, tokens = Checkpoint.open(plain, complete=full_config), tiny_tokens()
+    before = source.model(input_ids=tokens.input_ids).logits
+    stages = Stages(tmp_path)
+    found = compare_coordinates(
+        source, checkpoint, tokens, lambda: tiny_tokens(seed=1), lambda: tiny_tokens(seed=2), 0.5, stages
+    )
+    assert sorted(found) == ["none", "pca"]
+    assert all(0.0 < kl < 10.0 for kl in found.values())
+    torch.testing.assert_close(source.model(input_ids=tokens.input_ids).logits, before, rtol=0, atol=0)
+    # A killed run goes on with what was measured.
+    assert sorted(path.stem for path in tmp_path.glob("*.stage")) == ["coordinates", "rotation"]
+    assert compare_coordinates(source, checkpoint, tokens, None, None, 0.5, Stages(tmp_path)) == found  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("better", ["none", "pca"])
+def test_the_lower_kl_decides(better: str, plain: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
+    kls = {"none": 0.2, "pca": 0.2, better: 0.1}
+    monkeypatch.setattr(pipeline, "compare_coordinates", lambda *_: kls)
+    code, out, _ = run("convert", plain, "-o", tmp_path / "out", *OPTIONS)
+    recipe = Bundle.open(tmp_path / "out").recipe
+    assert (code, recipe.rotation is not None) == (0, better == "pca")
+    assert recipe.search["coordinates"] == {"sparsity": 0.3, "kl": kls}
+    assert f"KL {kls['pca']:.3g} nats/token rotated, {kls['none']:.3g} as the source has them" in out
+
+
+def test_only_int4_is_measured_and_only_where_nobody_chose(plain: Path, tmp_path: Path, run: Run, monkeypatch):
+    monkeypatch.setattr(pipeline, "compare_coordinates", None)
+    monkeypatch.setattr("wisparse.runtime.forecast._ROUNDS", 1)
+    for number, changes in enumerate((["--weights", "int8"], ["--rotation", "pca"], ["--rotation", "none"])):
+        assert run("convert", plain, "-o", tmp_path / str(number), *OPTIONS, *changes, "-q")[0] == 0
+    _, plan, _ = run("convert", plain, "-o", tmp_path / "dry", *OPTIONS, "--dry-run", "--json")
+    assert json.loads(plan)["rotation"] == "auto"

@@ -14,6 +14,7 @@ from bundle_maker import cpu_decoder
 from family_cases import greedy, hugging_face
 from runtime_models import EXPERTS, make_checkpoint
 from safetensors.torch import load_file, save_file
+from test_converter_preflight import give_room
 from tiny_bundle import VOCAB, byte_tokenizer
 
 import wisparse
@@ -73,41 +74,32 @@ def test_experts_in_one_tensor_are_read_one_by_one(source: Path, tmp_path: Path)
 GATE = "model.layers.0.mlp.experts.3.gate_proj.weight"
 
 
+DOWN = "model.layers.2.mlp.experts.down_proj"
+
+
+def cut(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    fuse(config, tensors)
+    tensors[DOWN] = tensors[DOWN][:5].clone()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda config, tensors: tensors.pop(GATE), rf"missing 1 tensor \('{GATE}'\)"),
-        (
-            lambda config, tensors: tensors.update({GATE: torch.ones(8, 64)}),
-            r"expected shape \(40, 64\), found \(8, 64\)",
-        ),
-        (
-            lambda config, tensors: config.update(num_experts_per_tok=9),
-            r"num_experts_per_tok: expected at most .* \(6\)",
-        ),
-        (
-            lambda config, tensors: config.update(scoring_func="sigmoid"),
-            "scoring_func: .*such a router is not known here",
-        ),
-        (lambda config, tensors: config.update(mlp_only_layers=[7]), "mlp_only_layers: expected a list of blocks"),
-        (lambda config, tensors: config.update(mlp_only_layers=[0, 1, 2]), "expected blocks with experts"),
+        (lambda config, tensors: tensors.update({GATE: torch.ones(8, 64)}), r"shape \(40, 64\), found \(8, 64\)"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok: expected at most .* \(6\)"),
+        ({"scoring_func": "sigmoid"}, "scoring_func: .*such a router is not known here"),
+        ({"mlp_only_layers": [7]}, "mlp_only_layers: expected a list of blocks"),
+        ({"mlp_only_layers": [0, 1, 2]}, "expected blocks with experts"),
+        (cut, r"down_proj: expected shape \(6, 64, 40\), found \(5, 64, 40\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_weight_is_read(
     source: Path, tmp_path: Path, change: Any, words: str
 ) -> None:
+    apply = (lambda config, tensors: config.update(change)) if isinstance(change, dict) else change
     with pytest.raises(UnsupportedModelError, match=words):
-        Checkpoint.open(changed(source, tmp_path / "changed", change), complete=full_config)
-
-
-def test_a_fused_tensor_of_another_shape_is_refused(source: Path, tmp_path: Path) -> None:
-    def cut(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        fuse(config, tensors)
-        name = "model.layers.2.mlp.experts.down_proj"
-        tensors[name] = tensors[name][:5].clone()
-
-    with pytest.raises(UnsupportedModelError, match=r"down_proj: expected shape \(6, 64, 40\), found \(5, 64, 40\)"):
-        Checkpoint.open(changed(source, tmp_path / "cut", cut), complete=full_config)
+        Checkpoint.open(changed(source, tmp_path / "changed", apply), complete=full_config)
 
 
 def test_few_tokens_of_an_expert_are_drawn_to_all_experts_together() -> None:
@@ -247,21 +239,8 @@ def test_quantised_experts_give_the_tokens_of_transformers(
     assert answers[0] == answers[1]
 
 
-def test_what_cannot_run_experts_says_so(source: Path, tmp_path: Path) -> None:
-    bundle = tmp_path / "bundle"
-    how: dict[str, Any] = {"num_samples": 2, "seq_len": 16, "device": "cpu"}
-    convert(source, bundle, sparsity=0.5, search="uniform", rotation="none", **how)
-    with pytest.raises(UnsupportedModelError, match="qwen3_moe: expected dense MLPs, found experts"):
-        export_onnx(Bundle.open(bundle), tmp_path / "onnx")
-
-
 def test_experts_are_not_read_from_their_files(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (
-        ("_BASE_BYTES", 0),
-        ("working_bytes", lambda *_: 1),
-        ("available_bytes", lambda device: 200_000),
-    ):
-        monkeypatch.setattr(f"wisparse.converter.preflight.{name}", value)
+    give_room(monkeypatch, 200_000)
     with pytest.raises(ResourceError, match="experts cannot stay in their files"):
         convert(source, tmp_path / "bundle", sparsity=0.5, device="cpu")
 
@@ -271,6 +250,8 @@ def test_experts_larger_than_memory_are_mapped_from_a_file(
 ) -> None:
     how: dict[str, Any] = {"num_samples": 2, "seq_len": 16, "search": "uniform", "rotation": "none", "device": "cpu"}
     bundle = Bundle.open(convert(source, tmp_path / "bundle", sparsity=0.5, **how))
+    with pytest.raises(UnsupportedModelError, match="qwen3_moe: expected dense MLPs, found experts"):
+        export_onnx(bundle, tmp_path / "onnx")
     folder = tmp_path / "disk"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))

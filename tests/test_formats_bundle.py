@@ -1,9 +1,12 @@
-"""Opening and verifying bundles: one rule of FORMAT.md broken at a time, with digests that fit and that do not."""
+"""Opening and verifying bundles: one rule of FORMAT.md broken at a time, with digests that fit and that do not; and bundles
+damaged and forged at random."""
 
 import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -345,3 +348,41 @@ def test_inspect_prints_no_control_characters(bundle: Path) -> None:
     assert "levels       30.0%, 50.0% (the default), 70.0%\n" in stdout
     assert not {"\x1b", "\x07", "\u202e"} & set(stdout)
     assert "\ufffd]0;owned\ufffd[bold]x" in stdout
+
+
+TESTS = Path(__file__).resolve().parent
+
+# Readers that believe what they are told: no digests.
+CREDULOUS = """
+import json, sys
+sys.path.insert(0, {tests!r})
+import hostile
+from wisparse.formats import bundle
+bundle.is_document = lambda name: True
+bundle._read_checked = lambda *file: bundle.guard.read_bounded(*file[:2], 1 << 30, bundle.BundleError)
+hostile.MUTATIONS = {{kind: hostile.MUTATIONS[kind] for kind in ("swap_tensors", "flip_bits", "bad_tokenizer")}}
+print(json.dumps(hostile.run([f"0:{{index}}" for index in range(60)], seconds=20)))
+"""
+
+
+def _run(*command: str) -> tuple[dict[str, Any], str]:
+    # One process of its own: it limits its memory and listens to the alarm clock.
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=1700)
+    assert done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("cases", "seed"), [(150, 0), pytest.param(850, 1, marks=pytest.mark.exhaustive)])
+def test_hostile_bundles(cases: int, seed: int) -> None:
+    summary, stderr = _run(str(TESTS / "hostile.py"), *(f"{seed}:{index}" for index in range(cases)))
+    assert summary["failures"] == [], stderr[-3000:]
+    assert sum(summary["outcomes"].values()) == cases
+    assert set(summary["outcomes"]) == {"refused", "identical", "unverified", "forged"}
+
+
+@pytest.mark.exhaustive
+def test_the_harness_sees_readers_that_check_nothing() -> None:
+    summary, _ = _run("-c", CREDULOUS.format(tests=str(TESTS)))
+    assert any("other tokens or meaning than the intact bundle" in failure["error"] for failure in summary["failures"])

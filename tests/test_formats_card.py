@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from test_formats_folder import _killed_at
+from test_formats_folder import killed_at
 from tiny_bundle import files_of, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats.bundle import Bundle, verify_bundle
@@ -241,7 +241,7 @@ def test_killed_at_every_step_a_whole_bundle_stands_there(bundle: Path) -> None:
     while True:
         out = bundle.with_name(f"out-{number}")
         shutil.copytree(bundle, out)
-        status = _killed_at(number, lambda out=out: save_findings(out, [SPEED]))
+        status = killed_at(number, lambda out=out: save_findings(out, [SPEED]))
         if out.exists():  # else it lies beside, between two renames
             assert verify_bundle(out).notes == ()
             seen.add((out / "README.md").read_bytes() == CARD)

@@ -13,6 +13,7 @@ from bundle_maker import cpu_decoder
 from cpu_linear import sparse_linear
 from safetensors.torch import load_file, save_file
 from served import Running
+from test_formats_bundle import RECIPE, SIDECAR, Change, put
 from tiny_bundle import change_tensor, resign, tiny_config, write_tiny_bundle, write_tiny_model
 from tiny_source import tiny_source, tiny_tokens
 from torch import Tensor
@@ -22,7 +23,7 @@ from wisparse.converter.gptq import quantise_weights
 from wisparse.converter.planes import plane_ratios, read_in_planes, tied
 from wisparse.converter.search.refinement import Channels
 from wisparse.converter.search.search import SearchSettings, SparsityLevels
-from wisparse.formats.bundle import Bundle, ProjectionMask, verify_bundle
+from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import BundleError, UsageError, WisparseError
 from wisparse.formats.manifest import bits_of
 from wisparse.formats.weight_types import interleaved, quantise, round_weight, split_planes
@@ -33,7 +34,6 @@ from wisparse.runtime.generation.speculation import Chain
 Run = Callable[..., tuple[int, str, str]]
 TOKENS = torch.tensor([5, 17, 250, 3, 99, 101, 7, 7, 30, 31])
 O_PROJ = "model.layers.1.self_attn.o_proj"
-SIDECAR = "wisparse.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -53,25 +53,13 @@ def bundle(plain: Path) -> Path:
     )  # fmt: skip
 
 
-def test_planes_are_the_code() -> None:
-    weight = torch.randn(6, 96, generator=torch.Generator().manual_seed(0))
-    matrix = quantise("int8", weight, group=32, scale_dtype=torch.bfloat16, graded=True)
-    high, low = split_planes(matrix.codes)
-    assert (high.min(), high.max(), low.min(), low.max()) == (-8, 7, -8, 7)
-    assert torch.equal(16 * high + low, matrix.codes)
-    planes = interleaved(matrix).dequantise(torch.float32)
-    assert torch.equal(16 * planes[:, ::2] + planes[:, 1::2], matrix.dequantise(torch.float32))
-    assert (matrix.dequantise(torch.float32) - weight).abs().max() < weight.abs().max() / 120
-    with pytest.raises(ValueError, match="expected int8 codes up to 119, which have planes, found 120"):
-        split_planes(torch.tensor([120], dtype=torch.int8))
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, scale = torch.randn(rows, 96, generator=generator), torch.rand(96, generator=generator) + 0.5
-    matrix = quantise("int8", torch.randn(193, 96, generator=generator), group=32, graded=True)
-    bias = torch.randn(193, generator=generator)
+    weight, bias = torch.randn(193, 96, generator=generator), torch.randn(193, generator=generator)
+    matrix = quantise("int8", weight, group=32, graded=True)
+    assert (matrix.dequantise(torch.float32) - weight).abs().max() < weight.abs().max() / 120
     laid = Matrix.int4((193, 96), 32, torch.float32, False, planes=2)
     laid.store(0, interleaved(matrix))
     high, low = (replace(matrix, codes=codes).dequantise(torch.float64) for codes in split_planes(matrix.codes))
@@ -171,26 +159,6 @@ def test_back_ends_agree_alone_and_in_batches(bundle: Path) -> None:
     torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
 
 
-def test_between_the_thresholds_a_model_has_the_high_planes_numbers(bundle: Path) -> None:
-    """Where every score is above the last threshold the int8 model; where none reaches the second the high plane's."""
-    opened = Bundle.open(bundle)
-    for backend in ("torch", "numba"):
-        decoder = cpu_decoder(opened, backend, max_seq_len=16)
-
-        def logits(low: float, decoder=decoder) -> Tensor:
-            masks = {n: ProjectionMask(m.scale, 1e-30, 0.5, (1e-30, low)) for n, m in opened.masks.items()}
-            decoder.set_masks(masks)
-            return decoder.logits(TOKENS, 0).clone()
-
-        decoder.set_masks(opened.at(bits=8).masks)
-        torch.testing.assert_close(logits(1e-30), decoder.logits(TOKENS, len(TOKENS)), rtol=1e-4, atol=1e-4)
-        coarse = logits(1e30)
-        assert (coarse - decoder.logits(TOKENS, len(TOKENS))).abs().max() > 1e-2
-        if backend == "torch":
-            high_plane = coarse
-        torch.testing.assert_close(coarse, high_plane, rtol=1e-4, atol=1e-4)
-
-
 def test_the_high_planes_draft(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the planes of a level; the int8 model's answers are those without."""
     monkeypatch.setattr(Chain, "_length", lambda self, rate, most: min(most, 4))
@@ -267,25 +235,8 @@ def test_a_request_and_a_saved_speed_name_their_bits(bundle: Path, tmp_path: Pat
     assert (code, "bits: expected one of the bundle's levels" in err) == (2, True), err
 
 
-def resigned(change: Callable[[Path], None]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        change(folder)
-        resign(folder)
-
-    return apply
-
-
-def planes_of_manifest(bits: list[int]) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        document = json.loads((folder / "wisparse.json").read_text())
-        document = {key: value for key, value in document.items() if key != "plane_bits"}
-        (folder / "wisparse.json").write_text(json.dumps({**document, **({"plane_bits": bits} if bits else {})}))
-
-    return resigned(change)
-
-
-def limits(values: list[float]) -> Callable[[Path], None]:
-    return resigned(lambda folder: change_tensor(folder / SIDECAR, f"{O_PROJ}.plane_threshold", values))
+def limits(values: list[float]) -> Change:
+    return lambda folder: change_tensor(folder / SIDECAR, f"{O_PROJ}.plane_threshold", values)
 
 
 def narrow(folder: Path) -> None:
@@ -297,21 +248,20 @@ def narrow(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (planes_of_manifest([4, 3]), r"plane_bits: expected \[4, 4\], .* the 8 bits of a code, found \[4, 3\]"),
-        (planes_of_manifest([8]), r"plane_bits: expected \[4, 4\]"),
-        (planes_of_manifest([]), "unexpected tensor"),
+        (put(RECIPE, "plane_bits", [4, 3]), r"plane_bits: expected \[4, 4\], .* the 8 bits of a code, found \[4, 3\]"),
+        (put(RECIPE, "plane_bits", [8]), r"plane_bits: expected \[4, 4\]"),
+        (put(RECIPE, "plane_bits"), "unexpected tensor"),
         (limits([0.1, 0.05, 0.2, 0.4]), "plane_threshold: expected finite thresholds, none below an earlier plane's"),
         (limits([0.1, float("nan"), 0.2, 0.4]), "plane_threshold: expected finite thresholds"),
         (limits([0.1, float("inf"), 0.2, 0.4]), "plane_threshold: expected finite thresholds"),
         (limits([1e-3, 1e9, 1e-3, 1e9]), "plane_threshold: expected .* for the first plane, the threshold"),
-        (resigned(narrow), r"expected plane_threshold \(2, 2\) in F32, found \(2, 1\)"),
+        (narrow, r"expected plane_threshold \(2, 2\) in F32, found \(2, 1\)"),
     ],
 )
-def test_planes_that_do_not_fit_are_refused(
-    change: Callable[[Path], None], words: str, bundle: Path, tmp_path: Path
-) -> None:
+def test_planes_that_do_not_fit_are_refused(change: Change, words: str, bundle: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(bundle, tmp_path / "broken"))
     change(folder)
+    resign(folder)
     with pytest.raises(BundleError, match=words) as caught:
         Bundle.open(folder)
     assert "\n" not in str(caught.value)

@@ -1,6 +1,7 @@
-"""The choice of a back end."""
+"""The mask's definition and its edges, and the choice of a back end."""
 
 import importlib.util
+import math
 import os
 import time
 from functools import partial
@@ -8,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wisparse.kernels.backend import _Forked, choose_backend, compiling_side_by_side
+from wisparse.kernels.reference import keep_mask, scores, sparse_linear
 
 CPU = torch.device("cpu")
 
@@ -29,25 +33,6 @@ def test_an_old_gpu_and_another_makers_fall_back(hip, capability, reason, monkey
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     name, why = choose_backend(torch.device("cuda", 0), torch.float16)
     assert (name, reason in why) == ("torch", True)
-
-
-def test_compiling_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    from wisparse.kernels import backend
-    from wisparse.kernels.cpu import launch
-
-    monkeypatch.setattr(backend, "_warned", set())
-    monkeypatch.setattr(launch, "_load", lambda region, folder: region)
-    monkeypatch.setattr(launch, "_COMPILER", "")
-    names = ["step_bfloat16", "dequantize_bfloat16"]
-    monkeypatch.setattr(launch, "_cache_folder", lambda: None)
-    launch._compiled(names)
-    assert caplog.text == ""  # it is compiled every time, as a warning of the cache's says
-    monkeypatch.setattr(launch, "_cache_folder", lambda: tmp_path)
-    launch._compiled(names)
-    launch._compiled(names)
-    assert [record.message for record in caplog.records] == [
-        "compiling 2 kernels for the CPU, which takes some seconds; it happens once, later runs find them on disk"
-    ]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -93,3 +78,30 @@ def test_compilations_run_in_processes_and_leave_what_is_found_here(
     seen = [set(map(int, (tmp_path / str(index)).read_text("utf-8").split())) for index in range(6)]
     assert all(os.getpid() in one for one in seen)
     assert len(set.union(*seen)) == 2
+
+
+_sizes = st.integers(1, 40)
+
+
+@given(k=_sizes, n=_sizes, quantile=st.floats(0, 1), seed=st.integers(0, 2**31))
+def test_equals_a_product_over_the_kept_channels(k: int, n: int, quantile: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((k,), (n, k)))
+    bias = torch.randn(n, generator=generator, dtype=torch.float64)
+    scale = torch.rand(k, generator=generator) + 0.1
+    threshold = torch.quantile(scores(x, scale), quantile)
+    kept = [i for i in range(k) if abs(x[i].float()) * scale[i] >= threshold]
+    expected = bias + sum((x[i] * weight[:, i] for i in kept), torch.zeros(n, dtype=torch.float64))
+    torch.testing.assert_close(sparse_linear(x, weight, bias, scale, threshold), expected)
+
+
+def test_edges_of_the_mask() -> None:
+    for x, threshold, kept in (
+        ([2.0, -2.0, 1.9], 2.0, [True, True, False]),  # equality keeps
+        ([0.0, 0.0], 0.0, [True, True]),
+        ([math.nan, 0.1], 1.0, [True, False]),  # NaN is kept
+    ):
+        assert keep_mask(torch.tensor(x), torch.ones(len(x)), threshold).tolist() == kept
+    # inf * 0 is NaN, and a NaN score is kept: the output must say so rather than look plausible.
+    y = sparse_linear(torch.tensor([math.inf, 1.0]), torch.ones(2, 2), None, torch.tensor([0.0, 1.0]), 0.5)
+    assert not torch.isfinite(y).all()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 from bundle_maker import make_bundle
-from cpu_linear import quantize, sparse_linear, transpose
+from cpu_linear import sparse_linear
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.weight_types import QuantizedMatrix, interleaved, pack_int4, quantise
+from wisparse.formats.weight_types import interleaved, pack_int4, quantise
+from wisparse.kernels import backend
 from wisparse.kernels.cpu import intrinsics, launch, layout, mlp
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
@@ -67,21 +69,31 @@ def half_step(value: Tensor, dtype: torch.dtype) -> Tensor:
     return 0 if dtype == torch.float32 else value.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).tiny
 
 
-def int8_matrix(weight: Tensor) -> tuple[Matrix, Tensor]:
-    """A weight as the kernels read it, and what it stands for (N, K)."""
-    stored, scale = quantize(weight)
-    return Matrix(StoredAs.INT8, stored, tuple(weight.shape), scale=scale), stored.T.float() * scale[:, None]
-
-
-def int4_matrix(n: int, k: int, group: int, zero_points: bool, scale_dtype: torch.dtype) -> tuple[Matrix, Tensor]:
-    """As :func:`int8_matrix`, of random codes, in memory whose unused bytes are all ones."""
-    generator = torch.Generator().manual_seed(n)
-    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
-    scales = (torch.rand(n, k // group, generator=generator) + 0.1).to(scale_dtype)
-    zeros = torch.randint(0, 16, (n, k // group), generator=generator, dtype=torch.uint8) if zero_points else None
-    matrix = Matrix.int4((n, k), group, scale_dtype, zero_points)
-    matrix.data.fill_(255)
-    whole = QuantizedMatrix("int4", pack_int4(codes), scales.float(), zeros, group, (n, k))
+def laid_out(kind: str, weight: Tensor, group: int, scale_dtype: torch.dtype) -> tuple[Matrix, Tensor]:
+    """A weight (N, K) as the kernels read it, in memory whose unused bytes are all ones, and the numbers that it then
+    stands for: of int4, those of any codes and zero points with the weight's scales."""
+    n, k = weight.shape
+    if kind == "native":
+        matrix = Matrix(StoredAs.BASE, torch.empty(k, n, dtype=weight.dtype), (n, k))
+        matrix.store(0, weight)
+        return matrix, weight
+    if kind == "int8":
+        whole = quantise("int8", weight)
+        matrix = Matrix(StoredAs.INT8, torch.empty(k, n, dtype=torch.int8), (n, k), scale=torch.empty(n))
+    elif kind == "graded":
+        whole = interleaved(quantise("int8", weight, group=group, scale_dtype=scale_dtype, graded=True))
+        matrix = Matrix.int4((n, k), group, scale_dtype, False, planes=2)
+    else:
+        whole, generator = (
+            quantise("int4", weight, group=group, scale_dtype=scale_dtype),
+            torch.Generator().manual_seed(n),
+        )
+        codes, zeros = (
+            torch.randint(16, shape, generator=generator, dtype=torch.uint8) for shape in ((n, k), whole.scales.shape)
+        )
+        whole = replace(whole, codes=pack_int4(codes), zeros=zeros if kind.endswith("points") else None)
+        matrix = Matrix.int4((n, k), group, scale_dtype, kind.endswith("points"))
+    matrix.data.view(torch.uint8).fill_(255)
     for first in range(0, n, 64):
         matrix.store(first, whole.rows(first, first + 64))
     return matrix, whole.dequantise(torch.float32)
@@ -95,11 +107,8 @@ def test_product_is_that_of_the_definition(kind: str, dtype: torch.dtype) -> Non
         for rows in (1, 3, 8):
             x, weight, bias, scale = case(n, k, dtype, rows)
             bias = bias if n % 2 else None
-            matrix: Tensor | Matrix = transpose(weight)
-            if kind != "native":
-                x = x.float()
-                zeros = kind.endswith("points")
-                matrix, weight = int8_matrix(weight) if kind == "int8" else int4_matrix(n, k, group, zeros, dtype)
+            x = x if kind == "native" else x.float()
+            matrix, weight = laid_out(kind, weight, group, dtype)
             magnitude = weight.abs()
             if kind.startswith("int4"):  # codes are summed as they are, and a group's zero is taken off its sum
                 scales = matrix.scale.float().transpose(1, 2).flatten(1)[:, :n].repeat_interleave(group, 0).T
@@ -129,7 +138,7 @@ def test_same_channels_as_the_definition_at_ties_and_odd_numbers(rows: int) -> N
             alone = torch.zeros(rows, 10)
             alone[0, channel] = x[channel]
             alone[1:, channel] = 7.0  # kept in the other rows at most thresholds
-            found = sparse_linear(alone, torch.eye(10)[channel][:, None].contiguous(), None, scale, threshold)
+            found = sparse_linear(alone, torch.eye(10)[channel : channel + 1], None, scale, threshold)
             wanted = torch.where(keep[channel], x[channel], 0.0)[None]
             torch.testing.assert_close(found[0], wanted, atol=0, rtol=0, equal_nan=True)
 
@@ -137,7 +146,7 @@ def test_same_channels_as_the_definition_at_ties_and_odd_numbers(rows: int) -> N
 def test_a_weight_of_a_dropped_channel_is_not_read() -> None:
     x, weight, bias, scale = case(40, 24, torch.float32)
     poisoned = torch.where(keep_mask(x[0], scale, 0.7), weight, float("nan"))
-    found, wanted = (sparse_linear(x, transpose(one), bias, scale, 0.7) for one in (poisoned, weight))
+    found, wanted = (sparse_linear(x, one, bias, scale, 0.7) for one in (poisoned, weight))
     assert torch.equal(found, wanted)
 
 
@@ -153,7 +162,7 @@ def test_a_prompt_in_16_bits_is_multiplied_in_float32(dtype: torch.dtype, monkey
     monkeypatch.setattr(cpu_weights, "functional", SimpleNamespace(linear=recorded))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     x, weight, _, _ = case(700, 96, dtype, rows=5)
-    for matrix, plain in ((Matrix(StoredAs.BASE, transpose(weight), (700, 96)), weight), int8_matrix(weight)):
+    for matrix, plain in (laid_out(kind, weight, 96, dtype) for kind in ("native", "int8")):
         y = matrix.linear(x, None)
         wanted, tolerance = exact(x, plain, None, torch.ones(96), 0.0)
         assert y.dtype == dtype
@@ -169,17 +178,27 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "_cache_folder", launch._cache_folder.__wrapped__)
     monkeypatch.setattr(launch, "_regions", {})
+    monkeypatch.setattr(backend, "_warned", set())
     return tmp_path
 
 
-def test_a_region_is_compiled_once_into_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_is_compiled_once_into_the_cache(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     launch.prepare(REGION)
+    told = "compiling 1 kernel for the CPU, which takes some seconds; it happens once, later runs find it on disk"
+    assert [message for message in caplog.messages if "still" not in message] == [told]
     # Loaded, also the first time: what this process compiled itself might compute other bits than what later ones load.
     assert launch._regions[REGION].cache_hits == 1
     assert [file.name.partition("-")[0] for file in (cache / "wisparse-cpu").iterdir()] == [REGION]
     monkeypatch.setattr(launch, "_regions", {})
     monkeypatch.setattr(launch, "_COMPILER", "raise SystemExit('compiled again')")
     launch.prepare(REGION)
+    assert caplog.messages.count(told) == 1
+    for count in (2, 1):
+        backend.warn_compiling("GPU", count)  # once
+    assert caplog.messages[-1].startswith("compiling 2 kernels for the GPU")
+    assert caplog.messages[-1].endswith("later runs find them on disk")
     # Another copy of the package finds the code, unless its source or numba differs.
     shutil.copytree(Path(launch.__file__).parents[1], cache / "copied" / "kernels")
     monkeypatch.syspath_prepend(cache)
@@ -224,20 +243,18 @@ def test_a_cache_that_cannot_be_written_is_said_and_survived(
         launch.prepare(REGION)
     assert launch._regions[REGION].address
     assert all(word in caplog.text for word in words)
+    assert ("it happens once" in caplog.text) == (compiler is not None)  # else every process compiles
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_compiler_that_fails_is_told_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_COMPILER", "print('first'); raise SystemExit('this is why')")
+def test_a_compiler_that_takes_long_and_fails_is_told_with_its_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "_LINE_S", 0.05)
+    code = "import time; print('first'); time.sleep(0.5); raise SystemExit('this is why')"
+    monkeypatch.setattr(launch, "_COMPILER", code)
     with pytest.raises(RuntimeError, match=rf"{REGION} could not be compiled for this CPU, .*: this is why"):
         launch.prepare(REGION)
-
-
-def test_a_long_compilation_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(launch, "_LINE_S", 0.05)
-    code = "import sys, time; time.sleep(0.5); print('done', file=sys.stderr)"
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as compiler:
-        assert launch._output(compiler) == "done\n"
     assert "still compiling after 0 s" in caplog.messages
 
 
@@ -255,7 +272,7 @@ def test_the_first_process_computes_the_bits_of_all_later_ones(example_model: Pa
     command = [sys.executable, "-c", code, str(bundle)]
     how: dict[str, Any] = {"env": environment, "check": True, "capture_output": True, "text": True}
     first, later = (subprocess.run(command, **how) for _ in range(2))
-    assert "compiling 1 kernel for" in first.stderr
+    assert "it happens once" in first.stderr
     assert "compiling" not in later.stderr
     assert first.stdout == later.stdout
 
@@ -266,10 +283,10 @@ import logging, torch
 logging.basicConfig()
 from wisparse.kernels.cpu import launch
 launch._candidates = lambda: iter(["libdoes-not-exist.so"])
-from cpu_linear import sparse_linear, transpose
+from cpu_linear import sparse_linear
 assert launch.team_size() == 1
 weight, x = torch.randn(70, 50), torch.randn(50)
-torch.testing.assert_close(sparse_linear(x, transpose(weight), None, torch.ones(50), 0.0), weight @ x)
+torch.testing.assert_close(sparse_linear(x, weight, None, torch.ones(50), 0.0), weight @ x)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
@@ -370,23 +387,8 @@ def test_tiles_multiply_many_rows(kind: str, rows: int) -> None:
     """The whole product, with AMX's tiles or what they compute; bits that do not depend on the number of rows."""
     if intrinsics.HAS_TILES and not cpu_weights.has_tiles():
         pytest.skip("the system gives this process no tiles")
-    n, k = 96, 640
-    weight, x = torch.randn(n, k) * k**-0.5, torch.randn(rows, k).bfloat16()
-    bias = torch.randn(n).bfloat16()
-    if kind == "native":
-        matrix = Matrix(StoredAs.BASE, torch.empty(k, n, dtype=torch.bfloat16), (n, k))
-        matrix.store(0, weight.bfloat16())
-    elif kind == "int8":
-        matrix = Matrix(StoredAs.INT8, torch.empty(k, n, dtype=torch.int8), (n, k), scale=torch.empty(n))
-        matrix.store(0, quantise("int8", weight))
-    elif kind == "graded":
-        matrix = Matrix.int4((n, k), 128, torch.bfloat16, False, 2)
-        matrix.store(0, interleaved(quantise("int8", weight, group=128, scale_dtype=torch.bfloat16, graded=True)))
-    else:
-        matrix = Matrix.int4((n, k), 128, torch.bfloat16, zero_points=kind != "int4")
-        matrix.store(0, quantise("int4", weight, group=128, scale_dtype=torch.bfloat16))
-        if matrix.zero is not None:
-            matrix.zero.random_(0, 16)
+    x, bias, weight = torch.randn(rows, 640).bfloat16(), torch.randn(96).bfloat16(), torch.randn(96, 640) * 640**-0.5
+    matrix, weight = laid_out(kind, weight.bfloat16(), 128, torch.bfloat16)
     if kind == "graded":
         given, x = x, torch.stack((16 * x, x), -1).flatten(1)
     product = matrix._multiply_tiles(x, bias)
@@ -394,7 +396,6 @@ def test_tiles_multiply_many_rows(kind: str, rows: int) -> None:
         assert torch.equal(matrix.linear(given, bias), product)
         high = torch.stack((16 * given, 0 * given), -1).flatten(1)
         assert torch.equal(matrix.linear(given, bias, 0 * given), matrix._multiply_tiles(high, bias))
-    numbers = matrix._dequantize(0, n, torch.bfloat16).t() if matrix.stored_as == StoredAs.INT4 else matrix.data
-    scale = 1 if matrix.scale is None or kind != "int8" else matrix.scale
-    torch.testing.assert_close(product.float(), x.float() @ numbers.float() * scale + bias, rtol=2**-8, atol=1e-3)
+    numbers = weight.bfloat16() if matrix.stored_as == StoredAs.INT4 else weight
+    torch.testing.assert_close(product.float(), x.float() @ numbers.float().T + bias, rtol=2**-8, atol=1e-3)
     assert torch.equal(product[:1], matrix._multiply_tiles(x[:1], bias))

@@ -17,10 +17,9 @@ TESTS = Path(__file__).resolve().parent
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 CASES = {
     "kernels are their twins": "triton_cases.py",
-    "products of codes are their twins": "triton_codes_cases.py",
+    "products of codes and sampling are their twins": "triton_codes_cases.py",
     "experts are their twins": "triton_experts_cases.py",
     "the decoder is the plain one, with weights in codes too": "triton_decoder_cases.py",
-    "sampling on the device is its twin": "triton_sample_cases.py",
     "the decoder keeps its promises": "triton_runtime_cases.py",
     "a head drafts as on other back ends": "test_runtime_heads.py",
     "graded experts are read by planes": "test_experts.py::test_graded_experts",

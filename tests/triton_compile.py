@@ -59,17 +59,8 @@ from wisparse.kernels.gpu.weights import FusedLinear, empty_weight, widen
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 I8, I32, I64 = torch.int8, torch.int32, torch.int64
-TYPES = {
-    torch.int16: "i16",
-    torch.uint16: "u16",
-    BF16: "bf16",
-    FP16: "fp16",
-    FP32: "fp32",
-    FP64: "fp64",
-    I8: "i8",
-    I32: "i32",
-    I64: "i64",
-}
+TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32", FP64: "fp64", I8: "i8", I32: "i32", I64: "i64"}
+TYPES |= {torch.int16: "i16", torch.uint16: "u16"}
 META = torch.device("meta")
 SHAPES = {  # Llama-3.1-8B's: K, widths, source, target
     "qkv": (4096, (4096, 1024, 1024), "hidden", "plain"),
@@ -341,44 +332,32 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
     for group, kind, batch in (("qkv", "sparse", 1), ("o", "rows", 2), ("down", "batch", 8)) if arch == 90 else ():
         tile = tile_of(group, kind, measured=True)
         yield linear(f"{kind} {batch} by row", tile, group, batch, pdl=False, by_row=True)
-    for name, group, kind, batch, changes in (  # what families beyond Llama's launch
-        ("gelu", "gate_up", "sparse", 1, {"norm": FP32, "target": "gelu_tanh"}),
-        ("gelu", "gate_up", "batch", 8, {"norm": FP32, "target": "gelu_tanh"}),
-        ("offset", "qkv", "sparse", 1, {"norm": FP32}),
-        ("offset", "qkv", "rows", 2, {"norm": FP32}),
-        ("offset", "qkv", "batch", 8, {"norm": FP32}),
-        ("unnormed", "qkv", "sparse", 1, {"source": "plain"}),
-        ("beside", "o", "sparse", 1, {"target": "plain"}),
-        ("beside", "down", "batch", 8, {"target": "plain"}),
+    for name, changes, launches in (  # what families beyond Llama's launch
+        ("gelu", {"norm": FP32, "target": "gelu_tanh"}, "gate_up sparse 1, gate_up batch 8"),
+        ("offset", {"norm": FP32}, "qkv sparse 1, qkv rows 2, qkv batch 8"),
+        ("unnormed", {"source": "plain"}, "qkv sparse 1"),
+        ("beside", {"target": "plain"}, "o sparse 1, down batch 8"),
     ):
-        yield linear(f"{kind} {batch} {name}", tile_of(group, kind), group, batch, **changes)
-    for group, rows, dense, quant, dtype in (
-        ("gate_up", 1, True, ("int4", 128, False), BF16),
-        ("gate_up", 1, False, ("int4", 128, False), BF16),
-        ("qkv", 1, False, ("int4", 64, True), FP16),
-        ("o", 1, False, ("int4", 128, False), BF16),
-        ("down", 2, False, ("int4", 128, False), BF16),
-        ("gate_up", 8, False, ("int4", 128, False), BF16),
-        ("qkv", 16, True, ("int4", 128, True), BF16),
-        ("gate_up", 1, False, ("int8", 0, False), BF16),
-        ("o", 1, True, ("int8", 0, False), FP16),
-        ("down", 8, True, ("int8", 128, True), BF16),
-        ("down", 1, False, ("fp8", 0, False), BF16),
-        ("qkv", 8, False, ("fp8", 0, False), FP16),
-        ("gate_up", 32, False, ("int4", 128, True), BF16),
-        ("down", 32, True, ("int8", 0, False), BF16),
-        ("qkv", 32, False, ("fp8", 0, False), FP16),
-        ("o", 32, False, ("graded", 128, False), BF16),
-        ("qkv", 1, False, ("graded", 128, False), BF16),
-        ("o", 1, False, ("graded", 128, False), BF16),
-        ("gate_up", 1, True, ("graded", 128, False), BF16),
-        ("down", 2, False, ("graded", 128, False), FP16),
-        ("gate_up", 8, False, ("graded", 128, False), BF16),
+        for group, kind, batch in map(str.split, launches.split(", ")):
+            yield linear(f"{kind} {batch} {name}", tile_of(group, kind), group, int(batch), **changes)
+    for quant, dtype, launches in (
+        (("int4", 128, False), BF16, "gate_up 1 dense, gate_up 1, o 1, down 2, gate_up 8"),
+        (("int4", 64, True), FP16, "qkv 1"),
+        (("int4", 128, True), BF16, "qkv 16 dense, gate_up 32"),
+        (("int8", 0, False), BF16, "gate_up 1, down 32 dense"),
+        (("int8", 0, False), FP16, "o 1 dense"),
+        (("int8", 128, True), BF16, "down 8 dense"),
+        (("fp8", 0, False), BF16, "down 1"),
+        (("fp8", 0, False), FP16, "qkv 8, qkv 32"),
+        (("graded", 128, False), BF16, "gate_up 1 dense, qkv 1, o 1, gate_up 8, o 32"),
+        (("graded", 128, False), FP16, "down 2"),
     ):
-        tile, _ = plan.choose_tile(Gpu(arch, 132), llama_linear(group, dense, dtype, quant).shape, rows)
-        name = f"{quant[0]}-{quant[1]} {plan.regime(rows, dense=dense)} {rows}"
-        ends = {"source": "plain", "target": "plain"} if rows > 16 else {}
-        yield linear(name, tile, group, rows, dense=dense, dtype=dtype, quant=quant, count=not dense, **ends)
+        for group, count, *more in map(str.split, launches.split(", ")):
+            rows, dense = int(count), bool(more)
+            tile, _ = plan.choose_tile(Gpu(arch, 132), llama_linear(group, dense, dtype, quant).shape, rows)
+            name = f"{quant[0]}-{quant[1]} {plan.regime(rows, dense=dense)} {rows}"
+            ends = {"source": "plain", "target": "plain"} if rows > 16 else {}
+            yield linear(name, tile, group, rows, dense=dense, dtype=dtype, quant=quant, count=not dense, **ends)
 
 
 def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:

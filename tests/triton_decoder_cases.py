@@ -5,6 +5,7 @@ Run as triton_cases.py is; under the interpreter the launches of a graph run one
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,11 @@ def make_bundle(name: str, sparsity: float, **changes: int):
     return SimpleNamespace(config=config, checkpoint=checkpoint, masks=masks)
 
 
+def both(bundle: Any, **settings: Any) -> tuple[CudaDecoder, TorchDecoder]:
+    """The decoder in float32, and the plain one in float64: they part only where rounding decides."""
+    return CudaDecoder(bundle, dtype=torch.float32, **settings), TorchDecoder(bundle, dtype=torch.float64, **settings)
+
+
 def assert_as_exact(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor, times: float = 4.0) -> None:
     """Logits (..., V) are as near to float64's as the plain decoder's own in the same dtype are: within ``times`` the
     largest of its rows' errors, and at least some roundings of the largest logit."""
@@ -108,10 +114,7 @@ def test_a_cache_in_codes(name: str, stored: str) -> None:
     their own, no further from float64's logits than the plain decoder."""
     bundle = make_bundle(name, 0.0)
     settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": 2, "kv_cache_dtype": stored}
-    fast, slow = (
-        CudaDecoder(bundle, dtype=torch.float32, **settings),
-        TorchDecoder(bundle, dtype=torch.float64, **settings),
-    )
+    fast, slow = both(bundle, **settings)
     for slot in range(2):
         expected, found = (decoder.prefill(slot, PROMPT[:5] + slot, 5)[None].clone() for decoder in (slow, fast))
     for _ in range(2 if DEVICE.type == "cpu" else 18):
@@ -139,24 +142,22 @@ def test_a_cache_in_codes(name: str, stored: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma4", marks=pytest.mark.quick), "mistral"])
 def test_rows_that_continue_one_another(name: str) -> None:
-    """A row sees the rows of its slot before it; what was taken back is written over."""
+    """A row sees the rows of its slot before it; what was taken back is written over. The last slot's are sampled."""
     bundle, settings = make_bundle(name, 0.5), {"device": DEVICE, "max_seq_len": 24, "max_batch": 3}
-    fast, slow = (
-        CudaDecoder(bundle, dtype=torch.float32, **settings),
-        TorchDecoder(bundle, dtype=torch.float64, **settings),
-    )
+    choices = [SamplingParams(), SamplingParams(), SamplingParams(0.8, seed=1)]
+    fast, slow = both(bundle, **settings)
     for decoder in (fast, slow):
         for slot in (0, 2):
             decoder.prefill(slot, (PROMPT + slot) % 70, 4)
     for given, length in (([[3, 9, 14, 1], [], [8]], 11), ([[5], [], [6, 7]], 12)):
-        (chosen, found), (near, expected) = (d.verify(given, [SamplingParams()] * 3) for d in (fast, slow))
+        (chosen, found), (near, expected) = (d.verify(given, choices) for d in (fast, slow))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(chosen.cpu(), near.cpu())
         assert fast.lengths == slow.lengths
         for decoder in (fast, slow):
             decoder.truncate(0, length)
     follow_on = torch.tensor([2, -1, 3])
-    found, expected = fast.step(follow_on, [SamplingParams()] * 3), slow.step(follow_on, [SamplingParams()] * 3)
+    found, expected = fast.step(follow_on, choices), slow.step(follow_on, choices)
     assert found[[0, 2]].tolist() == expected[[0, 2]].tolist()
 
 
@@ -193,18 +194,10 @@ def within_half_precision(fast, slow, exact, run, *, times=3):
 @pytest.mark.parametrize(
     ("family", "rows"),
     [
-        ("gemma2", 1),
-        ("gemma2", 2),
-        ("gemma2", 4),
-        ("gemma4", 2),
-        ("olmo3", 1),
-        ("ernie", 4),
-        ("qwen3.5", 4),
-        ("qwen3-moe", 2),
-        ("gpt-oss", 2),
-        ("gemma4-moe", 1),
+        ("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma4", 2), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4),
+        ("qwen3-moe", 2), ("gpt-oss", 2), ("gemma4-moe", 1),
     ],
-)
+)  # fmt: skip
 def test_a_familys_rows_in_half_precision(family, rows):
     bundle, settings = make_bundle(family, 0.5), {"device": DEVICE, "max_seq_len": 24, "max_batch": rows}
     fast = CudaDecoder(bundle, dtype=torch.float16, **settings)
@@ -277,8 +270,7 @@ def test_a_bundles_own_codes_at_every_level(scheme: str, tmp_path: Path) -> None
     source = quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]())
     bundle = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source))
     settings = {"device": DEVICE, "max_seq_len": 24}
-    fast = CudaDecoder(bundle, dtype=torch.float32, **settings)
-    slow = TorchDecoder(bundle, dtype=torch.float64, **settings)
+    fast, slow = both(bundle, **settings)
     assert fast.weights.blocks[0].qkv.weight.quant == bundle.checkpoint.matrix(QUERY).kind
     follow(fast, slow, 2)
     if scheme == "awq":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import Drafts, PoisonedPages
+from bundle_maker import PoisonedPages
 from triton_decoder_cases import DEVICE, assert_as_exact, make_bundle, within_half_precision
 
 from wisparse.formats.errors import ContextLengthError, UsageError
@@ -21,7 +21,6 @@ from wisparse.runtime.cuda.wide import WideStep
 from wisparse.runtime.decoding.cache import paging_of
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
-from wisparse.runtime.generation import scheduler as scheduling
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import SpeculativeConfig
@@ -286,28 +285,6 @@ def test_scarce_memory_changes_no_token(stored, monkeypatch, launches):
         assert scheduler.stats.drafts.drafts > 0
         decoder.close()
     assert found[scarce] == found[None]
-
-
-def test_answers_with_drafts_are_those_without(monkeypatch):
-    """One greedy, one sampled, drafts right and wrong."""
-    decoder = make(CudaDecoder, max_batch=2)
-    decoder.speculates, decoder.verify_margin = True, 0.0
-
-    def answers(config: SpeculativeConfig | None) -> tuple[list[Request], Scheduler]:
-        scheduler = Scheduler(decoder, speculative=config)
-        requests = [
-            scheduler.add(Request([*PROMPT.tolist(), i], 8, sampling=SamplingParams(i / 2, seed=3))) for i in range(2)
-        ]
-        while scheduler.busy:
-            scheduler.step(lambda: False)
-        return requests, scheduler
-
-    plain, _ = answers(None)
-    known = {tuple(one.prompt_token_ids): one.output_token_ids for one in plain}
-    monkeypatch.setattr(scheduling, "make_drafter", lambda *given: Drafts("random", known, given[-1]))
-    found, scheduler = answers(SpeculativeConfig())
-    assert [one.output_token_ids for one in found] == list(known.values())
-    assert 0 < scheduler.stats.drafts.accepted_tokens < scheduler.stats.drafts.drafted_tokens
 
 
 def test_a_step_ahead_is_forgotten_when_something_else_is_asked_for():
