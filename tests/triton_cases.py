@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from wisparse.formats.model_config import DeltaNet
 from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
+from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
@@ -22,7 +24,8 @@ from wisparse.kernels.gpu.plan import GemvTile, Scratch, launch_linear, plan
 from wisparse.kernels.gpu.reduction import EMPTY
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 from wisparse.kernels.reference import keep_mask
-from wisparse.runtime.decoding.cache import quantise
+from wisparse.runtime.decoding.cache import DeltaState, quantise
+from wisparse.runtime.torch.block import DeltaWeights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -444,3 +447,50 @@ def test_embedding_logits_and_argmax(dtype, size, int8):
     lowest = [(row == row.max()).nonzero()[0].item() for row in out.logit]
     assert following.tolist() == [-1 if t < 0 else v for t, v in zip(tokens.tolist(), lowest, strict=True)]
     assert positions.tolist() == [3 + i + (t >= 0) for i, t in enumerate(tokens.tolist())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_delta_net_is_the_plain_one_position_by_position(dtype, normed):
+    """Two steps of three rows, one of them idle, whose sides keep what they hold; heads that share keys, odd sizes."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, rows, eps, config = 72, 3, 1e-5, DeltaNet(2, 6, 12, 20, 3)
+
+    def random(*shape, kind=dtype):
+        return torch.randn(shape, generator=generator).to(kind).to(DEVICE)
+
+    mixed, heads = config.mixed_size, config.value_heads
+    weights = DeltaTensors(
+        random(heads, hidden), random(heads, hidden), random(mixed, 1, config.taps), random(heads), random(heads),
+        random(config.value_dim),
+    )  # fmt: skip
+    twin = DeltaWeights(config, *(tensor.double() for tensor in weights), eps)
+    inputs = random(2, rows, config.taps - 1, mixed)
+    state = random(2, rows, heads, config.key_dim, config.value_dim, kind=torch.float32)
+    memory = DeltaMemory(inputs, state, inputs.stride(0), state.stride(0))
+    tokens = torch.tensor([3, -1, 0], device=DEVICE)
+    positions, slots = torch.tensor([[4, 4, 7], [0, 1, 2]], dtype=torch.int32, device=DEVICE)
+    idle = inputs[:, 1].clone(), state[:, 1].clone()
+    kept = {row: DeltaState(inputs[at % 2, row].double(), state[at % 2, row].double()) for row, at in ((0, 4), (2, 7))}
+    out = torch.empty(rows, config.value_size, dtype=dtype, device=DEVICE)
+    norm = random(hidden) if normed else None
+    for _ in range(2):
+        x, new = random(rows, hidden), random(rows, mixed + config.value_size)
+        ssq = (x.float() ** 2).sum(1, keepdim=True)
+        given = DeltaInput(new, x, ssq if normed else None, norm)
+        launch_delta_net(
+            given, weights, memory, Rows(tokens, positions, slots), out, key_heads=config.key_heads, eps=eps
+        )
+        for row, before in kept.items():
+            n, own = x[row : row + 1].double(), new[row : row + 1].double()
+            if norm is not None:
+                n = n * (n.square().mean() + eps).rsqrt() * norm.double()
+            expected = twin(n, own[:, :mixed], own[:, mixed:], before)[0]
+            rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 4e-2)
+            torch.testing.assert_close(out[row].double(), expected, rtol=rtol, atol=atol)
+            side = (int(positions[row]) + 1) % 2
+            torch.testing.assert_close(state[side, row].double(), before.state, rtol=rtol, atol=atol)
+            assert torch.equal(inputs[side, row].double(), before.inputs)
+        positions += (tokens >= 0).int()
+    assert torch.equal(inputs[:, 1], idle[0])
+    assert torch.equal(state[:, 1], idle[1])
