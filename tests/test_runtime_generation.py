@@ -18,7 +18,7 @@ from bundle_maker import run as run_to_the_end
 from served import with_template
 
 import wisparse
-from wisparse import BundleError, ContextLengthError, Model, UsageError
+from wisparse import ContextLengthError, Model, UsageError
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.decoding.decoder import default_limits, weight_bytes
 from wisparse.runtime.generation.request import Request
@@ -39,19 +39,6 @@ def tiny(variant_bundle: Callable[[str], Path]) -> Bundle:
 
 def tiny_scheduler(tiny: Bundle) -> Scheduler:
     return Scheduler(cpu_decoder(tiny, "torch", max_seq_len=32))
-
-
-SOLVED = ">>> 1 + 2\n3\n>>> 4 + 4\n8\n>>> 'ab' + 'c'\n'abc'\n>>> 10 + 7\n"
-
-
-def test_text_of_the_real_model(model: Model) -> None:
-    answer = model.generate(SOLVED, max_new_tokens=40, stop="\n>>>", measure_sparsity=True)
-    assert (answer.text, answer.finish_reason) == ("17", "stop")
-    assert answer.prompt_tokens == len(model.text.encode(SOLVED))
-    assert 0.2 < answer.realised_sparsity < 0.6
-    assert answer.prompt_tok_per_s > 0
-    assert answer.generation_tok_per_s > 0
-    assert answer.peak_memory_bytes > 10**8
 
 
 def test_seeds(model: Model) -> None:
@@ -177,16 +164,6 @@ def test_bad_arguments(model: Model) -> None:
             call([5, 6], system_prompt="y")
 
 
-def test_weights_that_are_not_finite_are_not_loaded(bundle: Path, tmp_path: Path) -> None:
-    for file in bundle.iterdir():
-        data = bytearray(file.read_bytes())
-        if file.name.startswith("model-"):
-            data[-1000:-992] = b"\xff" * 8
-        (tmp_path / file.name).write_bytes(data)
-    with pytest.raises(BundleError, match="NaN or infinity"):
-        wisparse.load(tmp_path, backend="torch")
-
-
 def test_a_stream_may_be_pulled_by_a_thread_pool(model: Model) -> None:
     expected = model.generate("def f(", max_new_tokens=8).token_ids
     wanted = [chunk.token_id for chunk in model.stream("import os\n", max_new_tokens=12)]
@@ -238,11 +215,6 @@ def test_default_limits(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     for max_batch, expected in ((None, (4, 5000, 36)), (10, (10, 5000, 30))):
         found = default_limits(config, torch.float32, torch.device("cpu"), max_batch, None, 1000, states=3)
         assert (*found[:2], found[2] / 3) == expected
-
-
-def test_a_batch_as_large_as_memory_allows(tiny: Bundle) -> None:
-    with wisparse.load(tiny.folder, backend="torch", max_batch=None) as model:
-        assert model.decoder.max_batch == 8
 
 
 @pytest.mark.exhaustive
