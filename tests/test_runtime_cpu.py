@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import bundle_maker
 import psutil
 import pytest
 import torch
-from bundle_maker import make_bundle
 from family_cases import PLAIN
 from runtime_models import HYBRIDS, SMALL
 from torch import Tensor
@@ -23,7 +23,6 @@ from wisparse.formats.weight_types import group_of, round_weight
 from wisparse.kernels.cpu import launch as cpu_team
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
-from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.cpu import decoder as cpu_step
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.cpu.weights import CpuProjection, read_matrix
@@ -32,7 +31,6 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 
 # Every feature once: also biases, odd head sizes, other windows and rotary scalings, tied weights.
 VARIANTS = ("llama-bias", "llama-head-dim", "qwen3", "phi3-window", "phi3-long", *PLAIN, *SMALL)
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +54,8 @@ def opened(variant_bundle: Callable[[str], Path]) -> Callable[[str], Bundle]:
     return lambda name: Bundle.open(variant_bundle(name))
 
 
-def cpu_decoder(bundle: Bundle, dtype: torch.dtype = torch.float32, max_batch: int = 1, **settings: str) -> CpuDecoder:
-    decoder = make_decoder(bundle, device=CPU, dtype=dtype, max_seq_len=100, max_batch=max_batch, **settings)
-    assert isinstance(decoder, CpuDecoder)
-    return decoder
-
-
-def torch_decoder(bundle: Bundle, dtype: torch.dtype = torch.float32, max_batch: int = 1) -> TorchDecoder:
-    return TorchDecoder(bundle, device=CPU, dtype=dtype, max_seq_len=100, max_batch=max_batch)
+cpu_decoder = partial(bundle_maker.cpu_decoder, backend="numba", max_seq_len=100)
+torch_decoder = partial(bundle_maker.cpu_decoder, backend="torch", max_seq_len=100)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -149,8 +141,8 @@ def test_16_bits_are_as_good(bundle: Path, opened: Callable[[str], Bundle], whic
         model = dataclasses.replace(model, config=dataclasses.replace(model.config, embedding_multiplier=7.77))
     steps, prompt = tokens(20, 1), tokens(16, seed=5)
     exact = decode_all(torch_decoder(model), [prompt], steps)
-    mine = (decode_all(cpu_decoder(model, dtype), [prompt], steps) - exact).abs().mean()
-    theirs = (decode_all(torch_decoder(model, dtype), [prompt], steps) - exact).abs().mean()
+    mine = (decode_all(cpu_decoder(model, dtype=dtype), [prompt], steps) - exact).abs().mean()
+    theirs = (decode_all(torch_decoder(model, dtype=dtype), [prompt], steps) - exact).abs().mean()
     assert 0 < mine < theirs
 
 
@@ -173,7 +165,7 @@ def test_bits_are_reproducible(opened: Callable[[str], Bundle], variant: str, dt
     steps = tokens(12, 3)
     results = []
     for threads, together in ((1, True), (2, True), (3, False), (6, True)):
-        decoder = cpu_decoder(bundle, dtype, max_batch=3, weights=weights)
+        decoder = cpu_decoder(bundle, dtype=dtype, max_batch=3, weights=weights)
         torch.set_num_threads(1)  # the prefill is torch's, and its bits may depend on them
         for slot, prompt in enumerate(PROMPTS):
             decoder.prefill(slot, prompt, len(prompt))
@@ -214,10 +206,10 @@ def test_a_short_prompt_is_read_by_the_step(
         assert (mine[1] or 0) == pytest.approx(theirs[1] or 0, abs=0.02)
 
 
-def test_16_bits_take_about_as_long_as_float32(example_model: Path, tmp_path: Path) -> None:
-    bundle, prompt, prompts, steps = Bundle.open(make_bundle(example_model, tmp_path / "out")), tokens(64), [], []
+def test_16_bits_take_about_as_long_as_float32(bundle: Path) -> None:
+    model, prompt, prompts, steps = Bundle.open(bundle), tokens(64), [], []
     for dtype in (torch.float32, torch.bfloat16):
-        decoder = cpu_decoder(bundle, dtype)
+        decoder = cpu_decoder(model, dtype=dtype)
         prompts.append(min(timeit.repeat(partial(decoder.prefill, 0, prompt, len(prompt)), number=1, repeat=5)))
         steps.append(min(timeit.repeat(partial(decoder.decode, torch.tensor([5])), number=1, repeat=30)))
     assert prompts[1] < 4 * prompts[0]  # 50 to 80 times where torch has a slow product
@@ -307,7 +299,7 @@ print(json.dumps([(after - before) * 1024, sum(info.nbytes for info in bundle.ch
     settings = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "vocab_size": 101}
     config = AutoConfig.for_model("llama", num_attention_heads=8, **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
-    bundle = make_bundle(tmp_path / "source", tmp_path / "bundle")
+    bundle = bundle_maker.make_bundle(tmp_path / "source", tmp_path / "bundle")
     cases = ("torch", "native", 1.0), ("numba", "native", 1.0), ("numba", "int4", 0.14)
     for backend, weights, share in cases:
         command = [sys.executable, "-c", script, bundle, backend, weights]
