@@ -18,7 +18,7 @@ from bundle_maker import run as run_to_the_end
 from served import with_template
 
 import wisparse
-from wisparse import ContextLengthError, Model, UsageError
+from wisparse import BundleError, ContextLengthError, Model, UsageError
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.decoding.decoder import default_limits, weight_bytes
 from wisparse.runtime.generation.request import Request
@@ -162,6 +162,16 @@ def test_bad_arguments(model: Model) -> None:
             call("x", system_prompt="y", chat_template=False)
         with pytest.raises(UsageError, match="token ids stand for themselves"):
             call([5, 6], system_prompt="y")
+
+
+def test_weights_that_are_not_finite_are_not_loaded(bundle: Path, tmp_path: Path) -> None:
+    for file in bundle.iterdir():
+        data = bytearray(file.read_bytes())
+        if file.name.startswith("model-"):
+            data[-1000:-992] = b"\xff" * 8
+        (tmp_path / file.name).write_bytes(data)
+    with pytest.raises(BundleError, match="NaN or infinity"):
+        wisparse.load(tmp_path, backend="torch")
 
 
 def test_a_stream_may_be_pulled_by_a_thread_pool(model: Model) -> None:
