@@ -382,7 +382,7 @@ def test_calls_that_have_to_be(server: Running, syntax: str) -> None:
     said, calls, _ = _ask(server, "", syntax, False, tools=either, **more)
     assert (said, [call.function.name in ("weather", "f") for call in calls]) == ("", [True])
     assert _ask(server, "", syntax, False, 40, tools=[WEATHER], tool_choice="required", temperature=0)[1]
-    found = server.chat("?", tools=[WEATHER], tool_choice="required", max_tokens=40)
+    found = server.chat("?", tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_tokens=120)
     assert found.choices[0].message.content is None
     nested = function(name="nested", parameters=LISTED)  # with definitions
     for tools in ([nested], [WEATHER, nested]):
