@@ -2,19 +2,16 @@
 
     python tests/hostile.py 0:17 1:3        # case 17 of seed 0, case 3 of seed 1; prints one JSON document
 
-A case copies a small bundle, damages the copy in one to three ways (``hostile_mutations``), in half of the cases makes
-all digests fit again as a forger would, and gives it to ``verify``, to ``load`` with generation, and now and then to
-the commands. Some cases do the damage after ``verify``, or between the opening and the reading. What must come out:
+A case copies a small bundle, damages the copy in one to three ways (``hostile_mutations``), before or after ``verify``,
+or between opening and reading; often it makes all digests fit again, as a forger would. What must come out:
 
     refused      BundleError (exit code 6) from loading, or
     identical    accepted, and the same meaning and the same tokens as the intact bundle, or
     unverified   damage to a weight that is still a number: loading accepts it, ``verify`` refuses it, or
-    forged       digests that fit a well-formed bundle of another content: nothing to object to. It generates, or says
-                 why it cannot: a prompt that its tokenizer makes empty, or weights that overflow.
+    forged       digests that fit a well-formed bundle of another content. It generates, or says why it cannot.
 
-Anything else fails the case: another exception, more than `SECONDS` of processor time for one step, resident memory
-that grows by more than `MEGABYTES` (or address space beyond a few gigabytes), a file touched, other tokens than the
-intact bundle's.
+Anything else fails the case, as does a step that takes more than `SECONDS` of processor time or `MEGABYTES` of memory,
+and a reader that changes a file.
 """
 
 import contextlib

@@ -178,7 +178,8 @@ def _odd(random: Random, value: Any) -> Any:
     return random.choice([*_NUMBERS, *_TEXTS, *_WORDS, *_ODD])
 
 
-def _change_document(random: Random, file: Path) -> str:
+def _change_document(random: Random, folder: Path, *patterns: str) -> str:
+    file = _pick(random, folder, *patterns)
     document, rest = _read_document(file)
     container, key = _place(random, document)
     kind = random.choice(["replace"] * 6 + ["remove", "rename", "add", "copy", "swap", "twice"])
@@ -205,7 +206,7 @@ def _change_document(random: Random, file: Path) -> str:
 
 def odd_json(random: Random, folder: Path) -> str:
     shutil.copytree(folder.parent / "outside", folder / "sub")
-    return _change_document(random, _pick(random, folder, "*.json"))
+    return _change_document(random, folder, "*.json")
 
 
 def lying_length(random: Random, folder: Path) -> str:
@@ -287,22 +288,18 @@ def _replace(pattern: Any, content: str = "\u2581") -> dict[str, Any]:
 
 
 _FLAGS = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
-_PIECES = [{"SpecialToken": {"id": "nothing", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
 # Where in ``tokenizer.json``, and what then stands there, or is added to what does.
 _TOKENIZERS: list[tuple[str, Any]] = [
     ("vocab", {f"token{index}": index for index in range(300, 200_000)}),
     ("vocab", {"x" * 1_000_000: 300}),
     ("vocab", {"a": 2**32 - 1}),
     ("merges", [["\u0120", "t"]] * 1000),
-    ("merges", [["a", "b"]]),
     ("normalizer", _nested(30)),
     ("normalizer", _nested(300)),
     *(("normalizer", _replace({"Regex": regex})) for regex in ("(a+)+$", "(", "(?<=a{1,1000}){1000}", "(x*)*y", "x*")),
-    ("normalizer", _replace({"String": ""})),
     ("added_tokens", [{"id": 257, "content": "a", "special": True, **_FLAGS}]),
     ("added_tokens", [{"id": 2**31, "content": "x" * 100_000, "special": True, **_FLAGS}]),
     ("added_tokens", [{"id": 0, "content": "", "special": True, **_FLAGS}]),
-    ("post_processor", {"type": "TemplateProcessing", "single": _PIECES, "pair": _PIECES, "special_tokens": {}}),
 ]
 
 
@@ -322,13 +319,24 @@ def bad_tokenizer(random: Random, folder: Path) -> str:
     return f"{key} {value!r:.60}"
 
 
-# What is worse is in tests/test_runtime_tokenizer.py.
+# Out of the sandbox, never done, more than memory; more of them in test_runtime_tokenizer.py.
 _TEMPLATES = (
-    "", "\0", "{% if", "{{ messages }}", "{{ messages[99].x.y }}", "{{ raise_exception('\x1b[2J') }}",
-    "{{ cycler.__init__.__globals__ }}", "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-    "{{ 'x' * 10**12 }}", "{{ range(10**9) | list }}", "{{ ('b' * 10**6).join(('a' * 10**6) | list) }}",
-    "{% set n = namespace(s=['x']) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
-)  # fmt: skip
+    "",
+    "\0",
+    "{% if",
+    "{{ messages }}",
+    "{{ messages[99].x.y }}",
+    "{{ raise_exception('\x1b[2J') }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{% include '/etc/passwd' %}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 9**9**9 }}",
+    "{{ 'x' * 10**12 }}",
+    "{{ 'x' | center(10**10) }}",
+    "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+)
 
 
 def bad_template(random: Random, folder: Path) -> str:
@@ -352,14 +360,9 @@ def lying_findings(random: Random, folder: Path) -> str:
     return text[:100]
 
 
-def odd_settings(random: Random, folder: Path) -> str:
-    return _change_document(random, _pick(random, folder, "config.json", "wisparse.json"))
-
-
-def odd_header(random: Random, folder: Path) -> str:
-    return _change_document(random, _pick(random, folder, "*.safetensors"))
-
-
-_ALL = (odd_settings, odd_header, cut_or_grow, flip_bits, splice, swap_files, not_a_file, more_files, odd_json)
-_ALL += (lying_length, json_bomb, odd_tensor, swap_tensors, bad_tokenizer, bad_template, lying_findings)
-MUTATIONS: dict[str, Callable[[Random, Path], str]] = {mutation.__name__: mutation for mutation in _ALL}
+_ALL = (cut_or_grow, flip_bits, splice, swap_files, not_a_file, more_files, odd_json, lying_length, json_bomb)
+_ALL += (odd_tensor, swap_tensors, bad_tokenizer, bad_template, lying_findings)
+MUTATIONS: dict[str, Callable[[Random, Path], str]] = {mutation.__name__: mutation for mutation in _ALL} | {
+    "odd_settings": lambda random, folder: _change_document(random, folder, "config.json", "wisparse.json"),
+    "odd_header": lambda random, folder: _change_document(random, folder, "*.safetensors"),
+}

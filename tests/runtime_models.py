@@ -217,9 +217,7 @@ def save_random(auto: Any, config: Any, name: str, out: Path) -> Path:
                 parameter.normal_(std=1.2 * parameter.shape[2] ** -0.5)
             elif name.endswith(("norm.weight", "layer_scalar")):
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith(
-                "conv1d.weight"
-            ):  # the norm of what a head recalls would magnify smaller values' rounding
+            elif name.endswith("conv1d.weight"):  # the norm of what a head recalls magnifies smaller values' rounding
                 parameter.normal_()
             else:
                 parameter.normal_(std=0.3)

@@ -1,5 +1,4 @@
-"""Keys and values: those stored in 8 bits (the codes, the back ends' agreement, what it costs and what it saves), and the
-pages that slots take and give back."""
+"""Keys and values: those stored in 8 bits, and the pages that slots take and give back."""
 
 import random
 from collections.abc import Callable
@@ -56,22 +55,6 @@ def test_back_ends_store_and_read_the_same(variant_bundle: Callable[[str], Path]
             same = own[0, :, :52].float() == other[0, :, :52].float()
             assert same.float().mean() > 0.999  # but for numbers that lie between two codes
     assert all(state.state.dtype == torch.float32 for state in fast._cache.recurrent.values())
-
-
-@pytest.mark.parametrize("backend", ["torch", "numba"])
-@pytest.mark.parametrize("stored", CODED)
-def test_tokens_depend_on_no_neighbour(variant_bundle: Callable[[str], Path], backend: str, stored: str) -> None:
-    bundle, prompts = (
-        Bundle.open(variant_bundle("llama")),
-        [list(range(3, 30)), [*range(3, 20), 50, 51], list(range(40, 45))],
-    )
-    together = Scheduler(small_chunks(bundle, backend, max_batch=3, kv_cache_dtype=stored))
-    requests = [together.add(Request(prompt, 12)) for prompt in prompts]
-    finish(together)
-    assert requests[1].cached_tokens in (0, 16)
-    for prompt, request in zip(prompts, requests, strict=True):
-        alone = finish(Scheduler(small_chunks(bundle, backend, kv_cache_dtype=stored)), Request(prompt, 12))
-        assert request.output_token_ids == alone.output_token_ids
 
 
 @pytest.mark.parametrize(("stored", "most"), [("int8", 0.001), ("fp8", 0.015)])

@@ -50,6 +50,10 @@ def _never(value: Any) -> bool:
     return False
 
 
+def _place(value: Any) -> bool:
+    return isinstance(value, Path) or (isinstance(value, str) and value == "2")
+
+
 def _within(kind: Any, low: float, high: float) -> Test:
     return lambda value: isinstance(value, kind) and value is not True and low <= value < high
 
@@ -168,15 +172,11 @@ def test_integers_and_numbers_of_any_kind(model: Model) -> None:
 
 # Argument of convert -> what of STRANGE it takes all the same; a path that leads nowhere has a sentence of its own.
 CONVERT: dict[str, Test] = {
-    **dict.fromkeys(
-        ["sparsity", "default", "min_top1", "method", "search", "num_generations", "num_offspring"], _never
-    ),
-    **dict.fromkeys(("num_samples", "seq_len", "seed", "dtype", "device", "revision", "weights"), _never),
+    **dict.fromkeys(("sparsity", "default", "min_top1", "method", "search", "num_generations"), _never),
+    **dict.fromkeys(("num_offspring", "num_samples", "seq_len", "seed", "dtype"), _never),
+    **dict.fromkeys(("device", "revision", "weights"), _never),
     **dict.fromkeys(("resume", "overwrite", "progress"), _true),
-    **dict.fromkeys(
-        ("model", "output_dir", "calibration", "work_dir"),
-        lambda value: isinstance(value, Path) or (isinstance(value, str) and value == "2"),
-    ),
+    **dict.fromkeys(("model", "output_dir", "calibration", "work_dir"), _place),
     "max_kl": _within(float, 0, math.inf),
     "max_shard_size": lambda value: type(value) in (int, str) and str(value) in ("2", str(2**70)),
 }

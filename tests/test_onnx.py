@@ -160,7 +160,6 @@ def test_names_and_weights_are_where_others_expect_them(bundle: Path, exported: 
     assert (described["model"]["type"], described["model"]["eos_token_id"]) == ("decoder", 2)
     assert (decoder["num_key_value_heads"], decoder["head_size"]) == (config.num_kv_heads, config.head_dim)
     assert described["search"]["past_present_share_buffer"] is False
-    # Weights are external aligned and stored once.
     initializers = load(exported).graph.initializer
     outside = {t.name: t for t in initializers if t.data_location == onnx.TensorProto.EXTERNAL}
     checkpoint = Bundle.open(bundle).checkpoint
@@ -190,18 +189,7 @@ def test_the_functions_body_is_the_reference_kernel(exported: Path, dtype: type,
         np.testing.assert_allclose(body.run(None, feeds, attributes={})[0], ours, rtol=tolerance, atol=tolerance)
 
 
-def test_float16_and_bfloat16(example_model: Path, tmp_path: Path) -> None:
-    bundle = Bundle.open(make_bundle(example_model, tmp_path / "bundle"))
-    report = export_onnx(bundle, tmp_path / "out", dtype="float16")["check"]
-    assert 1e-5 < report["projection_error"] < 5e-3  # it did compute in float16
-    assert report["dense_error"] < 2e-2
-    assert (tmp_path / "out" / "model.onnx.data").stat().st_size < 15e6
-    assert bundle.config.dtype == "bfloat16"
-    assert export_onnx(bundle, tmp_path / "auto", check=False)["dtype"] == "float32"
-
-
 def scaled_weights(variant: str, factor: float, folder: Path, *endings: str) -> Path:
-    """A bundle of a variant with the weights whose names end so multiplied."""
     source = make_checkpoint(variant, folder / "source")
     weights = load_file(source / "model.safetensors")
     weights = {name: weight * factor if name.endswith(endings) else weight for name, weight in weights.items()}
@@ -279,6 +267,16 @@ def test_misuse(bundle: Path, exported: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=message):
             export(bundle, place, **options)
     assert digests(export(bundle, out, overwrite=True)) == digests(exported)  # equal bundles give equal files
+
+
+def test_float16_and_bfloat16(example_model: Path, tmp_path: Path) -> None:
+    bundle = Bundle.open(make_bundle(example_model, tmp_path / "bundle"))
+    report = export_onnx(bundle, tmp_path / "out", dtype="float16")["check"]
+    assert 1e-5 < report["projection_error"] < 5e-3  # it did compute in float16
+    assert report["dense_error"] < 2e-2
+    assert (tmp_path / "out" / "model.onnx.data").stat().st_size < 15e6
+    assert bundle.config.dtype == "bfloat16"
+    assert export_onnx(bundle, tmp_path / "auto", check=False)["dtype"] == "float32"
 
 
 def test_the_command(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,23 +41,6 @@ def test_figures_hang_together(bundle: Path) -> None:
     assert found.speedup == pytest.approx(found.sparse.tok_per_s / found.dense.tok_per_s)
 
 
-def test_command_compares_all_that_weights_can_be_held_as(bundle: Path) -> None:
-    table = bench(bundle, "--all-weights").stdout.splitlines()
-    result = bench(bundle, "--all-weights", "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert list(found) == ["native", "int8", "int4"]
-    for kind in ("dense", "sparse"):
-        read = [found[name][kind]["bytes_per_step"] for name in found]
-        assert read[0] > read[1] > read[2]
-    assert [line.split()[:2] for line in table if line.startswith(("native ", "int"))] == [
-        [name, sparsity] for name in found for sparsity in ("dense", "0.4")
-    ]
-    result = bench(bundle, "--all-weights", "--weights", "int8")
-    assert result.exit_code == 2
-    assert "--all-weights goes without --weights" in result.output
-
-
 @pytest.mark.parametrize("columns", ["", "80"])
 def test_command_prints_a_whole_table(bundle: Path, columns: str) -> None:
     # An empty COLUMNS is none: as in a pipe. rich believes in a terminal if told to, and takes its width from COLUMNS.
@@ -73,6 +56,7 @@ def test_command_prints_a_whole_table(bundle: Path, columns: str) -> None:
 
 
 def test_options_that_do_not_fit_are_refused(bundle: Path) -> None:
+    assert "--all-weights goes without --weights" in bench(bundle, "--all-weights", "--weights", "int8").output
     for option, sentence in (
         ("--sparsity=0", "sparsity: expected a sparsity level to compare with the dense model, found 0"),
         ("--kernels", "--kernels: expected the triton back end on an NVIDIA GPU, found torch on cpu"),
@@ -85,7 +69,6 @@ def test_options_that_do_not_fit_are_refused(bundle: Path) -> None:
 
 @pytest.mark.parametrize("kind", [None, "pack int4 groups", "fp8 rows", "gptq"])
 def test_the_baseline_is_the_dense_model(kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens are our dense ones, whatever the weights are stored as; each run begins at the prompt again."""
     source = write_tiny_model(tmp_path / "source", tiny_config(tie_word_embeddings=False))
     if kind:
         source = quantise_model(source, tmp_path / "small", *PUBLISHED[kind]())
@@ -114,7 +97,7 @@ def test_the_baseline_is_the_dense_model(kind: str | None, tmp_path: Path, monke
             assert [int(token[row]) for token in taken] == expected[1:]
 
 
-def test_one_table_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_table_of_all_weights_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)  # a minute: the next test
     shown: list[Any] = []
     printed = bench_module._print_tables
@@ -123,12 +106,17 @@ def test_one_table_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 0, result.output
     ((found, baseline, _),) = shown
     assert (list(found), baseline.name, len(baseline.runs)) == (["native", "int8", "int4"], "torch.compile", 2)
+    for kind in ("dense", "sparse"):
+        read = [getattr(one, kind).bytes_per_step for one in found.values()]
+        assert read[0] > read[1] > read[2]
     table = result.stdout.splitlines()
     (head,) = [line for line in table if line.startswith("weights ")]
     assert head.index("sparsity") < head.index("tok/s") < head.index("over torch.compile") < head.index("over own")
+    rows = [line.split() for line in table if line.startswith(("native ", "int"))]
+    assert [row[:2] for row in rows] == [[name, sparsity] for name in found for sparsity in ("dense", "0.4")]
     own = found["native"].dense.tok_per_s
-    (row,) = [line.split() for line in table if line.startswith("native ") and "dense" in line]
-    assert row[4:6] == [f"{own / baseline.tok_per_s:.2f}x", "1.00x"]
+    assert rows[0][4:6] == [f"{own / baseline.tok_per_s:.2f}x", "1.00x"]
+    assert list(json.loads(bench(bundle, "--all-weights", "--json").stdout)) == list(found)
     alone = json.loads(bench(bundle, "--baseline", "torch.compile", "--json").stdout)
     assert (alone["workload"]["new_tokens"], alone["baseline"]["name"]) == (3, "torch.compile")
 
@@ -152,7 +140,6 @@ def test_a_baseline_that_cannot_be(bundle: Path, monkeypatch: pytest.MonkeyPatch
         "--baseline torch.compile needs a C++ compiler on a CPU, and there is none: install g++, or let CXX name one"
     )
 
-    # What cannot be compiled is said.
     def step(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return token

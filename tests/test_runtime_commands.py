@@ -33,7 +33,6 @@ def test_generate_prints_a_footer_or_json(bundle: Path, run: Run) -> None:
     parts = "prompt 4 tokens", "generation 20 tokens", "tok/s", "peak memory", "realised sparsity", "torch on cpu"
     assert [part for part in parts if part not in err] == []
     assert len(err.splitlines()) == 1
-    # As JSON.
     settings = ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5)
     command = ("generate", "--prompt", "def f(", "--max-new-tokens", 9, "--json", *settings)
     code, out, _ = run(*command)
@@ -162,8 +161,6 @@ def test_interrupts_and_a_closed_pipe(bundle: Path) -> None:
 
 
 class _Killed:
-    """A model that is interrupted after so many answers."""
-
     def __init__(self, model: Any, after: int) -> None:
         self._model, self._after, self.asked = model, after, 0
         self.bundle = model.bundle

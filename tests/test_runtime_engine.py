@@ -15,7 +15,6 @@ import torch
 
 import wisparse
 from wisparse import Model, ResourceError, UsageError, WisparseError
-from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.engine import Engine, EngineState, QueueFullError
 from wisparse.runtime.generation.request import Chunk, Generation, Request
 from wisparse.runtime.tokenizer import Detokenizer
@@ -62,11 +61,8 @@ class Reader:
         return [self.next() for _ in range(self.items.qsize())]
 
 
-def ask(
-    model: Model, prompt: str, count: int, sampling: SamplingParams | None = None, stop: tuple[str, ...] = ()
-) -> tuple[Reader, Request]:
-    reader, ids = Reader(), model.tokenizer.encode(prompt)
-    request = model.request(ids, max_new_tokens=count, sampling=sampling or SamplingParams(), stop=stop)
+def ask(model: Model, prompt: str, count: int) -> tuple[Reader, Request]:
+    reader, request = Reader(), model.request(model.tokenizer.encode(prompt), max_new_tokens=count)
     return reader, model.engine.submit(request, reader.items.put)
 
 
@@ -85,59 +81,12 @@ def before_steps(model: Model, monkeypatch: pytest.MonkeyPatch, hook: Callable[[
     monkeypatch.setattr(model.decoder, "step", hooked)
 
 
-def fail_at(step: int, error: BaseException) -> Callable[[int, torch.Tensor], None]:
-    def hook(number: int, tokens: torch.Tensor) -> None:
-        if number == step:
-            raise error
-
-    return hook
-
-
 def in_threads(work: Callable[[int], object], count: int) -> None:
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-
-
-def test_answers_are_those_of_the_model_alone(model: Model, engine: Engine) -> None:
-    rng = random.Random(0)
-    prompts = ["def f(x):", "import", ">>> len('hello')", "class A:", "for i in range(10):\n    ", "#"]
-    wishes = [
-        (prompt, rng.randint(1, 30), SamplingParams(rng.choice([0.0, 0.8]), seed=number), rng.choice([(), ("\n\n",)]))
-        for number, prompt in enumerate(prompts * 3)
-    ]
-    readers: list[Reader] = [Reader() for _ in wishes]
-
-    def client(first: int) -> None:
-        for number in range(first, len(wishes), 4):
-            readers[number], _ = ask(model, *wishes[number])
-
-    in_threads(client, 4)
-    for reader, (prompt, count, one, stop) in zip(readers, wishes, strict=True):
-        found = reader.answer()
-        alone = model.generate(prompt, max_new_tokens=count, temperature=one.temperature, seed=one.seed, stop=stop)
-        assert (found.text, found.token_ids, found.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
-    assert engine.state == IDLE
-
-
-def test_a_cancelled_request_frees_its_place(model: Model, engine: Engine) -> None:
-    long = [ask(model, "def f(x):", 80) for _ in range(3)]
-    waiting, _ = ask(model, "import", 2)
-    for reader, _ in long:
-        reader.next()
-    for _, request in long:
-        engine.cancel(request)
-    assert waiting.answer().finish_reason == "length"
-    # Nothing comes any more for those that were taken back, and they are not counted.
-    assert engine.state == IDLE
-    assert all(chunk.finish_reason is None for reader, _ in long for chunk in reader.rest())
-    engine.cancel(long[0][1])  # once more is as good as once
-    engine.cancel(ask(model, "import", 80)[1])  # before the engine's thread has seen it
-    engine.call(lambda: None)
-    assert (engine.state, engine.scheduler.slots) == (IDLE, [None] * 3)
-    assert not engine.scheduler.waiting
 
 
 def test_submitting_and_cancelling_at_once_leaves_nothing_behind(model: Model, engine: Engine) -> None:
@@ -276,7 +225,6 @@ def test_what_a_failed_step_left_behind_is_handed_on_first(model: Model, monkeyp
 
 
 def test_what_fails_twice_ends_one_request(model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step fails, and so does the text of the tokens that it left behind."""
     monkeypatch.setattr(TOGETHER, 1e9)
     add, failed = Detokenizer.add, []
 
@@ -328,9 +276,6 @@ def test_a_failed_request_spares_its_neighbours(model: Model, engine: Engine, mo
     ask(model, "class A:", 5)[0].error()
     assert good.answer().token_ids == expected
     bad.error()
-
-
-# ---------------------------------------------------------------------- without a server: the callers run the steps
 
 
 def test_calls_from_several_threads_are_decoded_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +356,7 @@ def test_chunks_for_an_event_loop(model: Model) -> None:
 def test_an_error_of_a_step_reaches_every_caller(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (lambda: model.generate(["x", "y"], max_new_tokens=3), lambda: list(model.stream("x"))):
         with monkeypatch.context() as patch:
-            before_steps(model, patch, fail_at(1, ZeroDivisionError("a bug")))
+            before_steps(model, patch, Mock(side_effect=ZeroDivisionError("a bug")))
             with pytest.raises(ZeroDivisionError, match="a bug"):
                 call()
     assert model.engine.state == IDLE
@@ -425,7 +370,7 @@ def test_an_interrupted_call_spares_the_others(model: Model, where: str, monkeyp
     found = [next(stream).text]
     with monkeypatch.context() as patch:
         if where == "decode":
-            before_steps(model, patch, fail_at(4, KeyboardInterrupt()))
+            before_steps(model, patch, Mock(side_effect=[None, None, None, KeyboardInterrupt]))
         else:
             patch.setattr(model.decoder, "prefill", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):

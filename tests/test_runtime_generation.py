@@ -41,19 +41,6 @@ def tiny_scheduler(tiny: Bundle) -> Scheduler:
     return Scheduler(cpu_decoder(tiny, "torch", max_seq_len=32))
 
 
-SOLVED = ">>> 1 + 2\n3\n>>> 4 + 4\n8\n>>> 'ab' + 'c'\n'abc'\n>>> 10 + 7\n"
-
-
-def test_text_of_the_real_model(model: Model) -> None:
-    answer = model.generate(SOLVED, max_new_tokens=40, stop="\n>>>", measure_sparsity=True)
-    assert (answer.text, answer.finish_reason) == ("17", "stop")
-    assert answer.prompt_tokens == len(model.text.encode(SOLVED))
-    assert 0.2 < answer.realised_sparsity < 0.6
-    assert answer.prompt_tok_per_s > 0
-    assert answer.generation_tok_per_s > 0
-    assert answer.peak_memory_bytes > 10**8
-
-
 def test_seeds(model: Model) -> None:
     def sampled(prompt: Any = "import ", seed: int | None = None) -> Any:
         return model.generate(prompt, max_new_tokens=12, temperature=1.0, seed=seed)
@@ -238,11 +225,6 @@ def test_default_limits(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     for max_batch, expected in ((None, (4, 5000, 36)), (10, (10, 5000, 30))):
         found = default_limits(config, torch.float32, torch.device("cpu"), max_batch, None, 1000, states=3)
         assert (*found[:2], found[2] / 3) == expected
-
-
-def test_a_batch_as_large_as_memory_allows(tiny: Bundle) -> None:
-    with wisparse.load(tiny.folder, backend="torch", max_batch=None) as model:
-        assert model.decoder.max_batch == 8
 
 
 @pytest.mark.exhaustive

@@ -56,6 +56,7 @@ def _properties(count: int) -> str:
 
 
 _LEVELS = "expected at most 200 rules or references within one another, found"
+_NAMES = "expected at most 10,000 names of rules and optional parts"
 _WORK = "expected at most (2 seconds of processor time|512 MiB of memory) to compile it, found more; simplify it"
 # A field, a grammar, whether it is a schema, and the refusal; each ended or held up the process before.
 DEEP: list[tuple[str, bool, str]] = [
@@ -63,12 +64,8 @@ DEEP: list[tuple[str, bool, str]] = [
     (_objects(1000), True, _LEVELS),
     (_lark(3000), False, _LEVELS),
     (_gbnf(6000), False, _LEVELS),
-    (
-        'start: /[0-9]/ "x" ' + "n " * 60_000 + '\nn: "a"?',
-        False,
-        "expected at most 10,000 names of rules and optional parts",
-    ),
-    ('root ::= [0-9] "x" ' + '"a"? ' * 20_000, False, "expected at most 10,000 names of rules and optional parts"),
+    ('start: /[0-9]/ "x" ' + "n " * 60_000 + '\nn: "a"?', False, _NAMES),
+    ('root ::= [0-9] "x" ' + '"a"? ' * 20_000, False, _NAMES),
     # As the parameters of a tool come.
     ("start: %json " + _references(3000), False, "expected at most 1 MiB of stack to compile it, found more"),
     (_properties(4000), True, "expected at most 1 MiB of stack to compile it, found more"),

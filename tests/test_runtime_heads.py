@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,8 @@ def make_head(folder: Path, embedding: bool = False, **changes: Any) -> Path:
     shapes = {"fc": (H, 3 * H), "lm_head": (DRAFTED, H)} | ({"embed_tokens": (VOCAB, H)} if embedding else {})
     sizes = {"q": (H, 2 * H), "k": (KV * WIDTH, 2 * H), "v": (KV * WIDTH, 2 * H), "o": (H, H)}
     shapes |= {f"midlayer.self_attn.{name}_proj": size for name, size in sizes.items()}
-    shapes |= {f"midlayer.mlp.{name}_proj": (INNER, H) for name in ("gate", "up")} | {
-        "midlayer.mlp.down_proj": (H, INNER)
-    }
+    shapes |= {"midlayer.mlp.gate_proj": (INNER, H), "midlayer.mlp.up_proj": (INNER, H)}
+    shapes["midlayer.mlp.down_proj"] = (H, INNER)
     tensors = {f"{k}.weight": torch.randn(v, generator=generator) * v[-1] ** -0.5 for k, v in shapes.items()}
     norms = ["norm", *(f"midlayer.{one}" for one in ("hidden_norm", "input_layernorm", "post_attention_layernorm"))]
     tensors |= {f"{name}.weight": torch.rand(H, generator=generator) + 0.5 for name in norms}
@@ -76,16 +76,14 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
 
 
 def expected_draft(source: Path, head: Path, ids: list[int], count: int) -> list[int]:
-    """By the whole sequence at once, from the states of transformers' model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     w = load_file(head / "model.safetensors")
     with torch.no_grad():
         states = model(input_ids=torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-        last = model.model.layers[2](
-            states[2], position_embeddings=model.model.rotary_emb(states[2], torch.arange(len(ids) - 1)[None])
-        )
+        rotary = model.model.rotary_emb(states[2], torch.arange(len(ids) - 1)[None])
+        last = model.model.layers[2](states[2], position_embeddings=rotary)
     states = [states[1][0], states[2][0], last[0] if last.dim() == 3 else last]
     hidden, found = functional.linear(torch.cat(states, -1), w["fc.weight"]), list(ids)
     table = w.get("embed_tokens.weight", model.get_input_embeddings().weight.detach())
@@ -142,9 +140,8 @@ def expected_mtp(folder: Path, ids: list[int], count: int) -> list[int]:
     """By transformers: of the model the states after its last norm, and the head's block as a model of one."""
     from transformers import AutoModelForCausalLM
 
-    model, block = (
-        AutoModelForCausalLM.from_pretrained(folder / one, dtype=torch.float32) for one in ("source", "block")
-    )
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    model, block = load(folder / "source"), load(folder / "block")
     w, found = load_file(folder / "source" / "model.safetensors"), list(ids)
 
     def norm(x: torch.Tensor, half: str) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""The sparsity levels of one bundle: switching on a running model is loading at that sparsity level, on every back end; and answering a
-request that names one."""
+"""The sparsity levels of one bundle: a running model switches, and a request may name one, on every back end."""
 
 import threading
 from dataclasses import replace
@@ -54,7 +53,6 @@ def logits_of(decoder: Decoder, sparse_from: int = 7) -> torch.Tensor:
     ("backend", "weights"), [("torch", "native"), ("numba", "native"), ("numba", "int8"), ("numba", "int4")]
 )
 def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str, weights: str) -> None:
-    """To the bit, whatever was in force before; dense too."""
     opened = Bundle.open(bundle)
     decoder = make(opened, backend, weights=weights)
     expected = {level: logits_of(make(opened.at(level), backend, weights=weights)) for level in (0.0, *LEVELS)}
@@ -65,28 +63,9 @@ def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str, wei
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
-def test_a_running_model_switches(backend: str, example: Path) -> None:
-    """Token for token what loading at the sparsity level gives."""
-    prompts = ["def f(x):\n", "# The "]
-    where = {"backend": backend, "device": "cpu", "dtype": "float32", "max_seq_len": 64}
-
-    def answers(model: wisparse.Model) -> list[tuple[int, ...]]:
-        return [answer.token_ids for answer in model.generate(prompts, max_new_tokens=8, prefill="half")]
-
-    expected = {level: answers(wisparse.load(example, sparsity=level, **where)) for level in (*LEVELS, 0)}
+def test_a_running_model_switches_and_what_it_cannot_be_set_to(backend: str, example: Path) -> None:
+    where: dict[str, Any] = {"backend": backend, "device": "cpu", "dtype": "float32", "max_seq_len": 64}
     model = wisparse.load(example, **where)
-    assert model.sparsity == LEVELS[-1]
-    for sparsity in (*LEVELS, 0, 0.3):
-        model.sparsity = sparsity
-        assert f"sparsity {sparsity:g}," in repr(model)
-        assert answers(model) == expected[sparsity]
-        measured = model.generate("x", max_new_tokens=3, measure_sparsity=True).realised_sparsity
-        assert measured == pytest.approx(sparsity, abs=0.15)
-    assert len(set(map(str, expected.values()))) > 1
-
-
-def test_what_cannot_be_set(example: Path) -> None:
-    model = wisparse.load(example, backend="torch", device="cpu", max_seq_len=64)
     words = r"one of the bundle's sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
     with pytest.raises(UsageError, match=words):
         model.sparsity = 0.4
@@ -95,8 +74,16 @@ def test_what_cannot_be_set(example: Path) -> None:
     with pytest.raises(UsageError, match=r"an answer is in progress at 0\.7; wait for its end or close\(\) the stream"):
         model.sparsity = 0.3
     stream.close()
-    model.sparsity = 0.3
-    assert model.sparsity == 0.3
+    answers = {}
+    for sparsity in (0, 0.3, 0.7):
+        model.sparsity = sparsity
+        assert f"sparsity {sparsity:g}," in repr(model)
+        answer = model.generate("def f(x):", max_new_tokens=8, prefill="half", measure_sparsity=True)
+        assert answer.realised_sparsity == pytest.approx(sparsity, abs=0.15)
+        answers[sparsity] = answer.token_ids
+    assert len(set(answers.values())) > 1
+    loaded = wisparse.load(example, sparsity=0.3, **where)
+    assert loaded.generate("def f(x):", max_new_tokens=8, prefill="half").token_ids == answers[0.3]
     model.close()
     with pytest.raises(UsageError, match="the model was closed"):
         model.sparsity = 0.5
@@ -131,45 +118,32 @@ def wish(sparsity: float, count: int = 12, prefill: str = "dense") -> Request:
 
 
 def alone(bundle: Bundle, request: Request) -> list[int]:
-    """What a decoder that was made at the request's sparsity level gives."""
     scheduler = Scheduler(small_chunks(bundle.at(request.sparsity or 0)))
     return run(scheduler, replace(request, sparsity=None)).output_token_ids
 
 
-def test_a_failure_spares_the_other_levels(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Bundle.open(bundle)
-    engine = Engine(small_chunks(opened, max_batch=2), None, opened)
-    set_masks, failures = engine.decoder.set_masks, [torch.OutOfMemoryError("no memory")]
-
-    def scarce(masks: Any) -> None:
-        if failures:
-            raise failures.pop()
-        set_masks(masks)
-
-    monkeypatch.setattr(engine.decoder, "set_masks", scarce)
-    requests = [engine.submit(wish(level, 4), lambda item: None) for level in (0.7, 0.3, 0.3, 0.7)]
-    engine.drive(lambda: engine.state == EngineState(0, 0))
-    failed = requests.pop(1)
-    assert isinstance(failed.error, ResourceError)
-    assert failed.output_token_ids == []
-    for request in requests:
-        assert request.output_token_ids == alone(opened, request)
-    # A failed step spares the other levels.
+@pytest.mark.parametrize("where", ["set_masks", "step"])
+def test_a_failure_spares_the_other_levels(bundle: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks for which there is no memory, once; and steps at one of the levels."""
     monkeypatch.setattr(scheduling, "TURN_SECONDS", 0.0)
     opened = Bundle.open(bundle)
-    engine = Engine(make(opened, "torch"), None, opened)
-    step = engine.decoder.step
+    engine = Engine(small_chunks(opened, max_batch=2), None, opened)
+    works, failures = getattr(engine.decoder, where), [torch.OutOfMemoryError("no memory")]
 
-    def broken(tokens: torch.Tensor, *more: Any) -> torch.Tensor:
-        if engine.scheduler.sparsity == 0.3:
+    def broken(*given: Any) -> Any:
+        if where == "set_masks" and failures:
+            raise failures.pop()
+        if where == "step" and engine.scheduler.sparsity == 0.3:
             raise RuntimeError("the device is lost")
-        return step(tokens, *more)
+        return works(*given)
 
-    monkeypatch.setattr(engine.decoder, "step", broken)
-    good, bad = (engine.submit(wish(level, 8), lambda item: None) for level in (0.7, 0.3))
+    monkeypatch.setattr(engine.decoder, where, broken)
+    good, bad, *more = (engine.submit(wish(level, 8), lambda item: None) for level in (0.7, 0.3, 0.7))
     engine.drive(lambda: engine.state == EngineState(0, 0))
-    assert "the device is lost" in str(bad.error)
-    assert (good.error, good.output_token_ids) == (None, alone(opened, good))
+    assert isinstance(bad.error, ResourceError if where == "set_masks" else RuntimeError)
+    assert where == "set_masks" or "the device is lost" in str(bad.error)
+    for request in (good, *more):
+        assert (request.error, request.output_token_ids) == (None, alone(opened, request))
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +158,6 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_levels_share_the_slots(
     example: Path, hybrid: Path, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each request has the tokens that it gets alone, whether levels take turns at every step or hardly ever."""
     opened = Bundle.open(hybrid if kind == "hybrid" else example)
     prompts = [[*range(3, 3 + length)] for length in (12, 5, 20, 3, 9, 17)]
     asked = [
@@ -237,15 +210,6 @@ def test_levels_take_turns(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     run(scheduler)
     # 0.25 s are three steps of 0.1 s; row 1 has five to decode, row 0 seven more.
     assert (steps[5:], switches) == ([[1]] * 3 + [[0]] * 3 + [[1]] * 2 + [[0]] * 4, [5, 8, 11, 13])
-
-
-@pytest.mark.parametrize(("prefill", "kept"), [("dense", 16), ("half", 8), ("all", 0)])
-def test_what_was_read_dense_serves_at_every_level(bundle: Path, prefill: str, kept: int) -> None:
-    opened = Bundle.open(bundle)
-    scheduler = Scheduler(small_chunks(opened, max_batch=2), opened)
-    found = [run(scheduler, wish(sparsity, 3, prefill)) for sparsity in (0.7, 0.7, 0, 0.3, 0.5)]
-    assert [request.output_token_ids for request in found] == [alone(opened, request) for request in found]
-    assert [request.cached_tokens for request in found] == [0, 16, kept, kept, kept]
 
 
 def test_a_model_keeps_its_own_level(example: Path) -> None:

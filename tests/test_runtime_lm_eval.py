@@ -134,7 +134,6 @@ def test_rolling_scores_every_token_once(model: Model, policy: str, seen: list[t
 
 
 def test_generate_until_lets_no_slot_wait_for_another_answer(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever an answer ends, the next takes its slot."""
     settings = {"until": ["\n", "<|endoftext|>"], "max_gen_toks": 40, "do_sample": False, "temperature": 0.0}
     how: dict[str, Any] = {"max_new_tokens": 40, "stop": settings["until"], "prefill": "half", "chat_template": False}
     prompts = [problem.prompt for problem in generators.make_problems(6, 0)] + ["import os, ", "def main"]
@@ -167,7 +166,6 @@ def test_settings_prompts_and_texts(model: Model, bundle: Path) -> None:
     assert lm._options({"do_sample": False, "temperature": 0.7})["temperature"] == 0.0
     with pytest.raises(UsageError, match="does not have: num_beams"):
         lm._options({"num_beams": 4})
-    # A prompt too long keeps its end.
     prompt = "x = 1\n" * 200 + "y ="
     request = prompt, {"until": ["\n"], "max_gen_toks": 8}
     (text,) = ask(WisparseLM(model, prefill="all"), "generate_until", request)
@@ -207,7 +205,6 @@ def no_metric_is_looked_up(
 
 
 def test_interpreter_tasks(model: Model, no_metric_is_looked_up: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # It brings its data.
     monkeypatch.setattr(adapter, "is_reachable", lambda: pytest.fail("asks the Hub"))
     found = evaluate_tasks(model, ["interpreter_lines"], prefill="dense", limit=8)
     right = [answer(model, one.prompt, "dense") == one.answer for one in generators.make_problems(8, 0)]
@@ -215,7 +212,6 @@ def test_interpreter_tasks(model: Model, no_metric_is_looked_up: None, monkeypat
     wanted = {"num_questions": 8, "exact_match": sum(right) / 8, "exact_match_stderr": error}
     assert found == {"interpreter_lines": wanted}
     assert 0 < sum(right) < 8
-    # Interpreter chains.
     found = evaluate_tasks(model, ["interpreter_chains"], prefill="all", limit=2)["interpreter_chains"]
     right = []
     for chain in generators.make_chains(generators.NUM_CHAINS, generators.SEED)[:2]:
@@ -229,8 +225,6 @@ def test_interpreter_tasks(model: Model, no_metric_is_looked_up: None, monkeypat
 
 
 def test_greedy_loops(model: Model, no_metric_is_looked_up: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness asks for 256 greedy tokens that nothing stops, and counts the answers that loop."""
-
     def answers(adapter: WisparseLM, requests: list[Instance], **_: Any) -> list[str]:
         wanted = {"until": [], "max_gen_toks": 256, "do_sample": False}
         prompts = generators.make_prompts(generators.NUM_LOOPS, generators.SEED)[:3]

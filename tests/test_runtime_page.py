@@ -1,10 +1,9 @@
-"""The page at ``/``, in a real browser: headless Chromium, spoken to in its DevTools protocol over two pipes."""
+"""The page at ``/``, in a real browser: headless Chromium, spoken to in its DevTools protocol over a pair of sockets."""
 
 import json
-import os
 import re
-import select
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -30,16 +29,14 @@ class Browser:
     """One process; what it keeps lies in ``folder``."""
 
     def __init__(self, program: str, folder: Path) -> None:
-        theirs_in, self._out = os.pipe()
-        self._in, theirs_out = os.pipe()
+        self._channel, theirs = socket.socketpair()
+        self._channel.settimeout(_SECONDS)
         # It reads file 3 and writes file 4.
-        command = ["bash", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', program, *_FLAGS.split()]
-        self._process = subprocess.Popen(
-            [*command, f"--user-data-dir={folder}", "about:blank"], pass_fds=(theirs_in, theirs_out),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        os.close(theirs_in)
-        os.close(theirs_out)
+        command = ["bash", "-c", f'exec "$0" "$@" 3<&{theirs.fileno()} 4>&{theirs.fileno()}', program, *_FLAGS.split()]
+        command += [f"--user-data-dir={folder}", "about:blank"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **quiet)
+        theirs.close()
         self._held = b""
         self._sent = 0
         self.events: list[dict[str, Any]] = []
@@ -49,13 +46,10 @@ class Browser:
         self._sent += 1
         message = {"id": self._sent, "method": method, "params": parameters}
         message |= {} if session is None else {"sessionId": session}
-        os.write(self._out, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + _SECONDS
+        self._channel.sendall(json.dumps(message).encode() + b"\0")
         while True:
             while b"\0" not in self._held:
-                silent = max(0.0, deadline - time.monotonic())
-                assert select.select([self._in], [], [], silent)[0], "the browser is silent"
-                more = os.read(self._in, 1 << 20)
+                more = self._channel.recv(1 << 20)
                 assert more, "the browser has ended"
                 self._held += more
             line, _, self._held = self._held.partition(b"\0")
@@ -65,8 +59,7 @@ class Browser:
             self.events.append(answer)
 
     def close(self) -> None:
-        os.close(self._out)
-        os.close(self._in)
+        self._channel.close()
         self._process.kill()
         self._process.wait(_SECONDS)
 
@@ -108,7 +101,6 @@ class Tab:
         self.ask("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def events(self, method: str) -> list[dict[str, Any]]:
-        """Parameters of the page's events of one kind so far."""
         self.value("0")  # what has come is read
         mine = [event for event in self._browser.events if event.get("sessionId") == self._session]
         return [event["params"] for event in mine if event["method"] == method]
@@ -290,35 +282,16 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, chat_bundle: P
         tab.close()
 
 
-def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Running) -> None:
-    tab = opened(browser, server, width=320, height=640)
-    tab.value("by('settings').open = true")
-    ask(tab, "x" * 300)
-    tab.until("by('status').textContent.startsWith('Answered')")
-    assert tab.value("document.documentElement.scrollWidth") <= 320
-    # Words of several lines run over nothing below them.
-    over = "(one) => !['talk', 'settings'].includes(one.id) && one.scrollHeight > one.clientHeight + 1"
-    assert tab.value(f"[...document.body.children].filter({over}).map((one) => one.id)") == []
-    controls = [
-        node
-        for node in tab.ask("Accessibility.getFullAXTree")["nodes"]
-        if not node["ignored"] and node["role"]["value"] in ("textbox", "spinbutton", "button", "checkbox", "combobox")
-    ]
-    assert len(controls) > 8
-    assert [node for node in controls if not node["name"]["value"].strip()] == []
-    for scheme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 26)")):
-        tab.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        assert tab.value("getComputedStyle(document.body).backgroundColor") == ground
-    assert tab.complaints() == []
-    tab.close()
-
-
 @pytest.mark.parametrize(("width", "height"), [(360, 640), (320, 568), (640, 360)])
-def test_open_settings_leave_the_button_on_screen(browser: Browser, server: Running, width: int, height: int) -> None:
+def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Running, width: int, height: int) -> None:
     tab = opened(browser, server, width=width, height=height)
     ask(tab, "x" * 300)
     tab.until("by('status').textContent.startsWith('Answered')")
     tab.value("by('settings').open = true")
+    assert tab.value("document.documentElement.scrollWidth") <= width
+    # Words of several lines run over nothing below them.
+    over = "(one) => !['talk', 'settings'].includes(one.id) && one.scrollHeight > one.clientHeight + 1"
+    assert tab.value(f"[...document.body.children].filter({over}).map((one) => one.id)") == []
     for name in ("send", "message"):
         top, bottom = tab.value(f"(({{top, bottom}}) => [top, bottom])(by({name!r}).getBoundingClientRect())")
         assert 0 <= top < bottom <= height, name
@@ -326,6 +299,15 @@ def test_open_settings_leave_the_button_on_screen(browser: Browser, server: Runn
     tab.value("by('max_tokens').scrollIntoView()")
     assert tab.value("by('max_tokens').getBoundingClientRect().top") >= 0
     assert tab.value("by('talk').clientHeight") >= 40
+    kinds = ("textbox", "spinbutton", "button", "checkbox", "combobox")
+    nodes = [node for node in tab.ask("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
+    names = [node["name"]["value"] for node in nodes if node["role"]["value"] in kinds]
+    assert len(names) > 8
+    assert [name for name in names if not name.strip()] == []
+    for scheme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 26)")):
+        tab.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        assert tab.value("getComputedStyle(document.body).backgroundColor") == ground
+    assert tab.complaints() == []
     tab.close()
 
 

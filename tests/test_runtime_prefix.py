@@ -47,7 +47,13 @@ def test_a_prompt_is_read_in_chunks(
 ) -> None:
     decoder = small_chunks(bundles[variant], backend, max_batch=3, kv_cache_dtype=stored)
     prompt = torch.tensor(tokens_of(45))
+    decoder.prefill_chunk = 64
+    unchunked = decoder.prefill(0, prompt, sparse_from).clone()
+    decoder.prefill_chunk = CHUNK
     whole = decoder.prefill(0, prompt, sparse_from).clone()
+    if stored == "auto":
+        torch.testing.assert_close(whole, unchunked, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(decoder.logits(prompt, sparse_from)[-1], whole, atol=1e-4, rtol=1e-4)
     for start, stop in ((0, 8), (8, 32), (32, 40), (40, 45)):
         last = decoder.prefill(1, prompt, sparse_from, start=start, stop=stop).clone()
         assert decoder.lengths[1] == stop
@@ -211,8 +217,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     bundles: dict[str, Bundle], decoders: dict[tuple[str, int, bool], Decoder], monkeypatch: pytest.MonkeyPatch,
     actions: list[tuple[Any, ...]], variant: str, policy: str, max_batch: int, turn: float, together: int, short: bool,
 ) -> None:  # fmt: skip
-    """Whatever sparsity levels the others name, and if memory is ``short``; the first tokens come in the order of the
-    requests."""
+    """Whatever sparsity levels the others name, and if memory is ``short``; first tokens come in order."""
     monkeypatch.setattr("wisparse.runtime.generation.scheduler.TURN_SECONDS", turn)
     bundle = bundles[variant]
     if (variant, max_batch, short) not in decoders:
@@ -229,13 +234,8 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     requests: list[Request] = []
     # Every turn of two conversations that begin alike, and of a third.
     shared = tokens_of(19)
-    prompts = [
-        shared,
-        *(shared + tokens_of(9, seed) for seed in (1, 2)),
-        shared[:17],
-        tokens_of(25, 3),
-        tokens_of(2, 4),
-    ]
+    turns = [shared + tokens_of(9, seed) for seed in (1, 2)]
+    prompts = [shared, *turns, shared[:17], tokens_of(25, 3), tokens_of(2, 4)]
     for action, *values in actions:
         if action == "ask":
             which, count, temperature, level = values

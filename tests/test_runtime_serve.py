@@ -33,6 +33,7 @@ from wisparse.cli import cli
 from wisparse.commands import serve as serve_verb
 from wisparse.runtime.generation.engine import Engine
 from wisparse.runtime.protocol.formatter import CompletionFormatter, ThinkParser
+from wisparse.runtime.protocol.messages import CountTokensRequest, MessagesRequest
 from wisparse.runtime.protocol.requests import ApiError, ChatRequest, CompletionRequest, validated
 from wisparse.runtime.protocol.responses import ResponsesRequest
 from wisparse.runtime.serve import app, transport
@@ -140,7 +141,6 @@ def test_more_prompts_than_go_at_once_and_token_ids(server: Running, model: Mode
 
 
 def test_a_request_names_its_level(example_model: Path, tmp_path: Path) -> None:
-    """Several clients at once, each for other sparsity levels than its neighbours."""
     levels = (0.3, 0.6)
     folder = with_template(example_model, tmp_path, TEMPLATE, *levels)
     messages: list[Any] = [{"role": "user", "content": "def f(x):"}]
@@ -268,7 +268,6 @@ def test_answers_that_a_schema_describes_beside_one_that_may_be_anything(server:
 
 
 def test_what_lm_eval_asks(server: Running, model: Model) -> None:
-    """The request of its ``local-completions``, and what it takes from the answer."""
     texts = ["def f(x):\n    return x", "import os\nimport sys"]
     prompts = [model.tokenizer.encode(text) for text in texts]
     for most in (1, 0):
@@ -502,9 +501,7 @@ def test_a_bad_body(server: Running) -> None:
 
 
 def test_a_bug_is_a_500(server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(*args: Any) -> Any:
-        raise ZeroDivisionError("secret")
-
+    broken = Mock(side_effect=ZeroDivisionError("secret"))
     for where, name in ((CompletionFormatter, "__init__"), (Encoder, "encode")):
         monkeypatch.setattr(where, name, broken)
         for stream in (False, True):
@@ -538,8 +535,17 @@ def test_a_key(bundle: Path) -> None:
         for key in ("wrong", "sesam", "sesame2", "é"):
             with pytest.raises((openai.AuthenticationError, UnicodeEncodeError)):
                 server.client(key).completions.create(model=NAME, prompt="a", max_tokens=1)
-        assert server.post("/v1/completions", {"prompt": "a"})[0] == 401
         assert "sesame" not in repr(server.settings)
+        # Anthropic's clients have one of two headers.
+        asked = {"messages": _HI, "max_tokens": 1}
+        for header in ({"x-api-key": "sesame"}, {"authorization": "Bearer sesame"}):
+            assert server.post("/v1/messages", asked, **header)[0] == 200
+        for header in ({"x-api-key": "wrong"}, {}):
+            status, refused = server.post("/v1/messages", asked, **header)
+            assert (status, refused["error"]["type"]) == (401, "authentication_error")
+            assert "x-api-key: KEY" in refused["error"]["message"]
+        for header in ({"x-api-key": "sesame"}, {}):
+            assert server.post("/v1/completions", {"prompt": "a"}, **header)[0] == 401
         headers = {"origin": "http://page.example", "access-control-request-method": "POST"}
         answer = server.request("OPTIONS", "/v1/completions", headers=headers)
         assert answer.headers["access-control-allow-origin"] == "http://page.example"
@@ -565,7 +571,6 @@ def test_only_allowed_host_names_are_answered(bundle: Path) -> None:
             assert [status(host, path) for host in bad] == [400] * len(bad), path
             error = json.loads(found[-1])["error"]
             assert (error["code"], "--allowed-host" in error["message"]) == ("host_not_allowed", True)
-    # Names go by the server's address.
     local = ["localhost", "127.0.0.1", "[::1]"]
     for address, names, expected in (
         *((address, [], local) for address in ("127.0.0.1", "::1")),
@@ -574,19 +579,6 @@ def test_only_allowed_host_names_are_answered(bundle: Path) -> None:
         ("0.0.0.0", [], []),
     ):
         assert transport.allowed_hosts(Mock(getsockname=Mock(return_value=(address, 8000))), names) == expected
-
-
-def test_more_than_may_wait_are_told_to_come_again(bundle: Path) -> None:
-    with Running(bundle, max_queue=1) as server, ThreadPoolExecutor(1) as waiting:
-        streams = [server.complete("def", max_tokens=200, stream=True) for _ in range(3)]
-        waiting.submit(server.complete, "import", max_tokens=1)
-        server.until(lambda: server.metric("wisparse_waiting "))
-        with pytest.raises(openai.RateLimitError) as refused:
-            server.complete("a", max_tokens=1)
-        assert refused.value.response.headers["retry-after"] == "1"
-        for stream in streams:
-            stream.close()
-        server.idle()
 
 
 def _send(server: Running, head: str, body: bytes = b"") -> socket.socket:
@@ -642,7 +634,6 @@ def test_slow_and_endless_clients(server: Running, monkeypatch: pytest.MonkeyPat
             endless.sendall(b"x: " + b"y" * 1000 + b"\r\n")
         assert b" 400 " in endless.recv(100)
     assert server.client().models.list()
-    # Connections without a request are closed.
     monkeypatch.setattr(transport, "CLIENT_SECONDS", 0.3)
     asking = _raw(server, {"prompt": "def f(x):", "max_tokens": 100, "temperature": 0})
     whole = "GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -674,32 +665,39 @@ def test_failures_are_said(server: Running, monkeypatch: pytest.MonkeyPatch, cap
     assert failed.response.error.message == error.message
     assert server.complete("import", max_tokens=3).choices
 
-    # A prompt without memory is told.
-    def scarce(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(TorchDecoder, "prefill", scarce)
+    monkeypatch.setattr(TorchDecoder, "prefill", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     status, found = server.post("/v1/completions", {"prompt": [5] * 20})
     assert (status, found["error"]["type"]) == (500, "server_error")
     assert "memory" in found["error"]["message"]
 
 
-_FIELDS = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields})
-_KEYS = st.sampled_from(["role", "content", "type", "text"])
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
+_FIELDS = sorted({field for kind in BODIES for field in kind.model_fields})
+_KEYS = st.sampled_from(["role", "content", "type", "text", "name", "id", "input", "format", "tool_use_id"])
+_WORDS = ["user", "assistant", "text", "tool_use", "tool_result", "thinking", "custom", "any"]
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.sampled_from(_WORDS)
+    | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner),
-    max_leaves=6,
+    max_leaves=8,
 )
+_ROLES = st.sampled_from(["user", "assistant", "system"])
+_MESSAGE = st.fixed_dictionaries({"role": _ROLES, "content": st.lists(st.dictionaries(_KEYS, _VALUES), max_size=3)})
 
 
-@settings(max_examples=100)
-@given(st.dictionaries(st.sampled_from(_FIELDS), _VALUES))
-def test_whatever_a_body_holds_is_read_or_refused(body: dict[str, Any]) -> None:
-    for model in (ChatRequest, CompletionRequest, ResponsesRequest):
+@settings(max_examples=40)
+@given(st.dictionaries(st.sampled_from(_FIELDS), _VALUES), st.lists(_MESSAGE, max_size=3))
+def test_whatever_a_body_holds_is_read_or_refused(body: dict[str, Any], messages: list[Any]) -> None:
+    enough: dict[str, Any] = {"messages": _HI, "max_tokens": 1}
+    for kind, more in itertools.product(BODIES, ({}, enough, {**enough, "messages": messages}, {"input": messages})):
         refused = None
         try:
-            assert validated(model, body).n >= 1
+            found = validated(kind, {**body, **more})
+            assert (found if isinstance(found, (ChatRequest, CompletionRequest)) else found.as_chat()).n >= 1
         except ApiError as error:
             refused = error
         assert refused is None or (refused.status_code in (400, 501) and refused.error["param"])
@@ -788,9 +786,9 @@ def test_a_server_says_that_it_serves_once_all_is_prepared(bundle: Path, monkeyp
 
     def prepare(self: Engine, max_queue: int) -> None:
         time.sleep(0.2)
-        done.append("prepared")
+        done.append(f"prepared for {max_queue}")
 
     monkeypatch.setattr(Engine, "start", prepare)
     model = wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=64)
-    with model, TestClient(make_app(model, ServeSettings(NAME), lambda: done.append("ready"))):
-        assert done == ["prepared", "ready"]
+    with model, TestClient(make_app(model, ServeSettings(NAME, 7), lambda: done.append("ready"))):
+        assert done == ["prepared for 7", "ready"]

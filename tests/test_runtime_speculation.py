@@ -229,7 +229,6 @@ def test_configurations_are_refused(given: Any, message: str) -> None:
 
 
 def test_a_server_tells_what_was_drafted(chat_bundle: Path) -> None:
-    """With grammars, stop strings, samples and log-probabilities; a request may do without."""
     prompt = "values = [1, 2, 3]\n" * 12
     cases: list[dict[str, Any]] = [{"max_tokens": 60}, {"max_tokens": 60, "temperature": 0.3, "seed": 1, "logprobs": 1}]
     cases += [{"max_tokens": 40, "stop": ["3]\nv", "\n\n"]}]

@@ -40,7 +40,6 @@ def test_the_tensors_are_those_of_the_files(dtype: torch.dtype, threads: int, pa
 
 
 def test_what_is_no_tensor_of_the_file(tmp_path: Path) -> None:
-    """Another than was announced, one with NaN in a later part, and one of a file cut short."""
     bundle = make(tmp_path, "qwen2")
     first, second, *_ = bundle.checkpoint.tensors
     announced = staged_reads(bundle.checkpoint, [first, second], CPU)

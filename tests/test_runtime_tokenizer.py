@@ -62,7 +62,6 @@ def test_text_comes_as_soon_as_it_can() -> None:
     token = BYTE_LEVEL.token_to_id("ÿ")  # 0xFF begins no character
     assert "".join(chunks_of(BYTE_LEVEL, [token] * 50)) == "\ufffd" * 50
     assert chunks_of(BYTE_LEVEL, [token, *BYTE_LEVEL.encode("a").ids])[1:] == ["\ufffda", ""]
-    # Byte fallback and leading spaces.
     tokenizer = byte_fallback()
     euro = [1 + byte for byte in "€".encode()]
     ids = [257, 258, 259, 260, *euro, 258]
@@ -128,41 +127,34 @@ def test_templates_render_as_in_transformers(template: str, add_generation_promp
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+BAD_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "fails": (
         "{{ 1 / 0 }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__ }}",
         "{{ messages.append(1) }}", "{{ undefined_thing.attribute }}", "{% include '/etc/passwd' %}",
         "{% for i in range(99999999) %}{% endfor %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% for i in range(99999) %}{{ 'aaaaaaaaaa' * 1000 }}{% endfor %}",
-    ],
-)  # fmt: skip
-def test_a_hostile_template_fails_in_one_sentence(source: str) -> None:
-    with pytest.raises(BundleError, match="the chat template fails") as caught:
-        ChatTemplate(source, {}).render(CONVERSATION)
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (ENDLESS, "takes more than 2 seconds"),
-        ("{{ 9 ** (9 ** 9) }}", "takes more than 2 seconds"),  # while it is compiled
-        ("{{ (messages | length) * 10 ** 10 * 'x' }}", "(crashes, or needs more than 1,024 MB of memory|fails)"),
-        ("{{ 'a'.center(99999999999) }}", "(crashes, or needs more than 1,024 MB of memory|fails)"),
-        ("x" * 2_000_000, "2,000,000 characters, expected at most"),
-        ("{% for %}", "no valid Jinja"),
+    ),
+    "takes more than 2 seconds": (ENDLESS, "{{ 9 ** (9 ** 9) }}"),  # the second while it is compiled
+    "(crashes, or needs more than 1,024 MB of memory|fails)":
+        ("{{ (messages | length) * 10**10 * 'x' }}", "{{ 'a'.center(10**10) }}", "{{ '%9999999999d' % 1 }}",
+         "{{ '{:9999999999d}'.format(1) }}", "{{ 'x'.ljust(10**10) }}", "{{ '\t'.expandtabs(10**10) }}"),
+    "has 2,000,000 characters, expected at most": ("x" * 2_000_000,),
+    "is no valid Jinja": (
+        "{% for %}", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "{% macro m(a, a) %}{% endmacro %}",
+        "{{ 1" + "0" * 9999 + " }}",
         # A SyntaxError of Python's.
-        ("{% for a in b %}{% continue %}{% block c %}{% continue %}{% endblock %}{% endfor %}", "no valid Jinja"),
-        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "no valid Jinja"),
-        ("{% macro m(a, a) %}{% endmacro %}", "no valid Jinja"),
-        ("{{ 1" + "0" * 9999 + " }}", "no valid Jinja"),
-    ],
-)
-def test_a_template_that_takes_too_much_or_does_not_compile(source: str, message: str) -> None:
-    with pytest.raises(BundleError, match=message):
-        ChatTemplate(source, {}).check()
+        "{% for a in b %}{% continue %}{% block c %}{% continue %}{% endblock %}{% endfor %}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", BAD_TEMPLATES)
+def test_a_bad_template_is_refused_in_one_sentence(words: str) -> None:
+    for source in BAD_TEMPLATES[words]:
+        with pytest.raises(BundleError, match=f"the chat template {words}") as caught:
+            ChatTemplate(source, {}).render(CONVERSATION)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 500
 
 
 def test_loading_a_bundle_tries_its_templates(tmp_path: Path) -> None:
@@ -188,7 +180,6 @@ def test_a_template_is_confined(monkeypatch: pytest.MonkeyPatch) -> None:
         plain.render([{"role": "user", "content": long}])
     with pytest.raises(UsageError, match="messages: expected texts, numbers, lists and mappings, found object"):
         plain.render([{"role": "user", "content": object()}])
-    # The trial sees no secrets.
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     seen = {}
     monkeypatch.setattr(chat_template.subprocess, "Popen", lambda *_, **given: seen.update(given))
@@ -228,7 +219,6 @@ def test_templates_that_are_none_or_refuse() -> None:
     # Special tokens of old and new files reach a template.
     text = make_text("{{ bos_token }}{{ eos_token }}", {"bos_token": {"content": "<s>", "lstrip": False}})
     assert text.render([]) == "<s><|endoftext|>"
-    # A template may refuse messages.
     with pytest.raises(UsageError, match="refuses these messages: roles must alternate"):
         ChatTemplate(MISTRAL, {}).render([{"role": "assistant", "content": "x"}])
 
@@ -241,10 +231,8 @@ def test_special_tokens() -> None:
     with_start = Tokenizer(tokenizer.to_str().encode(), {}, None, 8192)
     assert with_start.encode(">>> 1") == [1, *plain.encode(">>> 1")]
     assert with_start.encode(">>> 1", add_special_tokens=False) == plain.encode(">>> 1")
-    # A saved truncation is not applied.
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     assert len(with_changes(truncation=truncation).encode("a b c d e f g h")) > 3
-    # Special tokens are left out of text unless they are visible.
     text = make_text()
     assert text.decode([0, *text.encode("x"), 3]) == "x"
     assert [token in text.special_ids for token in ("<|user|>", "x", "nowhere to be found")] == [True, False, False]
@@ -302,7 +290,6 @@ def test_texts_and_files_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ContextLengthError, match=r"the first .* of them are"):
         tokenizer.encode("a b " * 50_000, most=100)
     assert len(tokenizer.encode("a b " * 20, most=100)) <= 100
-    # The size of tokenizer.json is limited.
     monkeypatch.setattr("wisparse.runtime.tokenizer._MAX_BYTES", 1000)
     with pytest.raises(BundleError, match=r"tokenizer\.json: expected at most 1,000 bytes"):
         make_text()

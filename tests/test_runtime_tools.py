@@ -99,7 +99,6 @@ _CUTS = st.lists(st.integers(0, 200), max_size=12)
     cuts=_CUTS,
 )
 def test_calls_are_found(syntax: ToolSyntax, calls: list[Any], before: str, ascii_only: bool, cuts: list[int]) -> None:
-    """Wherever pieces end."""
     if syntax.bare and before.strip():
         before += "\n"
     written = [(name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls]
@@ -247,7 +246,6 @@ LISTED = {"$defs": {"Node": _NODE}, "properties": {"first": {"$ref": "#/$defs/No
 @EACH_SYNTAX
 @pytest.mark.parametrize("others", [0, 2])
 def test_parameters_with_definitions(syntax: ToolSyntax, others: int, example_model: Path) -> None:
-    """References lead to the function's own definitions, recursive ones too."""
     data = (example_model / "tokenizer.json").read_bytes()
     tokenizer, grammars = Tokenizer.from_str(data.decode()), Grammars(lambda: data, frozenset({0}))
     # Another function's definition of the same name.
@@ -320,7 +318,6 @@ def _says(syntax: str, text: str) -> dict[str, Any]:
 
 
 def _ask(server: Running, text: str, syntax: str, stream: bool, most: int = 120, **more: Any) -> tuple[Any, ...]:
-    """Text, calls, and why it ended; with OpenAI's own client."""
     asked: dict[str, Any] = {"messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": most, **more}
     asked["extra_body"] = _says(syntax, text) if text else {}
     completions = server.client().chat.completions
@@ -385,22 +382,12 @@ def test_calls_that_have_to_be(server: Running, syntax: str) -> None:
     said, calls, _ = _ask(server, "", syntax, False, tools=either, **more)
     assert (said, [call.function.name in ("weather", "f") for call in calls]) == ("", [True])
     assert _ask(server, "", syntax, False, 40, tools=[WEATHER], tool_choice="required", temperature=0)[1]
+    found = server.chat("?", tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_tokens=120)
+    assert found.choices[0].message.content is None
     nested = function(name="nested", parameters=LISTED)  # with definitions
     for tools in ([nested], [WEATHER, nested]):
         body = {"messages": ASK, "tools": tools, "tool_choice": "required", "max_tokens": 2}
         assert server.post("/v1/chat/completions", body)[0] == 200
-
-
-def test_a_thought_before_a_call(server: Running, syntax: str) -> None:
-    thought = {"chat_template_kwargs": {"think": True}}
-    says = _says(syntax, f"cold?</think>\n\n{TWO[syntax]}")
-    body = {"messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 120, **thought}
-    status, found = server.post("/v1/chat/completions", {**body, **says})
-    assert status == 200
-    message = found["choices"][0]["message"]
-    assert (message["content"], message["reasoning_content"], len(message["tool_calls"])) == (None, "cold?", 2)
-    status, found = server.post("/v1/chat/completions", {**body, "tool_choice": "required"})
-    assert (status, found["error"]["param"]) == (400, "tool_choice")
 
 
 def test_a_response_calls_and_goes_on(server: Running, syntax: str, stream: bool, prompts: list[str]) -> None:

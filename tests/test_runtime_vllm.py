@@ -26,23 +26,16 @@ from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
 
 import wisparse
-from wisparse.cli import main
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.formats.write import write_bundle
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
+from wisparse.runtime.vllm import settings as vllm_settings
 from wisparse.runtime.vllm.plugin import _with_bundles, register
 from wisparse.runtime.vllm.product import Layer, mask_ahead, mask_tensors, products
-from wisparse.runtime.vllm.settings import (
-    MaskedRows,
-    Settings,
-    may_mask,
-    require_cards,
-    require_known_version,
-    watch_runners,
-)
+from wisparse.runtime.vllm.settings import MaskedRows, Settings, may_mask
 
 PROMPTS = [[5, 17, 250, 3, 99, 101, 7], [40, 41, 42]]
 masked_linear = torch.ops.wisparse.masked_linear.default
@@ -71,8 +64,7 @@ def test_rows_of_the_next_batch() -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match="model runners"):
-        watch_runners()
-    # A batch larger than announced is an error.
+        vllm_settings.watch_runners()
     with pytest.raises(RuntimeError, match="at most 2 tokens, found 3"):
         masked_linear(torch.ones(3, 4), torch.ones(2, 4), None, torch.ones(1, 4), torch.ones(1), torch.ones(2), [2])
 
@@ -150,21 +142,14 @@ def test_masks_are_float32_whatever_type_a_model_is_built_with() -> None:
     [*((v, True) for v in ("0.26.0", "0.32.0", "0.32.1rc1+cpu", "0.27")),
      *((v, False) for v in ("0.25.9", "0.33.0", "1.0.0", "dev", ""))],
 )  # fmt: skip
-def test_versions(version: str, known: bool) -> None:
-    refused = pytest.raises(UsageError, match=r"expected a version from 0\.26 to before 0\.33")
-    with contextlib.nullcontext() if known else refused:
-        require_known_version(version)
-
-
-def test_a_vllm_without_a_place_for_us(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    module = ModuleType("vllm")
-    monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setattr(module, "__version__", "0.26.0", raising=False)
-    with pytest.raises(ImportError):
+def test_a_vllm_without_a_place_for_us(
+    version: str, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", version, raising=False)
+    with pytest.raises(ImportError) if known else contextlib.nullcontext():
         register()
-    monkeypatch.setattr(module, "__version__", "0.20.0")
-    register()
-    assert "expected a version from 0.26 to before 0.33, found 0.20.0" in caplog.text
+    assert known or f"expected a version from 0.26 to before 0.33, found {version}" in caplog.text
 
 
 def test_settings() -> None:
@@ -196,14 +181,14 @@ def test_settings_that_there_are_not(given: object, sentence: str) -> None:
 def test_numbers_of_cards() -> None:
     sizes = {"num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 768, "intermediate_size": 1536}
     for size in (1, 2, 3, 6, 12):
-        require_cards(size, SimpleNamespace(**sizes))
+        vllm_settings.require_cards(size, SimpleNamespace(**sizes))
     for changes, size, sentence in (
         ({}, 5, "num_attention_heads \\(24\\), found 5"),
         ({"intermediate_size": 1537}, 2, "intermediate_size \\(1537\\), found 2"),
         ({}, 4, "a divisor or a multiple of num_key_value_heads \\(6\\), found 4"),
     ):
         with pytest.raises(UsageError, match=sentence):
-            require_cards(size, SimpleNamespace(**sizes | changes))
+            vllm_settings.require_cards(size, SimpleNamespace(**sizes | changes))
 
 
 _INT4 = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}
@@ -270,7 +255,6 @@ def ask(python: str, *arguments: str | Path, **changes: str) -> list[dict[str, A
 def tokens_of(
     python: str, folder: Path, prompts: list[list[int]], settings: dict[str, Any] | None = None, **changes: str
 ) -> dict[str, Any]:
-    """The method in vLLM, and its greedy tokens of the prompts together and alone."""
     (found,) = ask(python, "tokens", folder, json.dumps(prompts), json.dumps(settings or {}), **changes)
     return found
 
@@ -286,7 +270,6 @@ def own_tokens(bundle: Path, prompts: list[list[int]], prefill: str) -> list[lis
 
 @pytest.fixture(scope="module")
 def some_prompts(example_model: Path, stdlib_files: dict[str, list[Path]]) -> list[list[int]]:
-    """Twenty pieces of real code, from one token to more than a batch holds."""
     tokenizer = Tokenizer.from_file(str(example_model / "tokenizer.json"))
     ids = tokenizer.encode(stdlib_files["evaluation"][0].read_text("utf-8")[:8000]).ids
     lengths = [1, 2, 3, 7, 16, 17, 31, 64, 65, 90] * 2
@@ -369,7 +352,6 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         (no_entry, {}, {}, "config.json: expected an object under 'wisparse'"),
         (bundle, {"enable_lora": True}, {}, "does not run with LoRA adapters in vLLM yet; leave the option out"),
         (bundle, {"quantization": "fp8"}, {}, "expected wisparse or nothing for a bundle, found fp8"),
-        (bundle, {"additional_config": {"wisparse": {"prefill": "half"}}}, {}, "expected one of dense, all in vLLM"),
         (bundle, {}, {"WISPARSE_VLLM_SPARSITY": "0.4"}, "sparsity levels, 0.5, or 0 for the dense model, found 0.4"),
         (bundle, {"additional_config": {"sparsity": 0.5}}, {}, "found the key 'sparsity'"),
     ]
@@ -388,13 +370,10 @@ def test_a_bundle_is_dense_without_the_plug_in(python: str, bundle: Path, some_p
 
 
 def converted(example_model: Path, out: Path, weights: str, text: Path) -> Path:
-    """The example model by ``wisparse-convert --weights``, the quickest way."""
-    search = ["--search", "fisher"] if weights == "graded" else ["--search", "uniform", "--method", "teal"]
-    arguments = ["convert", str(example_model), "-o", str(out), "--weights", weights, *search, "-q"]
-    arguments += ["--calibration", str(text), "--num-samples", "2", "--seq-len", "32"]
-    with contextlib.suppress(SystemExit):
-        main(arguments)
-    return out
+    """The example model with other weights, the quickest way."""
+    search = {"search": "fisher"} if weights == "graded" else {"search": "uniform", "method": "teal"}
+    quick = {"calibration": text, "num_samples": 2, "seq_len": 32, "progress": False}
+    return wisparse.convert(example_model, out, weights=weights, **search, **quick)
 
 
 @pytest.mark.exhaustive
