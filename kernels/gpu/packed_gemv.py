@@ -231,12 +231,10 @@ def packed_gemv_kernel(
     in_range = out_column < padded
 
     # --- this program's channels, as in sparse_gemv_kernel
-    PLANES: tl.constexpr = problem.planes if LISTED else 1  # selected together, at one position
-    if PLANES == 2:
+    if LISTED and problem.planes == 2:
         channels = paired_channels(given, weights, of, problem, launch)
     else:
         channels = program_channels(given, weights, of, problem, launch, launch.chunk)
-    position = channels.position
     count = channels.count
     slots = count // SLOT if GROUPED else 1
     if X_TILES > 1:  # at least one, so that a program without channels also waits for the previous kernel
@@ -247,31 +245,7 @@ def packed_gemv_kernel(
     if LISTED:
         clear_lists(base, base + LENGTH * 4, K, BATCH * LENGTH // 2, launch, True)
         gdc_wait(problem.pdl, launch.trigger == 1)
-        xs, keep, keep_low, kept_rows = choose_channels(
-            given, channels, counting, eps, ssq_parts, problem, True, dtype, PLANES == 2
-        )
-        SLOT_POSITIONS: tl.constexpr = SLOT // PLANES
-        rank = keep.to(tl.int32)
-        if PLANES == 2:
-            rank += keep_low.to(tl.int32)
-        if SLOT < SEGMENT:
-            rank = tl.reshape(
-                tl.cumsum(tl.reshape(rank, (SEGMENT // SLOT, SLOT_POSITIONS)), axis=1), (SEGMENT // PLANES,)
-            )
-        else:
-            rank = tl.cumsum(rank, axis=0)
-        for plane in tl.static_range(PLANES):
-            # A channel's high plane precedes its low plane, if that is kept too.
-            entry = position // SLOT_POSITIONS * SLOT + rank - 1
-            if PLANES == 2 and plane == 0:
-                entry -= keep_low.to(tl.int32)
-            kept = keep if plane == 0 else keep_low
-            smem_store(base, entry, channels.k * PLANES + plane, kept, True)
-            for row in tl.static_range(BATCH):
-                x = (xs[plane * BATCH + row] * packed.value_scale).to(dtype)
-                smem_store(base + LENGTH * 4, row * LENGTH + entry, x, kept, True)
-        slot_end = position % SLOT_POSITIONS == SLOT_POSITIONS - 1
-        smem_store(base + LENGTH * (4 + 2 * BATCH), position // SLOT_POSITIONS, rank, slot_end, True)
+        kept_rows = _store_list(base, given, channels, counting, eps, ssq_parts, problem, launch, packed, dtype)
         base = smem_barrier(base, True)
         kept_at = base + LENGTH * (4 + 2 * BATCH)
         index = base + 16 * t
@@ -354,6 +328,45 @@ def packed_gemv_kernel(
         kept_before = tl.load(counting.before + channels.cell, mask=channels.counts, other=0)
         tl.store(counting.after + channels.cell, kept_before + tl.sum(kept_rows, axis=0), mask=channels.counts)
     reduce_tile(of, weights.bias, output, workspace, problem, launch, BATCH > 2)
+
+
+@triton.jit
+def _store_list(
+    base, given, channels, counting, eps, ssq_parts,
+    problem: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Select the program's channels and store to shared memory the index list (from ``base`` on), each row's x, and the
+    number of entries in each slot; returns how many counted rows keep each channel."""
+    BATCH: tl.constexpr = problem.batch
+    SEGMENT: tl.constexpr = launch.segment
+    LENGTH: tl.constexpr = launch.length
+    SLOT: tl.constexpr = packed.slot
+    PLANES: tl.constexpr = problem.planes  # selected together, at one position
+    SLOT_POSITIONS: tl.constexpr = SLOT // PLANES
+    position = channels.position
+    xs, keep, keep_low, kept_rows = choose_channels(
+        given, channels, counting, eps, ssq_parts, problem, True, dtype, PLANES == 2
+    )
+    rank = keep.to(tl.int32)
+    if PLANES == 2:
+        rank += keep_low.to(tl.int32)
+    if SLOT < SEGMENT:
+        rank = tl.reshape(tl.cumsum(tl.reshape(rank, (SEGMENT // SLOT, SLOT_POSITIONS)), axis=1), (SEGMENT // PLANES,))
+    else:
+        rank = tl.cumsum(rank, axis=0)
+    for plane in tl.static_range(PLANES):
+        # A channel's high plane precedes its low plane, if that is kept too.
+        entry = position // SLOT_POSITIONS * SLOT + rank - 1
+        if PLANES == 2 and plane == 0:
+            entry -= keep_low.to(tl.int32)
+        kept = keep if plane == 0 else keep_low
+        smem_store(base, entry, channels.k * PLANES + plane, kept, True)
+        for row in tl.static_range(BATCH):
+            x = (xs[plane * BATCH + row] * packed.value_scale).to(dtype)
+            smem_store(base + LENGTH * 4, row * LENGTH + entry, x, kept, True)
+    slot_end = position % SLOT_POSITIONS == SLOT_POSITIONS - 1
+    smem_store(base + LENGTH * (4 + 2 * BATCH), position // SLOT_POSITIONS, rank, slot_end, True)
+    return kept_rows
 
 
 @triton.jit
