@@ -275,6 +275,6 @@ def test_experts_larger_than_memory_are_mapped_from_a_file(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
-        ResourceError, match=r"has no room .*No space left on device.*: set TMPDIR to a folder on a disk"
+        ResourceError, match=r"has no room .*No space left on device.*: set TMPDIR to a folder on a larger disk"
     ):
         cpu_decoder(bundle, "numba", max_seq_len=None)

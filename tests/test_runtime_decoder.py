@@ -134,7 +134,7 @@ def test_a_block_with_wider_heads_than_the_kernels_keep_is_refused() -> None:
     model_type, settings = FAMILIES["gemma4"]
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     values = {**settings, **sizes, "model_type": model_type, "vocab_size": 9, "max_position_embeddings": 64}
-    for width, refused in ((512, None), (514, "up to 512 wide; head_dim is 514")):
+    for width, refused in ((512, None), (514, "expected head_dim of at most 512, found 514")):
         config = ModelConfig.from_dict(full_config(values | {"global_head_dim": width}))
         found = CudaDecoder.refusal(config, "native")
         assert found is refused if refused is None else str(found).endswith(refused)
