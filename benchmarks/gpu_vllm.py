@@ -154,7 +154,7 @@ def write_bundle(config: dict[str, Any], folder: Path) -> None:
     write("wisparse.safetensors", sidecar_bytes(masks, recipe, [masks]))
     entry = {"format_version": 2, "sparsity": 0.5, "sparsities": [0.5], "sidecar": "wisparse.safetensors"}
     write("config.json", json.dumps(config | {"wisparse": entry}).encode())
-    (folder / "wisparse.json").write_bytes(Manifest(recipe, files, dict.fromkeys(shapes, 0)).to_bytes())
+    (folder / "wisparse.json").write_bytes(Manifest(recipe, files).to_bytes())
     Bundle.open(folder)
 
 

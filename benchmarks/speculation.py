@@ -71,7 +71,7 @@ class Replayed(Drafter):
         super().__init__(0, costs)
         self.lookup, self.text, self.answer, self.at = Lookup(CONFIG, costs, [*prompt, text[0]]), text, answer, 1
 
-    def propose(self, most: int) -> list[int]:
+    def propose(self, limit: int) -> list[int]:
         draft = self.lookup.propose(most)
         if not draft:
             return draft
@@ -91,14 +91,14 @@ class Replayed(Drafter):
 class Drawn(Drafter):
     """As many tokens as ``METHODS`` has, which the decoder drafts; each is right at a rate if those before it are."""
 
-    asks = True
+    uses_decoder = True
 
     def __init__(self, method: str, answer: Sequence[int]):
         super().__init__(METHODS[method][1], (0.0, 0.0))
         self.rate, self.answer, self.at, self.drafts = RATES[method], answer, 1, 0
 
-    def propose(self, most: int) -> list[int]:
-        return [-1] * min(most, self._most)
+    def propose(self, limit: int) -> list[int]:
+        return [-1] * min(limit, self._limit)
 
     def take(self, _: int) -> None:
         self.at += 1
