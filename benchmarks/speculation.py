@@ -72,7 +72,7 @@ class Replayed(Drafter):
         self.lookup, self.text, self.answer, self.at = Lookup(CONFIG, costs, [*prompt, text[0]]), text, answer, 1
 
     def propose(self, limit: int) -> list[int]:
-        draft = self.lookup.propose(most)
+        draft = self.lookup.propose(limit)
         if not draft:
             return draft
         right = next((i for i, one in enumerate(draft) if one != self.text[self.at + i]), len(draft))
