@@ -149,7 +149,7 @@ def clear_lists(index, values, K: tl.constexpr, VALUES: tl.constexpr, launch: tl
 
 @triton.jit
 def is_dropped(x, scale, limit):
-    """Not ``reference.keep_mask``: a NaN score is kept."""
+    """The negation of ``reference.keep_mask``: a NaN score is kept."""
     return tl.abs(x.to(tl.float32)) * scale < limit
 
 
