@@ -270,6 +270,8 @@ def read_masks(
             found = f"{entry.shape} in {entry.code}"
             raise BundleError(f"{SIDECAR}: {ROTATION}: expected {square} in F16, found {found}; convert again")
         rotation = np.frombuffer(raw, "<f2").reshape(square)
+        if not np.isfinite(rotation).all():
+            raise BundleError(f"{SIDECAR}: {ROTATION}: expected finite numbers, found NaN or Inf; convert again")
     for tensor in tensors:
         if tensor not in expected:
             raise BundleError(f"{SIDECAR}: unexpected tensor {tensor!r:.200}; convert again")
@@ -286,12 +288,14 @@ def read_masks(
             # No subnormal numbers: back ends that flush them to zero would have other masks.
             positive = low >= _SMALLEST_NORMAL and high < math.inf
             nonnegative = threshold == 0 or _SMALLEST_NORMAL <= threshold < math.inf
+            normal = all(value == 0 or value >= _SMALLEST_NORMAL for value in by_plane)
             for valid, field, value, found in (
                 (positive, "channel_scale", "finite positive values", f"{low:g} to {high:g}"),
                 (nonnegative, "threshold", "a finite number, 0 or more", f"{threshold:g}"),
                 (0 <= sparsity <= MAX_SPARSITY, "sparsity", f"a number in [0, {MAX_SPARSITY}]", f"{sparsity:g}"),
                 (sparsity or not threshold, "sparsity 0 means dense", "threshold 0", f"{threshold:g}"),
                 (ascending, "plane_threshold", "finite thresholds, none below an earlier plane's", f"{[*by_plane]}"),
+                (normal, "plane_threshold", f"0 or at least {_SMALLEST_NORMAL:g}", f"{[*by_plane]}"),
                 (
                     not planes or by_plane[0] == threshold,
                     "plane_threshold",

@@ -254,6 +254,7 @@ def narrow(folder: Path) -> None:
         (limits([0.1, 0.05, 0.2, 0.4]), "plane_threshold: expected finite thresholds, none below an earlier plane's"),
         (limits([0.1, float("nan"), 0.2, 0.4]), "plane_threshold: expected finite thresholds"),
         (limits([0.1, float("inf"), 0.2, 0.4]), "plane_threshold: expected finite thresholds"),
+        (limits([0.0, 1e-40, 0.2, 0.4]), "plane_threshold: expected 0 or at least 1.17549e-38"),
         (limits([1e-3, 1e9, 1e-3, 1e9]), "plane_threshold: expected .* for the first plane, the threshold"),
         (narrow, r"expected plane_threshold \(2, 2\) in F32, found \(2, 1\)"),
     ],

@@ -124,7 +124,7 @@ def test_the_youngest_makes_room(
 
 
 def test_memory_for_the_cache_is_checked(variant_bundle: Callable[[str], Path]) -> None:
-    with pytest.raises(ResourceError, match="kv_cache_memory_bytes: 1000 bytes hold 0 positions of one sequence"):
+    with pytest.raises(ResourceError, match="kv_cache_memory_bytes: 1,000 bytes hold 0 positions of one sequence"):
         wisparse.load(variant_bundle("llama"), kv_cache_memory_bytes=1000)
     with wisparse.load(variant_bundle("llama"), max_batch=None, kv_cache_memory_bytes=1 << 20) as model:
         cache = model.decoder.cache

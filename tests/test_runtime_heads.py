@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ import pytest
 import torch
 from bundle_maker import cpu_decoder, run, tokens_of
 from runtime_models import make_checkpoint, save_random
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_bundle import tiny_recipe
+from tiny_bundle import resign, tiny_recipe
 from torch.nn import functional
 
+import wisparse
 from wisparse.converter.rotation import Rotation, rotated
 from wisparse.converter.source import full_config
-from wisparse.formats.bundle import Bundle, ProjectionMask, scale_shapes
+from wisparse.formats.bundle import SIDECAR, Bundle, ProjectionMask, scale_shapes
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import UnsupportedModelError, UsageError
+from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.manifest import RotationRecord
 from wisparse.formats.write import write_bundle
 from wisparse.runtime.decoding.decoder import Decoder
@@ -250,6 +253,13 @@ def test_heads_that_do_not_fit_are_refused(bundles: dict[str, Bundle], tmp_path:
         ({"draft_vocab_size": 50}, "lm_head.weight: expected"),
         ({"norm_before_fc": True}, "norm_before_fc: expected false"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, "three of 3 blocks"),
+        ({"rope_scaling": [1]}, r"rope_scaling: expected an object, found \[1\]"),
+        ({"rope_scaling": "linear"}, "rope_scaling: expected an object"),
+        ({"rope_parameters": 7}, "rope_parameters: expected an object"),
+        ({"eagle_config": "x"}, "eagle_config: expected an object, found 'x'"),
+        ({"transformer_layer_config": 7}, "transformer_layer_config: expected an object"),
+        ({"draft_vocab_size": [60]}, r"draft_vocab_size: expected a positive integer, found \[60\]"),
+        ({"rope_theta": None}, "rope_theta: expected"),
         ({"add": {"midlayer.self_attn.q_norm.weight": torch.ones(WIDTH)}}, "unexpected tensor"),
     ]
     for i, (changes, message) in enumerate(cases):
@@ -259,10 +269,25 @@ def test_heads_that_do_not_fit_are_refused(bundles: dict[str, Bundle], tmp_path:
         SpeculativeConfig.parse({"method": "eagle3"})
 
 
+def test_a_rotation_that_is_not_finite_is_refused(bundles: dict[str, Bundle], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(bundles["rotated"].folder, tmp_path / "broken"))
+    with safe_open(folder / SIDECAR, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(folder / SIDECAR)
+    tensors["rotation"][0, 1] = torch.nan
+    save_file(tensors, folder / SIDECAR, metadata)
+    resign(folder)
+    with pytest.raises(BundleError, match="rotation: expected finite numbers, found NaN or Inf"):
+        Bundle.open(folder)
+
+
 def test_a_heads_memory_is_counted(bundles: dict[str, Bundle], tmp_path: Path) -> None:
-    files = HeadFiles.open(make_head(tmp_path / "head"), bundles["plain"])
+    folder = str(make_head(tmp_path / "head"))
+    files = HeadFiles.open(folder, bundles["plain"])
     decoder = cpu_decoder(bundles["plain"], "torch", max_seq_len=256, max_batch=2)
     decoder.attach(files)
+    with pytest.raises(ResourceError, match=r"hold 0 positions of one sequence, beside [\d,]+ bytes of the draft head"):
+        wisparse.load(bundles["plain"], speculative={"method": "eagle3", "model": folder}, kv_cache_memory_bytes=1000)
     head, (weights, position) = decoder.head, files.memory(torch.float32)
     assert head is not None
     kept = [head._hidden, *(part for part in head._cache.attention[0] if part is not None)]

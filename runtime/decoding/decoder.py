@@ -509,8 +509,9 @@ def default_limits(
     pages = max(memory - max_batch * per_slot, 0) // paging.page_bytes
     fitting = paging.positions(pages, longest)
     if memory_bytes is not None and fitting < min(max_seq_len or _FEWEST_POSITIONS, longest):
+        draft_head = f", beside {max_batch * beside:,} bytes of the draft head" if beside else ""
         raise ResourceError(
-            f"kv_cache_memory_bytes: {memory_bytes} bytes hold {fitting} positions of one sequence, expected "
+            f"kv_cache_memory_bytes: {memory_bytes:,} bytes hold {fitting} positions of one sequence{draft_head}, expected "
             f"{min(max_seq_len or _FEWEST_POSITIONS, longest)}: give more, or a smaller max_seq_len"
         )
     if max_seq_len is None:

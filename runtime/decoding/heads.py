@@ -146,6 +146,8 @@ class HeadFiles:
             if not valid:
                 raise error(f"{name}: {what}: expected {expected}, found {found!r:.80}{advice}")
 
+        for key in ("transformer_layer_config", "rope_parameters", "rope_scaling", "eagle_config"):
+            require(isinstance(fields.get(key, {}), (dict, type(None))), key, "an object", fields.get(key))
         for key in _UNKNOWN:
             require(not fields.get(key), key, "false, the only value known here", fields.get(key))
         require(fields.get("num_hidden_layers", 1) == 1, "num_hidden_layers", 1, fields.get("num_hidden_layers"))
