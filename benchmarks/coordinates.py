@@ -24,11 +24,12 @@ import transformers
 from quality import EXAMPLE, Evaluator, describe_machine, print_document, stdlib_tokens
 
 from wisparse.converter.calibration import CalibrationTokens, pack, path_documents, write_calibration
+from wisparse.converter.config import full_config
 from wisparse.converter.gptq import quantise_weights
 from wisparse.converter.processes import SILENT
 from wisparse.converter.rotation import rotate
 from wisparse.converter.search.search import SearchResult, SearchSettings, search
-from wisparse.converter.source import SourceModel, full_config, load_source
+from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.checkpoint import Checkpoint
 
 AMOUNTS = (4096, 8192, 16384, 32768, 65536, 131072, 262144)

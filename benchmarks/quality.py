@@ -24,10 +24,11 @@ from torch import Tensor
 
 import wisparse
 from wisparse.converter.calibration import CalibrationTokens
+from wisparse.converter.config import full_config
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.rotation import rotate
 from wisparse.converter.search.search import SearchResult
-from wisparse.converter.source import SourceModel, full_config, load_source
+from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.runtime.benchmark import machine
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from shapes import LLAMA_1B, LLAMA_3B, LLAMA_8B
 
+from wisparse.converter.config import full_config
 from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
-from wisparse.converter.source import full_config
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime.decoding.cache import bytes_per_position
 

@@ -37,6 +37,7 @@ from wisparse.formats.weight_types import PLANE_BITS
 from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration, write_calibration
+from .config import full_config
 from .gptq import LONGEST, SAMPLES, compare_coordinates, quantise_weights
 from .measurement import Budget, Choice, choose, fresh_text, measure
 from .planes import plane_ratios, read_in_planes
@@ -47,7 +48,7 @@ from .rotation import rotate
 from .search.allocation import mean_sparsity
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
 from .settings import MAX_SPARSITY, ConvertOptions, ConvertSettings
-from .source import SourceModel, full_config, load_source, small_digests, weight_digests
+from .source import SourceModel, load_source, small_digests, weight_digests
 from .state import Stages, placed_bundle, remove_state
 
 _log = logging.getLogger("wisparse")

@@ -22,12 +22,13 @@ from wisparse.formats.quantization import read_quantisation
 from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .calibration import CalibrationTokens, describe_spec, load_calibration
+from .config import full_config
 from .gptq import group_size
 from .processes import SILENT, Progress
 from .rotation import why_fixed
 from .sensitivity import LARGEST_LOGITS
 from .settings import ConvertSettings, auto_seq_len
-from .source import choose_dtype, full_config, lacks_accelerate, load_tokenizer
+from .source import choose_dtype, lacks_accelerate, load_tokenizer
 from .state import check_folder, placed_bundle
 
 # Memory of a Python process with torch and transformers, without a model.

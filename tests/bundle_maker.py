@@ -11,7 +11,7 @@ import torch
 from runtime_models import make_checkpoint
 from tiny_bundle import tiny_recipe
 
-from wisparse.converter.source import full_config
+from wisparse.converter.config import full_config
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord

@@ -14,11 +14,12 @@ from tiny_bundle import VOCAB
 
 from wisparse import ResourceError, UnsupportedModelError, convert, load
 from wisparse.converter.calibration import CalibrationTokens
+from wisparse.converter.config import full_config
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.preflight import preflight
 from wisparse.converter.rotation import find_rotation, rotate
 from wisparse.converter.settings import ConvertSettings
-from wisparse.converter.source import SourceModel, full_config, load_source
+from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint

@@ -19,7 +19,8 @@ from test_formats_architectures import JUNK
 from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 from tokenizers import Tokenizer
 
-from wisparse.converter.source import choose_dtype, full_config, load_source, load_tokenizer
+from wisparse.converter.config import full_config
+from wisparse.converter.source import choose_dtype, load_source, load_tokenizer
 from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, text_name
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError

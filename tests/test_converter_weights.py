@@ -14,8 +14,9 @@ from tiny_bundle import tiny_config, write_tiny_model
 from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter import gptq, pipeline
+from wisparse.converter.config import full_config
 from wisparse.converter.gptq import compare_coordinates, fit_int4, quantise_weights, search_scales
-from wisparse.converter.source import full_config, load_source
+from wisparse.converter.source import load_source
 from wisparse.converter.state import Stages
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint

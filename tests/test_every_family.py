@@ -18,7 +18,7 @@ from runtime_models import SMALL, WRAPPERS
 from safetensors import safe_open
 
 import wisparse
-from wisparse.converter.source import full_config
+from wisparse.converter.config import full_config
 from wisparse.formats import architectures
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import Bundle, verify_bundle

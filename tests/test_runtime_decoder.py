@@ -13,7 +13,7 @@ from runtime_models import FAMILIES, HYBRIDS, SMALL, VARIANTS
 from torch import Tensor
 
 import wisparse
-from wisparse.converter.source import full_config
+from wisparse.converter.config import full_config
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import ContextLengthError, UnsupportedModelError, UsageError
 from wisparse.formats.model_config import ModelConfig

@@ -19,8 +19,8 @@ from tiny_bundle import resign, tiny_recipe
 from torch.nn import functional
 
 import wisparse
+from wisparse.converter.config import full_config
 from wisparse.converter.rotation import Rotation, rotated
-from wisparse.converter.source import full_config
 from wisparse.formats.bundle import SIDECAR, Bundle, ProjectionMask, scale_shapes
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError

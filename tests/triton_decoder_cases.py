@@ -13,7 +13,7 @@ from quantised_models import PUBLISHED, quantise_model
 from runtime_models import EXPERTS, FAMILIES, HYBRIDS
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
-from wisparse.converter.source import full_config
+from wisparse.converter.config import full_config
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight

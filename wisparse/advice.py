@@ -13,11 +13,12 @@ from typing import Any
 import click
 import torch
 
+from wisparse.converter.config import full_config
 from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.processes import Progress
 from wisparse.converter.report import grade_of
 from wisparse.converter.settings import USUAL, USUAL_DEFAULT, ConvertSettings, auto_seq_len
-from wisparse.converter.source import choose_dtype, full_config
+from wisparse.converter.source import choose_dtype
 from wisparse.formats.checkpoint import read_config
 from wisparse.formats.errors import printable
 from wisparse.formats.machine import available_bytes, choose_device
