@@ -160,7 +160,7 @@ def texts(tab: Tab, selector: str) -> list[str]:
 
 
 def answers(tab: Tab) -> list[str]:
-    return texts(tab, ".answer .words")
+    return tab.value("turns.flatMap((turn) => turn.answers.map((answer) => answer.text))")
 
 
 def status(tab: Tab) -> str:
@@ -209,7 +209,7 @@ def test_side_by_side(browser: Browser, example_model: Path, tmp_path: Path, mon
         tab.value("by('both').checked = true")
         ask(tab, "what?")
         # It says which one runs; the other has not begun.
-        tab.until("document.querySelector('.answer .words')?.textContent")
+        tab.until("turns[0]?.answers[0]?.text")
         assert (status(tab), len(answers(tab))) == ("Answering, 60% sparse …", 1)
         go_on.set()
         tab.until("by('status').textContent.startsWith('Answered')")
@@ -232,7 +232,7 @@ def test_escape_stops_an_answer(tab: Tab, server: Running, monkeypatch: pytest.M
     go_on = hold(monkeypatch)
     fill(tab, max_tokens=200)
     ask(tab, "what?")
-    tab.until("document.querySelector('.answer .words')?.textContent")
+    tab.until("turns[0]?.answers[0]?.text")
     assert tab.value("by('stop').hidden") is False
     assert tab.value("document.activeElement.id") == "stop"
     said = answers(tab)
@@ -246,13 +246,14 @@ def test_escape_stops_an_answer(tab: Tab, server: Running, monkeypatch: pytest.M
 
 def test_what_a_model_says_is_text_and_a_refusal_is_told(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = "<img src=x onerror='document.title=1'><script>document.title=2</script><b>bold</b>"
+    evil += "![i](data:image/png;base64,AA) [l](javascript:document.title=3)"
     next_chunk = Request.next_chunk
     monkeypatch.setattr(Request, "next_chunk", lambda self: replace(next_chunk(self), text=evil))
     fill(tab, max_tokens=1)
     ask(tab, evil)
     tab.until("by('status').textContent.startsWith('Answered')")
-    assert answers(tab) == [evil]
-    assert tab.value("document.querySelectorAll('#talk img, #talk script, #talk b').length") == 0
+    assert [text.strip() for text in texts(tab, ".answer .words")] == answers(tab) == [evil]
+    assert tab.value("document.querySelectorAll('#talk img, #talk script, #talk b, #talk a').length") == 0
     assert texts(tab, ".mine .words") == [evil]
     fill(tab, temperature=-1)
     ask(tab, "what?")
@@ -260,6 +261,32 @@ def test_what_a_model_says_is_text_and_a_refusal_is_told(tab: Tab, monkeypatch: 
     assert "temperature: expected" in status(tab)
     assert tab.value("by('send').hidden") is False
     tab._browser.events.clear()  # the browser's log calls a status of 400 an error
+
+
+def test_markdown_is_rendered_and_kept_on_reload(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "## Sum\n\n| a | b |\n|--:|---|\n| 1 | **2** |\n\n```python\nprint('<b>')\n```\n[docs](https://example.org)"
+    next_chunk = Request.next_chunk
+    monkeypatch.setattr(Request, "next_chunk", lambda self: replace(next_chunk(self), text=said))
+    fill(tab, max_tokens=1, system="be brief")
+    ask(tab, "what?")
+    tab.until("by('status').textContent.startsWith('Answered')")
+    tab.value("by('theme').value = 'dark', by('theme').dispatchEvent(new Event('change'))")
+    for _ in range(2):
+        assert texts(tab, ".answer pre code") == ["print('<b>')\n"]
+        assert texts(tab, ".answer :is(h2, td.right, strong, .copy)") == ["Sum", "1", "2", "Copy"]
+        assert tab.value("[document.querySelector('.answer a').href, document.querySelector('.answer a').rel]") == [
+            "https://example.org/",
+            "noopener noreferrer nofollow",
+        ]
+        assert (answers(tab), texts(tab, ".mine .words")) == ([said], ["what?"])
+        assert tab.value("[by('system').value, by('max_tokens').value]") == ["be brief", "1"]
+        assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+        tab.ask("Page.reload")
+        tab.until("document.readyState === 'complete' && document.title !== 'WiSparse' && turns.length === 1")
+    tab.value("by('clear').click()")
+    tab.ask("Page.reload")
+    tab.until("document.readyState === 'complete' && document.title !== 'WiSparse' && model")
+    assert answers(tab) == []
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, chat_bundle: Path, model: Model) -> None:
@@ -282,8 +309,10 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, chat_bundle: P
         tab.close()
 
 
-@pytest.mark.parametrize(("width", "height"), [(360, 640), (320, 568), (640, 360)])
-def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Running, width: int, height: int) -> None:
+@pytest.mark.parametrize(("width", "height"), [(360, 640), (320, 568), (640, 360), (900, 600)])
+def test_every_control_has_a_name_and_fits_the_window(
+    browser: Browser, server: Running, width: int, height: int
+) -> None:
     tab = opened(browser, server, width=width, height=height)
     ask(tab, "x" * 300)
     tab.until("by('status').textContent.startsWith('Answered')")

@@ -47,6 +47,7 @@ _PAGE = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/markdown-it.min.js": ("markdown-it.min.js", "text/javascript"),
 }
 _PAGE_HEADERS = {
     # No other hosts, nothing inline, no frames: a model's text is harmless even if it were interpreted as HTML.

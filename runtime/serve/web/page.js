@@ -1,12 +1,15 @@
 "use strict";
-// A chat on the server's own API. A model's text is untrusted: it is shown as text, never as HTML.
+// A chat on the server's own API. A model's text is untrusted: its Markdown is rendered, HTML in it is shown as text.
 
 const by = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
-const KEY = "wisparse-key";  // in this tab's storage alone
+const SETTINGS = ["system", ...NUMBERS, "theme"];
+// Both are kept in this tab's storage alone.
+const KEY = "wisparse-key";
+const CHAT = "wisparse-chat";
 
 let model = null;  // what /v1/models says
-let turns = [];  // each {question, answers: [{level, text}], box}
+let turns = [];  // each {question, answers: [{level, text, thought, cost}], box}
 let running = null;  // what stops the answer under way
 
 // --- the API ---
@@ -86,6 +89,40 @@ function body(turn, level) {
   return { ...sent, messages };
 }
 
+// --- Markdown ---
+
+// No raw HTML, no images, which another host could serve, and no links but to the web.
+const markdown = markdownit({ html: false }).disable("image");
+markdown.validateLink = (url) => /^(https?:|mailto:)/i.test(url.trim());
+
+markdown.renderer.rules.link_open = (tokens, index, options, env, renderer) => {
+  tokens[index].attrSet("target", "_blank");
+  tokens[index].attrSet("rel", "noopener noreferrer nofollow");
+  return renderer.renderToken(tokens, index, options);
+};
+
+// The policy forbids inline styles: a column's alignment becomes a class.
+for (const rule of ["th_open", "td_open"]) {
+  markdown.renderer.rules[rule] = (tokens, index, options, env, renderer) => {
+    const style = tokens[index].attrGet("style");
+    if (style) tokens[index].attrs = [["class", style.replace("text-align:", "")]];
+    return renderer.renderToken(tokens, index, options);
+  };
+}
+
+function addCopyButtons(words) {
+  if (!navigator.clipboard) return;  // only on HTTPS and localhost
+  for (const code of words.querySelectorAll("pre")) {
+    const button = element("button", "copy", "Copy");
+    button.type = "button";
+    button.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(code.querySelector("code").textContent);
+      button.textContent = "Copied";
+    });
+    code.append(button);
+  }
+}
+
 // --- answering ---
 
 async function answer(turn) {
@@ -111,19 +148,36 @@ async function answer(turn) {
   busy(false);
 }
 
-async function answerIn(turn, level, signal) {
+// The elements of an answer, and `show`, which renders what `said` holds so far.
+function answerBox(turn, said) {
   const box = element("div", "answer");
   const words = element("div", "words");
   const cost = element("p", "cost");
-  const thoughts = element("div", "thoughts");
-  box.append(element("p", "who", levelName(level)), thoughts, words, cost);
-  box.setAttribute("aria-busy", "true");
+  const thoughts = element("details", "thoughts");
+  const thought = element("div", "thought");
+  thoughts.append(element("summary", "", "Thought"), thought);
+  box.append(element("p", "who", levelName(said.level)), thoughts, words, cost);
   turn.box.append(box);
-  const said = { level, text: "" };
+  const show = () => {
+    const low = nearEnd();
+    thoughts.hidden = !said.thought;
+    thought.textContent = said.thought;
+    words.innerHTML = markdown.render(said.text);
+    cost.textContent = said.cost;
+    if (low) by("talk").scrollTop = by("talk").scrollHeight;
+  };
+  return { box, words, thoughts, show };
+}
+
+async function answerIn(turn, level, signal) {
+  const said = { level, text: "", thought: "", cost: "" };
+  const { box, words, thoughts, show } = answerBox(turn, said);
+  box.setAttribute("aria-busy", "true");
   turn.answers.push(said);
   const clock = { first: 0, before: 0, tokens: 0 };
   say(`Answering, ${levelName(level).toLowerCase()} …`);
   let reason = null;
+  let timer = 0;  // a long answer is rendered at most twenty times a second
   try {
     const response = await call("v1/chat/completions", {
       method: "POST", signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body(turn, level)),
@@ -132,21 +186,27 @@ async function answerIn(turn, level, signal) {
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       const choice = event.choices[0];
-      if (choice && choice.delta.reasoning_content) thoughts.append(choice.delta.reasoning_content);
+      if (choice && choice.delta.reasoning_content) {
+        thoughts.open = thoughts.open || !said.thought;
+        said.thought += choice.delta.reasoning_content;
+      }
       if (choice && choice.delta.content) {
+        if (!said.text) thoughts.open = false;
         said.text += choice.delta.content;
-        const low = nearEnd();
-        words.append(choice.delta.content);
-        if (low) by("talk").scrollTop = by("talk").scrollHeight;
       }
       if (choice && choice.finish_reason) reason = choice.finish_reason;
-      if (event.usage) cost.textContent = speed(clock, event.usage.completion_tokens, event.usage.generation_seconds);
+      if (event.usage) said.cost = speed(clock, event.usage.completion_tokens, event.usage.generation_seconds);
+      if (!timer) timer = setTimeout(() => { timer = 0; show(); }, 50);
     }
   } finally {
+    clearTimeout(timer);
+    show();
+    addCopyButtons(words);
     box.setAttribute("aria-busy", "false");
+    keep();
   }
   const ended = reason === "length" ? " The longest answer's length was reached." : "";
-  return `${cost.textContent}.${ended}`;
+  return `${said.cost}.${ended}`;
 }
 
 // Tokens a second since the first came; in the end by the server's clock, as a busy page reads several events at once.
@@ -158,7 +218,7 @@ function speed(clock, tokens, told) {
   const seconds = told === undefined ? (clock.last - clock.first) / 1000 : told;
   const after = told === undefined ? clock.before : 1;
   const rate = seconds > 0 ? `, ${((clock.tokens - after) / seconds).toFixed(1)} tok/s` : "";
-  return `${tokens} tokens${rate}`;
+  return `${tokens} token${tokens === 1 ? "" : "s"}${rate}`;
 }
 
 function levelsAsked() {
@@ -202,11 +262,7 @@ function busy(yes) {
   else by("message").focus();
 }
 
-function ask(event) {
-  event.preventDefault();
-  const question = by("message").value;
-  if (running || !model || !question.trim()) return;
-  by("message").value = "";
+function addTurn(question) {
   const turn = { question, answers: [], box: element("div", "answers") };
   const whole = element("section", "turn");
   const mine = element("div", "mine");
@@ -215,7 +271,45 @@ function ask(event) {
   whole.setAttribute("aria-label", `Turn ${turns.push(turn)}`);
   by("talk").append(whole);
   by("talk").scrollTop = by("talk").scrollHeight;
-  answer(turn);
+  return turn;
+}
+
+function ask(event) {
+  event.preventDefault();
+  const question = by("message").value;
+  if (running || !model || !question.trim()) return;
+  by("message").value = "";
+  answer(addTurn(question));
+}
+
+// Conversation and settings survive a reload of the tab.
+function keep() {
+  const fields = Object.fromEntries(SETTINGS.map((name) => [name, by(name).value]));
+  const kept = turns.map(({ question, answers }) => ({ question, answers }));
+  try {
+    sessionStorage.setItem(CHAT, JSON.stringify({ fields, turns: kept }));
+  } catch {
+    say("The conversation is too long for this browser to keep it on a reload.", true);
+  }
+}
+
+function restore() {
+  const kept = JSON.parse(sessionStorage.getItem(CHAT) || "null");
+  if (!kept) return;
+  for (const name of SETTINGS) by(name).value = kept.fields[name];
+  for (const { question, answers } of kept.turns) {
+    const turn = addTurn(question);
+    for (const said of answers) {
+      turn.answers.push(said);
+      const { words, show } = answerBox(turn, said);
+      show();
+      addCopyButtons(words);
+    }
+  }
+}
+
+function showTheme() {
+  document.documentElement.dataset.theme = by("theme").value;
 }
 
 function showLevels() {
@@ -246,10 +340,13 @@ async function start() {
   by("clear").addEventListener("click", () => {
     turns = [];
     by("talk").replaceChildren();
+    keep();
     say("A new conversation.");
     busy(false);
   });
   by("door").addEventListener("cancel", (event) => event.preventDefault());
+  by("theme").addEventListener("change", showTheme);
+  addEventListener("pagehide", keep);
   by("fields").addEventListener("submit", (event) => event.preventDefault());
   try {
     const response = await call("v1/models");
@@ -259,7 +356,9 @@ async function start() {
     document.title = `${model.id} · WiSparse`;
     by("about").textContent = `WiSparse, context of ${model.max_model_len} tokens`;
     showLevels();
-    by("message").focus();
+    restore();
+    showTheme();
+    busy(false);
   } catch (error) {
     say(`The server cannot be reached: ${error.message}`, true);
   }
