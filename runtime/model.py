@@ -76,11 +76,7 @@ class Model(AbstractContextManager["Model"]):
 
     def spell(self, token: int) -> str:
         """A token's text within a longer text, a special token's name; empty without a tokenizer."""
-        if self.text is None:
-            return ""
-        # Many tokenizers drop a leading space at the beginning of a text: decode the token after itself.
-        once, twice = (self.text.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
-        return twice[len(once) :]
+        return "" if self.text is None else self.text.token_bytes(token).decode(errors="replace")
 
     @property
     def sparsity(self) -> float:

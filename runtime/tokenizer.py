@@ -1,18 +1,20 @@
-"""The tokenizer, its chat template, incremental detokenization, stop strings, and end-of-text ids."""
+"""The tokenizer, its chat template, stop strings, and end-of-text ids."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.chat_template import ChatTemplate
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
+
+from .detokenizer import CANNOT_RUN, Detokenizer, LibraryDetokenizer, TokenBytes, library_errors
 
 _FILE = "tokenizer.json"
 # Gemma's, with 262,144 tokens and 515,000 merges, has 33 MB.
@@ -25,18 +27,6 @@ _UNSETTLED = 1024
 _CLOSING = 1000
 
 
-@contextlib.contextmanager
-def _library_errors(action: str) -> Iterator[None]:
-    """Convert errors of the tokenizers library, bare Exceptions and panics, to BundleError."""
-    try:
-        yield
-    except BaseException as error:
-        # PanicException, a BaseException, cannot be imported.
-        if type(error) in (Exception, ValueError) or type(error).__name__ == "PanicException":
-            raise BundleError(f"{_FILE}: {action}: {error!s:.200}") from error
-        raise
-
-
 class Tokenizer:
     """A bundle's tokenizer and chat template. ``template_source``: of the template for conversations with tools;
     ``special_ids``: of the tokens that ``decode`` skips."""
@@ -46,14 +36,14 @@ class Tokenizer:
     ) -> None:
         if len(tokenizer_json) > _MAX_BYTES:
             raise BundleError(f"{_FILE}: expected at most {_MAX_BYTES:,} bytes, found {len(tokenizer_json):,}")
-        with _library_errors("not a tokenizer of the tokenizers library"):
+        with library_errors("not a tokenizer of the tokenizers library"):
             self._library = tokenizers.Tokenizer.from_buffer(tokenizer_json)
             # Settings from training, which would change prompts.
             self._library.no_truncation()
             self._library.no_padding()
         self._vocab_size = vocab_size
-        added = self._library.get_added_tokens_decoder()
-        self.special_ids = {token.content: index for index, token in added.items() if token.special}
+        self._bytes = TokenBytes(self._library)
+        self.special_ids = {token.content: index for index, token in self._bytes.added.items() if token.special}
         # In older files a token is an object with the text under ``content``.
         texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in tokenizer_config.items()}
         self.special_tokens = {
@@ -112,24 +102,33 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        with _library_errors("the tokenizers library cannot run it"):
+        with library_errors(CANNOT_RUN):
             # Without the tokens' offsets, in less than half the time.
             (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; unknown ids have no text."""
+        """Text of token ids, that of :meth:`detokenizer`; unknown ids have no text."""
         ids = list(token_ids)
         try:
-            with _library_errors("the tokenizers library cannot run it"):
-                return self._library.decode(ids, skip_special_tokens=skip_special_tokens)
+            if not self._bytes.spelled:
+                with library_errors(CANNOT_RUN):
+                    return self._library.decode(ids, skip_special_tokens=skip_special_tokens)
+            detokenizer = self.detokenizer(frozenset() if skip_special_tokens else self._bytes.special)
+            return "".join([detokenizer.add(operator.index(one)) for one in ids]) + detokenizer.finish()
         except (OverflowError, TypeError) as error:
             invalid = guard.quoted([one for one in ids if not hasattr(one, "__index__") or not 0 <= one < 2**32])
             raise UsageError(f"token ids: expected integers from 0 to {2**32 - 1:,}, found {invalid}") from error
 
     def detokenizer(self, visible_special_tokens: frozenset[int] = frozenset()) -> Detokenizer:
         """An incremental detokenizer; ``visible_special_tokens`` are part of its text."""
-        return Detokenizer(self._library, set(self.special_ids.values()), visible_special_tokens)
+        if self._bytes.spelled:
+            return Detokenizer(self._bytes, visible_special_tokens)
+        return LibraryDetokenizer(self._bytes, visible_special_tokens, self._library)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token within a text, maybe a part of a character; a special token's name; empty if unknown."""
+        return self._bytes[token_id]
 
     def token_id(self, token: str) -> int | None:
         """Id of a vocabulary entry, or None."""
@@ -165,37 +164,6 @@ class Tokenizer:
         except (BundleError, UsageError):
             return True  # the template needs other messages; rendering the prompt reports that
         return not stops.isdisjoint(self.encode(closing[:_CLOSING], add_special_tokens=False))
-
-
-class Detokenizer:
-    """Decodes a sequence token by token; the parts concatenate to the text of all its tokens, without special ones. Text
-    between two visible special tokens is decoded separately."""
-
-    def __init__(self, library: tokenizers.Tokenizer, special: Collection[int], visible: Collection[int]) -> None:
-        self._library, self._special, self._visible = library, special, visible
-        self._stream, self._ids, self._length = DecodeStream(skip_special_tokens=True), list[int](), 0
-
-    def add(self, token_id: int) -> str:
-        """The text up to this token that was not returned yet; empty while a character is incomplete."""
-        if token_id in self._visible:
-            before = self.finish()
-            self._stream, self._ids, self._length = DecodeStream(skip_special_tokens=True), [], 0
-            with _library_errors("the tokenizers library cannot run it"):
-                return before + self._library.decode([token_id], skip_special_tokens=False)
-        if token_id in self._special:
-            return ""
-        self._ids.append(token_id)
-        with _library_errors("the tokenizers library cannot run it"):
-            chunk = self._stream.step(self._library, token_id) or ""
-        self._length += len(chunk)
-        return chunk
-
-    def finish(self) -> str:
-        """The remaining text: replacement characters for the bytes of an incomplete character."""
-        with _library_errors("the tokenizers library cannot run it"):
-            text: str = self._library.decode(self._ids)
-        rest, self._length = text[self._length :], len(text)
-        return rest
 
 
 def partial_marker(text: str, marker: str) -> int:

@@ -3,14 +3,15 @@
 import itertools
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_bundle import write_tiny_bundle, write_tiny_model
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from tool_templates import PUBLISHED
 
@@ -18,28 +19,134 @@ from wisparse import BundleError, ContextLengthError, UsageError, WisparseError,
 from wisparse.formats import chat_template
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.chat_template import ChatTemplate
-from wisparse.runtime.tokenizer import Detokenizer, StopStrings, Tokenizer, check_tokenizer
+from wisparse.runtime.tokenizer import StopStrings, Tokenizer, check_tokenizer
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
 DATA = (MODEL / "tokenizer.json").read_bytes()
 BYTE_LEVEL = Library.from_buffer(DATA)
 
 
-def byte_fallback() -> Library:
-    """Llama 2's kind: words with a leading space, bytes where no word fits, the first space dropped."""
-    chunks = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁cat", "s", "▁"]
+def sentencepiece(kind: str) -> Library:
+    """A vocabulary of pieces with \u2581 for a space, and bytes where no piece fits, as Gemma, Llama 2 and Mistral have it."""
+    chunks = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581the",
+        "\u2581cat",
+        "s",
+        "\u2581",
+        "\u2581\u2581",
+        "\u00e9",
+        "</s>",
+    ]
     vocab = {piece: i for i, piece in enumerate(chunks)}
-    tokenizer = Library(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    tokenizer = Library(models.BPE(vocab=vocab, merges=[], byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if kind == "gemma":
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    elif kind == "llama":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if kind != "gemma":
+        steps.append(decoders.Strip(content=" ", left=1))
     tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken("</s>", normalized=False)])
     return tokenizer
 
 
+DECODERS = {"byte level": BYTE_LEVEL, **{kind: sentencepiece(kind) for kind in ("gemma", "llama", "mistral")}}
+
+
 def chunks_of(tokenizer: Library, ids: list[int], visible: frozenset[int] = frozenset()) -> list[str]:
-    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-    detokenizer = Detokenizer(tokenizer, special, visible)
+    detokenizer = Tokenizer(tokenizer.to_str().encode(), {}, None, 8192).detokenizer(visible)
     return [*(detokenizer.add(token) for token in ids), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_any_ids_give_the_same_text_streamed_and_at_once(kind: str) -> None:
+    library, random = DECODERS[kind], Random(0)
+    text, equal = Tokenizer(library.to_str().encode(), {}, None, 8192), 0
+    for number in range(3000):
+        ids = [random.randrange(library.get_vocab_size()) for _ in range(random.randrange(1, 20))]
+        if number % 3:  # characters of up to four bytes, alone or between tokens
+            spelled = library.encode("".join(random.choices("é€𝄞 the", k=6)), add_special_tokens=False).ids
+            ids = spelled if number % 3 == 1 else ids[:3] + spelled + ids[3:]
+        detokenizer = text.detokenizer()
+        chunks = [*map(detokenizer.add, ids), detokenizer.finish()]
+        whole, known = text.decode(ids), library.decode(ids)
+        assert "".join(chunks) == whole
+        # The library writes as many replacement characters as a run of byte tokens with a wrong byte has bytes.
+        assert whole == known or (kind != "byte level" and "\ufffd" in known)
+        ordinary = (token for token in ids if token not in text.special_ids.values())
+        assert b"".join(map(text.token_bytes, ordinary)).decode(errors="replace").endswith(whole)
+        equal += whole == known
+    assert equal >= 1000
+
+
+def test_a_byte_that_begins_no_character_is_one_replacement_character() -> None:
+    for kind, library in DECODERS.items():
+        bytes_of = [library.token_to_id(token) for token in ("ð", "Ł", "ĺ", "Ģ")] if kind == "byte level" else None
+        smile = bytes_of or [1 + byte for byte in "😀".encode()]
+        the = [library.token_to_id("Ġthe" if kind == "byte level" else "▁the")]
+        text = Tokenizer(library.to_str().encode(), {}, None, 8192)
+        for ids, expected in (
+            ([*smile, smile[0], *the], "😀\ufffd the"), ([*smile, smile[1], *smile], "😀\ufffd😀"), (smile[:3], "\ufffd"),
+        ):  # fmt: skip
+            detokenizer = text.detokenizer()
+            assert "".join(map(detokenizer.add, ids)) + detokenizer.finish() == text.decode(ids) == expected, (
+                kind,
+                ids,
+            )
+
+
+REPLACE = decoders.Replace("\u2581", " ")
+BYTE_LEVEL_ENCODERS = {
+    "tekken": (decoders.Sequence([REPLACE, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]), None),
+    "metaspace": (decoders.Metaspace(), None),
+    "none": (None, None),
+    "normalizer": (decoders.Sequence([REPLACE, decoders.Fuse()]), normalizers.ByteLevel()),
+    "own": (decoders.ByteLevel(), None),
+}
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL_ENCODERS)
+def test_a_byte_level_vocabulary_is_decoded_as_one_whatever_the_decoder(kind: str) -> None:
+    library = Library.from_buffer(DATA)
+    library.decoder, normalizer = BYTE_LEVEL_ENCODERS[kind]
+    if normalizer is not None:
+        library.normalizer, library.pre_tokenizer = normalizer, None
+    library.add_tokens(["café", "    "])
+    text = Tokenizer(library.to_str().encode(), {}, None, 8200)
+    written = "The cat sat\n\tin a café, naïve 東京"
+    ids = text.encode(written, add_special_tokens=False)
+    chunks = chunks_of(library, ids)
+    assert "".join(chunks) == text.decode(ids) == written
+    assert library.token_to_id("café") in ids  # the library decodes this added token as bytes
+    assert len(chunks) > len("".join(chunks).split())
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.Metaspace(), decoders.CTC()])
+def test_decoders_that_need_the_neighbours_are_the_librarys(decoder: Any) -> None:
+    words = ["[UNK]", "the", "##re", ".", "\u2581the", "\u2581\u2581", "é", "|", "[SEP]"]
+    library = Library(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
+    library.decoder, random = decoder, Random(1)
+    library.add_special_tokens(["[SEP]"])
+    text = Tokenizer(library.to_str().encode(), {}, None, 100)
+    for _ in range(300):
+        ids = [random.randrange(len(words)) for _ in range(12)]
+        assert "".join(chunks_of(library, ids)) == text.decode(ids) == library.decode(ids)
+
+
+def test_a_library_stream_that_cannot_go_on_begins_again() -> None:
+    """A decoder that rewrites the text before a token: the stream goes on from there."""
+    library = sentencepiece("gemma")
+    library.decoder = decoders.Sequence([decoders.Replace("\u2581\u2581", "  "), REPLACE, decoders.ByteFallback()])
+    broken = [1 + 0x64, 1 + 0xDA, 1 + 0x20]
+    stream = decoders.DecodeStream()
+    with pytest.raises(Exception, match="prefix"):
+        [stream.step(library, token) for token in (*broken, 258)]
+    assert "".join(chunks_of(library, [257, *broken, 258])).endswith(" cat")
 
 
 RUNS = st.tuples(st.sampled_from(["\u00ff", "\u00f0", "\u00e2", "a", "\u0120the", "</s>"]), st.integers(1, 90))
@@ -58,11 +165,10 @@ def test_text_comes_as_soon_as_it_can() -> None:
     chunks = chunks_of(BYTE_LEVEL, BYTE_LEVEL.encode("añb€c𝄞d").ids)
     assert (chunks[0], chunks[-1]) == ("a", "")
     assert len([chunk for chunk in chunks if chunk]) >= 7
-    # Wrong bytes come out with what follows or at the end.
     token = BYTE_LEVEL.token_to_id("ÿ")  # 0xFF begins no character
     assert "".join(chunks_of(BYTE_LEVEL, [token] * 50)) == "\ufffd" * 50
-    assert chunks_of(BYTE_LEVEL, [token, *BYTE_LEVEL.encode("a").ids])[1:] == ["\ufffda", ""]
-    tokenizer = byte_fallback()
+    assert chunks_of(BYTE_LEVEL, [token, *BYTE_LEVEL.encode("a").ids])[1:] == ["a", ""]
+    tokenizer = sentencepiece("llama")
     euro = [1 + byte for byte in "€".encode()]
     ids = [257, 258, 259, 260, *euro, 258]
     chunks = chunks_of(tokenizer, ids)
@@ -260,7 +366,7 @@ EMPTY = {"type": "Replace", "pattern": {"String": ""}, "content": "\u2581"}
 MISSING = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>", "type_id": 0}}
 TEMPLATE = {"type": "TemplateProcessing", "single": MISSING, "pair": MISSING, "special_tokens": {}}
 PANIC = r"tokenizer\.json: (not a tokenizer|.* cannot run it)"
-NO_UNKNOWN = json.loads(byte_fallback().to_str())["model"] | {"unk_token": "<nothing>", "byte_fallback": False}
+NO_UNKNOWN = json.loads(sentencepiece("llama").to_str())["model"] | {"unk_token": "<nothing>", "byte_fallback": False}
 
 
 @pytest.mark.parametrize(

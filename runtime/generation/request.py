@@ -16,7 +16,8 @@ from wisparse.formats.weight_types import PREFILL_POLICIES
 
 from ..decoding.decoder import peak_bytes
 from ..decoding.sampling import SamplingParams
-from ..tokenizer import Detokenizer, StopStrings
+from ..detokenizer import Detokenizer
+from ..tokenizer import StopStrings
 from .grammar import Constraint, Grammar
 from .logits import LogitsProcessor, TokenScore
 from .speculation import DraftCounts, Drafter
