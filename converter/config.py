@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_args
 
 from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, why_refused
-from wisparse.formats.errors import UnsupportedModelError, first_line
-from wisparse.formats.model_config import LARGEST_NUM_BLOCKS, LM_HEAD, dimension
+from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.model_config import LARGEST_NUM_BLOCKS, LM_HEAD, dimension, require
 
 # Only the source's own token ids are kept: with a class's default, generation could end at another token.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -30,20 +31,23 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
         reason = why_refused(config, model_type, (*ARCHITECTURES, *WRAPPERS))
         raise UnsupportedModelError(f"unsupported architecture: {reason}")
     text_config = _text_config(config, str(model_type)) if wrapped else config
-    if text_config.get("num_hidden_layers") is not None:  # configuration classes make lists of this length
-        dimension(text_config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
     plain_type = WRAPPERS[str(model_type)][text_config["model_type"]] if wrapped else str(model_type)
-    base_defaults, full = PreTrainedConfig().to_dict(), dict(text_config)
+    base_defaults, full = PreTrainedConfig().to_dict(), _respelled(text_config)
     # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
     for read_as in dict.fromkeys((text_config["model_type"], plain_type)):
+        full = _as_declared(full, CONFIG_MAPPING[read_as])
+        if full.get("num_hidden_layers") is not None:  # configuration classes make lists of this length
+            dimension(full, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
         # A copy, which from_dict changes.
         known = copy.deepcopy({key: value for key, value in full.items() if key not in _NOT_READ})
         try:
             read = CONFIG_MAPPING[read_as].from_dict({**known, "model_type": read_as})
-            fields = json.loads(read.to_json_string(use_diff=False))
+            values = json.loads(read.to_json_string(use_diff=False))
         except Exception as error:  # its validation raises many types
-            raise UnsupportedModelError(f"config.json: transformers cannot read it: {first_line(error)}") from error
-        for key, value in fields.items():
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise UnsupportedModelError(f"config.json: transformers cannot read it: {why:.300}") from error
+        _require_rope_kept(full, values)
+        for key, value in values.items():
             is_model_field = key not in base_defaults or (key == "dtype" and value is not None)
             if is_model_field and key not in _TOKEN_IDS and not key.startswith("_"):
                 full[key] = value
@@ -57,6 +61,48 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
         if tied is not None:
             full["tie_word_embeddings"] = tied
     return full
+
+
+def _respelled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with spellings that transformers 5 does not read as the ones that it does."""
+    found = dict(config)
+    for key in ("dtype", "torch_dtype"):
+        value = found.get(key)
+        if value == "auto":  # that of the weights, as without the key
+            del found[key]
+        elif isinstance(value, str):
+            found[key] = value.removeprefix("torch.")
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := found.get(key), Mapping):
+            # Phi-3's first name of LongRoPE.
+            found[key] = {name: "longrope" if value == "su" else value for name, value in rope.items()}
+    return found
+
+
+def _as_declared(config: Mapping[str, Any], declared: Any) -> dict[str, Any]:
+    """``config`` with numbers of the types that transformers' class declares and insists on: 30 as 30.0, 64.0 as 64."""
+    found = dict(config)
+    for field in fields(declared):
+        types, value = get_args(field.type) or (field.type,), found.get(field.name)
+        if isinstance(value, str) and str not in types and (int in types or float in types):
+            require(False, field.name, "a number", value)
+        if type(value) is int and float in types and int not in types and abs(value) < 2**53:
+            found[field.name] = float(value)
+        elif type(value) is float and int in types and float not in types and value.is_integer():
+            found[field.name] = int(value)
+    return found
+
+
+def _require_rope_kept(stated: Mapping[str, Any], read: Mapping[str, Any]) -> None:
+    """Refuse a ``rope_scaling`` beside ``rope_parameters``, which transformers then drops, if numbers would change by it."""
+    rope, kept = stated.get("rope_parameters"), read.get("rope_parameters")
+    if not stated.get("rope_scaling") or not isinstance(rope, Mapping) or not isinstance(kept, Mapping):
+        return
+    for key, value in rope.items():
+        if key not in ("type", "rope_type") and kept.get(key) != value:
+            lost = f"beside it transformers does not read rope_parameters, whose {key} ({value!r:.60}) would be lost"
+            advice = "move its entries into rope_parameters, with rope_type for type, and delete rope_scaling"
+            raise UnsupportedModelError(f"config.json: rope_scaling: {lost}; {advice}")
 
 
 def _text_config(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:

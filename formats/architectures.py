@@ -97,9 +97,11 @@ class Architecture:
     attention_gate: bool = False
     sinks: bool = False  # attention sinks: a learned additional logit in each head's softmax
     # ``layer_types`` has each block's kind: ``full_attention``, ``sliding_attention`` or, if ``recurrent``,
-    # ``linear_attention``, a gated DeltaNet. Without it all blocks have the config's window, if any.
+    # ``linear_attention``, a gated DeltaNet. With ``window`` instead, all blocks have the config's window, if any.
     layer_types: bool = False
+    window: bool = False
     recurrent: bool = False
+    partial: bool = False  # whether ``partial_rotary_factor`` applies
     interleaved: bool = False  # rotary pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
     # ``rope_parameters`` has a rotary embedding for each layer type.
     local_rope: bool = False
@@ -138,20 +140,31 @@ _NEWER_GEMMA: dict[str, Any] = {
     "logits_softcap": "final_logit_softcapping",
 }
 _QWEN3: dict[str, Any] = {**_BIASES, **_WINDOWS, "qk_norm": QKNorm()}
-_QWEN3_5: dict[str, Any] = {**_QWEN3, "norm_offset": True, "attention_gate": True, "recurrent": True, "mtp": True}
+_QWEN3_5: dict[str, Any] = {
+    **_QWEN3,
+    "norm_offset": True,
+    "attention_gate": True,
+    "recurrent": True,
+    "partial": True,
+    "mtp": True,
+}
 _OLMO: dict[str, Any] = {**_BIASES, "norms": _AFTER, "qk_norm": QKNorm(per_head=False)}
-_GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "interleaved": True}
+_GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "partial": True, "interleaved": True}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
-    "mistral": Architecture("MistralForCausalLM"),
+    "mistral": Architecture("MistralForCausalLM", window=True),
     "ministral": Architecture("MinistralForCausalLM", **_WINDOWS),
-    "ministral3": Architecture("Ministral3ForCausalLM", query_scaling=True),
+    "ministral3": Architecture("Ministral3ForCausalLM", window=True, query_scaling=True),
     "qwen2": Architecture("Qwen2ForCausalLM", **_WINDOWS, qkv_bias=True),
     "qwen3": Architecture("Qwen3ForCausalLM", **_QWEN3),
     "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", **_QWEN3_5),
     "qwen3_moe": Architecture(
-        "Qwen3MoeForCausalLM", **_BIASES, qk_norm=QKNorm(), experts=ExpertsLayout("norm_topk_prob", dense_blocks=True)
+        "Qwen3MoeForCausalLM",
+        **_BIASES,
+        window=True,
+        qk_norm=QKNorm(),
+        experts=ExpertsLayout("norm_topk_prob", dense_blocks=True),
     ),
     "qwen3_5_moe_text": Architecture(
         "Qwen3_5MoeForCausalLM",
@@ -160,6 +173,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",
+        window=True,
         experts=ExpertsLayout(
             True,
             intermediate_size="intermediate_size",
@@ -170,6 +184,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmoe": Architecture(
         "OlmoeForCausalLM",
         **_BIASES,
+        window=True,
         qk_norm=QKNorm(per_head=False),
         experts=ExpertsLayout("norm_topk_prob", intermediate_size="intermediate_size"),
         without=("clip_qkv",),
@@ -184,7 +199,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             True, intermediate_size="intermediate_size", router="router", biases=True, together="interleaved"
         ),
     ),
-    "phi3": Architecture("Phi3ForCausalLM", qkv=_QKV[1], gate_up=_GATE_UP[1]),
+    "phi3": Architecture("Phi3ForCausalLM", window=True, partial=True, qkv=_QKV[1], gate_up=_GATE_UP[1]),
     # Gemma's first checkpoints say "gelu" for the tanh approximation.
     "gemma": Architecture("GemmaForCausalLM", **_GEMMA, activations={**ACTIVATIONS, "gelu": "gelu_tanh"}),
     "gemma2": Architecture("Gemma2ForCausalLM", **_NEWER_GEMMA, attention_softcap="attn_logit_softcapping"),

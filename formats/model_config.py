@@ -206,7 +206,7 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    max_position_embeddings: int
+    max_position_embeddings: int  # the longest context; of YaRN at least the original length times the factor
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -348,10 +348,12 @@ class ModelConfig:
 
         for key in arch.without:
             require(config.get(key) is None, key, "null, the only value known here", config.get(key))
-        sizes = ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")
-        dimensions: dict[str, Any] = {key: dimension(config, key) for key in sizes if key in config or not arch.experts}
-        if arch.experts is not None and "intermediate_size" not in dimensions:  # they have no dense MLP
-            dimensions["intermediate_size"] = dimension(config, arch.experts.intermediate_size)
+        sizes = ("hidden_size", "vocab_size", "max_position_embeddings")
+        dimensions: dict[str, Any] = {key: dimension(config, key) for key in sizes}
+        inner = "intermediate_size"
+        if arch.experts is not None and inner not in config:  # they have no dense MLP
+            inner = arch.experts.intermediate_size
+        dimensions["intermediate_size"] = dimension(config, inner)
         num_heads = dimension(config, "num_attention_heads")
         num_kv_heads = dimension(config, "num_key_value_heads")
         num_blocks = dimension(config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
@@ -386,6 +388,12 @@ class ModelConfig:
         if arch.query_scaling and rope.get("llama_4_scaling_beta") is not None:
             positions = dimension(rope, "original_max_position_embeddings")
             query_scaling = (_number(rope, "llama_4_scaling_beta"), positions)
+        rotaries = tuple(_rope(config, one, width, arch) for one, width in ropes)
+        for one in rotaries:  # model cards tell to add YaRN without changing max_position_embeddings
+            if one.rope_type == "yarn":
+                scaled = one.parameters["original_max_position_embeddings"] * one.parameters["factor"]
+                key = "max_position_embeddings"
+                dimensions[key] = max(dimensions[key], min(int(scaled), _LARGEST_DIMENSION))
         biases = {name: getattr(arch, name) for name in ("qkv_bias", "o_bias", "mlp_bias")}
         factors = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
         multipliers: dict[str, Any] = {name: power(getattr(arch, name)) for name in factors}
@@ -403,7 +411,7 @@ class ModelConfig:
             activation=arch.activations[activation],
             clamp=(_number(config, "swiglu_alpha"), _number(config, "swiglu_limit")) if clamped else (0.0, 0.0),
             blocks=blocks,
-            rotaries=tuple(_rope(config, one, width, arch.interleaved) for one, width in ropes),
+            rotaries=rotaries,
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
             attention_softcap=optional(arch.attention_softcap),
             logits_softcap=optional(arch.logits_softcap),
@@ -417,7 +425,8 @@ class ModelConfig:
 def _blocks(
     config: Mapping[str, Any], arch: Architecture, num_blocks: int, head_dim: int, num_kv_heads: int
 ) -> tuple[Block, ...]:
-    window = None if config.get("sliding_window") is None else dimension(config, "sliding_window")
+    has_windows = (arch.layer_types or arch.window) and config.get("sliding_window") is not None
+    window = dimension(config, "sliding_window") if has_windows else None
     other = "linear_attention" if arch.recurrent else "sliding_attention"
     kinds: list[Any] = _listed(config, "layer_types", num_blocks) if arch.layer_types else [other] * num_blocks
     for kind in kinds:
@@ -527,7 +536,7 @@ def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
     return found
 
 
-def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: bool) -> RopeConfig:
+def _rope(config: Mapping[str, Any], given: Any, head_dim: int, arch: Architecture) -> RopeConfig:
     require(isinstance(given, Mapping), "rope_parameters", "an object", given)
     parameters, rope_type = dict(given), given.get("rope_type")
     known = isinstance(rope_type, str) and rope_type in _ROPE_NUMBERS
@@ -539,6 +548,10 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
     theta = positive("rope_theta")
     parameters.setdefault("partial_rotary_factor", 1.0)
     partial = parameters["partial_rotary_factor"] = min(positive("partial_rotary_factor"), 1.0)
+    if partial < 1 and not arch.partial and rope_type != "proportional":
+        key = "rope_parameters.partial_rotary_factor"
+        require(rope_type == "default", key, "1 beside scaled positions in this family", partial)
+        partial = parameters["partial_rotary_factor"] = 1.0  # as transformers, which does not read it there
     # Proportional: all dimensions form pairs; those beyond the factor have frequency 0.
     rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * partial)
     even = rotary_dim >= 2 and rotary_dim % 2 == 0
@@ -568,7 +581,7 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
         for key in ("short_factor", "long_factor"):
             for value in _listed(parameters, f"rope_parameters.{key}", rotary_dim // 2, "numbers"):
                 _number({key: value}, f"rope_parameters.{key}", 1e-300, 1e30)
-    return RopeConfig(theta, rope_type, rotary_dim, parameters, interleaved)
+    return RopeConfig(theta, rope_type, rotary_dim, parameters, arch.interleaved)
 
 
 @dataclass(frozen=True)
