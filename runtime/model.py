@@ -74,10 +74,6 @@ class Model(AbstractContextManager["Model"]):
             raise UsageError("this bundle has no tokenizer: give token ids")
         return self.text
 
-    def spell(self, token: int) -> str:
-        """A token's text within a longer text, a special token's name; empty without a tokenizer."""
-        return "" if self.text is None else self.text.token_bytes(token).decode(errors="replace")
-
     @property
     def sparsity(self) -> float:
         """The default sparsity level, one of the bundle's, or 0 for the dense model. Setting it takes milliseconds and is

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +20,10 @@ from wisparse import BundleError, ContextLengthError, UsageError, WisparseError,
 from wisparse.formats import chat_template
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.chat_template import ChatTemplate
+from wisparse.runtime.generation.logits import TokenScore
+from wisparse.runtime.generation.request import Chunk
+from wisparse.runtime.protocol.formatter import ChatFormatter, CompletionFormatter, Context
+from wisparse.runtime.protocol.requests import ChatRequest, CompletionRequest
 from wisparse.runtime.tokenizer import StopStrings, Tokenizer, check_tokenizer
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
@@ -98,6 +103,57 @@ def test_a_byte_that_begins_no_character_is_one_replacement_character() -> None:
                 kind,
                 ids,
             )
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_parts_of_characters(kind: str, stream: bool) -> None:
+    library = DECODERS[kind]
+    text = Tokenizer(library.to_str().encode(), {}, None, 8192)
+    (name, end), *_ = text.special_ids.items()
+    written, prompt = " the🦜 the naïve 東京 the", "é🎉 the"
+    ids = [
+        *library.encode(written, add_special_tokens=False).ids,
+        *library.encode("🦜", add_special_tokens=False).ids[:-1],
+    ]
+    asked = [
+        end,
+        *library.encode(prompt, add_special_tokens=False).ids,
+    ]  # a token before the prompt that is not in its text
+    detokenizer = text.detokenizer()
+    scores = [TokenScore(token, -1.0, ((token, -1.0), (end, -2.0))) for token in ids]
+    chunks = [Chunk(detokenizer.add(score.token_id), score.token_id, score=score) for score in scores]
+    chunks[-1] = replace(chunks[-1], text=chunks[-1].text + detokenizer.finish(), finish_reason="length")
+    chunks[0] = replace(chunks[0], prompt_scores=[TokenScore(token, -1.0) for token in asked[1:]])
+    pieces = [[chunk] for chunk in chunks] if stream else [chunks]
+    answer = "".join(chunk.text for chunk in chunks)
+
+    context = Context("m", text, 1, len(asked), [(prompt, end)])
+    request = CompletionRequest(model="m", prompt="", echo=True, logprobs=2)
+    completion = CompletionFormatter(request, context)
+    parts = [choice for some in pieces for choice in completion.choices(0, some, stream)]
+    assert "".join(part["text"] for part in parts) == prompt + answer
+    offsets = [offset for part in parts for offset in part["logprobs"]["text_offset"]]
+    whole = prompt + answer
+    assert (len(offsets), offsets[:2]) == (len(asked) + len(ids), [0, 0])
+    for some, base, own in ((asked[1:], 0, prompt), (ids, len(prompt), answer)):
+        begins = offsets[1 : len(asked)] if own is prompt else offsets[len(asked) :]
+        for number, begin in enumerate(begins):  # the text up to a token's character, and the bytes up to the token
+            before = b"".join(map(text.token_bytes, some[:number])).decode(errors="ignore")
+            assert whole[base:begin] in (before, before[1:]), (number, begin)
+
+    chat = ChatFormatter(
+        ChatRequest(model="m", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2),
+        replace(context, echo=()),
+    )
+    entries = [
+        one
+        for some in pieces
+        for choice in chat.choices(0, some, stream)
+        for one in (choice["logprobs"] or {}).get("content", ())
+    ]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode(errors="replace").endswith(answer)
+    assert [entry["top_logprobs"][1]["token"] for entry in entries] == [name] * len(ids)
 
 
 REPLACE = decoders.Replace("\u2581", " ")

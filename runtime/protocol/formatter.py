@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
+from ..detokenizer import Detokenizer
 from ..generation.logits import TokenScore
 from ..generation.request import Chunk, Generation
-from ..tokenizer import partial_marker
+from ..tokenizer import Tokenizer, partial_marker
 from .requests import ApiError, CompletionRequest
 from .tools import Delta, ToolCallParser
 
@@ -70,13 +71,16 @@ class Context:
     """Data for formatting the response to a request, beside the request."""
 
     model: str  # its name
-    spell: Callable[[int], str]  # a token's text
+    tokenizer: Tokenizer | None
     count: int  # number of answers
     prompt_tokens: int  # of all prompts together
     # with ``echo``: by answer, the prompt's text and first token
     echo: Sequence[tuple[str, int]] = ()
     thinks: bool | None = None  # whether the prompt opens a thought; None: thoughts are not parsed
     call_parser: Callable[..., ToolCallParser] | None = None  # constructor, with ``whole``; None: no tools
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
 
 
 class AnswerParser:
@@ -224,10 +228,9 @@ class ChatFormatter(Formatter):
 
     def _logprobs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self._context.spell(token)
-            # A token may be a part of a character and has no text then.
-            encoded = None if "\ufffd" in text else list(text.encode())
-            return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": encoded}
+            encoded = self._context.token_bytes(token)  # maybe a part of a character
+            text = encoded.decode(errors="replace")
+            return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(encoded)}
 
         scores = [chunk.score for chunk in chunks if chunk.score is not None]
         if not self._request.logprobs or not scores:
@@ -261,25 +264,34 @@ class CompletionFormatter(Formatter):
     def __init__(self, request: CompletionRequest, context: Context) -> None:
         super().__init__(request, context)
         self._echo = dict(enumerate(context.echo))  # of answers without events so far
-        self._offsets = [0] * context.count  # characters of each answer's tokens so far
+        tokenizer = context.tokenizer
+        self._detokenizers = [tokenizer.detokenizer() if tokenizer else None for _ in range(context.count)]
+        self._lengths = [0] * context.count  # characters of each answer so far, with ``echo`` of its prompt too
 
     def choices(self, index: int, chunks: Sequence[Chunk], stream: bool) -> Iterable[dict[str, Any]]:
-        text, first = self._echo.pop(index, ("", None))
-        scores: list[TokenScore | int] = []
+        echo, first = self._echo.pop(index, ("", None))
+        prompt: list[TokenScore | int] = []
         if first is not None and chunks[0].prompt_scores is not None:
-            scores = [first, *chunks[0].prompt_scores]  # the prompt's first token has no score
-        text += "".join(chunk.text for chunk in chunks)
-        scores += [chunk.score for chunk in chunks if chunk.score is not None]
+            prompt = [first, *chunks[0].prompt_scores]  # the prompt's first token has no score
+        text = echo + "".join(chunk.text for chunk in chunks)
+        scores = [chunk.score for chunk in chunks if chunk.score is not None]
         reason = chunks[-1].finish_reason
-        if text or scores or reason:
-            logprobs = None if self._request.logprobs is None else self._logprobs(index, scores)
+        if text or prompt or scores or reason:
+            logprobs = None if self._request.logprobs is None else self._logprobs(index, echo, prompt, scores)
             yield _choice(index, reason, logprobs, text=text)
 
-    def _logprobs(self, index: int, scores: Sequence[TokenScore | int]) -> dict[str, Any]:
+    def _logprobs(
+        self, index: int, echo: str, prompt: Sequence[TokenScore | int], answer: Sequence[TokenScore]
+    ) -> dict[str, Any]:
         """The log-probabilities of tokens; an id stands for a token without a score."""
-        spell = self._context.spell
-        tokens = [spell(score if isinstance(score, int) else score.token_id) for score in scores]
-        *offsets, self._offsets[index] = itertools.accumulate(map(len, tokens), initial=self._offsets[index])
+        scores, offsets, tokenizer = [*prompt, *answer], list[int](), self._context.tokenizer
+        ids = [score if isinstance(score, int) else score.token_id for score in scores]
+        if tokenizer is not None and prompt:
+            # Special tokens before the prompt are no part of its text.
+            shown = tokenizer.detokenizer(frozenset(i for name, i in tokenizer.special_ids.items() if name in echo))
+            offsets += self._begins(index, shown, ids[: len(prompt)])
+        self._lengths[index] = max(self._lengths[index], len(echo))
+        offsets += self._begins(index, self._detokenizers[index], ids[len(offsets) :])
         logprobs = [None if isinstance(score, int) else max(score.logprob, _MIN_LOGPROB) for score in scores]
         tops: list[dict[str, float] | None] = []
         for score in scores:
@@ -288,6 +300,19 @@ class CompletionFormatter(Formatter):
                 continue
             top: dict[str, float] = {}
             for token, logprob in (*score.top, (score.token_id, score.logprob)):
-                top.setdefault(spell(token), max(logprob, _MIN_LOGPROB))  # the larger of two with the same text
+                top.setdefault(self._spell(token), max(logprob, _MIN_LOGPROB))  # the larger of two with the same text
             tops.append(top)
+        tokens = [*map(self._spell, ids)]
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _begins(self, index: int, detokenizer: Detokenizer | None, ids: Sequence[int]) -> Iterable[int]:
+        """The character of the text that each of the next tokens begins with, or is a part of."""
+        for token in ids:
+            added = "" if detokenizer is None else detokenizer.add(token)
+            own = self._spell(token)
+            # Before it: the replacement character of an earlier token's incomplete character.
+            yield self._lengths[index] + (len(added) - len(own) if added.endswith(own) else 0)
+            self._lengths[index] += len(added)
+
+    def _spell(self, token: int) -> str:
+        return self._context.token_bytes(token).decode(errors="replace")

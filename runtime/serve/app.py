@@ -42,7 +42,6 @@ _MAX_FILES = 1 << 16
 # Python's default, 5 ms that a thread waits for the interpreter's lock, is longer than a step on a GPU.
 _SWITCH_SECONDS = 0.0005
 _GRAMMAR_THREADS = 4  # grammars that are compiled concurrently
-_SPELLED_TOKENS = 1 << 16  # size of the cache of tokens' texts, for log-probabilities
 # Field, OpenAI's default, and the valid range of a generation config's value.
 _SAMPLING = (
     ("temperature", 1.0, 0.0, 100.0), ("top_k", 0, 0, 2**31), ("top_p", 1.0, 1e-9, 1.0),
@@ -66,7 +65,7 @@ class Encoder:
 
     def __init__(self, model: Model, name: str) -> None:
         self._model = model
-        self._context = functools.partial(Context, name, functools.lru_cache(_SPELLED_TOKENS)(model.spell))
+        self._context = functools.partial(Context, name, model.text)
         # Values of omitted sampling fields: the generation config's, else OpenAI's defaults.
         config = read_json(model.bundle, "generation_config.json")
         self._defaults: dict[str, float] = {}
