@@ -1,7 +1,7 @@
 """Losses of the masked model on calibration tokens, each projection's channel scale and quantile table; final thresholds.
 
-A table holds the quantiles of a projection's scores on the 0.5% grid. So to score a candidate allocation its thresholds
-are looked up and one forward pass is run."""
+A table holds the quantiles of a projection's scores on the 0.5% grid. Scoring an allocation is then a table look-up and
+one forward pass."""
 
 from __future__ import annotations
 

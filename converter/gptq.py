@@ -59,8 +59,8 @@ def fit_int4(
     """Symmetric int4 codes for a finite weight (N, K); ``group`` neighbouring channels share a scale. Experts' weights
     (E, N, K), with moments (E, K, K), give codes (E * N, K).
 
-    ``moments`` (K, K) float32: the sum of x xᵀ over the projection's inputs x in the quantized model; ``cross``: of
-    z xᵀ, with its inputs z in the dense model. The target is W moved towards the weight whose product with x is W z
+    ``moments`` (K, K) float32: the sum of x xᵀ; ``cross``: the sum of z xᵀ; x and z are the projection's inputs in the
+    quantized and in the dense model. The target is W moved towards the weight whose product with x is W z
     (as in arXiv:2504.02692); then GPTQ (arXiv:2210.17323), then least-squares scales for the codes.
     """
     columns = weight.shape[-1]

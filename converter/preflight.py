@@ -58,7 +58,7 @@ class Plan:
     max_memory: dict[int | str, int] | None  # bytes by GPU and for "cpu", for a model larger than the device
     placed: bool  # an interrupted run has written its bundle to the output folder
     not_rotated: str | None  # why --rotation auto does not rotate
-    untied_bytes: int  # that rotation adds to the bundle, since tied embeddings become two tensors
+    untied_bytes: int  # extra bundle size if rotation unties the embeddings
 
     @property
     def weights_on(self) -> str:

@@ -13,7 +13,7 @@ The next linear combines the KV splits when it loads its input. Split 0 takes th
 registers, so no program waits for the cache's store. Bytes: 2 * kv_heads * d * context * sizeof(dtype) a row. Codes
 (int8 or e4m3) are operands of tl.dot; their scales, one for each position and head, multiply the scores and the softmax
 weights. If several rows are consecutive positions of one slot (a draft), ``launch_store_rows`` stores all keys and
-values first; each row's result is then bitwise equal to that of a launch of its own with as many splits.
+values first; each row then equals, bit for bit, a one-row launch with the same number of splits.
 
 A prompt's chunk: ``launch_store_kv``, then ``launch_chunk_attention``, as rows read the keys and values of the rows
 before them. Slot, start and number of rows are in a tensor, so that one CUDA graph serves all prompts. The rotary

@@ -203,9 +203,9 @@ def choose_channels(
     given, channels, counting, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr,
     PAIRED: tl.constexpr = False,
 ):  # fmt: skip
-    """For one or two rows: each row's float32 values at the program's channels, the mask of channels that any row
-    keeps, and the number of counted rows that keep each. EACH: values are 0 where their own row drops the channel, and
-    rows are counted. PAIRED: values and masks of the high planes, then of the low ones."""
+    """For one or two rows: the float32 values of each row at the program's channels, and for each channel ``any_kept``
+    and ``kept_rows``, the number of counted rows that keep it. EACH: values are 0 where their own row drops the
+    channel, and rows are counted. PAIRED: values and masks of the high planes, then of the low ones."""
     BATCH: tl.constexpr = problem.batch
     CHANNELS: tl.constexpr = problem.k // problem.planes
     NORMED: tl.constexpr = given.norm is not None

@@ -260,8 +260,9 @@ def expert_gemv_kernel(
     row = pair // CHOSEN
     in_row = pair if ADDS else row
     out_row = row if ADDS else pair
-    # Down runs two launches after the router, so it may load its weights before gate_up has completed. The load
-    # bypasses L1, which may still hold the expert ids of the block before.
+    # ``down`` needs only the router's result to choose its weights, and the router finished two launches ago; so it loads
+    # weights before it waits for gate_up. The load of the expert ids bypasses L1, which may still hold those of the block
+    # before.
     if not ADDS:
         gdc_wait(problem.pdl, False)
     expert = tl.load(routing.expert + pair, cache_modifier=".cg").to(tl.int64)

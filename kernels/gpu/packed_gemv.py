@@ -2,15 +2,16 @@
 
     y[n] = sum over groups G of scale[G, n] * (sum over kept k in G of q[k, n] x[k] - zero[G, n] * sum of these x[k])
 
-Codes are not converted to floating point: their bits are the mma operands. Below the smallest normal number a bf16 or
-fp16 number is a multiple of the smallest subnormal, so int4 and int8 codes are exact as they are; fp8's seven low bits
-are shifted to where the exponent ends in the wider type. The power of two that remains is divided out with the scale
-(``code_unit``). int4's odd columns stay in the upper half of their byte and are 16 times too large. x of bf16 is
-multiplied by 2^96 first, so that no product is subnormal. ``keeps_subnormals`` checks that the device supports this.
+Integer codes are valid subnormal floats, so mma multiplies them unconverted; the scale undoes the factor: below the
+smallest normal number a bf16 or fp16 number is a multiple of the smallest subnormal, so int4 and int8 codes are exact as
+they are, and the power of two that remains is divided out with the scale (``code_unit``). fp8's seven low bits are
+shifted to where the exponent ends in the wider type. int4's odd columns stay in the upper half of their byte and are 16
+times too large. x of bf16 is multiplied by 2^96 first, so that no product is subnormal. ``keeps_subnormals`` checks that
+the device supports this.
 
 The kernel is written with one element per thread: element i of every tensor belongs to thread i. The weights are mma's
-A operand and rows of x its B operand, so one to eight rows cost the same. A warp covers the columns that its 8 lane
-groups load, and takes 16 channels a step:
+A operand and rows of x its B operand, so one to eight rows cost the same. A warp computes the columns of its 8 lane
+groups, 16 channels a step:
 
     loads    lane 4 g + t loads 4, 8 or 16 bytes of each of the channels 4 t .. 4 t + 3 of the step (1 to 4 words w):
 

@@ -10,7 +10,7 @@
     2-16   else    batch    masked_gemm, all channels                   packed_gemv, all channels
     17-32  either  wide     masked_gemm, all channels                   packed_gemv, all channels
 
-Of 17 to 32 rows a decode step launches packed_gemv only; other weights go to cuBLAS or code_gemm (runtime.cuda.wide).
+For 17 to 32 rows, quantized weights use packed_gemv; all others cuBLAS or code_gemm (runtime.cuda.wide).
 The boundaries are measured on an H200 (benchmarks/LOG.md). A tile comes from the local cache that ``wisparse bench
 --tune`` writes, else from tiles.json (measured on an H200), else from ``default_tile``.
 """
@@ -83,7 +83,7 @@ class GemvTile:
     splits: int = 8
     warps: int = 4
     stages: int = 1  # masked_gemm: num_stages of the K loop; packed: pipeline stages in flight
-    chunk: int = 8  # consecutive channels of a split; the chunks are dealt to the splits in turn
+    chunk: int = 8  # splits get channels round-robin, this many at a time
     unroll: int = 4  # loads of block_k rows in flight; packed: mma steps of 16 channels in a stage, at most 4
     trigger: int = 1  # griddepcontrol.launch_dependents: 1 at the start of a program, 2 after its product
     early: bool = True  # launch with programmatic dependent launch

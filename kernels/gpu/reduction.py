@@ -2,12 +2,12 @@
 products where these are launches of their own.
 
 Each program stores its partial sums. Those of a tile are added in the order of the splits, so results are reproducible.
-Which program adds them:
+The caller chooses who adds them:
 
-reducers = 0: the last program of the tile to finish, found by an atomic counter.
+reducers = 0: the last program of the tile to arrive, found by an atomic counter.
 
-reducers > 0: the tile's last ``reducers`` programs, each for a share of the columns, by spinning. The workspace holds
-EMPTY before and after a launch: they poll until the partial sums of every split are stored, and reset them to EMPTY.
+reducers > 0: waiting reducers, the tile's last ``reducers`` programs, each for a share of the columns. The workspace
+holds EMPTY before and after a launch: they poll until the partial sums of every split are stored, and reset them to EMPTY.
 This saves two L2 round trips, but polling takes bandwidth from programs that still load weights, and spinning programs
 occupy multiprocessors.
 

@@ -3,9 +3,9 @@
     embed -> [mask, qkv -> attention -> combine and mask, o -> add, norm, mask, gate and up -> activate and mask, down
     -> add, norm] x blocks -> logits -> next token
 
-With up to sixteen rows (``step``) masks, norms and activations are fused into the products: every program computes the
-inputs that it needs, which takes longer than loading the weights for more rows. Here ``packed_gemv`` only applies
-masks: to the inputs of qkv, gate and up, and of all linears with graded weights.
+Up to 16 rows (``step``), each program recomputes its masked, normed and activated inputs. Beyond that recomputing them
+costs more than loading the weights, so masks, norms and activations get launches of their own. Only ``packed_gemv``
+applies masks itself: to the inputs of qkv, gate and up, and of all linears with graded weights.
 """
 
 from __future__ import annotations

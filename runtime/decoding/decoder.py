@@ -53,12 +53,12 @@ class Decoder(ABC):
 
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # of WEIGHT_TYPES, those that it supports
-    prefill_chunk: int  # positions of a prefill chunk; chunks begin at multiples of it
-    most_together = 0  # most positions of `prefill_together`; 0: not supported
+    prefill_chunk: int  # prompts are read in chunks of this many positions, aligned to it
+    most_together = 0  # limit of positions of `prefill_together`; 0 if unsupported
     together_seconds: ClassVar[float] = 0.001  # tokens decoded within this time are delivered together
     pieces_under_load = 1  # number of smaller chunks per chunk while other sequences decode
-    # A cached prefix is reused up to a multiple of this. If it is ``prefill_chunk``, the positions after the prefix have
-    # the same bits as without reuse, as every chunk runs the same matrix products.
+    # Reuse of a cached prefix ends at a multiple of this. With ``prefill_chunk``, results are bitwise equal with and
+    # without reuse.
     prefix_block_size: int
     # Additional time of a step that verifies drafts, and of each drafted token, in plain steps.
     verify_costs: tuple[float, float] = (0.0, 1.0)
@@ -66,7 +66,7 @@ class Decoder(ABC):
     draft_cost: float = 1.0  # time of each token of :meth:`draft`, in plain steps
     times_heads: ClassVar[bool] = True  # whether a head's ``draft_cost`` is measured; else estimated by bytes read
     most_verified: ClassVar[int] = 16  # most tokens of a verifying step, over all slots
-    # A verified token equals that of `decode` if the two largest logits differ by at least this.
+    # Verification may pick another token than `decode` only where the two largest logits are closer than this.
     verify_margin: float = 0.0
     verifies_alike: ClassVar[bool] = True  # whether ``verify`` gives the bits of `decode`
     speculates = False  # whether drafts will be verified; `prepare` covers those steps then

@@ -1,6 +1,7 @@
 """Draft heads: a single block that predicts several tokens, one after another, from the model's hidden states.
 
-e is a token's embedding, h the hidden state before it, first the model's, then the head's; each n is an RMSNorm:
+e is a token's embedding, h the hidden state before it, first the model's, then the head's; each n is an RMSNorm. A row
+tells where the inputs come from, what the block gets, and what the next step reuses:
 
              h of the model            residual          block input    h of the head   logits
     EAGLE-3  fc of three blocks' h     h, or n(h)        [n(e), n(h)]   block output    own output layer of n(h)
@@ -47,7 +48,7 @@ class HeadWeights:
     """Configuration and tensors of a head; see the table above."""
 
     config: ModelConfig  # of a model with one block
-    taps: tuple[int, ...]  # blocks whose inputs the head reads; the number of blocks: the last block's output
+    taps: tuple[int, ...]  # hidden states the head reads: i = input of block i; num_blocks = output of the last
     # fc, qkv (rows of queries, keys, values and attention gates), o, gate_up, down, norms, and output.
     tensors: Mapping[str, Tensor]
     normed_residual: bool = False

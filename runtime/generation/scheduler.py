@@ -27,7 +27,7 @@ from .speculation import DraftCounts, SpeculativeConfig, make_drafter
 
 log = logging.getLogger(__name__)
 
-_IDLE = SamplingParams()  # of rows without a request
+_IDLE = SamplingParams()  # sampling of idle rows
 # Positions of a prefill chunk whose logits are scored.
 _SCORE_CHUNK = 256
 # Longest time of decoding one sparsity level while requests of another level wait.
@@ -121,8 +121,8 @@ class PrefixCache:  # which prompt tokens each slot's KV cache holds
 
 class Scheduler:
     """Runs requests on one decoder. After other code has changed the decoder's slots, call ``start_over``. Only
-    ``validate`` is thread-safe. Requests of all sparsity levels share the slots: a step decodes the rows of one level,
-    the other rows are idle, and the levels alternate."""
+    ``validate`` is thread-safe. Each step decodes only the requests of one sparsity level. Levels take turns; requests of
+    the others keep their slots."""
 
     def __init__(
         self, decoder: Decoder, bundle: Bundle | None = None, speculative: SpeculativeConfig | None = None
@@ -137,7 +137,7 @@ class Scheduler:
         self._sequence = torch.empty(0, dtype=torch.int64)  # tokens of the request in prefill
         self._num_requests = 0
         self._out_of_pages = False  # the first waiting request lacks cache pages; reset when a request ends
-        self._at_fault: list[Request] = []  # the requests that fail if this step raises; empty: all running ones
+        self._at_fault: list[Request] = []  # if a step raises, these requests fail; if empty, all running ones do
         self._current_level: float | None = None  # the level that is decoded
         self._level_began: dict[float | None, float] = {}  # by level, when its last turn began
         self._prefilled = 0  # positions prefilled since the last decode step
@@ -491,7 +491,7 @@ class Scheduler:
 
     def _drafts(self, rows: Sequence[Request | None]) -> dict[int, list[int]]:
         """The drafts by slot, up to the tokens that one step verifies beside each row's newest token. Of a drafter that
-        ``asks`` they are placeholders, which `_verify` replaces."""
+        uses the decoder they are placeholders, which `_verify` replaces."""
         drafts: dict[int, list[int]] = {}
         if self.speculative is None or self.prefilling is not None:
             return drafts
