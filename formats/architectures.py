@@ -58,7 +58,8 @@ class ExpertsLayout:
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
     biases: bool = False  # of the router and the experts
-    # Config key that puts experts beside the dense MLP. Each has its own input and output norm; the router has an input norm, and its top-k weights are multiplied by a learned scale per expert.
+    # Config key that puts experts beside the dense MLP. Each has its own input and output norm; the router has an
+    # input norm, and its top-k weights are multiplied by a learned scale per expert.
     beside: str | None = None
     # How files stack a block's experts. None: one tensor per expert, or ``rows``. ``rows``: (E, 2 I, H), gates before
     # ups, and (E, H, I). ``interleaved``: (E, H, 2 I), a gate beside its up, and (E, I, H).
