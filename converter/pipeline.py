@@ -139,6 +139,10 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         fetched = fetch_source(settings.model, plan.source.commit) if processes.is_main else plan.source
         fetched = processes.broadcast(fetched)
         checkpoint = Checkpoint.open(fetched.folder, complete=full_config)
+    plan = replace(plan, config=checkpoint.config)  # with what its weights tell, of a model on the Hub
+    if plan.source.commit is not None and processes.is_main:
+        for note in checkpoint.notes:
+            _log.warning("%s: %s", fetched.name, note)
     stages, small_files, complete = Stages(processes=processes, progress=progress), {}, False
     if processes.is_main:
         small_files = small_digests(checkpoint.folder, checkpoint.error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -30,6 +31,8 @@ from .sensitivity import LARGEST_LOGITS
 from .settings import ConvertSettings, auto_seq_len
 from .source import choose_dtype, lacks_accelerate, load_tokenizer
 from .state import check_folder, placed_bundle
+
+_log = logging.getLogger("wisparse")
 
 # Memory of a Python process with torch and transformers, without a model.
 _BASE_BYTES = 600 << 20
@@ -127,7 +130,10 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
             pass  # reading raises an error for a file that the bundle cannot have
         stage.advance()
         if source.commit is None:
-            Checkpoint.open(source.folder, complete=full_config)  # reads all headers, no weights
+            checkpoint = Checkpoint.open(source.folder, complete=full_config)  # reads all headers, hardly a weight
+            config = checkpoint.config
+            for note in checkpoint.notes:
+                _log.warning("%s: %s", source.name, note)
         tokenizer = load_tokenizer(source.folder)
         stage.advance()
         tokens = None

@@ -24,7 +24,7 @@ from wisparse.formats.checkpoint import INDEX, Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError, first_line
 from wisparse.formats.guard import list_files, open_regular, read_bounded, shown
 from wisparse.formats.machine import choose_device
-from wisparse.formats.model_config import PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
+from wisparse.formats.model_config import LM_HEAD, PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
 from wisparse.formats.write import copied_files
 
 from .config import full_config
@@ -228,6 +228,8 @@ def load_source(
     except Exception as error:
         # transformers and safetensors raise many types of errors for files that they cannot load.
         raise UnsupportedModelError(f"{shown(folder)}: the weights cannot be loaded: {first_line(error)}") from error
+    if config.tie_word_embeddings and LM_HEAD in checkpoint.tensors:  # transformers unties a head of another dtype
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
     if missing:  # transformers initialises missing tensors with random numbers, and only warns
         lack = f"{len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}"
         raise UnsupportedModelError(f"{shown(folder)}: {lack}; download the checkpoint again")

@@ -28,11 +28,12 @@ from .weight_types import QuantizedMatrix
 
 INDEX = "model.safetensors.index.json"
 _OF_DECODERS = re.compile("ForCausalLM|ForConditionalGeneration|LMHead|None")  # classes of causal LMs, or no class
-_SINGLE = "model.safetensors"
+_SINGLE, _EMBEDDING = "model.safetensors", "model.embed_tokens.weight"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt", "model.bin")
-# Ignored tensors: rotary frequencies of old Llamas, and MTP heads that differ from `mtp_tensors`: quantised ones, or of
-# several blocks.
-_DERIVED = re.compile(r"model\.layers\..*\.self_attn\.rotary_emb\.inv_freq|mtp\..*", re.DOTALL)
+# Buffers that loaders compute anew.
+_COMPUTED = re.compile(
+    r"(.*\.)?(rotary(_pos)?_emb\.\w+|rope\.freqs|inv_freq|cos_cached|sin_cached|position_ids|masked_bias)", re.DOTALL
+)
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES, _MAX_HEADER_BYTES = 1 << 20, 16 << 20, 32 << 20
@@ -155,6 +156,7 @@ class Checkpoint:
     rotation: Tensor | None = (
         None  # Q (hidden_size, hidden_size) float32: hidden states are x @ Q where the source's are x
     )
+    notes: tuple[str, ...] = ()  # what of a source was ignored or read in another way than it says, as sentences
     # name -> function that computes a tensor, contiguous on the CPU, in place of the files
     _made: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
 
@@ -180,7 +182,7 @@ class Checkpoint:
             packings = read_quantisation(config_dict, config)
         except UnsupportedModelError as reason:
             raise error(str(reason)) from None
-        weight_map, files = open_files(folder, is_bundle, error)
+        weight_map, files, notes = open_files(folder, is_bundle, error)
         # Name in the text model -> stored name.
         stored: dict[str, str] = {}
         for name in weight_map:
@@ -190,6 +192,17 @@ class Checkpoint:
         if wrapped and complete is not None:
             config_dict = complete(stored_config, stored)
             config = ModelConfig.from_dict(config_dict)
+        if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
+            if _EMBEDDING not in stored:
+                stored[_EMBEDDING] = stored.pop(LM_HEAD)
+            elif not _same_values(*((files[weight_map[stored[name]]], stored[name]) for name in (_EMBEDDING, LM_HEAD))):
+                notes.append(
+                    "config.json says tie_word_embeddings, but lm_head.weight differs from the embedding: both are kept, "
+                    "and the bundle's config.json says false"
+                )
+                config_dict = {**config_dict, "tie_word_embeddings": False}
+                config = replace(config, tie_word_embeddings=False)
+                packings = read_quantisation(config_dict, config)
         if config.num_blocks > len(stored):
             raise error(f"config.json: num_hidden_layers is {config.num_blocks}, but there are {len(stored)} tensors")
         expected = expected_tensors(config)
@@ -231,12 +244,15 @@ class Checkpoint:
         # Checkpoints also have key and value projections of blocks that use another block's keys and values.
         shared = {f"model.layers.{at}.self_attn" for at, block in enumerate(config.blocks) if block.kv_from is not None}
         unused = {f"{module}.{name}.weight" for module in shared for name in ("k_proj", "v_proj", "k_norm")}
-        ignored = (
-            whole.__contains__
-            if is_bundle
-            else lambda name: name in whole or name in unused or _DERIVED.fullmatch(name)
-        )
-        extra = [name for name in stored if name not in parts and not ignored(name)]
+        extra, ignored = [name for name in stored if name not in parts and name not in whole], dict[str, list[str]]()
+        if not is_bundle:
+            unknown, extra = [name for name in extra if name not in unused], []
+            for name in unknown:
+                why = "computed anew" if _COMPUTED.fullmatch(name) else "an MTP head of a kind that is not known here"
+                known = _COMPUTED.fullmatch(name) or name.startswith(MTP)
+                (ignored.setdefault(why, []) if known else extra).append(name)
+        for why, names in ignored.items():
+            notes.append(f"ignored {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}): {why}")
         if missing or extra:
             differs = [
                 f"{what} {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}{', …' * (len(names) > 1)})"
@@ -277,7 +293,8 @@ class Checkpoint:
             tensors[name] = (
                 info if one is None else replace(info, offset=(one.each * one.expert + one.index) * info.nbytes)
             )
-        opened = cls(folder, config_dict, config, tensors, quantised, len(weight_map) - len(stored), error, files)
+        outside = len(weight_map) - len(stored)
+        opened = cls(folder, config_dict, config, tensors, quantised, outside, error, files, notes=tuple(notes))
         if four_bits:
             return opened._widened(four_bits, expected)
         for name, weight in quantised.items():
@@ -524,12 +541,31 @@ def is_finite(values: Tensor) -> bool:
     return bool(signed.max() < infinity and unsigned.max() < infinity + 2 ** (8 * signed.itemsize - 1))
 
 
-def open_files(folder: Path, bundle: bool, error: type[WisparseError]) -> tuple[dict[str, str], dict[str, TensorFile]]:
-    """Tensor name -> file name, by the index or the single file's header; and the opened files, validated against it."""
+def _same_values(*places: tuple[TensorFile, str]) -> bool:
+    """Whether two tensors of one shape have the same values but for their dtype's rounding."""
+    entries = [file.entries.get(name) for file, name in places]
+    dtypes = [getattr(torch, DTYPES[entry.code][0]) for entry in entries if entry and entry.code in DTYPES]
+    if len(dtypes) < 2 or len({entry and entry.shape for entry in entries}) > 1:
+        return True  # refused where the tensors are validated
+    coarse = next(dtype for dtype in (torch.bfloat16, torch.float16, torch.float32) if dtype in dtypes)
+    both = (
+        file.read_bytes(name).view(dtype).split(1 << 22) for (file, name), dtype in zip(places, dtypes, strict=True)
+    )
+    return all(torch.equal(a.to(coarse), b.to(coarse)) for a, b in zip(*both, strict=True))
+
+
+def open_files(
+    folder: Path, bundle: bool, error: type[WisparseError]
+) -> tuple[dict[str, str], dict[str, TensorFile], list[str]]:
+    """Tensor name -> file name, by the index or the single file's header; the opened files, validated against it; and what
+    was ignored, as sentences."""
+    notes: list[str] = []
     # If there are both, transformers loads the single file; a bundle must have the index.
     if os.path.lexists(folder / _SINGLE) and not bundle:
         single = TensorFile(folder, _SINGLE, error)
-        return dict.fromkeys(single.entries, _SINGLE), {_SINGLE: single}
+        if os.path.lexists(folder / INDEX):
+            notes.append(f"{_SINGLE} is read, as transformers does, and not the files that {INDEX} names")
+        return dict.fromkeys(single.entries, _SINGLE), {_SINGLE: single}, notes
     if not os.path.lexists(folder / INDEX):
         pickles = [name for name in _PICKLES if os.path.lexists(folder / name)]
         if pickles:
@@ -547,11 +583,26 @@ def open_files(folder: Path, bundle: bool, error: type[WisparseError]) -> tuple[
         if not isinstance(file, str) or not _SHARD.fullmatch(file):
             raise error(f"{INDEX}: {name!r:.200}: expected a .safetensors file in the folder, found {file!r:.200}")
     files = {name: TensorFile(folder, name, error) for name in dict.fromkeys(weight_map.values())}
+    if not bundle:
+        # As transformers: all tensors of the named files; of two with one name, the one in the last file.
+        found = {name: file for file in sorted(files) for name in files[file].entries}
+        moved = [name for name, file in found.items() if weight_map.get(name) != file]
+        if moved:
+            notes.append(
+                f"{INDEX} does not say where {len(moved)} tensor{'s' * (len(moved) > 1)} ({moved[0]!r:.200}) lie: read from "
+                f"{found[moved[0]]}, as transformers does"
+            )
+        others = [
+            name for name in os.listdir(folder) if name not in files and re.fullmatch(r"model.*\.safetensors", name)
+        ]
+        if others:
+            notes.append(f"{min(others)!r:.200} is not read: {INDEX} does not name it")
+        return {**weight_map, **found}, files, notes
     for file, opened in files.items():
         for name in opened.entries:
             if weight_map.get(name) != file:
                 raise error(f"{file}: holds {name!r:.200}, which the index does not place there")
-    return weight_map, files
+    return weight_map, files, notes
 
 
 def parse_tensors(data: bytes, name: str) -> tuple[dict[str, tuple[Entry, bytearray]], dict[str, str]]:

@@ -303,3 +303,23 @@ def test_any_config_is_read_or_refused(base: dict[str, Any], change: dict[str, A
         except UnsupportedModelError:
             continue
         assert all(projection.num_parameters > 0 for projection in read.projections(0))
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gemma2", "qwen2"])
+@torch.inference_mode()
+def test_a_tied_config_beside_another_head_loads_as_in_transformers(family: str, tmp_path: Path) -> None:
+    """Also where the configuration class is tied by default, and with a head that differs by its dtype alone."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_source(family, tmp_path / "source")
+    change_config(folder, lambda config: config.pop("tie_word_embeddings", None) if family == "gemma2" else None)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    tokens = torch.randint(3, 101, (1, 12), generator=torch.Generator().manual_seed(0))
+    for head, tied in ((embedding.roll(1, 0), False), (embedding.bfloat16(), True)):
+        change_tensors(folder, lambda tensors, head=head: tensors.update({"lm_head.weight": head}))
+        source = load_source(folder, device="cpu")
+        assert source.config.tie_word_embeddings is tied
+        assert (source.model.lm_head.weight is source.model.model.embed_tokens.weight) is tied
+        if not tied:
+            expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
+            assert torch.equal(source.model(tokens).logits, expected)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import struct
 import time
@@ -23,7 +24,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import DTYPES, INDEX, Checkpoint, TensorFile, build_header, is_finite, parse_tensors
 from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError
 
-HEAD = "lm_head.weight"
+HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -45,12 +46,76 @@ def test_layouts(dtype: torch.dtype, shards: int, tied: bool, tmp_path: Path) ->
         assert torch.equal(torch.cat([chunk.clone() for chunk in checkpoint.chunks(name, 64)]), stored[name].flatten())
 
 
-def test_tied_model_may_store_its_head_and_old_llama_its_frequencies(tmp_path: Path) -> None:
-    add = {HEAD: torch.zeros(258, 16), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    checkpoint = Checkpoint.open(write_tiny_model(tmp_path, add=add))
-    assert checkpoint.config.tie_word_embeddings
-    assert HEAD in checkpoint.tensors
-    assert not any("inv_freq" in name for name in checkpoint.tensors)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_head_beside_tied_embeddings(shards: int, tmp_path: Path) -> None:
+    """Tied if its values are the embedding's, whatever its dtype; else untied, with a note."""
+    write_tiny_model(tmp_path, shards=shards)
+    embedding = Checkpoint.open(tmp_path).tensor(EMBEDDING)
+    other = embedding.clone()
+    other[-1, -1] += 1e-3
+    for head, tied in (
+        (embedding, True), (embedding.bfloat16(), True), (embedding.half(), True),
+        (other, False), (other.bfloat16() * 2, False), (torch.zeros_like(other), False),
+    ):  # fmt: skip
+        checkpoint = Checkpoint.open(write_tiny_model(tmp_path, shards=shards, add={HEAD: head}))
+        assert checkpoint.config.tie_word_embeddings is checkpoint.config_dict["tie_word_embeddings"] is tied
+        assert torch.equal(checkpoint.tensor(HEAD), head)
+        assert len(checkpoint.notes) == (not tied)
+    alone = Checkpoint.open(write_tiny_model(tmp_path, shards=shards, add={HEAD: other}, drop=(EMBEDDING,)))
+    assert alone.config.tie_word_embeddings
+    assert torch.equal(alone.tensor(EMBEDDING), other)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (("model.layers.0.self_attn.rotary_emb.inv_freq",), "computed anew"),
+        (("model.rotary_emb.inv_freq", "model.layers.1.self_attn.rotary_emb.cos_cached"), "computed anew"),
+        (("rope.freqs", "model.layers.0.self_attn.masked_bias", "position_ids"), "computed anew"),
+        (("mtp.layers.0.qweight",), "MTP head"),
+    ],
+)
+def test_tensors_that_loaders_ignore_are_ignored_with_a_note(names: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_tiny_model(tmp_path, shards=2, add={name: torch.ones(2) for name in names}))
+    assert set(names).isdisjoint(checkpoint.tensors)
+    (note,) = checkpoint.notes
+    assert note.startswith(f"ignored {len(names)} tensor")
+    assert why in note
+
+
+def test_files_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """Tensors that the index does not name or places elsewhere, files that it does not name, one file beside it."""
+    from transformers import AutoModelForCausalLM
+
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+    def change(file: str, value: float | None) -> None:
+        tensors = load_file(tmp_path / file)
+        tensors.pop(NORM, None)
+        save_file(
+            tensors | ({} if value is None else {NORM: torch.full((16,), value)}), tmp_path / file, {"format": "pt"}
+        )
+
+    for values, named, note in (
+        ((3.0, None), first, None), ((3.0, 5.0), second, None), ((3.0, 5.0), first, "read from model-00002"),
+        ((3.0, None), second, "read from model-00001"), ((None, 5.0), None, "read from model-00002"),
+    ):  # fmt: skip
+        write_tiny_model(tmp_path, shards=2)
+        for file, value in zip((first, second), values, strict=True):
+            change(file, value)
+        index = json.loads((tmp_path / INDEX).read_text())
+        index["weight_map"] |= {NORM: named}
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file is not None}
+        (tmp_path / INDEX).write_text(json.dumps(index))
+        checkpoint = Checkpoint.open(tmp_path)
+        assert torch.equal(checkpoint.tensor(NORM), AutoModelForCausalLM.from_pretrained(tmp_path).model.norm.weight)
+        assert [note in one for one in checkpoint.notes] == [True] * (note is not None)
+    shutil.copy(tmp_path / first, tmp_path / "model-00003-of-00003.safetensors")
+    assert "not read" in Checkpoint.open(tmp_path).notes[-1]
+    write_tiny_model(tmp_path, seed=1)
+    whole = Checkpoint.open(tmp_path)
+    assert "model.safetensors is read" in whole.notes[0]
+    assert torch.equal(whole.tensor(NORM), AutoModelForCausalLM.from_pretrained(tmp_path).model.norm.weight)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +241,6 @@ _NO_NAME = "expected a .safetensors file in the folder"
         ("pytorch_model-00001.bin", _NO_NAME, ()),
         (["model-00001-of-00002.safetensors"], _NO_NAME, ()),
         ("other.safetensors", "other.safetensors: missing", ()),
-        ("model-00001-of-00002.safetensors", "which the index does not place there", ()),
         ("model-00002-of-00002.safetensors", "is missing, the index places it there", ("model.norm.weight",)),
     ],
 )

@@ -177,7 +177,7 @@ class HeadFiles:
             not rotated or bundle.rotation is not None, "bundle", "the rotation, which turns what the head reads back",
             "none", ": convert the model again, or with --rotation none",
         )  # fmt: skip
-        weight_map, files = open_files(source.folder, False, error)
+        weight_map, files, _ = open_files(source.folder, False, error)
         stored = {
             key.removeprefix("model.").replace("layers.0.", "midlayer.", 1): (file, key)
             for key, file in weight_map.items()
