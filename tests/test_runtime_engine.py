@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,7 +16,9 @@ import torch
 
 import wisparse
 from wisparse import Model, ResourceError, UsageError, WisparseError
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.engine import Engine, EngineState, QueueFullError
+from wisparse.runtime.generation.logits import LogitsProcessor
 from wisparse.runtime.generation.request import Chunk, Generation, Request
 from wisparse.runtime.tokenizer import Detokenizer
 
@@ -278,6 +281,39 @@ def test_a_failed_request_spares_its_neighbours(model: Model, engine: Engine, mo
     bad.error()
 
 
+def test_a_request_that_fails_alone_restarts_nobody(
+    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that cannot be processed, in prefill and later, and logits that are not numbers: nobody else is computed again."""
+    expected = {prompt: answer_of(model, prompt, 60) for prompt in ("def f(x):", "class A:")}
+    prefill, prefilled, process = model.decoder.prefill, Mock(), LogitsProcessor.process
+
+    def counted(slot: int, tokens: torch.Tensor, *more: object, **part: object) -> torch.Tensor:
+        prefilled(len(tokens))
+        return prefill(slot, tokens, *more, **part)  # type: ignore[arg-type]
+
+    def failing(self: LogitsProcessor, logits: torch.Tensor) -> None:
+        process(self, logits)
+        if (count := self.sampling.seed) == 0:
+            logits.fill_(torch.nan)
+        elif count is not None and len(self._new) == count:
+            raise WisparseError("this grammar fails")
+
+    monkeypatch.setattr(model.decoder, "prefill", counted)
+    monkeypatch.setattr(LogitsProcessor, "process", failing)
+    monkeypatch.setattr(engine.scheduler, "start_over", Mock(side_effect=AssertionError("no slot was lost")))
+    good = {prompt: ask(model, prompt, 60)[0] for prompt in expected}
+    for reader in good.values():
+        reader.next()
+    for seed, error in ((0, "not a number"), (1, "this grammar fails"), (3, "this grammar fails")):
+        bad, sampling = Reader(), SamplingParams(logit_bias={5: 1.0}, seed=seed)
+        engine.submit(model.request([5] * 17, max_new_tokens=9, sampling=sampling), bad.items.put)
+        assert error in str(bad.error())
+    assert {prompt: reader.answer().token_ids for prompt, reader in good.items()} == expected
+    assert [call.args for call in prefilled.call_args_list].count((17,)) == 3
+    assert engine.state == IDLE
+
+
 def test_calls_from_several_threads_are_decoded_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = ["def f(x):", "import", "class A:"]
     alone = [model.generate(prompt, max_new_tokens=30).token_ids for prompt in prompts]
@@ -398,3 +434,45 @@ def test_a_model_that_is_closed_ends_what_is_under_way(bundle: Path, served: boo
         thread.join(20)
         assert not thread.is_alive()
         model.engine.stop()
+
+
+def test_closing_twice_at_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wisparse.load(bundle, backend="torch", max_seq_len=64)
+    engine, ask_engine, errors = model.engine, model.engine.ask, list[Exception]()
+
+    def close() -> None:
+        try:
+            engine.close()
+        except Exception as error:
+            errors.append(error)
+
+    def overtaken(function: Callable[[], None]) -> Future[None]:  # another thread closes it just before
+        monkeypatch.setattr(engine, "ask", ask_engine)
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join(1)
+        return ask_engine(function)
+
+    monkeypatch.setattr(engine, "ask", overtaken)
+    close()
+    assert (errors, engine.closed) == ([], True)
+
+
+@pytest.mark.parametrize(
+    ("users", "expected"),
+    [
+        ([16, 1, -1, -16], [(True, 16), (True, 1), (True, 16), (False, 1)]),
+        ([16, 1, -16, -1], [(True, 16), (True, 1), (False, 1)]),
+        ([1, 16, 16, -16, -1, -16], [(True, 1), (True, 16), (False, 1)]),
+    ],
+)
+def test_measuring_follows_its_users(
+    model: Model, monkeypatch: pytest.MonkeyPatch, users: list[int], expected: list[tuple[bool, int]]
+) -> None:
+    """``users``: the ``every`` of each that starts, negative of each that stops."""
+    calls: list[tuple[bool, int]] = []
+    monkeypatch.setattr(model.decoder, "measure_sparsity", lambda enabled, every=1: calls.append((enabled, every)))
+    scheduler = model.engine.scheduler
+    for every in users:
+        (scheduler.start_measuring if every > 0 else scheduler.stop_measuring)(abs(every))
+    assert calls == expected

@@ -207,7 +207,8 @@ def test_what_was_accepted_fits_a_small_stack(grammars: Grammars) -> None:
 
 def test_a_grammar_that_costs_much_at_a_later_token_fails_there(grammars: Grammars) -> None:
     several = " | ".join(f"/[a-z]{{{count}}}/" for count in range(1, 7))
-    constraint = grammars.begin(Grammar("grammar", f"start: ({several})* e\ne: e e | /./\n"))
+    grammar = Grammar("grammar", f"start: ({several})* e\ne: e e | /./\n")
+    constraint = grammars.begin(grammar)
 
     def follow() -> None:
         choice = random.Random(1)
@@ -216,6 +217,8 @@ def test_a_grammar_that_costs_much_at_a_later_token_fails_there(grammars: Gramma
 
     with pytest.raises(UsageError, match=r"grammar: it cannot be followed further: .*Too many items"):
         follow()
+    with pytest.raises(UsageError, match=r"grammar: it cannot be followed further: .*Too many items"):
+        grammars.known(grammar)  # it is not tried again
 
 
 def test_parts_and_depth() -> None:

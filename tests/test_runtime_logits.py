@@ -256,10 +256,8 @@ def test_a_grammar_that_fails_ends_its_own_answer(model: Model, steps: int) -> N
     scheduler = Scheduler(model.decoder)
     other = scheduler.add(Request(model.tokenizer.encode("def f(x):"), 12, stop_token_ids=model.stop_ids))
     ruled = scheduler.add(Request([5, 6, 7], 12, constraint=Failing(steps)))
-    with pytest.raises(UsageError, match="cannot be followed"):
-        run(scheduler)
-    assert scheduler.fail() == [ruled]
     run(scheduler)
+    assert "cannot be followed" in str(ruled.error)
     assert (tuple(other.output_token_ids), len(ruled.output_token_ids)) == (alone, steps)
 
 

@@ -120,8 +120,9 @@ class Engine:
         return self.ask(partial(self.scheduler.start_measuring, every))
 
     def stop_measuring(self, every: int = 1) -> None:
-        if not self.closed:
-            self.ask(partial(self.scheduler.stop_measuring, every))
+        with self._changed:
+            if not self.closed:
+                self.ask(partial(self.scheduler.stop_measuring, every))
 
     def start(self, max_queue: int) -> None:
         """Compile and capture, then run the steps in a thread, with at most ``max_queue`` waiting requests."""
@@ -169,7 +170,7 @@ class Engine:
             self.scheduler.set_sparsity(self.scheduler.default_sparsity)
 
     def close(self) -> None:
-        """Free the decoder's memory. Open requests end with an error. Idempotent."""
+        """Free the decoder's memory. Open requests end with an error. Idempotent, also from several threads."""
 
         def close() -> None:
             with self._changed:
@@ -179,8 +180,11 @@ class Engine:
                 self._fail(request, UsageError("the model was closed before the request finished"))
             self.decoder.close()
 
-        if not self.closed:
-            self.call(close)
+        with self._changed:
+            closing = None if self.closed else self.ask(close)
+        if closing is not None:
+            self.drive(closing.done)
+            closing.result()
 
     def drive(self, until: Callable[[], object]) -> None:
         """Run steps until ``until()``, which is checked after every step; wait while another thread runs them."""
@@ -266,6 +270,8 @@ class Engine:
                     request.deliver(replace(chunk, generation=generation))
                 elif not request.final_only:
                     request.deliver(chunk)
+            if request.error is not None:
+                self._fail(request, request.error)
         except Exception as error:
             self._fail(request, error)
 

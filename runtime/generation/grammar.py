@@ -16,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,16 +78,19 @@ class Grammar:
 
 
 class Constraint:
-    """A grammar's matcher, in its state after the tokens of one answer."""
+    """A grammar's matcher, in its state after the tokens of one answer. ``refuse`` is called with the reason if the
+    grammar cannot be followed further."""
 
-    def __init__(self, matcher: Any, field: str) -> None:
-        self._matcher, self._field = matcher, field
+    def __init__(self, matcher: Any, field: str, refuse: Callable[[str], None]) -> None:
+        self._matcher, self._field, self._refuse = matcher, field, refuse
 
     def mask(self, logits: Tensor) -> None:
         """Set the logits (V,) float32 of tokens that are not allowed next to minus infinity, in place."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise UsageError(f"{self._field}: it cannot be followed further: {one_line(self._matcher.get_error())}")
+            why = f"it cannot be followed further: {one_line(self._matcher.get_error())}"
+            self._refuse(why)
+            raise UsageError(f"{self._field}: {why}")
         mask_bits(logits, bits)
 
     def take(self, token: int) -> None:
@@ -203,7 +207,7 @@ class Grammars:
             if digest not in self._compiled:
                 return None
             self._compiled.move_to_end(digest)
-            return Constraint(self._compiled[digest][0].deep_copy(), grammar.field)
+            return self._constraint(self._compiled[digest][0], grammar)
 
     def begin(self, grammar: Grammar) -> Constraint:
         """The constraint of a new answer. UsageError: it does not compile, exceeds a limit, or lacks a tokenizer."""
@@ -216,16 +220,24 @@ class Grammars:
             if matcher.is_error():
                 raise GrammarError(f"it does not compile: {one_line(matcher.get_error())}")
         except GrammarError as error:
-            with self._lock:
-                self._refused[grammar.digest] = str(error)
-                while len(self._refused) > _MAX_REFUSED:
-                    self._refused.popitem(last=False)
+            self._refuse(grammar.digest, str(error))
             raise UsageError(f"{grammar.field}: {error}") from None
         with self._lock:
             self._compiled[grammar.digest] = matcher, size
             while len(self._compiled) > _CACHE_SIZE or sum(size for _, size in self._compiled.values()) > _CACHE_BYTES:
                 self._compiled.popitem(last=False)
-        return Constraint(matcher.deep_copy(), grammar.field)
+        return self._constraint(matcher, grammar)
+
+    def _constraint(self, matcher: Any, grammar: Grammar) -> Constraint:
+        return Constraint(matcher.deep_copy(), grammar.field, partial(self._refuse, grammar.digest))
+
+    def _refuse(self, digest: bytes, why: str) -> None:
+        """Remember a grammar that does not compile or failed in an answer, to refuse it at once from now on."""
+        with self._lock:
+            self._compiled.pop(digest, None)
+            self._refused[digest] = why
+            while len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
 
     def close(self) -> None:
         if self._process is not None:

@@ -287,7 +287,8 @@ class Request:
         """The first undelivered token as a chunk; its ``finish_reason`` is ``stop`` if it completes a stop string."""
         index = len(self.text_parts)
         token = self.output_token_ids[index]
-        finish_reason = self.finish_reason if self.undelivered == 1 else None
+        last = self.undelivered == 1 and self.error is None
+        finish_reason = self.finish_reason if last else None
         text = ""
         if self.detokenizer is not None:
             if finish_reason != "stop":  # a stop token has no text of its own

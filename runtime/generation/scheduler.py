@@ -138,6 +138,7 @@ class Scheduler:
         self._num_requests = 0
         self._out_of_pages = False  # the first waiting request lacks cache pages; reset when a request ends
         self._at_fault: list[Request] = []  # if a step raises, these requests fail; if empty, all running ones do
+        self._failed: list[Request] = []  # requests that failed in this step, while the slots of the others are valid
         self._current_level: float | None = None  # the level that is decoded
         self._level_began: dict[float | None, float] = {}  # by level, when its last turn began
         self._prefilled = 0  # positions prefilled since the last decode step
@@ -207,13 +208,21 @@ class Scheduler:
             self.prefilling = None
 
     def fail(self) -> list[Request]:
-        """After :meth:`step` has raised: finish and return the requests at fault, and queue the others again. An error in
-        prefill or in a grammar fails one request, an error in decoding the rows of that step."""
+        """After :meth:`step` has raised, so the decoder's slots may be half written: finish and return the requests at fault,
+        and queue the others again. An error in prefill fails one request, an error in decoding the rows of that step."""
         failed = self._at_fault or self.running
         for request in failed:
             self.finish(request, "error")
         self.start_over()
+        self._failed = []
         return failed
+
+    def _fail_alone(self, request: Request, error: Exception) -> None:
+        """Finish a request with an error that leaves the slots of all others valid."""
+        if request.finish_reason is None:
+            request.error = error
+            self.finish(request, "error")
+            self._failed.append(request)
 
     def start_over(self) -> None:
         """After the slots' contents were lost: requeue the running requests first, with their generated tokens."""
@@ -234,19 +243,32 @@ class Scheduler:
             self.sparsity = sparsity
 
     def start_measuring(self, every: int) -> None:
-        """Count dropped channels in one of ``every`` steps; a lower ``every`` than before starts from zero."""
-        if every < min(self._measuring, default=every + 1):
-            self.decoder.measure_sparsity(True, every)
-        self._measuring.append(every)
+        """Count dropped channels in one of ``every`` steps. Of several users the lowest ``every`` counts; a change of it
+        starts from zero."""
+        self._measure([*self._measuring, every])
 
     def stop_measuring(self, every: int) -> None:
-        self._measuring.remove(every)
-        if not self._measuring:
+        rest = self._measuring.copy()
+        rest.remove(every)
+        self._measure(rest)
+
+    def _measure(self, users: list[int]) -> None:
+        before, now = min(self._measuring, default=None), min(users, default=None)
+        self._measuring = users
+        if now is None:
             self.decoder.measure_sparsity(False)
+        elif now != before:
+            self.decoder.measure_sparsity(True, now)
 
     def step(self, interrupted: Callable[[], object] | None = None) -> list[Request]:
         """Prefill a chunk, or decode: one token, or until ``interrupted()``, the end of a request or
-        ``Decoder.together_seconds``. Returns the requests that may have new tokens."""
+        ``Decoder.together_seconds``. Returns the requests that may have new tokens, or failed."""
+        self._at_fault = []
+        advanced = self._step(interrupted)
+        failed, self._failed = self._failed, []
+        return advanced + failed
+
+    def _step(self, interrupted: Callable[[], object] | None) -> list[Request]:
         if self.prefilling is None and self.waiting and None in self.slots and not self._out_of_pages:
             self._admit()
         if self.prefilling is not None:
@@ -299,8 +321,8 @@ class Scheduler:
         while request.running and not self._allocate(self.slots.index(request), positions):
             newest = max(self.running, key=lambda running: running.arrival)
             if newest is request and len(self.running) == 1:
-                self._at_fault = [request]
-                raise self.decoder.cache.out_of_memory(positions)
+                self._fail_alone(request, self.decoder.cache.out_of_memory(positions))
+                return
             if not self.stats.preemptions:
                 log.warning("the KV cache is full: requests are preempted and will be computed again")
             self.stats.preemptions += 1
@@ -326,10 +348,12 @@ class Scheduler:
             slot = source
             allocated = self._allocate(slot, positions, claim=claim)
         if not allocated and not self.running:
-            raise self.decoder.cache.out_of_memory(positions)
-        if not allocated:
+            self._fail_alone(request, self.decoder.cache.out_of_memory(positions))
+        elif not allocated:
             self.waiting.appendleft(request)
-            self._out_of_pages, self._at_fault = True, []
+            self._out_of_pages = True
+        if not allocated:
+            self._at_fault = []
             return False
         self.slots[slot], request.running = request, True
         # After the last of the waiting requests of this level: compile and capture for the batch.
@@ -382,7 +406,6 @@ class Scheduler:
         self.prefilling = None
         for request, token in zip(requests, chosen, strict=True):
             self._append(request, token, time.perf_counter())
-        self._at_fault = []
         return requests
 
     def _prefill_chunk(self, request: Request, size: int) -> list[Request]:
@@ -401,7 +424,6 @@ class Scheduler:
                 self._prefilled += size
             else:
                 self.prefilling = None
-            self._at_fault = []
             return []
         sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
         score = partial(self._score_prompt, request) if request.needs_prompt_scores else None
@@ -422,7 +444,6 @@ class Scheduler:
             chosen = self._sample(logits[None], [request], [total])[0]
             self.prefilling = None
             self._append(request, chosen, time.perf_counter())
-        self._at_fault = []
         return [request] if self.prefilling is None else []
 
     def _score_prompt(self, request: Request, logits: Tensor) -> None:
@@ -476,15 +497,13 @@ class Scheduler:
                     if row is not None:
                         if row.drafter is not None:
                             row.drafter.settle(0, 0)
-                        self._append(row, token, now)
-                        self.stats.tokens += 1
+                        self.stats.tokens += self._append(row, token, now)
             stop = any(
                 row.finish_reason is not None or not self.decoder.cache.grow(slot, row.num_tokens)
                 for slot, row in enumerate(rows)
                 if row is not None
             )
             if one_token or stop or now >= deadline or (interrupted is not None and interrupted()):
-                self._at_fault = []
                 return running
             # Tokens of idle rows are undefined.
             tokens = device_tokens if len(running) == len(rows) and not verified else _last_tokens(rows)
@@ -541,7 +560,8 @@ class Scheduler:
                 token = chosen[index]
                 if processed:
                     (token,) = self._sample(logits[index : index + 1], [request], [starts[slot] + 1 + appended])
-                self._append(request, token, now)
+                if not self._append(request, token, now):
+                    break
                 appended += 1
                 if request.finish_reason is not None or appended > len(draft) or token != draft[appended - 1]:
                     break
@@ -568,20 +588,24 @@ class Scheduler:
         return chosen
 
     def _process(self, logits: Tensor, rows: Sequence[Request | None]) -> None:
-        """Apply penalties, biases and grammars to logits (B, V) in place."""
-        before = self._at_fault
+        """Apply penalties, biases and grammars to logits (B, V) in place. A request whose logits cannot be processed fails
+        alone: the decoder's step goes on, and the row's token is not used."""
         for row, request in zip(logits, rows, strict=True):
-            if request is not None and request.processor.active:
-                self._at_fault = [request]
-                request.processor.process(row)
-        self._at_fault = before
+            if request is not None and request.processor.active and request.finish_reason is None:
+                try:
+                    request.processor.process(row)
+                except Exception as error:
+                    self._fail_alone(request, error)
 
-    def _append(self, request: Request, token: int, now: float) -> None:
-        if token < 0:
-            self._at_fault = [request]
-            raise WisparseError(
-                "the model's output is not a number: activations overflow in this dtype; load with float32 or bfloat16"
-            )
+    def _append(self, request: Request, token: int, now: float) -> bool:
+        """Append a sampled token; False if the request failed."""
+        if token < 0 and request.finish_reason is None:
+            if request in self.slots:
+                self.prefixes.forget(self.slots.index(request))  # its keys and values may not be numbers either
+            why = "activations overflow in this dtype; load with float32 or bfloat16"
+            self._fail_alone(request, WisparseError(f"the model's output is not a number: {why}"))
+        if request.finish_reason is not None:
+            return False
         if not request.output_token_ids:
             request.first_token_time = now
         request.last_token_time = now
@@ -593,6 +617,7 @@ class Scheduler:
             self.finish(request, "stop")
         elif request.num_tokens - 1 == request.max_positions:
             self.finish(request, "length")
+        return True
 
 
 def _close_logits(logits: Tensor, margin: float) -> list[bool]:
