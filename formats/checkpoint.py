@@ -585,19 +585,19 @@ def open_files(
     files = {name: TensorFile(folder, name, error) for name in dict.fromkeys(weight_map.values())}
     if not bundle:
         # As transformers: all tensors of the named files; of two with one name, the one in the last file.
-        found = {name: file for file in sorted(files) for name in files[file].entries}
-        moved = [name for name, file in found.items() if weight_map.get(name) != file]
+        places = {name: file for file in sorted(files) for name in files[file].entries}
+        moved = [name for name, file in places.items() if weight_map.get(name) != file]
         if moved:
             notes.append(
                 f"{INDEX} does not say where {len(moved)} tensor{'s' * (len(moved) > 1)} ({moved[0]!r:.200}) lie: read from "
-                f"{found[moved[0]]}, as transformers does"
+                f"{places[moved[0]]}, as transformers does"
             )
         others = [
             name for name in os.listdir(folder) if name not in files and re.fullmatch(r"model.*\.safetensors", name)
         ]
         if others:
             notes.append(f"{min(others)!r:.200} is not read: {INDEX} does not name it")
-        return {**weight_map, **found}, files, notes
+        return weight_map | places, files, notes
     for file, opened in files.items():
         for name in opened.entries:
             if weight_map.get(name) != file:
