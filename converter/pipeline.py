@@ -50,6 +50,7 @@ from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, Spars
 from .settings import MAX_SPARSITY, ConvertOptions, ConvertSettings
 from .source import SourceModel, load_source, small_digests, weight_digests
 from .state import Stages, placed_bundle, remove_state
+from .tokenizer import bundle_files
 
 _log = logging.getLogger("wisparse")
 
@@ -172,7 +173,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             return None
         sensitivity_at = settings.default_of(results) if settings.full_report(plan.device.type) else None
         measurement = measure(source, tokens, results, settings.calibration, sensitivity_at, held_out, progress)
-        planes = source.planes
+        planes, texts = source.planes, bundle_files(checkpoint.folder, source.tokenizer)
         del source  # frees memory: the bundle is written from the checkpoint's files
         recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, rotation, compared)
         report = Report(recipe, plan.config, measurement)
@@ -192,7 +193,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
                 settings.output_dir,
                 dtype=settings.dtype,
                 max_shard_size=settings.max_shard_size,
-                extra_files=report.files(read_inherited(checkpoint.folder), settings.upload_repo),
+                extra_files={**texts, **report.files(read_inherited(checkpoint.folder), settings.upload_repo)},
                 overwrite=settings.overwrite,
                 before_swap=stages.mark_bundle,
             )

@@ -29,8 +29,9 @@ from .processes import SILENT, Progress
 from .rotation import why_fixed
 from .sensitivity import LARGEST_LOGITS
 from .settings import ConvertSettings, auto_seq_len
-from .source import choose_dtype, lacks_accelerate, load_tokenizer
+from .source import choose_dtype, lacks_accelerate
 from .state import check_folder, placed_bundle
+from .tokenizer import load_tokenizer
 
 _log = logging.getLogger("wisparse")
 

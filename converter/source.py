@@ -7,9 +7,8 @@ import hashlib
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +29,7 @@ from wisparse.formats.write import copied_files
 from .config import full_config
 from .experts import ExpertProjection, find_experts
 from .flow import input_device
+from .tokenizer import load_tokenizer, quiet_transformers
 
 _MAX_TEXT_BYTES = 16 << 20
 
@@ -38,7 +38,7 @@ def small_digests(folder: Path, error: type[WisparseError]) -> dict[str, str]:
     """sha256 by name of the files, other than weights, that a conversion reads or copies."""
     contents = dict(copied_files(folder, error))
     for name in list_files(folder, 100_000, error, deep=True):
-        if name in ("config.json", "README.md", INDEX) or name.startswith("additional_chat_templates/"):
+        if name in ("config.json", "README.md", INDEX):
             contents[name] = read_bounded(folder, name, max(_MAX_TEXT_BYTES, SMALL_FILES.get(name, 0)), error)
     return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(contents.items())}
 
@@ -182,7 +182,7 @@ def load_source(
     attention = "eager" if config.attention_softcap is not None or config.architecture.sinks else "sdpa"
     missing: list[str] = []
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             # `full_config`'s: a multimodal model's config.json is not that of its text model.
             plain = {key: value for key, value in checkpoint.config_dict.items() if key != "quantization_config"}
             hf_config = CONFIG_MAPPING[config.model_type].from_dict(plain)
@@ -247,43 +247,6 @@ def load_source(
     names = [projection.name for projection in config.projections()]
     projections = {name: experts[name] if name in experts else model.get_submodule(name) for name in names}
     return SourceModel(model, config, tokenizer, projections, input_device(model), dtype)
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-
-
-def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """The tokenizer of ``tokenizer.json``, as in the runtime. The class that AutoTokenizer chooses by ``model_type`` may
-    replace the file's pre-tokenizer, as Qwen2's does."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    folder = Path(folder)
-    loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
-    try:
-        with _quiet_transformers():
-            return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:
-        files, why = sorted(name for name in _TOKENIZER_FILES if (folder / name).is_file()), str(error).split()
-        wrong = f" can be made from {', '.join(files)}: {' '.join(why)[:300]}"
-        if not files:
-            wrong = ": expected tokenizer.json beside config.json, found none; copy it from the base model"
-        raise UnsupportedModelError(f"{shown(folder)}: no tokenizer{wrong}") from error
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    # No progress bars and warnings of transformers: what they warn of is checked here and raised.
-    from transformers.utils import logging as hf_logging
-
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
 
 
 def cache_argument(model: Any) -> str:

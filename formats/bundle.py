@@ -44,6 +44,8 @@ SMALL_FILES: Mapping[str, int] = {
     **dict.fromkeys(("tokenizer.model", "vocab.json", "merges.txt"), 64 << 20),
     "tokenizer.json": 128 << 20,
 }
+# A chat template beside the default one, as transformers saves it.
+NAMED_TEMPLATE = re.compile(r"additional_chat_templates/([A-Za-z0-9_][A-Za-z0-9 ._-]{0,99})\.jinja")
 # Size limits of any file except weights, and of the sidecar: with 128 experts a level has 120 MB.
 MAX_FILE_BYTES, _MAX_SIDECAR_BYTES = 256 << 20, 2 << 30
 _LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: _MAX_SIDECAR_BYTES}

@@ -75,6 +75,15 @@ def _compile(source: str, variables: Mapping[str, str]) -> Template:
     return environment.from_string(source)
 
 
+def special_tokens(config: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token``, ``eos_token``, … of ``tokenizer_config.json`` and ``special_tokens_map.json``. As in transformers, the
+    second takes precedence, and is not read if the first lists the added tokens."""
+    merged = config if "added_tokens_decoder" in config else {**config, **special_tokens_map}
+    # In older files a token is an object with the text under ``content``.
+    texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in merged.items()}
+    return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
+
+
 class ChatTemplate:
     """A template's Jinja source, and its variables beside the messages (``bos_token``, ``eos_token``, …). A child process
     checks it in the background; the first rendering, or :meth:`check`, waits for the result."""
@@ -82,7 +91,7 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         if len(source) > _MAX_SOURCE:
             raise BundleError(f"the chat template has {len(source):,} characters, expected at most {_MAX_SOURCE:,}")
-        self._source, self._variables = source, dict(variables)
+        self.source, self._variables = source, dict(variables)
         self._lock = threading.Lock()
         self._template: Template | None = None
         with tempfile.TemporaryFile() as given:
@@ -115,7 +124,7 @@ class ChatTemplate:
                     raise BundleError(f"the chat template crashes, or needs more than {most} {end}")
                 if reason:
                     raise BundleError(f"the chat template is no valid Jinja: {reason}; convert again without it")
-                self._template = _compile(self._source, self._variables)
+                self._template = _compile(self.source, self._variables)
             return self._template
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **more: Any) -> str:

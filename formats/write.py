@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from .bundle import SMALL_FILES, ProjectionMask, scale_shapes, sidecar_bytes, verify_bundle
+from .bundle import NAMED_TEMPLATE, SMALL_FILES, ProjectionMask, scale_shapes, sidecar_bytes, verify_bundle
 from .card import LICENCE_FILE
-from .checkpoint import INDEX, Checkpoint, TensorInfo, build_header, is_finite
+from .checkpoint import INDEX, MAX_CONFIG_BYTES, Checkpoint, TensorInfo, build_header, is_finite
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .folder import check_target, replaced_folder
 from .guard import dump_json, file_digest, list_files, read_bounded
@@ -138,8 +138,9 @@ def parse_size(size: str | int) -> int:
 
 def copied_files(folder: Path, error: type[WisparseError]) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of the source's files that a bundle copies, without weights."""
-    for name in list_files(folder, 100_000, error):
+    for name in list_files(folder, 100_000, error, deep=True):
         limit = SMALL_FILES.get(name, _MAX_COPIED_BYTES if LICENCE_FILE.fullmatch(name) else 0)
+        limit = MAX_CONFIG_BYTES if NAMED_TEMPLATE.fullmatch(name) else limit
         if limit and name != "config.json" and FILE_NAME.fullmatch(name):
             yield name, read_bounded(folder, name, limit, error)
 

@@ -10,8 +10,8 @@ from typing import Any
 import tokenizers
 
 from wisparse.formats import guard
-from wisparse.formats.bundle import Bundle
-from wisparse.formats.chat_template import ChatTemplate
+from wisparse.formats.bundle import NAMED_TEMPLATE, Bundle
+from wisparse.formats.chat_template import ChatTemplate, special_tokens
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 
 from .detokenizer import CANNOT_RUN, Detokenizer, LibraryDetokenizer, TokenBytes, library_errors
@@ -28,12 +28,18 @@ _CLOSING = 1000
 
 
 class Tokenizer:
-    """A bundle's tokenizer and chat template. ``template_source``: of the template for conversations with tools;
-    ``special_ids``: of the tokens that ``decode`` skips."""
+    """A bundle's tokenizer and chat templates. ``template_source``: of the template for conversations with tools;
+    ``special_ids``: of the tokens that ``decode`` skips; ``special_tokens``: ``bos_token``, ``eos_token``, ..."""
 
     def __init__(
-        self, tokenizer_json: bytes, tokenizer_config: Mapping[str, Any], template: str | None, vocab_size: int
+        self,
+        tokenizer_json: bytes,
+        tokenizer_config: Mapping[str, Any],
+        template: str | Mapping[str, str] | None,
+        vocab_size: int,
+        special_tokens_map: Mapping[str, Any] | None = None,
     ) -> None:
+        """``template``: the default one, or by name; None for those in ``tokenizer_config``."""
         if len(tokenizer_json) > _MAX_BYTES:
             raise BundleError(f"{_FILE}: expected at most {_MAX_BYTES:,} bytes, found {len(tokenizer_json):,}")
         with library_errors("not a tokenizer of the tokenizers library"):
@@ -44,44 +50,55 @@ class Tokenizer:
         self._vocab_size = vocab_size
         self._bytes = TokenBytes(self._library)
         self.special_ids = {token.content: index for index, token in self._bytes.added.items() if token.special}
-        # In older files a token is an object with the text under ``content``.
-        texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in tokenizer_config.items()}
-        self.special_tokens = {
-            key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)
-        }
+        self.special_tokens = special_tokens(tokenizer_config, special_tokens_map or {})
         entries = tokenizer_config.get("chat_template") if template is None else template
-        if not isinstance(entries, list):  # a text, or a list of named templates
-            entries = [] if entries is None else [{"name": "default", "template": entries}]
-        known = (one for one in entries if isinstance(one, dict) and one.get("name") in ("default", "tool_use"))
-        sources: dict[str, Any] = {one["name"]: one.get("template") for one in known}
-        for value in sources.values():
+        if isinstance(entries, list):  # of named templates
+            entries = {
+                one.get("name"): one.get("template")
+                for one in entries
+                if isinstance(one, dict) and isinstance(one.get("name"), str)
+            }
+        named = isinstance(entries, Mapping)
+        self._sources = dict(entries) if named else {} if entries is None else {"default": entries}
+        for value in self._sources.values():
             if not isinstance(value, str):
                 raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {value!r:.80}")
-        templates = {name: ChatTemplate(text, self.special_tokens) for name, text in sources.items()}
-        self.template = templates.get("default")
+        self._templates: dict[str, ChatTemplate] = {}
+        self.template = self._named("default")
         # Some models have a separate template for conversations with tools.
-        self._tool_template = templates.get("tool_use", self.template)
-        self.template_source: str | None = sources.get("tool_use", sources.get("default"))
+        self._tool_template = self._named("tool_use") or self.template
+
+    def _named(self, name: str) -> ChatTemplate | None:
+        if name not in self._templates and name in self._sources:
+            self._templates[name] = ChatTemplate(self._sources[name], self.special_tokens)
+        return self._templates.get(name)
+
+    @property
+    def template_source(self) -> str | None:
+        return None if self._tool_template is None else self._tool_template.source
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+        """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json and the chat templates."""
         tokenizer_json = bundle.read_bytes(_FILE)
         if tokenizer_json is None:
             raise BundleError(
                 f"{guard.shown(bundle.folder)}: no tokenizer.json; save the source's fast tokenizer into it and convert "
                 "again, or give token ids instead of text"
             )
-        jinja = bundle.read_bytes("chat_template.jinja")
-        try:
-            source = None if jinja is None else jinja.decode()
-        except UnicodeDecodeError as error:
-            raise BundleError(f"chat_template.jinja: not UTF-8: {error}") from error
-        if jinja is None:
-            source = read_json(bundle, "chat_template.json").get("chat_template")
-        if source is not None and not isinstance(source, str):
-            raise BundleError(f"chat_template.json: expected a text, found {source!r:.80}")
-        return cls(tokenizer_json, read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
+        files = {match[1]: match[0] for match in map(NAMED_TEMPLATE.fullmatch, bundle.manifest.sha256) if match}
+        sources = {}
+        for name, file in {"default": "chat_template.jinja", **files}.items():
+            data = bundle.read_bytes(file)
+            try:
+                sources |= {} if data is None else {name: data.decode()}
+            except UnicodeDecodeError as error:
+                raise BundleError(f"{file}: not UTF-8: {error}") from error
+        older = None if sources else read_json(bundle, "chat_template.json").get("chat_template")
+        if older is not None and not isinstance(older, str):
+            raise BundleError(f"chat_template.json: expected a text, found {older!r:.80}")
+        config, named = (read_json(bundle, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+        return cls(tokenizer_json, config, sources or older, bundle.config.vocab_size, named)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Token ids of a text; special tokens in it are recognised. ``most``: refuse texts of clearly more tokens."""
@@ -203,10 +220,10 @@ class StopStrings:
         return pending
 
 
-def check_tokenizer(bundle: Bundle) -> None:
+def check_tokenizer(bundle: Bundle) -> Tokenizer | None:
     """Render, encode and decode a prompt with a bundle's tokenizer and chat template, if it has them."""
     if bundle.read_bytes(_FILE) is None:
-        return
+        return None
     tokenizer = Tokenizer.from_bundle(bundle)
     tokenizer.check()
     prompt = "hi"
@@ -214,6 +231,7 @@ def check_tokenizer(bundle: Bundle) -> None:
         with contextlib.suppress(UsageError):  # it may need other messages
             prompt = tokenizer.render([{"role": "user", "content": prompt}])
     tokenizer.decode(tokenizer.encode(prompt))
+    return tokenizer
 
 
 def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -15,7 +15,8 @@ from wisparse.converter import calibration, documents
 from wisparse.converter.calibration import _Row, conversation_renderer, load_calibration, write_calibration
 from wisparse.converter.documents import document_of, is_dataset_id, path_documents
 from wisparse.converter.processes import Progress
-from wisparse.converter.source import load_source, load_tokenizer
+from wisparse.converter.source import load_source
+from wisparse.converter.tokenizer import load_tokenizer
 from wisparse.formats.errors import AccessError, CalibrationError
 
 BOS, EOS = 256, 257

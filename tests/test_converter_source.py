@@ -20,7 +20,8 @@ from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 from tokenizers import Tokenizer
 
 from wisparse.converter.config import full_config
-from wisparse.converter.source import choose_dtype, load_source, load_tokenizer
+from wisparse.converter.source import choose_dtype, load_source
+from wisparse.converter.tokenizer import load_tokenizer
 from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, text_name
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError

@@ -10,7 +10,7 @@ import click
 
 from wisparse.formats import hub
 from wisparse.formats.bundle import Bundle, verify_bundle
-from wisparse.formats.errors import AccessError, UsageError, printable
+from wisparse.formats.errors import AccessError, BundleError, UsageError, printable
 from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted
 from wisparse.formats.manifest import level_name
 from wisparse.formats.model_config import MTP
@@ -80,17 +80,22 @@ def inspect(
 @revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(bundle: str, revision: str | None, as_json: bool) -> None:
-    """Check every tensor, number and digest of BUNDLE, a folder or a Hub id, and try its tokenizer and chat template.
+    """Check every tensor, number and digest of BUNDLE, a folder or a Hub id, and try its tokenizer and chat template. The
+    token ids are compared with transformers'.
 
     \b
     wisparse verify out
     wisparse verify USER/NAME --revision main --json
     """
+    from wisparse.converter.tokenizer import differing_text
     from wisparse.runtime.tokenizer import check_tokenizer
 
     folder = hub.fetch_bundle(bundle, revision)
     report = verify_bundle(folder)
-    check_tokenizer(Bundle.open(folder))
+    tokenizer = check_tokenizer(Bundle.open(folder))
+    if tokenizer is not None and (text := differing_text(folder, tokenizer.encode)) is not None:
+        differ = f"tokenizer.json gives {tokenizer.encode(text)} for {text!r}, transformers other ids by the bundle's other files"
+        raise BundleError(f"{quoted(bundle)}: {differ}; convert the model again")
     if not Path(bundle).is_dir():
         # Figures are not downloaded: that they are missing here says nothing about the repository.
         report = replace(report, notes=tuple(note for note in report.notes if not note.endswith(": missing")))

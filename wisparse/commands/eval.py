@@ -161,7 +161,8 @@ def _read_text(
 ) -> CalibrationTokens:  # fmt: skip
     """The evaluation tokens of all bundles, read or generated like calibration tokens."""
     from wisparse.converter.calibration import load_calibration
-    from wisparse.converter.source import load_source, load_tokenizer
+    from wisparse.converter.source import load_source
+    from wisparse.converter.tokenizer import load_tokenizer
 
     first = bundles[0]
     for other in bundles[1:]:
