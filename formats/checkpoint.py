@@ -23,7 +23,17 @@ from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseE
 from .lazy import Tensor, torch
 from .manifest import MANIFEST, SIDECAR
 from .model_config import LM_HEAD, MTP, InOne, ModelConfig, expected_tensors, experts_in_one, mtp_tensors
-from .quantization import MXFP4, Packed, Packing, Part, Plain, mxfp4_parts, read_quantisation, widen_mxfp4
+from .quantization import (
+    MXFP4,
+    Packed,
+    Packing,
+    Part,
+    Plain,
+    Transposed,
+    mxfp4_parts,
+    read_quantisation,
+    widen_mxfp4,
+)
 from .weight_types import QuantizedMatrix
 
 INDEX = "model.safetensors.index.json"
@@ -297,12 +307,36 @@ class Checkpoint:
         opened = cls(folder, config_dict, config, tensors, quantised, outside, error, files, notes=tuple(notes))
         if four_bits:
             return opened._widened(four_bits, expected)
+        opened = opened._with_zero_points()
         for name, weight in quantised.items():
             try:
                 weight.packing.check(opened._parts_of(name, _READ_FIRST), weight.rows, weight.columns)
             except ValueError as reason:
                 raise error(f"{name}: {reason}") from None
         return opened
+
+    def _with_zero_points(self) -> Checkpoint:
+        """This checkpoint; of symmetric GPTQ weights with the ``checkpoint_format`` that the zero points stored are of."""
+        for name, weight in self.quantised.items():
+            packing = weight.packing
+            if not isinstance(packing, Transposed) or not packing.symmetric:
+                continue
+            try:
+                fitted = packing.fitted(self._stored(name.removesuffix("weight") + "qzeros"))
+            except ValueError as reason:
+                raise self.error(f"{name}: {reason}") from None
+            if fitted == packing:
+                break
+            given, form = self.config_dict["quantization_config"], "gptq" if fitted.zero_offset else "gptq_v2"
+            said = given.get("checkpoint_format", "gptq")
+            note = f"checkpoint_format is {said!r}, but sym is true and the stored zero points are those of {form!r}: read so"
+            return replace(
+                self,
+                config_dict={**self.config_dict, "quantization_config": {**given, "checkpoint_format": form}},
+                quantised={other: replace(one, packing=fitted) for other, one in self.quantised.items()},
+                notes=(*self.notes, note),
+            )
+        return self
 
     def _widened(self, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
         """This checkpoint with the MXFP4 weights ``names`` converted to bfloat16 when read."""

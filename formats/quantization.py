@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -154,6 +154,7 @@ class Transposed:
     group: int | None
     awq: bool = False
     zero_offset: int = 0  # added to a stored zero point: 1 in the first version of GPTQ's format
+    symmetric: bool = False  # all zero points are 8
     kind: ClassVar[Kind] = "int4"
     zero_points: ClassVar[bool] = True
 
@@ -173,6 +174,15 @@ class Transposed:
         if order is not None and not torch.equal(order.long(), torch.arange(columns) // (self.group or columns)):
             raise ValueError(_ACT_ORDER)
 
+    def fitted(self, stored: Tensor) -> Transposed:
+        """This packing of symmetric weights with the offset that makes the ``stored`` zero points (G, N / 8) 8, whatever the
+        version in the config; ValueError if there is none."""
+        low, high = (int(value) for value in torch.aminmax(_from_words(stored, "int4", 8 * stored.shape[1])))
+        if low != high or low not in (7, 8):
+            found = f"{low} to {high}" if low != high else str(low)
+            raise ValueError(f"expected stored zero points of 7 (gptq) or 8 (gptq_v2), as sym is true, found {found}")
+        return replace(self, zero_offset=8 - low)
+
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
         zeros = _from_words(parts["qzeros"], "int4", rows)
         if self.awq:
@@ -183,6 +193,9 @@ class Transposed:
             codes = _from_words(parts["qweight"].t(), "int4", columns)
         zeros = ((zeros.t() + self.zero_offset) & 15).contiguous()
         scales = _scales(parts["scales"], "int4").t().contiguous()
+        if self.symmetric and bool(((zeros != 8) & (scales != 0)).any()):
+            low, high = (int(value) for value in torch.aminmax(zeros))
+            raise ValueError(f"expected zero points of 8, as sym is true, found {low} to {high}; the model is damaged")
         return QuantizedMatrix("int4", pack_int4(codes), scales, zeros, self.group, (rows, columns))
 
 
@@ -232,12 +245,13 @@ def widen_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _scales(stored: Tensor, kind: Kind) -> Tensor:
-    """Validated scales in float32. Codes less zero points are at most 15 (4 bits) and 448 (8 bits)."""
+    """Validated scales in float32, which may be negative (AutoRound) or 0 (pruned rows). Codes less zero points are at most
+    15 (4 bits) and 448 (8 bits)."""
     scales = stored.to(torch.float32)
-    smallest, largest = (float(value) for value in torch.aminmax(scales))
+    largest = float(scales.abs().max())
     # NaN fails every comparison.
-    if not (smallest > 0 and largest < torch.finfo(torch.float32).max / (15 if kind == "int4" else 448)):
-        raise ValueError(f"expected finite positive scales, found {smallest:g} to {largest:g}")
+    if not largest < torch.finfo(torch.float32).max / (15 if kind == "int4" else 448):
+        raise ValueError(f"expected finite scales, found {largest:g}")
     return scales
 
 
@@ -424,7 +438,7 @@ def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
         raise _refused(".dynamic: layers with settings of their own are not known")
     if given.get("desc_act") is True and group is not None:
         raise _refused(f".desc_act: {_ACT_ORDER}")
-    packing = Transposed(group, zero_offset=0 if form == "gptq_v2" else 1)
+    packing = Transposed(group, zero_offset=0 if form == "gptq_v2" else 1, symmetric=given.get("sym") is True)
     layers = [layer for layer in layers if layer != _HEAD or given.get("lm_head") is True]
     only: Any = given.get("modules_in_block_to_quantize")
     if only is None:

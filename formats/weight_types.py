@@ -39,7 +39,7 @@ class QuantizedMatrix:
 
     kind: Kind
     codes: Tensor  # int8: (N, K) int8; int4: (N, ceil(K / 2)) uint8, see `pack_int4`; fp8: (N, K) float8_e4m3fn (e4m3)
-    scales: Tensor  # (N, G) float32, finite and not zero; G = K / group, or 1 without groups
+    scales: Tensor  # (N, G) float32, finite; G = K / group, or 1 without groups
     # (N, G), unpacked integer codes; None: 0 for int8, 8 for int4
     zeros: Tensor | None
     group: int | None  # channels per scale, which divides K; None: one scale per row

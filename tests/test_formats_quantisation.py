@@ -14,12 +14,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quantised_models import PUBLISHED, change_config, change_tensors, quantise_model
+from quantised_models import PUBLISHED, change_config, change_tensors, gptq, quantise_model
 from safetensors.torch import load_file
 from test_formats_architectures import JUNK
-from tiny_bundle import tiny_config, write_tiny_model
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats import weight_types
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig
@@ -119,6 +120,50 @@ def test_projections_may_differ_where_they_read_different_inputs(plain: Path, tm
 Change = Callable[[Path], None]
 
 
+@pytest.mark.parametrize(
+    ("offset", "said", "form"),
+    [(0, "gptq", "gptq_v2"), (0, ..., "gptq_v2"), (1, "gptq_v2", "gptq"), (1, "gptq", None), (0, "gptq_v2", None)],
+)
+def test_symmetric_zero_points_are_read_from_the_data(
+    offset: int, said: Any, form: str | None, plain: Path, tmp_path: Path
+) -> None:
+    """Whatever ``checkpoint_format`` says, which a bundle then says right."""
+    settings = PUBLISHED["gptq"]()[1] | ({} if said is ... else {"checkpoint_format": said})
+    right = Checkpoint.open(quantise_model(plain, tmp_path / "right", *PUBLISHED["gptq"]()))
+    folder = quantise_model(plain, tmp_path / "model", partial(gptq, offset=offset), settings)
+    found = Checkpoint.open(folder)
+    for name in right.quantised:
+        assert torch.equal(found.tensor(name), right.tensor(name))
+    assert [f"are those of {form!r}: read so" in note for note in found.notes] == [True] * (form is not None)
+    bundle = Bundle.open(write_tiny_bundle(tmp_path / "bundle", folder)).checkpoint
+    assert bundle.config_dict["quantization_config"].get("checkpoint_format", ...) == (said if form is None else form)
+    assert torch.equal(bundle.tensor(f"{FIRST}weight"), right.tensor(f"{FIRST}weight"))
+    last = "model.layers.1.mlp.down_proj."
+    change_tensors(folder, lambda t: t[f"{last}qzeros"].view(-1)[1:2].fill_(0x11111111))
+    with pytest.raises(
+        UnsupportedModelError, match=r"down_proj.*expected zero points of 8, as sym is true, found [12] to 8"
+    ):
+        Checkpoint.open(folder).tensor(f"{last}weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("gptq", "scales"), ("awq", "scales"), ("pack int4 groups", "weight_scale"), ("int8 rows", "weight_scale"),
+     ("pack int8 groups, zero points", "weight_scale"), ("fp8 blocks, as DeepSeek's", "weight_scale_inv")],
+)  # fmt: skip
+def test_scales_may_be_negative_or_zero(name: str, scale: str, published: Callable[..., Path]) -> None:
+    """AutoRound's are negative in half of the groups, those of pruned rows are 0."""
+    folder = published(name)
+    before = Checkpoint.open(folder).tensor(f"{FIRST}weight")
+    for factor in (-1.0, 0.0):
+        change_tensors(folder, lambda t, factor=factor: t.update({FIRST + scale: (t[FIRST + scale] * factor)}))
+        assert torch.equal(Checkpoint.open(folder).tensor(f"{FIRST}weight"), before * factor)
+    change_tensors(folder, lambda t: t[FIRST + scale].view(-1)[::3].fill_(-0.5))
+    matrix = Checkpoint.open(folder).matrix(f"{FIRST}weight")
+    assert isinstance(matrix, QuantizedMatrix)
+    np.testing.assert_allclose(matrix.dequantise(torch.float32).double().numpy(), dequantised(matrix), rtol=2**-23)
+
+
 def _set(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda folder: change_tensors(folder, lambda t: t.update({FIRST + name: change(t[FIRST + name])}))
 
@@ -156,11 +201,9 @@ _PACK, _SCALE, _BLOCKS = "pack int4 groups", "weight_scale", "fp8 blocks, as Dee
 _OTHER = {"targets": ["re:.*k_proj"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
 # What only the numbers show: seen when a weight is read, before it is used.
 IN_NUMBERS: list[tuple[str, Change, str]] = [
-    *((_PACK, _at(_SCALE, value), f"expected finite positive scales, found {value:g}") for value in (0.0, -1.0)),
-    (_PACK, _at(_SCALE, 3e38), "expected finite positive scales, found"),
+    *((_PACK, _at(_SCALE, value), "expected finite scales, found 3e") for value in (3e38, -3e38)),
     *((_PACK, _at(_SCALE, float(value)), "NaN or infinity") for value in ("inf", "nan")),
     ("fp8 rows", _set("weight", lambda t: (t.view(torch.uint8) | 0x7F).view(t.dtype)), "hold NaN"),
-    ("gptq", _at("scales", 0.0), "expected finite positive scales"),
 ]
 REFUSED: list[tuple[str, Change, str]] = [
     # Tensors.
@@ -170,6 +213,13 @@ REFUSED: list[tuple[str, Change, str]] = [
     (_PACK, _set("weight_packed", lambda t: t[:, :1]), r"weight_packed: expected shape \(16, 2\)"),
     (_PACK, _set("weight_packed", lambda t: t.long()), "weight_packed: expected I32, found I64"),
     (_PACK, _set("weight_shape", lambda t: t.flip(0) + 1), r"weight_shape: expected \[16, 16\]"),
+    ("gptq", _at("qzeros", 0x77777776), "expected stored zero points of 7 .*, found 6 to 7"),
+    ("gptq", _set("qzeros", lambda t: t * 0 + 0x66666666), "expected stored zero points of 7 .*or 8 .*, found 6"),
+    (
+        "gptq, zero points",
+        _config(sym=True),
+        r"expected stored zero points of 7 \(gptq\) or 8 \(gptq_v2\).* found \d+ to",
+    ),
     ("gptq", _set("g_idx", lambda t: t.flip(0)), "GPTQ with act-order is not supported"),
     ("gptq", _set("qweight", lambda t: t[:1]), r"qweight: expected shape \(2, 16\)"),
     ("awq", _set("qweight", lambda t: t[:, :1]), r"qweight: expected shape \(16, 2\)"),
