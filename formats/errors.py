@@ -54,6 +54,10 @@ class ResourceError(WisparseError):
     exit_code = 5
 
 
+class UnavailableError(ResourceError):
+    """The server cannot answer now; the same request may succeed later."""
+
+
 class BundleError(WisparseError):
     """A bundle that is damaged, inconsistent, hostile, or of a newer format."""
 

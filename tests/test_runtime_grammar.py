@@ -17,10 +17,11 @@ import pytest
 import torch
 from served import Running
 
-from wisparse.formats.errors import UsageError
+from wisparse.formats.errors import UnavailableError, UsageError
 from wisparse.runtime.generation import grammar as grammar_module
 from wisparse.runtime.generation.grammar import Constraint, Grammar, Grammars
 from wisparse.runtime.generation.grammar_worker import count_parts, depth
+from wisparse.runtime.protocol.requests import as_api_error
 
 VOCABULARY = 8192
 
@@ -155,6 +156,19 @@ def test_the_process_is_started_again_when_it_has_died(grammars: Grammars, caplo
     grammars.close()
     assert not psutil.pid_exists(last)
     assert works()
+
+
+def test_a_process_that_does_not_answer_is_replaced(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _allowed(grammars.begin(Grammar("grammar", 'start: "a"')))
+    monkeypatch.setattr(grammar_module, "WAIT_SECONDS", 1.0)
+    first = _pid(grammars)
+    os.kill(first, signal.SIGSTOP)
+    with pytest.raises(UnavailableError, match="not compiled in 1 seconds; try again") as raised:
+        grammars.begin(Grammar("grammar", 'start: "b"'))
+    assert as_api_error(raised.value).status_code == 503
+    assert not psutil.pid_exists(first)
+    monkeypatch.undo()
+    assert _allowed(grammars.begin(Grammar("grammar", 'start: "b"')))
 
 
 def test_what_is_kept_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

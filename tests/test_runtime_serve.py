@@ -743,18 +743,57 @@ def test_the_verb_serves_and_ends_well(bundle: Path, tmp_path: Path) -> None:
         assert [one.choices[0].finish_reason for one in (first, last)] == [None, "length"]
 
 
-def test_a_second_interrupt_ends_the_server_without_a_traceback(bundle: Path) -> None:
+_SIGNALLED = """
+import os, sys
+import wisparse.runtime.serve.app as app
+number, make_app = int(sys.argv.pop(1)), app.make_app
+app.make_app = lambda *given: os.kill(os.getpid(), number) or make_app(*given)
+from wisparse.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_signal_before_the_server_runs_ends_it(bundle: Path, number: int, code: int) -> None:
+    options = ["serve", str(bundle), "--port", "0", "--backend", "torch", "--max-seq-len", "64"]
+    done = subprocess.run(
+        [sys.executable, "-c", _SIGNALLED, str(int(number)), *options], capture_output=True, timeout=60
+    )
+    assert done.returncode == code
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_second_interrupt_answers_what_waits_with_an_error(bundle: Path) -> None:
+    asked: dict[str, Any] = {"max_tokens": 1500, "stop_token_ids": [], "logit_bias": {"0": -100}}
+    cases = [
+        ("/v1/completions", {"prompt": "def"}, '"code":"unavailable"'),
+        (
+            "/v1/completions",
+            {"prompt": "def", "stream": True},
+            'data: {"error":{"message":"the server is shutting down',
+        ),
+        ("/v1/messages", {"messages": _HI, "stream": True}, "event: error\n"),
+        ("/v1/responses", {"input": "def", "stream": True, "max_tokens": None}, "event: response.failed\n"),
+    ]
     with _serving(bundle) as (server, line):
         port = int(line.split("/v1")[0].rpartition(":")[2])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        asked = json.dumps({"prompt": "def", "max_tokens": 1500, "stream": True})
-        connection.request("POST", "/v1/completions", asked, {"content-type": "application/json"})
-        assert connection.getresponse().readline()
+        connections = []
+        for path, body, _ in cases:
+            connections.append(http.client.HTTPConnection("127.0.0.1", port, timeout=60))
+            headers = {"content-type": "application/json"}
+            connections[-1].request("POST", path, json.dumps({**asked, **body}), headers)
+        answers = [connection.getresponse() for connection in connections[1:]]
+        for answer in answers:
+            assert answer.readline()
         server.send_signal(signal.SIGTERM)
         with contextlib.suppress(ConnectionRefusedError):  # it listens no more
             while True:
                 socket.create_connection(("127.0.0.1", port), timeout=60).close()
         server.send_signal(signal.SIGINT)
+        answers.insert(0, connections[0].getresponse())
+        assert [answer.status for answer in answers] == [503, 200, 200, 200]
+        for answer, (path, _, expected) in zip(answers, cases, strict=True):
+            assert expected in answer.read().decode(), path
         assert server.wait(30) == 0
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "AccessError", "BundleError", "CalibrationError", "Chunk", "ContextLengthError", "Generation", "Model",
-    "ResourceError", "UnsupportedModelError", "UploadError", "UsageError", "WisparseConfig", "WisparseError",
-    "__version__", "convert", "desparsify", "load", "sparsify",
+    "ResourceError", "UnavailableError", "UnsupportedModelError", "UploadError", "UsageError", "WisparseConfig",
+    "WisparseError", "__version__", "convert", "desparsify", "load", "sparsify",
 ]  # fmt: skip
 
 __version__ = "0.1.0"
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         CalibrationError,
         ContextLengthError,
         ResourceError,
+        UnavailableError,
         UnsupportedModelError,
         UploadError,
         UsageError,

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import ResourceError, UsageError, WisparseError
+from wisparse.formats.errors import ResourceError, UnavailableError, UsageError, WisparseError
 
 from ..decoding.cache import memory_errors
 from ..decoding.decoder import Decoder
@@ -23,6 +23,8 @@ from .scheduler import Scheduler
 from .speculation import SpeculativeConfig
 
 log = logging.getLogger(__name__)
+
+SHUTTING_DOWN = "the server is shutting down: ask again when it runs"
 
 T = TypeVar("T")
 
@@ -78,7 +80,7 @@ class Engine:
         with self._changed:
             self._check_open()
             if self._stopping:
-                raise UsageError("the server is shutting down: ask again when it runs")
+                raise UnavailableError(SHUTTING_DOWN)
             if self._max_queue is not None and len(self._open) >= self.decoder.max_batch + self._max_queue:
                 raise QueueFullError(f"{self._max_queue} requests are waiting already: ask again later")
             self._open.add(request)

@@ -8,6 +8,8 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats import guard
-from wisparse.formats.errors import BundleError, UsageError, WisparseError
+from wisparse.formats.errors import BundleError, UnavailableError, UsageError
 from wisparse.formats.guard import parse_json
 
 from . import grammar_worker
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 _MAX_CHARACTERS = 1 << 17
 MAX_SECONDS = 2  # of processor time
 MAX_BYTES = 512 << 20  # beyond the worker's memory before it compiles
-_WAIT_SECONDS = 120.0  # for a reply, on a busy machine
+WAIT_SECONDS = 20.0  # for a reply, on a busy machine
 # Limits of the caches of compiled grammars, and of error messages.
 _CACHE_SIZE, _CACHE_BYTES, _MAX_REFUSED = 32, 256 << 20, 1024
 # Error messages by exceeded limit.
@@ -122,7 +124,7 @@ class GrammarProcess:
         task = {"source": grammar.source, "schema": grammar.schema, "seconds": MAX_SECONDS, "bytes": MAX_BYTES}
         reply = self._ask(task) or self._ask(task)  # one retry if the worker died
         if reply is None:
-            raise WisparseError("the process that compiles grammars ended without an answer, twice; try again")
+            raise UnavailableError("the process that compiles grammars ended without an answer, twice; try again")
         if "converted" in reply:
             return reply["converted"], reply["bytes"]
         if "error" in reply:
@@ -130,15 +132,16 @@ class GrammarProcess:
         raise GrammarError(_EXCEEDED[reply["exceeded"]].format(**reply, seconds=MAX_SECONDS, mebibytes=MAX_BYTES >> 20))
 
     def _ask(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The worker's reply; None if it died."""
+        """The worker's reply; None if it died. One that does not reply in time is ended."""
         ours, theirs = socket.socketpair()
         with ours:
-            ours.settimeout(_WAIT_SECONDS)
+            ours.settimeout(WAIT_SECONDS)
             with theirs, self._lock:
                 if self._process is None or self._process.poll() is not None:
                     self._start()
                 try:
                     assert self._control is not None
+                    asked = self._process
                     socket.send_fds(self._control, [b"0"], [theirs.fileno()])
                 except OSError:  # the worker died
                     self._stop()
@@ -149,7 +152,14 @@ class GrammarProcess:
                 reply = b"".join(iter(lambda: ours.recv(1 << 16), b""))
                 return json.loads(reply) if reply else None
             except TimeoutError as error:
-                raise WisparseError(f"a grammar was not compiled in {_WAIT_SECONDS:g} seconds; try again") from error
+                log.warning(
+                    "the process that compiles grammars did not answer in %g seconds; it is replaced", WAIT_SECONDS
+                )
+                with self._lock:
+                    if self._process is asked:
+                        self._stop()
+                        self._process = None
+                raise UnavailableError(f"a grammar was not compiled in {WAIT_SECONDS:g} seconds; try again") from error
             except (OSError, ValueError):  # the worker died while it replied
                 return None
 
@@ -161,7 +171,8 @@ class GrammarProcess:
         with theirs:
             # -P: do not add the script's folder to sys.path.
             command = [sys.executable, "-P", grammar_worker.__file__, str(theirs.fileno()), json.dumps(self._stop_ids)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+            options: dict[str, Any] = {"pass_fds": [theirs.fileno()], "start_new_session": True}
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, **options)
         assert process.stdin is not None
         with contextlib.suppress(OSError), process.stdin:
             process.stdin.write(self._tokenizer_json)
@@ -177,7 +188,8 @@ class GrammarProcess:
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     control.close()
-    process.kill()
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)  # with its forks
     process.wait()
 
 

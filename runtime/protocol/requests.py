@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.exceptions import HTTPException
 
-from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
+from wisparse.formats.errors import ContextLengthError, UnavailableError, UsageError, WisparseError
 from wisparse.formats.guard import parse_json
 
 from ..generation.engine import QueueFullError
@@ -70,6 +70,8 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
             return error
         case QueueFullError():
             return ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers={"retry-after": "1"})
+        case UnavailableError():
+            return ApiError(503, str(error), type="server_error", code="unavailable", headers={"retry-after": "1"})
         case ContextLengthError():
             return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
         case UsageError():

@@ -255,8 +255,8 @@ class Server:
         finally:
             self._engine.stop_measuring(_MEASURED_STEPS)
             self._engine.stop(drain=False)
-            self._texts.shutdown()
-            self._grammars.shutdown()
+            self._texts.shutdown(cancel_futures=True)
+            self._grammars.shutdown(cancel_futures=True)
 
     async def chat(self, body: ChatRequest, http: HttpRequest) -> Response:
         return await self._answer(http, body, functools.partial(ChatFormatter, body))
@@ -309,7 +309,8 @@ class Server:
         self.metrics.first_token.observe(time.perf_counter() - began)
         self.metrics.prompt_tokens.inc(context.prompt_tokens)
         if body.stream:
-            return EventStream(self._events(answers, first, formatter, body.n), answers.cancel, self.metrics)
+            events = self._events(answers, first, formatter, body.n)
+            return EventStream(events, answers.cancel, formatter.failure, self.metrics)
 
         async def collect() -> None:
             while not answers.done:

@@ -4,13 +4,16 @@ clients, metrics, and the chat page's files."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hmac
 import ipaddress
 import logging
 import re
+import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -27,10 +30,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from wisparse.formats.errors import UsageError
+from wisparse.formats.errors import UnavailableError, UsageError
 from wisparse.formats.guard import parse_json
 
-from ..generation.engine import EngineState
+from ..generation.engine import SHUTTING_DOWN, EngineState
 from ..generation.scheduler import Scheduler
 from ..protocol.messages import PATH, error_answer
 from ..protocol.requests import ApiError, as_api_error, from_validation
@@ -39,6 +42,7 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 # Time limit of a client to send a request, and to receive each part of the response.
 CLIENT_SECONDS = 30.0
 CLIENT_GONE = 499
+_LAST_SECONDS = 1.0  # for a stream's last event when the server ends without waiting
 _BACKLOG = 128
 _MAX_BODY_BYTES = 8 * 2**20
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -195,6 +199,10 @@ class Guard:
             await self._app(scope, receive, send_counted)
         except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, send_counted)
+        except asyncio.CancelledError:  # the server ends without waiting
+            if started:
+                raise
+            await error_response(scope["path"], UnavailableError(SHUTTING_DOWN))(scope, receive, send_counted)
         except Exception as error:
             response = error_response(scope["path"], error)
             if not started:
@@ -268,13 +276,20 @@ async def unless_disconnected(receive: Receive, work: Awaitable[Any]) -> Any:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. ``cancel`` is called at their end, and if the client disconnects or does not read."""
+    """Server-sent events. ``cancel`` is called at their end, and if the client disconnects or does not read; ``failure``
+    makes the last event if the server ends without waiting."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        cancel: Callable[[], None],
+        failure: Callable[[ApiError], bytes],
+        metrics: Metrics,
+    ) -> None:
         super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._cancel, self._metrics = cancel, metrics
+        self._cancel, self._failure, self._metrics = cancel, failure, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def run() -> None:
@@ -289,6 +304,10 @@ class EventStream(StreamingResponse):
             await unless_disconnected(receive, run())
         except (ClientDisconnect, TimeoutError):
             self._metrics.cancelled.inc()
+        except asyncio.CancelledError:
+            last = self._failure(as_api_error(UnavailableError(SHUTTING_DOWN)))
+            async with asyncio.timeout(_LAST_SECONDS):  # the client may not read
+                await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self._cancel()
 
@@ -335,7 +354,24 @@ def _is_relevant(record: logging.LogRecord) -> bool:
     return not (cancelled or "CancelledError" in record.getMessage())
 
 
-def http_server(app: ASGIApp) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """SIGTERM or Ctrl-C: finish the open requests. A second Ctrl-C: answer them with an error. Before and after, signals have
+    their usual effect; uvicorn's own server raises those that it handled once more."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def http_server(app: ASGIApp) -> Server:
     config = uvicorn.Config(
         app,
         http=TimedConnection,
@@ -348,4 +384,4 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
         backlog=_BACKLOG,
     )
     logging.getLogger("uvicorn.error").addFilter(_is_relevant)
-    return uvicorn.Server(config)
+    return Server(config)

@@ -104,9 +104,6 @@ def command(
         if model.decoder.device.type == "cuda":
             # `serve` compiles kernels and captures graphs first.
             click.echo("preparing all batch sizes; the first time on a machine this may take a minute", err=True)
-        # uvicorn raises the signal that ended it again, after the shutdown.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)
         try:
             serve(model, settings, listener, lambda: click.echo(serving, err=True))
         finally:
