@@ -12,6 +12,7 @@ import onnx
 import onnx.parser
 from onnx import TensorProto, helper, numpy_helper
 
+from wisparse.formats.block_ops import HIDDEN, Activate, Add, Attention, Linear, Norm, Op, Scale, block_ops
 from wisparse.formats.bundle import Bundle
 
 from .decoding.rotary import attention_scaling, inverse_frequencies, switch_length
@@ -204,11 +205,10 @@ class DecoderGraph:
         whole = op("Reshape", op("Concat", *turned, axis=-1), self.ints(0, 0, 0, size))
         return op("Concat", whole, *passed, axis=-1) if passed else whole
 
-    def attention(self, index: int, x: str) -> str:
-        """Normed hidden states x (B, S, hidden_size) to ``o_proj``'s input (B, S, heads * head_dim)."""
+    def attention(self, index: int, parts: list[str]) -> str:
+        """The outputs of the query, key and value projections to ``o_proj``'s input (B, S, heads * head_dim)."""
         config, op, arch = self.config, self.op, self.config.architecture
         block, name, norm = config.blocks[index], f"model.layers.{index}.self_attn", config.architecture.qk_norm
-        parts = [self.project(f"{name}.{role}", x, config.qkv_bias) for role in config.qkv(index)]
         if len(parts) == 1:
             parts = self.split(parts[0], config.q_size(index), block.kv_size, block.kv_size)
         q, k, v = (*parts, parts[1]) if block.shared_values else parts
@@ -247,29 +247,35 @@ class DecoderGraph:
         return op("Reshape", op("Transpose", heads, perm=[0, 2, 1, 3]), whole)
 
     def block(self, index: int, hidden: str) -> str:
+        """A block's operations; ``hidden``, the residual stream, is float32."""
+        ops, values = block_ops(self.config, index), {HIDDEN: hidden}
+        for op in ops:
+            values[op.output] = self.run(op, index, *(values[name] for name in op.inputs))
+        return values[HIDDEN]
+
+    def run(self, op: Op, index: int, *inputs: Any) -> Any:
         config, arch, name = self.config, self.config.architecture, f"model.layers.{index}"
-
-        def enter(hidden: str, norm: str | None) -> str:
-            return self.to_dtype(hidden) if norm is None else self.norm(hidden, f"{name}.{norm}")
-
-        def leave(hidden: str, output: str, norm: str | None) -> str:
-            """Add the output of attention or MLP to the hidden states."""
-            output = self.to_float32(output) if norm is None else self.norm(output, f"{name}.{norm}", in_float32=True)
-            return self.op("Add", hidden, self.times(output, config.residual_multiplier))
-
-        x = enter(hidden, arch.norms.attention_input)
-        self.scope = f"{name}.self_attn"
-        attended = self.project(f"{name}.self_attn.o_proj", self.attention(index, x), config.o_bias)
-        hidden = leave(hidden, attended, arch.norms.attention_output)
-        x = enter(hidden, arch.norms.mlp_input)
-        self.scope = f"{name}.mlp"
-        parts = [self.project(f"{name}.mlp.{role}", x, config.mlp_bias) for role in arch.gate_up]
-        gate, up = parts if len(parts) == 2 else self.split(parts[0], *[config.intermediate_size] * 2)
-        down = self.project(f"{name}.mlp.down_proj", self.op("Mul", self.activate(gate), up), config.mlp_bias)
-        hidden = leave(hidden, down, arch.norms.mlp_output)
-        if arch.block_scalar is None:
-            return hidden
-        return self.op("Mul", hidden, self.to_float32(self.weight(f"{name}.{arch.block_scalar}")))
+        match op:
+            case Norm():
+                # What is added to the residual stream stays in float32.
+                return self.norm(*inputs, f"{name}.{getattr(arch.norms, op.weight)}", in_float32=op.inputs != (HIDDEN,))
+            case Linear():
+                self.scope = op.projections[0].name.rpartition(".")[0]
+                x = self.to_dtype(*inputs) if op.inputs == (HIDDEN,) else inputs[0]
+                outputs = [self.project(one.name, x, one.bias) for one in op.projections]
+                return outputs if op.split else self.to_float32(outputs[0])  # added to the residual stream
+            case Attention():
+                return self.attention(index, *inputs)
+            case Activate():
+                (parts,) = inputs
+                gate, up = parts if len(parts) == 2 else self.split(parts[0], *[config.intermediate_size] * 2)
+                return self.op("Mul", self.activate(gate), up)
+            case Add():
+                hidden, output = inputs
+                return self.op("Add", hidden, self.times(output, op.multiplier))
+            case Scale():
+                return self.op("Mul", inputs[0], self.to_float32(self.weight(f"{name}.{arch.block_scalar}")))
+        raise TypeError(f"no such operation in an ONNX graph: {op}")
 
     def build(self) -> onnx.ModelProto:
         """The model; the caller adds the initializers of ``weights``."""

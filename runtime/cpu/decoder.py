@@ -211,7 +211,7 @@ class CpuDecoder(TorchDecoder):
         return torch.cat(read)
 
     @staticmethod
-    def _attention(
+    def attention(
         config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip

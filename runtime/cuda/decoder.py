@@ -18,7 +18,7 @@ from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
-from wisparse.kernels.gpu.experts import ExpertLinear
+from wisparse.kernels.gpu.experts import ExpertLinear, choose_experts
 from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.plan import gpu_of
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
@@ -43,7 +43,7 @@ from .prefill import (
     run_experts,
     too_little_memory,
 )
-from .step import MAX_ROWS, DecodeStep, capture, contexts_between, kv_splits_for, position_tables
+from .step import MAX_ROWS, DecodeStep, capture, contexts_between, kv_splits_for, position_tables, router_of
 from .weights import AnyLinear, CudaWeights, dense_linears, load_weights, put_masks, with_dense
 from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 
@@ -93,7 +93,7 @@ class CudaDecoder(Decoder):
     times_heads = False  # a draft head's first calls include its capture
     page_bytes = CudaPages.page_bytes
     _drafting: CudaDecoder | None
-    _attention = staticmethod(attention)
+    attention = staticmethod(attention)
 
     def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
         config, device, dtype, max_batch = self.config, self.device, self.dtype, self.max_batch
@@ -486,10 +486,15 @@ class CudaDecoder(Decoder):
         read = ((linear, linear.chosen if isinstance(linear, ExpertLinear) else 1) for linear in linears)
         return sum(linear.in_features * linear.out_features * self._planes * times for linear, times in read)
 
-    def _apply(self, block: Block[AnyLinear], first_sparse: int, role: str, x: Tensor) -> tuple[Tensor, ...]:
-        if role == "experts":
-            gpu, scratch = gpu_of(self.device), self.weights.dequantized
-            return (run_experts(self.config, block, x, first_sparse, gpu, scratch, self._observe),)
+    def route(self, block: Block[AnyLinear], x: Tensor) -> tuple[Tensor, Tensor]:
+        return choose_experts(x, router_of(block))
+
+    def run_experts(
+        self, block: Block[AnyLinear], x: Tensor, routing: tuple[Tensor, Tensor], first_sparse: int
+    ) -> Tensor:
+        return run_experts(self.config, block, x, routing, first_sparse, gpu_of(self.device), self._observe)
+
+    def project(self, block: Block[AnyLinear], role: str, x: Tensor, first_sparse: int) -> tuple[Tensor, ...]:
         linear: FusedLinear = getattr(block, role)
         if self._observe is not None:
             self._observe(linear, x, first_sparse)

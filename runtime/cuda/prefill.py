@@ -41,7 +41,7 @@ from ..decoding.cache import KVCache
 from ..decoding.decoder import PROMPTS_TOGETHER
 from ..decoding.heads import DraftHead
 from ..decoding.rotary import switch_length
-from ..torch.block import Block, Norm, drop_channels, embed, router_input
+from ..torch.block import Block, Norm, drop_channels, embed
 from ..torch.block import attention as plain_attention
 from .step import PositionTables, attention_arguments, capture, router_of
 from .weights import AnyLinear, CudaWeights
@@ -102,43 +102,29 @@ def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor |
 
 
 def run_experts(
-    config: ModelConfig, block: Block[AnyLinear], x: Tensor, first_sparse: int, gpu: Gpu, scratch: Tensor | None,
+    config: ModelConfig, block: Block[AnyLinear], x: Tensor, routing: tuple[Tensor, Tensor], first_sparse: int, gpu: Gpu,
     observe: Observer | None = None,
 ) -> Tensor:  # fmt: skip
-    """A block's experts, and the dense MLP beside them, of x (T, H), the input as in ``run_block``; rows from
-    ``first_sparse`` on are masked. ``scratch``: as for ``project``; ``observe``: called for each expert's linears
-    too."""
-    gate_up, down, router = block.gate_up, block.down, router_of(block)
+    """A block's experts of x (T, H); rows from ``first_sparse`` on are masked. ``routing``: the chosen experts and their
+    weights; ``observe``: called for each expert's linears."""
+    gate_up, down, (expert, weight) = block.gate_up, block.down, routing
     assert isinstance(gate_up, ExpertLinear)
     assert isinstance(down, ExpertLinear)
-    mlp_in, (expert, weight) = x, choose_experts(router_input(block, x), router)
-    if block.experts_input is not None:
-        x = block.experts_input(x)
     groups, masked_from = sort_by_expert(expert, len(gate_up.scales)), first_sparse if first_sparse < len(x) else None
     activated = x.new_empty(expert.numel(), down.in_features)
     expert_gemm(
         x, gate_up, groups, activated, gpu, activation=config.activation, clamp=config.clamp, first_sparse=masked_from
     )
-    out = x.new_empty(len(x), router.total, down.out_features)
+    out = x.new_empty(len(x), expert.shape[1], down.out_features)
     expert_gemm(activated, down, groups, out, gpu, weight=weight, first_sparse=masked_from)
     offsets = pairwise(groups.offset.tolist() if observe is not None else ())
     for index, (first, end) in enumerate(offsets):
         assert observe is not None
-        rows = groups.order[first:end] // router.total
+        rows = groups.order[first:end] // expert.shape[1]
         dense = int((rows < first_sparse).sum())
         observe(gate_up.one(index), x[rows], dense)
         observe(down.one(index), activated[first:end], dense)
-    if block.shared_output is None:
-        return out.sum(1)
-    half = mlp_in if block.mlp_input is None else block.mlp_input(mlp_in)
-    for linear in (block.shared_gate_up, block.shared_down):
-        assert isinstance(linear, FusedLinear)
-        if observe is not None:
-            observe(linear, half, first_sparse)
-        half = torch.cat(project(linear, half, first_sparse, scratch), dim=-1)
-        half = launch_activate(half, config.activation) if linear is block.shared_gate_up else half
-    assert block.experts_output is not None
-    return block.shared_output(half) + block.experts_output(out.sum(1))
+    return out.sum(1)
 
 
 def head_products(weights: CudaWeights, x: Tensor) -> Tensor:
@@ -371,7 +357,7 @@ class PromptReader:
             if block.spec.experts is None:
                 half = self._products(block.down, launch_activate(self._products(block.gate_up, n), config.activation))
             else:
-                half = run_experts(config, block, n, len(n), self._gpu, weights.dequantized)
+                half = run_experts(config, block, n, choose_experts(n, router_of(block)), len(n), self._gpu)
             next_norm = blocks[index + 1].attention_input if index + 1 < len(blocks) else None
             add(half, block.mlp_output, next_norm, block.scalar)
         if self._head is not None:

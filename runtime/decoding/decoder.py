@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,7 @@ from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import LM_HEAD, PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
-from ..torch.block import Block, PerLayer, Positions, attention, embed, run_block
+from ..torch.block import Block, PerLayer, Positions, attention, embed, route, run_block
 from .cache import KVCache, mapped_bytes, paging_of, state_bytes
 from .heads import DraftHead, HeadFiles, MtpFiles
 from .rotary import Rotary, query_scales
@@ -78,7 +77,7 @@ class Decoder(ABC):
     _cache: KVCache
     _drafting: Decoder | None = None  # decodes drafts: same slots, another level or rounded weights
     _sparse_positions = 0  # masked positions of ``_forward`` since ``measure_sparsity``
-    _attention = staticmethod(attention)
+    attention = staticmethod(attention)
 
     def __init__(
         self,
@@ -163,20 +162,29 @@ class Decoder(ABC):
         tables = [rotary.tables(start, stop, total) for rotary in self._rotaries]
         x = embed(config, self._embedding, ids)
         per_layer = None if self._per_layer is None else self._per_layer(ids, x)
-        at = Positions(cache, slot, start, tables, query_scales(config, start, stop, self.device), per_layer)
+        scales = query_scales(config, start, stop, self.device)
+        at = Positions(cache, slot, start, first_sparse, tables, scales, per_layer)
         head = self.head if cache is self._cache else None
         inputs = []
         for index, block in enumerate(self._blocks):
             inputs.append(x if head is not None and index in head.taps else None)
-            x = run_block(config, index, block, x, at, partial(self._apply, block, first_sparse), self._attention)
+            x = run_block(config, index, block, x, at, self)
         if head is not None:
             taps = [tap for index in head.taps if (tap := [*inputs, x][index]) is not None]
             head.take([slot] * len(ids), range(start, stop), ids.tolist(), torch.cat(taps, dim=-1))
         return x
 
     @abstractmethod
-    def _apply(self, block: Any, first_sparse: int, role: str, x: Tensor) -> Sequence[Tensor]:
-        """The projections ``role`` of a block for their shared input x (T, K); see ``apply`` of `run_block`."""
+    def project(self, block: Any, role: str, x: Tensor, first_sparse: int) -> Sequence[Tensor]:
+        """See `Executor`."""
+
+    def route(self, block: Any, x: Tensor) -> Any:
+        """See `Executor`."""
+        return route(block, x)
+
+    @abstractmethod
+    def run_experts(self, block: Any, x: Tensor, routing: Any, first_sparse: int) -> Tensor:
+        """See `Executor`."""
 
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from wisparse.formats.guard import read_json
 from wisparse.formats.hub import fetch_source
 from wisparse.formats.model_config import MTP, ModelConfig, dimension, mtp_config
 
-from ..torch.block import LINEARS, SHARED, Block, Norm, activate, read_spec, run_experts
+from ..torch.block import LINEARS, SHARED, Block, Norm, activate, read_spec, route, run_experts
 from .cache import KVCache, bytes_per_position
 from .rotary import Rotary, rotate
 
@@ -441,7 +441,8 @@ class DraftHead:
         x = x + functional.linear(attended.reshape(rows, count, -1), weights["o"])
         n = self._normed("mlp_norm", x)
         if self.experts is not None:
-            x = x + run_experts(config, self.experts, n.flatten(0, 1), 0).view(x.shape)
+            rows = n.flatten(0, 1)
+            x = x + run_experts(config, self.experts, rows, route(self.experts, rows), 0).view(x.shape)
         else:
             gate, up = functional.linear(n, weights["gate_up"]).chunk(2, dim=-1)
             x = x + functional.linear(activate(config, gate, up), weights["down"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats import model_config
+from wisparse.formats import block_ops, model_config
+from wisparse.formats.block_ops import HIDDEN, Op
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import (
     BESIDE,
@@ -179,6 +180,7 @@ class Block(Generic[Linear]):
     gate_up: Linear
     down: Linear
     spec: model_config.Block
+    ops: tuple[Op, ...]
     attention_input: Norm | None = None
     attention_output: Norm | None = None
     mlp_input: Norm | None = None
@@ -249,7 +251,10 @@ def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) ->
     plain += ["per_layer_gate", "per_layer_projection"]
     offset = config.architecture.norm_offset
     norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items() if field not in plain}
-    return {"spec": config.blocks[index], "delta": delta, **norms} | {name: tensors.get(name) for name in plain}
+    ops = block_ops.block_ops(config, index)
+    return {"spec": config.blocks[index], "ops": ops, "delta": delta, **norms} | {
+        name: tensors.get(name) for name in plain
+    }
 
 
 @dataclass(frozen=True)
@@ -259,6 +264,7 @@ class Positions:
     cache: KVCache
     slot: int
     start: int
+    first_sparse: int  # rows from this one on are masked
     tables: Sequence[tuple[Tensor, Tensor]]  # cos and sin of each rotary embedding
     scales: Tensor | None  # (T,), factors of the queries
     per_layer: Tensor | None = None  # (T, blocks, P), per-layer embeddings
@@ -297,32 +303,82 @@ def attention(
     )[0]
 
 
-def run_block(
-    config: ModelConfig,
-    index: int,
-    block: Block,
-    x: Tensor,
-    at: Positions,
-    apply: Callable[[str, Tensor], Sequence[Tensor]],
-    attend: Callable[..., Tensor],
-) -> Tensor:
-    """One block: x (T, H) to (T, H); fills the cache. ``apply(role, x)`` runs the projections ``qkv``, ``o``, ``gate_up`` or
-    ``down`` on (T, K) and returns their outputs, or one concatenated output. Blocks with experts call ``experts`` in place
-    of the last two: (T, H) to the MLP's output; if they are parallel to a dense MLP, x is not normed yet."""
-    n = _maybe(block.attention_input, x)
-    if block.delta is not None:
-        mixed, gate = apply("qkv", n)
-        attended = block.delta(n, mixed, gate, at.cache.advance(index, at.slot, at.start, at.start + len(x)))
-        return finish_block(config, block, x, attended, apply)
+class Executor(Protocol):
+    """What decoders do in their own way. Rows from ``first_sparse`` on are masked."""
 
+    def project(self, block: Any, role: str, x: Tensor, first_sparse: int) -> Sequence[Tensor]:
+        """The projections ``role`` of x (T, K): their outputs, or one concatenated output."""
+
+    def route(self, block: Any, x: Tensor) -> Any:
+        """The chosen experts and their weights, by the router's input x (T, H)."""
+
+    def run_experts(self, block: Any, x: Tensor, routing: Any, first_sparse: int) -> Tensor:
+        """The experts' input x (T, H) and what ``route`` returned to the weighted sum (T, H)."""
+
+    attention: Callable[..., Tensor]  # see the function of that name
+
+
+def run_block(
+    config: ModelConfig, index: int, block: Block[Any], x: Tensor, at: Positions, executor: Executor
+) -> Tensor:
+    """One block: x (T, H) to (T, H); fills the cache. Runs ``block.ops`` one by one."""
+    values: dict[str, Any] = {HIDDEN: x}
+    for op in block.ops:
+        inputs = [values[name] for name in op.inputs]
+        values[op.output] = _run(op, config, index, block, inputs, at, executor)
+    return values[HIDDEN]
+
+
+def _run(
+    op: Op, config: ModelConfig, index: int, block: Block[Any], inputs: list[Any], at: Positions, executor: Executor
+) -> Any:
+    match op:
+        case block_ops.Norm():
+            return getattr(block, op.weight)(*inputs)
+        case block_ops.Linear():
+            outputs = executor.project(block, op.role, *inputs, at.first_sparse)
+            return outputs if op.split else outputs[0]
+        case block_ops.Attention():
+            return _attention(config, index, block, *inputs, at, executor)
+        case block_ops.DeltaNet():
+            (mixed, gate), n = inputs
+            assert block.delta is not None
+            return block.delta(n, mixed, gate, at.cache.advance(index, at.slot, at.start, at.start + len(n)))
+        case block_ops.Activate():
+            (parts,) = inputs
+            gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+            return activate(config, gate, up)
+        case block_ops.Router():
+            return executor.route(block, router_input(block, *inputs))
+        case block_ops.Experts():
+            return executor.run_experts(block, *inputs, at.first_sparse)
+        case block_ops.Sum():
+            return inputs[0] + inputs[1]
+        case block_ops.Add():
+            x, output = inputs
+            return x + (output if op.multiplier == 1.0 else output * op.multiplier)
+        case block_ops.PerLayer():
+            (x,) = inputs
+            assert at.per_layer is not None
+            gated = activate(config, functional.linear(x, block.per_layer_gate), at.per_layer[:, index])
+            return x + block.per_layer_output(functional.linear(gated, block.per_layer_projection))
+        case block_ops.Scale():
+            return inputs[0] * block.scalar
+    raise TypeError(f"no such operation: {op}")
+
+
+def _attention(
+    config: ModelConfig, index: int, block: Block[Any], qkv: Sequence[Tensor], at: Positions, executor: Executor
+) -> Tensor:
+    """Outputs of the query, key and value projections to ``o``'s input (T, heads * head_dim); fills the cache."""
     spec, heads, gated = block.spec, config.num_heads, config.architecture.attention_gate
     q_size = heads * spec.head_dim
     num_kv = 0 if spec.kv_from is not None else 1 if spec.shared_values else 2
     sizes = (q_size * (2 if gated else 1), *[spec.kv_size] * num_kv)
-    q, *kv = _split(apply("qkv", n), sizes)
-    gates = None
+    q, *kv = qkv if len(qkv) == len(sizes) else qkv[0].split(sizes, dim=-1)
+    count, gates = len(q), None
     if gated:  # each head's query, then its gate
-        q, gates = (half.reshape(-1, q_size) for half in q.view(len(q), heads, 2 * spec.head_dim).chunk(2, dim=-1))
+        q, gates = (half.reshape(-1, q_size) for half in q.view(count, heads, 2 * spec.head_dim).chunk(2, dim=-1))
     norm = config.architecture.qk_norm
 
     def norm_and_rotate(x: Tensor, weight: Norm | None) -> Tensor:
@@ -341,46 +397,15 @@ def run_block(
     if at.scales is not None:
         q = q * at.scales[:, None].to(q.dtype)
     if spec.kv_from is None:
-        v = kv[-1].view(len(x), -1, spec.head_dim).transpose(0, 1)
+        v = kv[-1].view(count, -1, spec.head_dim).transpose(0, 1)
         if config.architecture.value_norm:
             v = Norm(v.new_ones(()), config.rms_norm_eps, offset=False)(v)
         at.cache.write(index, at.slot, at.start, norm_and_rotate(kv[0], block.k_norm), v)
     source = index if spec.kv_from is None else spec.kv_from
-    keys, values = at.cache.read(source, at.slot, at.start + len(x))
-    attended = attend(config, q, keys, values, at.start, spec.window, block.sinks).transpose(0, 1).reshape(len(x), -1)
-    attended = attended if gates is None else attended * gates.sigmoid()
-    return finish_block(config, block, x, attended, apply, None if at.per_layer is None else at.per_layer[:, index])
-
-
-def finish_block(
-    config: ModelConfig,
-    block: Block,
-    x: Tensor,
-    attended: Tensor,
-    apply: Callable[[str, Tensor], Sequence[Tensor]],
-    per_layer: Tensor | None = None,
-) -> Tensor:
-    """The rest of a block after attention: x (T, H), attended (T, heads * head_dim) to (T, H). ``per_layer``: (T, P)."""
-
-    def add(x: Tensor, output: Tensor, norm: Norm | None) -> Tensor:
-        output = _maybe(norm, output)
-        return x + (output if config.residual_multiplier == 1.0 else output * config.residual_multiplier)
-
-    (output,) = apply("o", attended)
-    x = add(x, output, block.attention_output)
-    experts = block.spec.experts
-    n = x if experts is not None and experts.beside else _maybe(block.mlp_input, x)
-    if experts is None:
-        parts = apply("gate_up", n)
-        gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-        (output,) = apply("down", activate(config, gate, up))
-    else:
-        (output,) = apply("experts", n)
-    x = add(x, output, block.mlp_output)
-    if per_layer is not None and block.per_layer_gate is not None and block.per_layer_projection is not None:
-        gated = activate(config, functional.linear(x, block.per_layer_gate), per_layer)
-        x = x + _maybe(block.per_layer_output, functional.linear(gated, block.per_layer_projection))
-    return x if block.scalar is None else x * block.scalar
+    keys, values = at.cache.read(source, at.slot, at.start + count)
+    attended = executor.attention(config, q, keys, values, at.start, spec.window, block.sinks)
+    attended = attended.transpose(0, 1).reshape(count, -1)
+    return attended if gates is None else attended * gates.sigmoid()
 
 
 def router_input(block: Block[Any], x: Tensor) -> Tensor:
@@ -391,11 +416,11 @@ def router_input(block: Block[Any], x: Tensor) -> Tensor:
 
 
 def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (T, H) to the chosen experts' weights, in x's dtype, and their indices: (T, chosen) each."""
+    """The router's input x (T, H) to the chosen experts' weights, in x's dtype, and their indices: (T, chosen) each."""
     experts, router = block.spec.experts, block.router
     assert experts is not None
     assert router is not None
-    logits = functional.linear(router_input(block, x), router, block.router_bias)
+    logits = functional.linear(x, router, block.router_bias)
     probabilities = logits.softmax(-1, dtype=float_dtype(x.dtype))
     weights, chosen = probabilities.topk(experts.chosen, dim=-1)
     if experts.renormalised:
@@ -405,26 +430,23 @@ def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     return weights.to(x.dtype), chosen
 
 
-def run_experts(config: ModelConfig, block: Block[Any], x: Tensor, first_sparse: int) -> Tensor:
+def run_experts(
+    config: ModelConfig, block: Block[Any], x: Tensor, routing: tuple[Tensor, Tensor], first_sparse: int
+) -> Tensor:
     """A block's experts, x (T, H) to (T, H); rows from ``first_sparse`` on are masked. ``block.gate_up`` lists the gate
     projections of all experts, then the up projections."""
     count, out = len(block.down), torch.zeros_like(x)
-    weights, chosen = route(block, x)
-    normed = x if block.experts_input is None else block.experts_input(x)
+    weights, chosen = routing
     for expert in chosen.unique().tolist():
         tokens, rank = (chosen == expert).nonzero(as_tuple=True)
-        rows, num_dense = normed[tokens], int((tokens < first_sparse).sum())
+        rows, num_dense = x[tokens], int((tokens < first_sparse).sum())
         gate, up = (block.gate_up[index](rows, num_dense) for index in (expert, count + expert))
         output = block.down[expert](activate(config, gate, up), num_dense)
         out.index_add_(0, tokens, output * weights[tokens, rank, None])
-    if block.shared_gate_up is None or block.shared_down is None:
+    if block.shared_gate is None or block.shared_gate_up is None or block.shared_down is None:
         return out
-    n = block.mlp_input(x) if block.shared_output is not None and block.mlp_input is not None else x
-    gate, up = (linear(n, first_sparse) for linear in block.shared_gate_up)
+    gate, up = (linear(x, first_sparse) for linear in block.shared_gate_up)
     shared = block.shared_down[0](activate(config, gate, up), first_sparse)
-    if block.shared_output is not None and block.experts_output is not None:
-        return block.shared_output(shared) + block.experts_output(out)
-    assert block.shared_gate is not None
     return out + functional.linear(x, block.shared_gate).sigmoid() * shared
 
 
@@ -434,11 +456,6 @@ def activate(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * slope))
     return up * (functional.silu(gate) if config.activation == "silu" else functional.gelu(gate, approximate="tanh"))
-
-
-def _split(outputs: Sequence[Tensor], sizes: tuple[int, ...]) -> Sequence[Tensor]:
-    """Outputs of projections, split if they are concatenated."""
-    return outputs if len(outputs) == len(sizes) else outputs[0].split(sizes, dim=-1)
 
 
 def _maybe(norm: Norm | None, x: Tensor) -> Tensor:

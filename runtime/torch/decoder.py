@@ -95,10 +95,11 @@ class TorchDecoder(Decoder):
             rows.append(self._logits(hidden))
         return torch.cat(rows)
 
-    def _apply(self, block: Block[list[MaskedLinear]], first_sparse: int, role: str, x: Tensor) -> list[Tensor]:
-        if role == "experts":
-            return [run_experts(self.config, block, x, first_sparse)]
+    def project(self, block: Block[list[MaskedLinear]], role: str, x: Tensor, first_sparse: int) -> list[Tensor]:
         return [projection(x, first_sparse) for projection in getattr(block, role)]
+
+    def run_experts(self, block: Block[list[MaskedLinear]], x: Tensor, routing: Any, first_sparse: int) -> Tensor:
+        return run_experts(self.config, block, x, routing, first_sparse)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._output(self._norm(hidden))

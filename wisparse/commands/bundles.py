@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from wisparse.formats import hub
+from wisparse.formats.block_ops import describe
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import AccessError, BundleError, UsageError, printable
 from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted
@@ -24,9 +25,16 @@ from ..options import FOLDER, FOLDER_OR_ID, print_table, revision_option
 @click.option("--show", type=click.Choice(["sparsity", "alpha", "threshold", "realised"]), default="sparsity")
 @click.option("--sparsity", type=float, help="The sparsity level whose table is shown.  [default: the bundle's own]")
 @click.option("--bits", type=float, help="The same of a graded bundle, by its bits.")
+@click.option("--ops", is_flag=True, help="Print what a block computes instead: its operations in order.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole recipe as JSON.")
 def inspect(
-    bundle: str, revision: str | None, show: str, sparsity: float | None, bits: float | None, as_json: bool
+    bundle: str,
+    revision: str | None,
+    show: str,
+    sparsity: float | None,
+    bits: float | None,
+    ops: bool,
+    as_json: bool,
 ) -> None:
     """Show the recipe of BUNDLE, a folder or a Hub id: one line per block, one column per projection.
 
@@ -37,6 +45,9 @@ def inspect(
     wisparse inspect USER/NAME --revision main --json
     """
     opened = Bundle.open(hub.fetch_bundle(bundle, revision)).chosen(sparsity, bits)
+    if ops:
+        click.echo("\n".join(describe(opened.config)))
+        return
     if opened.sparsity not in opened.levels:
         dense = "sparsity: 0" if bits is None else "bits: 8"
         raise UsageError(f"{dense} is the dense model, which has no masks to show")

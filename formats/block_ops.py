@@ -1,0 +1,162 @@
+"""What a transformer block computes: its operations in order. The reference (``runtime.torch.block``) and the ONNX graph run
+this list; the CPU and CUDA steps have the order in their own code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model_config import ModelConfig, Projection
+
+HIDDEN = "hidden"  # the residual stream, (T, H): the block's input and output
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. It reads the values named ``inputs`` and writes the value ``output``, each with T rows."""
+
+    inputs: tuple[str, ...]
+    output: str
+
+
+@dataclass(frozen=True)
+class Norm(Op):
+    """RMSNorm."""
+
+    weight: str  # field of `runtime.torch.block.Block`
+
+
+@dataclass(frozen=True)
+class Linear(Op):
+    """Projections of one input, each with a mask of its own. ``split``: the operation that reads the output takes the parts
+    of several projections, also where the checkpoint stores them in one."""
+
+    role: str  # field of `runtime.torch.block.Block`
+    projections: tuple[Projection, ...]
+    split: bool
+
+
+@dataclass(frozen=True)
+class Attention(Op):
+    """Queries, keys and values, of the projections' output, to the heads' outputs. With norms of queries and keys, rotary
+    embedding, window, sinks, soft cap and gate as the model's configuration has them. Reads and writes the KV cache."""
+
+
+@dataclass(frozen=True)
+class DeltaNet(Op):
+    """Gated DeltaNet: reads the projections' output and their input; reads and writes the recurrent state."""
+
+
+@dataclass(frozen=True)
+class Activate(Op):
+    """activation(gate) * up, of the output of gate and up."""
+
+
+@dataclass(frozen=True)
+class Router(Op):
+    """The chosen experts of each row and their weights. ``normed``: the input goes through a norm of its own first."""
+
+    normed: bool
+
+
+@dataclass(frozen=True)
+class Experts(Op):
+    """The weighted sum of the chosen experts' MLPs; reads the MLPs' input and the router's result. A shared expert with a
+    gate is one more expert, chosen by every row, with weight sigmoid(gate)."""
+
+    projections: tuple[Projection, ...]
+
+
+@dataclass(frozen=True)
+class Sum(Op):
+    """The sum of its inputs."""
+
+
+@dataclass(frozen=True)
+class Add(Op):
+    """The residual stream plus ``multiplier`` times the other input."""
+
+    multiplier: float
+
+
+@dataclass(frozen=True)
+class PerLayer(Op):
+    """Adds what the token's per-layer embedding gives, gated by the residual stream."""
+
+
+@dataclass(frozen=True)
+class Scale(Op):
+    """The residual stream times a learned number."""
+
+
+def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
+    """The operations of block ``index`` in order."""
+    arch, spec = config.architecture, config.blocks[index]
+    groups = iter(config.shared_inputs(index))
+    found: list[Op] = []
+
+    def norm(value: str, weight: str, output: str) -> str:
+        """``value``, or the name of its norm if the family has that norm."""
+        if getattr(arch.norms, weight) is None:
+            return value
+        found.append(Norm((value,), output, weight))
+        return output
+
+    def linear(value: str, role: str, output: str) -> str:
+        found.append(Linear((value,), output, role, tuple(next(groups)), role.endswith(("qkv", "gate_up"))))
+        return output
+
+    def mlp(value: str, prefix: str = "") -> str:
+        gate_up = linear(value, f"{prefix}gate_up", f"{prefix}gate_up")
+        found.append(Activate((gate_up,), f"{prefix}activated"))
+        return linear(f"{prefix}activated", f"{prefix}down", f"{prefix}down")
+
+    def add(value: str, weight: str) -> None:
+        normed = norm(value, weight, f"{value}_normed")
+        found.append(Add((HIDDEN, normed), HIDDEN, config.residual_multiplier))
+
+    n = norm(HIDDEN, "attention_input", "attention_input")
+    qkv = linear(n, "qkv", "qkv")
+    found.append(DeltaNet((qkv, n), "attended") if spec.recurrent else Attention((qkv,), "attended"))
+    add(linear("attended", "o", "o"), "attention_output")
+
+    if spec.experts is None:
+        add(mlp(norm(HIDDEN, "mlp_input", "mlp_input")), "mlp_output")
+    elif not spec.experts.beside:
+        n = norm(HIDDEN, "mlp_input", "mlp_input")
+        found.append(Router((n,), "routing", normed=False))
+        found.append(Experts((n, "routing"), "experts", tuple(one for group in groups for one in group)))
+        add("experts", "mlp_output")
+    else:  # a dense MLP beside the experts
+        routed = tuple(one for _ in range(2) for one in next(groups))
+        found.append(Router((HIDDEN,), "routing", normed=True))
+        found.append(Norm((HIDDEN,), "experts_input", "experts_input"))
+        found.append(Experts(("experts_input", "routing"), "experts", routed))
+        shared = mlp(norm(HIDDEN, "mlp_input", "mlp_input"), "shared_")
+        found.append(Norm((shared,), "shared_output", "shared_output"))
+        found.append(Norm(("experts",), "experts_output", "experts_output"))
+        found.append(Sum(("shared_output", "experts_output"), "mlp"))
+        add("mlp", "mlp_output")
+
+    if config.per_layer_size:
+        found.append(PerLayer((HIDDEN,), HIDDEN))
+    if arch.block_scalar is not None:
+        found.append(Scale((HIDDEN,), HIDDEN))
+    return tuple(found)
+
+
+def describe(config: ModelConfig) -> list[str]:
+    """The operations as lines of text; blocks with the same ones stand together."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for index in range(config.num_blocks):
+        alike.setdefault(tuple(_line(op) for op in block_ops(config, index)), []).append(index)
+    lines = []
+    for ops, blocks in alike.items():
+        lines += [f"blocks {', '.join(map(str, blocks))}:", *(f"  {line}" for line in ops)]
+    return lines
+
+
+def _line(op: Op) -> str:
+    projections = getattr(op, "projections", ())
+    parts = [f"{one.role} {one.in_features} -> {one.out_features}" for one in projections]
+    call = f"{op.output} = {type(op).__name__}({', '.join(op.inputs)})"
+    return f"{call:<48}{', '.join(parts)}".rstrip()
