@@ -16,6 +16,8 @@ from wisparse.formats.architectures import WRAPPERS
 from wisparse.formats.bundle import scale_shapes
 from wisparse.formats.checkpoint import Checkpoint, read_config
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
+from wisparse.formats.generation_config import FILE, sampling_defaults
+from wisparse.formats.guard import parse_json
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
 from wisparse.formats.machine import available_bytes, choose_device
 from wisparse.formats.model_config import PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
@@ -32,6 +34,8 @@ from .settings import ConvertSettings, auto_seq_len
 from .source import choose_dtype, lacks_accelerate
 from .state import check_folder, placed_bundle
 from .tokenizer import load_tokenizer
+
+_log = logging.getLogger("wisparse")
 
 _log = logging.getLogger("wisparse")
 
@@ -127,8 +131,13 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
             check_output(settings.output_dir, settings.overwrite, source=source.folder)
         if settings.resume:
             check_folder(settings.state_dir)
-        for _ in copied_files(source.folder, UnsupportedModelError):
-            pass  # reading raises an error for a file that the bundle cannot have
+        # Reading raises an error for a file that the bundle cannot have.
+        copied = dict(copied_files(source.folder, UnsupportedModelError))
+        ignored = sampling_defaults(parse_json(copied.get(FILE, b"{}"), FILE, UnsupportedModelError))[1]
+        if ignored:
+            _log.warning(
+                "%s: not supported, so ignored: %s", FILE, ", ".join(f"{k} {v!r:.40}" for k, v in ignored.items())
+            )
         stage.advance()
         if source.commit is None:
             checkpoint = Checkpoint.open(source.folder, complete=full_config)  # reads all headers, hardly a weight

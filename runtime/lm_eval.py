@@ -169,6 +169,7 @@ class WisparseLM(TemplateLM):
             "max_new_tokens": max(1, min(wanted, self.model.max_seq_len - 1)),
             "temperature": 0.0 if sampled is False else temperature or (1.0 if sampled else 0.0),
         }
+        options |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # not generation_config.json's
         options |= {name: kind(left[name]) for name, kind in _SAMPLING.items() if left.get(name) is not None}
         if unknown := sorted(left.keys() - _SAMPLING):
             raise UsageError(f"lm-eval: generation settings this runtime does not have: {', '.join(unknown)}")

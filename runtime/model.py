@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, Unpack, overload
 from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
+from wisparse.formats.generation_config import FILE, SAMPLING_FIELDS, sampling_defaults
 from wisparse.formats.model_config import ModelConfig
 
 from .decoding.decoder import Decoder
@@ -22,10 +24,19 @@ from .generation.engine import Engine
 from .generation.grammar import Grammars
 from .generation.request import Chunk, Generation, GenerationArguments, GenerationSettings, Prompt, Request, as_prompts
 from .generation.speculation import SpeculativeConfig
-from .tokenizer import Tokenizer, stop_ids
+from .tokenizer import Tokenizer, read_json, stop_ids
 
-# Names in OpenAI's API and transformers of arguments of `Model.generate`, for the error message.
-_OTHER_NAMES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "stop_strings": "stop"}
+log = logging.getLogger(__name__)
+
+# Names in OpenAI's API, transformers and vLLM of arguments of `Model.generate`, for the error message.
+_OTHER_NAMES = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_length"), "max_new_tokens"),
+    **dict.fromkeys(("stop_strings", "stop_token_ids"), "stop"),
+    **dict.fromkeys(("num_return_sequences", "best_of"), "n"),
+    **dict.fromkeys(("guided_json", "response_format"), "json_schema"),
+    "do_sample": "temperature (0 is greedy)", "guided_grammar": "grammar", "use_chat_template": "chat_template",
+    "repeat_penalty": "repetition_penalty", "bad_words": "bad_words_ids", "output_scores": "logprobs",
+}  # fmt: skip
 
 
 class Model(AbstractContextManager["Model"]):
@@ -42,6 +53,7 @@ class Model(AbstractContextManager["Model"]):
         text: tokenizer and chat template; None if the bundle has no tokenizer.
         stop_ids: the tokens that end an answer.
         grammars: compiles the grammars that constrain answers.
+        sampling_defaults: what generation_config.json says about sampling, by names of :class:`SamplingParams`.
     """
 
     def __init__(
@@ -50,6 +62,7 @@ class Model(AbstractContextManager["Model"]):
     ) -> None:  # fmt: skip
         self.bundle, self.decoder, self.text, self.prefill = bundle, decoder, text, prefill
         self.stop_ids = stop_ids(bundle, text)
+        self.sampling_defaults = self._read_sampling_defaults()
         self.engine = Engine(decoder, text, bundle, speculative)
         self._chat = text is not None and text.template_ends_turns(self.stop_ids)
         self.grammars = Grammars(lambda: bundle.read_bytes("tokenizer.json"), self.stop_ids)
@@ -128,9 +141,12 @@ class Model(AbstractContextManager["Model"]):
             prompt: a text, a conversation (messages with ``role`` and ``content``), token ids (also a numpy array or
                 a tensor of integers), or a list of any one of these.
             max_new_tokens: most tokens of the answer; None: up to the context's end.
-            temperature, top_k, top_p, min_p, seed, repetition_penalty, frequency_penalty, presence_penalty,
-                logit_bias, logprobs: see :class:`SamplingParams`; temperature 0 is greedy. A seed applies to each
-                prompt of a list; without one each gets a random seed, which its :class:`Generation` has.
+            seed, frequency_penalty, presence_penalty, logit_bias, logprobs, and the next eight: see
+                :class:`SamplingParams`. A seed applies to each prompt of a list, its next numbers to the next of ``n``
+                answers; without one each gets a random seed, which its :class:`Generation` has.
+            temperature, top_k, top_p, min_p, repetition_penalty, suppress_tokens, begin_suppress_tokens, bad_words_ids:
+                None: as generation_config.json says, which may set each of them; else off, and greedy.
+            n: answers to each prompt; without a temperature here and in generation_config.json, it is 1 for several.
             json_schema: constrain the answer to JSON of this schema, a mapping or its text; ``{}`` is any JSON.
                 ``max_new_tokens`` may still truncate it. Needs ``pip install llguidance``.
             grammar: constrain the answer to a grammar in llguidance's Lark or llama.cpp's GBNF.
@@ -144,7 +160,8 @@ class Model(AbstractContextManager["Model"]):
             speculative: draft tokens, if the model was loaded with ``speculative``.
 
         Returns:
-            A :class:`Generation`, or a list of them for a list of prompts.
+            A :class:`Generation`; a list of them for a list of prompts or n > 1, then with the answers to a prompt in
+            a row.
 
         Raises:
             ContextLengthError: a prompt longer than the context.
@@ -155,13 +172,13 @@ class Model(AbstractContextManager["Model"]):
         # The counts of all requests together, at the end of the last one.
         total = list(answers.values())[-1].realised_sparsity
         ordered = [replace(answers[index], realised_sparsity=total) for index in range(len(answers))]
-        return ordered[0] if single else ordered
+        return ordered[0] if single and len(ordered) == 1 else ordered
 
     def generate_each(
         self, prompts: Sequence[Prompt], **settings: Unpack[GenerationArguments]
     ) -> Generator[tuple[int, Generation], None, None]:
-        """:meth:`generate` for many prompts: yields the index and result of each as it finishes. Arguments are validated
-        immediately, generation starts at the first ``next``."""
+        """:meth:`generate` for many prompts: yields the index and result of each answer as it finishes. Arguments are
+        validated immediately, generation starts at the first ``next``."""
         batches = self._chunks(self._requests(prompts, settings), final_only=True)
         return ((index, chunk.generation) for new in batches for index, chunk in new if chunk.generation is not None)
 
@@ -174,12 +191,12 @@ class Model(AbstractContextManager["Model"]):
         self, prompt: Prompt, **settings: Unpack[GenerationArguments]
     ) -> Generator[list[Chunk], None, None]:
         """:meth:`stream` in lists of all chunks that are available at once."""
-        chunks = self._chunks(self._requests(_one_prompt("stream", prompt), settings))
+        chunks = self._chunks(self._one_request("stream", prompt, settings))
         return ([chunk for _, chunk in together] for together in chunks)
 
     def astream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> AsyncGenerator[Chunk, None]:
         """:meth:`stream` for ``async for``; a thread runs the steps."""
-        (request,) = requests = self._requests(_one_prompt("astream", prompt), settings)
+        (request,) = requests = self._one_request("astream", prompt, settings)
 
         async def chunks() -> AsyncGenerator[Chunk, None]:
             items: asyncio.Queue[Chunk | WisparseError] = asyncio.Queue()
@@ -224,15 +241,34 @@ class Model(AbstractContextManager["Model"]):
         self.engine.validate(request)
         return request
 
+    def sampling(self, given: Mapping[str, Any], n: int = 1) -> dict[str, Any]:
+        """The arguments of one of ``n`` answers: those given, else generation_config.json's, else greedy or, for several
+        answers, temperature 1."""
+        chosen = {name: value for name, value in given.items() if value is not None or name not in SAMPLING_FIELDS}
+        return {"temperature": 0.0 if n == 1 else 1.0, **self.sampling_defaults, **chosen}
+
+    def _read_sampling_defaults(self) -> dict[str, Any]:
+        defaults, ignored = sampling_defaults(read_json(self.bundle, FILE))
+        if ignored:
+            log.info("%s: not supported: %s", FILE, ", ".join(ignored))
+        size, stops = self.config.vocab_size, [[token] for token in self.stop_ids]
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            defaults[name] = [token for token in defaults.get(name, ()) if token < size]
+        words = defaults.get("bad_words_ids", ())  # a stop token is no bad word, as in transformers
+        defaults["bad_words_ids"] = [word for word in words if max(word) < size and word not in stops]
+        return {name: value for name, value in defaults.items() if value != []}
+
     def _requests(self, prompts: Sequence[Prompt], arguments: GenerationArguments) -> list[Request]:
         guard.keywords("generate", arguments, tuple(GenerationArguments.__annotations__), _OTHER_NAMES)
-        settings = GenerationSettings(**arguments)
+        settings = GenerationSettings(**self.sampling(arguments, arguments.get("n", 1)))
         grammar = settings.parsed_grammar
         return [
             self.request(
-                self._encode(prompt, settings.system_prompt, settings.chat_template),
+                ids,
                 max_new_tokens=settings.max_new_tokens,
-                sampling=settings,
+                sampling=replace(settings, seed=(settings.seed + copy) % 2**63)
+                if copy and settings.seed is not None
+                else settings,
                 stop=settings.stop_texts,
                 prefill=settings.prefill,
                 constraint=None if grammar is None else self.grammars.begin(grammar),
@@ -240,7 +276,15 @@ class Model(AbstractContextManager["Model"]):
                 speculative=settings.speculative,
             )
             for prompt in prompts
+            for ids in [self._encode(prompt, settings.system_prompt, settings.chat_template)]
+            for copy in range(settings.n)
         ]
+
+    def _one_request(self, verb: str, prompt: Prompt, arguments: GenerationArguments) -> list[Request]:
+        prompts, single = as_prompts(prompt)
+        if not single or arguments.get("n", 1) != 1:
+            raise UsageError(f"{verb} takes one prompt with one answer; use generate for several")
+        return self._requests(prompts, arguments)
 
     def _chunks(self, requests: Sequence[Request], final_only: bool = False) -> Iterator[list[tuple[int, Chunk]]]:
         """Yields all new chunks at a time, each with the index of its request, until all have finished."""
@@ -289,13 +333,6 @@ class Model(AbstractContextManager["Model"]):
             prompt = [{"role": "user", "content": prompt}]
         rendered = tokenizer.render([*system, *prompt])
         return tokenizer.encode(rendered, add_special_tokens=False, most=self.max_seq_len)
-
-
-def _one_prompt(verb: str, prompt: Prompt) -> list[Prompt]:
-    prompts, single = as_prompts(prompt)
-    if not single:
-        raise UsageError(f"{verb} takes one prompt; use generate for a list of them")
-    return prompts
 
 
 def _checked(request: Request, item: Chunk | WisparseError) -> Chunk:

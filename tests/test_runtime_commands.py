@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -118,6 +119,86 @@ def test_chat_keeps_and_forgets_the_conversation(tmp_path: Path, run: Run, monke
     assert chat("", "--prompt-file", tmp_path / "first")[::2] == (
         2, "wisparse: --prompt-file: expected a message, found an empty file\n"
     )  # fmt: skip
+
+
+def test_commands_and_long_messages_of_a_chat(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chat(text: str, *options: object) -> tuple[str, list[dict[str, str]]]:
+        file = tmp_path / f"saved-{len(list(tmp_path.iterdir()))}"
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{text}/save {file}\n"))
+        code, _, err = run("chat", "--max-new-tokens", 4, "--backend", "torch", *options)
+        assert code == 0, err
+        return err, json.loads(file.read_text())["messages"]
+
+    def typed(text: str) -> list[str]:
+        return [one["content"] for one in chat(text)[1] if one["role"] == "user"]
+
+    quoted = '"""x = 1\n\n/help\n"""\n', '"""\nx = 1\n\n/help"""\n'
+    assert [typed(text) for text in quoted] == [["x = 1\n\n/help\n".rstrip("\n")], ["x = 1\n\n/help"]]
+    assert typed('one \\\ntwo\\\n\n"""three"""\n') == ["one \ntwo", "three"]
+    assert typed("/usr/bin fails\n/* a */\n // b\n /help\n") == ["/usr/bin fails", "/* a */", "// b", "/help"]
+    # Of commands, mistyped ones among them, the model sees nothing.
+    err, messages = chat("/hlp\n/Reset now\n/\n/?\n/regen\n/regen hot\n/save\n/system\n")
+    assert messages == []
+    for words in ("/hlp; did you mean /help?", "unknown command /Reset", "/regen [TEMPERATURE]", "there is no answer yet",
+                  "expected a file", "no system message"):  # fmt: skip
+        assert words in err, words
+    err, messages = chat("/system Be brief.\none\n/regen\n/regen hot\n/regen 0.9\n", "--seed", 3)
+    assert [one["role"] for one in messages] == ["system", "user", "assistant"]
+    assert "greedy decoding gives the same answer again" in err
+    assert "expected a temperature, found 'hot'" in err
+    assert [line.split(" | ")[3] for line in err.splitlines() if line.startswith("prompt")] == [
+        "sampling: greedy", "sampling: temperature 0.9"
+    ]  # fmt: skip
+    assert [one["role"] for one in chat("/system a\n/system off\none\n")[1]] == ["user", "assistant"]
+    assert (
+        len(
+            {
+                chat(f"one\n{'/regen' if again else ''}\n", "--seed", 3, "--temperature", 9)[1][1]["content"]
+                for again in (0, 1)
+            }
+        )
+        == 2
+    )
+    # Several answers: the chat goes on with the first. A file is never written over.
+    (tmp_path / "kept").write_text("mine")
+    err, messages = chat(f"one\n/save {tmp_path / 'kept'}\n/save {tmp_path / 'no' / 'file'}\n", "--n", 2, "--seed", 3)
+    assert len(messages) == 2
+    assert "sampling: temperature 1" in err
+    assert (tmp_path / "kept").read_text() == "mine"
+    assert "No such file" in err
+
+
+def test_options_of_the_answer(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    (tmp_path / "schema").write_text(json.dumps(schema))
+    asked = ("--max-new-tokens", 40, "--backend", "torch")
+    for given in (json.dumps(schema), tmp_path / "schema", f"@{tmp_path / 'schema'}"):
+        code, out, err = run("generate", "--prompt", "x = ", *asked, "--json-schema", given)
+        assert (code, list(json.loads(out))) == (0, ["a"]), err
+    assert run("generate", "--prompt", "x = ", *asked, "--grammar", 'root ::= "yes"')[1] == "yes\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    assert run("chat", *asked, "--grammar", 'root ::= "yes"')[1] == "yes\n"
+    code, out, err = run("generate", "--prompt", "x = ", "--max-new-tokens", 3, "--logprobs", 2)
+    first = err.splitlines()[0]
+    assert (code, len(err.splitlines())) == (0, 4), err
+    assert re.fullmatch(r"'.*' +-\d\.\d{3}  '.*' \d+\.\d%, '.*' \d+\.\d%", first), first
+    code, out, err = run("generate", "--prompt", "x = ", "--max-new-tokens", 3, "--n", 2, "--seed", 1, "--json")
+    assert [one["seed"] for one in json.loads(out)] == [1, 2]
+    assert {one["sampling"] for one in json.loads(out)} == {"sampling: temperature 1"}
+    code, out, err = run("generate", "--prompt", "x = ", "--max-new-tokens", 3, "--n", 2)
+    assert (code, out.count("--- 1 of 2 ---"), out.count("--- 2 of 2 ---")) == (0, 1, 1)
+    for options, words in (
+        (("--json-schema", "{"), "json_schema: "), (("--grammar", f"@{tmp_path / 'none'}"), "none"),
+        (("--repetition-penalty", 0), "--repetition-penalty"), (("--n", 0), "--n"),
+        (("--json-schema", "{}", "--grammar", "x"), "found both"),
+    ):  # fmt: skip
+        code, out, err = run("generate", "--prompt", "x", *options)
+        assert (code, out, words in err, "Traceback" in err) == (2, "", True, False), err
 
 
 def test_chat_refuses_settings_before_the_first_message(run: Run) -> None:

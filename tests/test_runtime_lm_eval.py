@@ -160,9 +160,15 @@ def test_generate_until_lets_no_slot_wait_for_another_answer(model: Model, monke
 
 def test_settings_prompts_and_texts(model: Model, bundle: Path) -> None:
     lm = WisparseLM(model)
-    assert lm._options({"until": "\n"}) == {"stop": ["\n"], "max_new_tokens": 255, "temperature": 0.0}
+    off = {
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }  # also where generation_config.json has them
+    assert lm._options({"until": "\n"}) == {"stop": ["\n"], "max_new_tokens": 255, "temperature": 0.0, **off}
     sampled = lm._options({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5})
-    assert sampled == {"stop": [], "max_new_tokens": 5, "temperature": 1.0, "top_p": 0.9}
+    assert sampled == {"stop": [], "max_new_tokens": 5, "temperature": 1.0, **off, "top_p": 0.9}
     assert lm._options({"do_sample": False, "temperature": 0.7})["temperature"] == 0.0
     with pytest.raises(UsageError, match="does not have: num_beams"):
         lm._options({"num_beams": 4})

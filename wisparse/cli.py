@@ -35,7 +35,7 @@ _VERBS = {
     "push": "Upload a bundle to the Hugging Face Hub.",
 }
 # Sub-commands that share a module, where the function has their name; others are `command` in a module of their name.
-_MODULES = {"inspect": "bundles", "verify": "bundles", "push": "bundles", "chat": "generate"}
+_MODULES = {"inspect": "bundles", "verify": "bundles", "push": "bundles"}
 
 # GOMP_SPINCOUNT: iterations, of about 20 to 50 ns, for which an idle OpenMP thread spins before it sleeps; the default is
 # 300,000. A little longer than the time between two decode steps, so that threads do not sleep between them.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +16,8 @@ from click.shell_completion import CompletionItem
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, printable
-from wisparse.formats.guard import WANTED_BUNDLE, expand, find_folder, place, quoted, shown
+from wisparse.formats.generation_config import FILE, SAMPLING_FIELDS
+from wisparse.formats.guard import WANTED_BUNDLE, expand, find_folder, place, quoted, read_bounded, shown
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.manifest import bits_of
 from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
@@ -53,6 +56,23 @@ class Dtype(click.Choice[str]):
         if value in NOT_DTYPES:
             self.fail(f"expected {', '.join(self.choices)}; {NOT_DTYPES[value]}", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class TextOrFile(click.ParamType):
+    """A text, or the content of a file that exists or is named behind @."""
+
+    name = "text|@file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return read_text(value.removeprefix("@")) if value.startswith("@") or os.path.isfile(expand(value)) else value
+
+
+def read_text(file: str, limit: int = 1 << 28) -> str:
+    path = Path(os.path.realpath(expand(file)))
+    try:  # utf-8-sig removes a byte order mark
+        return read_bounded(path.parent, path.name, limit, UsageError).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path.name:.200}: not text in UTF-8: {error}") from error
 
 
 class Speculative(click.ParamType):
@@ -134,15 +154,21 @@ def speculative_option(default: str) -> Callable[[_F], _F]:
 sampling_options = stacked(
     option_table(
         ("--max-new-tokens", click.IntRange(min=1), 256, "Longest answer, in tokens."),
-        ("--temperature", click.FloatRange(min=0), 0.0, "0 is greedy decoding."),
-    ),
-    option_table(
-        ("--top-k", click.IntRange(min=0), 0, "Sample from the K most likely tokens."),
-        ("--top-p", click.FloatRange(min=0, max=1, min_open=True), 1.0,
+        ("--temperature", click.FloatRange(min=0), None,
+         f"0 is greedy decoding.  [default of this and the next four: the model's {FILE}, else greedy]"),
+        ("--top-k", click.IntRange(min=0), None, "Sample from the K most likely tokens; 0: from all."),
+        ("--top-p", click.FloatRange(min=0, max=1, min_open=True), None,
          "Sample from the most likely tokens that together have this probability."),
-        ("--min-p", click.FloatRange(min=0, max=1), 0.0, "Drop tokens below this fraction of the highest probability."),
+        ("--min-p", click.FloatRange(min=0, max=1), None, "Drop tokens below this fraction of the highest probability."),
+        ("--repetition-penalty", click.FloatRange(0, 100, min_open=True), None,
+         "Above 1: makes tokens of prompt and answer less likely; 1 is off."),
         ("--seed", click.IntRange(min=0), None, "Seed of the sampling.  [default: a random one]"),
-        show_default=False,  # 0 and 1 are off
+        ("--n", click.IntRange(1, 64), 1,
+         "Answers to a prompt; of several, at temperature 1 unless told otherwise, the chat goes on with the first."),
+        ("--logprobs", click.IntRange(0, 100), None,
+         "Print the log-probability of each token, and the N most likely at its place."),
+        ("--json-schema", TextOrFile(), None, "The answer is JSON of this schema: its text, or @FILE."),
+        ("--grammar", TextOrFile(), None, "The answer follows this grammar, Lark or GBNF: its text, or @FILE."),
     ),
     click.option("--stop", multiple=True, help="Stop before this text; may be given several times."),
     click.option("--system-prompt", help="System message, for models with a chat template."),
@@ -163,7 +189,7 @@ def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Mode
     loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype")
     load_options = {name: options.pop(name) for name in loading}
     load_options["speculative"] = options.pop("speculative_config")
-    GenerationSettings(**options)
+    GenerationSettings(**{name: value for name, value in options.items() if value is not None})
     return load(opened, max_batch=max_batch, **load_options)
 
 
@@ -183,7 +209,35 @@ def backend_of(model: Model) -> str:
     return f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"
 
 
-def footer(answer: Generation, model: Model) -> str:
+def describe_sampling(model: Model, given: dict[str, Any]) -> str:
+    """The sampling settings of an answer with these arguments, and which of them generation_config.json set."""
+    used = model.sampling(given, given.get("n", 1))
+    greedy = used["temperature"] == 0
+    parts: dict[bool, list[str]] = {False: [], True: []}  # by whether the file set it
+    for name in SAMPLING_FIELDS:
+        value = used.get(name)
+        if value is None or (greedy and name in ("top_k", "top_p", "min_p")):
+            continue
+        text = f"{len(value)} {name}" if isinstance(value, (list, tuple)) else f"{name} {value:g}"
+        from_file = name in model.sampling_defaults and given.get(name) is None
+        parts[from_file].append("greedy" if greedy and name == "temperature" else text)
+    texts = ", ".join(parts[False]), f"{', '.join(parts[True])} ({FILE})" if parts[True] else ""
+    return f"sampling: {'; '.join(filter(None, texts))}"
+
+
+def score_lines(answers: Sequence[Generation], model: Model) -> Iterable[str]:
+    """A line for each token of answers with log-probabilities: itself, its log-probability, the most likely ones."""
+
+    def spell(token: int) -> str:
+        return str(token) if model.text is None else repr(model.text.token_bytes(token).decode("utf-8", "replace"))
+
+    for answer in answers:
+        for score in answer.scores or ():
+            top = ", ".join(f"{spell(token)} {math.exp(logprob):.1%}" for token, logprob in score.top)
+            yield printable(f"{spell(score.token_id):<20} {score.logprob:8.3f}  {top}".rstrip())
+
+
+def footer(answer: Generation, model: Model, given: dict[str, Any]) -> str:
     cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens else ""
     parts = [
         f"prompt {answer.prompt_tokens} tokens{cached}, {answer.prompt_tok_per_s:,.1f} tok/s",
@@ -195,7 +249,7 @@ def footer(answer: Generation, model: Model) -> str:
         parts.append(f"realised sparsity {answer.realised_sparsity:.1%}" if model.bits is None else read)
     if answer.drafts.drafts:
         parts.append(str(answer.drafts))
-    return " | ".join([*parts, backend_of(model)])
+    return " | ".join([*parts, describe_sampling(model, given), backend_of(model)])
 
 
 def folders_to_save(bundles: Sequence[str], sparsity: float | None, bits: float | None = None) -> list[Path]:

@@ -39,6 +39,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None  # number of top log-probabilities, by the unprocessed logits
+    suppress_tokens: Sequence[int] | None = None  # never generated; this and the next two: as in transformers
+    begin_suppress_tokens: Sequence[int] | None = None  # not the answer's first token
+    bad_words_ids: Sequence[Sequence[int]] | None = None  # sequences that are not completed
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {"top_k": guard.integer("top_k", self.top_k, 0, 2**63 - 1)}
@@ -54,6 +57,12 @@ class SamplingParams:
         expected = "numbers from -100 to 100"
         values = [guard.number("logit_bias", bias, -100.0, 100.0, expected) for bias in biases.values()]
         checked["logit_bias"] = dict(zip(ids, values, strict=True)) or None
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            checked[name] = _token_ids(name, getattr(self, name))
+        words = () if self.bad_words_ids is None else self.bad_words_ids
+        lists = isinstance(words, (list, tuple)) and all(isinstance(word, (list, tuple)) and word for word in words)
+        guard.expect(lists, "bad_words_ids", "a list of lists of token ids", words)
+        checked["bad_words_ids"] = tuple(_token_ids("bad_words_ids", word) or () for word in words) or None
         for name, value in checked.items():  # as int and float, also from numpy scalars
             object.__setattr__(self, name, value)
 
@@ -63,9 +72,14 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Whether penalties or biases change the logits."""
+        """Whether penalties, biases or forbidden tokens change the logits after the first token."""
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
-        return penalties or self.logit_bias is not None
+        return penalties or bool(self.logit_bias or self.suppress_tokens or self.bad_words_ids)
+
+
+def _token_ids(name: str, ids: Any) -> tuple[int, ...] | None:
+    guard.expect(ids is None or isinstance(ids, (list, tuple)), name, "a list of token ids", ids)
+    return tuple(guard.integer(name, token, 0, 2**31 - 1) for token in ids or ()) or None
 
 
 def _mix(state: int) -> int:

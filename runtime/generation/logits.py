@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,11 +34,16 @@ class LogitsProcessor:
         self._seen: Tensor | None = None  # (V,) bool: tokens of prompt and answer
         self._new: list[int] = []  # tokens not in _counts yet
         self._bias: tuple[Tensor, Tensor] | None = None
+        self._is_first = True  # no token was taken
+        words = sampling.bad_words_ids or ()
+        self._recent = deque(prompt, max(map(len, words), default=1) - 1)
+        self._forbidden: tuple[list[int], Tensor] | None = None  # those of the step before
 
     @property
     def active(self) -> bool:
         """Whether ``process`` changes the logits."""
-        return self._constraint is not None or self.sampling.adjusts
+        begins = self._is_first and self.sampling.begin_suppress_tokens is not None
+        return self._constraint is not None or self.sampling.adjusts or begins
 
     def process(self, logits: Tensor) -> None:
         """Change a row of logits (V,) float32 in place."""
@@ -62,9 +68,25 @@ class LogitsProcessor:
             logits[self._bias[0]] += self._bias[1]
         if self._constraint is not None:
             self._constraint.mask(logits)
+        if forbidden := self._list_forbidden():
+            if self._forbidden is None or self._forbidden[0] != forbidden:  # a copy to a GPU waits for it
+                self._forbidden = forbidden, torch.tensor(forbidden, device=device)
+            allowed = logits.index_fill(0, self._forbidden[1], -torch.inf)
+            # Where a grammar allows forbidden tokens only, it decides.
+            logits.copy_(
+                allowed if self._constraint is None else torch.where(allowed.max() > -torch.inf, allowed, logits)
+            )
+
+    def _list_forbidden(self) -> list[int]:
+        sampling, recent = self.sampling, tuple(self._recent)
+        first = (self._is_first and sampling.begin_suppress_tokens) or ()
+        words = (word for word in sampling.bad_words_ids or () if recent[len(recent) + 1 - len(word) :] == word[:-1])
+        return [*(sampling.suppress_tokens or ()), *first, *(word[-1] for word in words)]
 
     def take(self, token: int) -> None:
         self._new.append(token)
+        self._recent.append(token)
+        self._is_first = False
         if self._constraint is not None:
             self._constraint.take(token)
 

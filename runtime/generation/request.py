@@ -12,6 +12,7 @@ import torch
 
 from wisparse.formats import guard
 from wisparse.formats.errors import UsageError, WisparseError
+from wisparse.formats.generation_config import SAMPLING_FIELDS
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
 from ..decoding.decoder import peak_bytes
@@ -25,6 +26,8 @@ from .speculation import DraftCounts, Drafter
 F = TypeVar("F", bound=Callable[..., Any])
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
+
+_MAX_ANSWERS = 64  # to one prompt
 
 _FORMS = "a text, messages with a role, token ids, or a list of these"
 
@@ -90,6 +93,7 @@ class GenerationSettings(SamplingParams):
     """The keyword arguments of ``Model.generate``, described there."""
 
     max_new_tokens: int | None = 256
+    n: int = 1
     json_schema: Mapping[str, Any] | str | None = None
     grammar: str | None = None
     stop: str | Sequence[str] | None = None
@@ -110,6 +114,7 @@ class GenerationSettings(SamplingParams):
             guard.switch("chat_template", self.chat_template)
         if self.prefill is not None:
             guard.choice("prefill", self.prefill, PREFILL_POLICIES)
+        guard.integer("n", self.n, 1, _MAX_ANSWERS)
         guard.switch("measure_sparsity", self.measure_sparsity)
         guard.switch("speculative", self.speculative)
 
@@ -131,9 +136,12 @@ class GenerationSettings(SamplingParams):
 
     @classmethod
     def as_keywords(cls, function: F) -> F:
-        """Decorator: replace ``**settings`` in a function's signature by the fields and their defaults."""
+        """Decorator: replace ``**settings`` in a function's signature by the fields and their defaults; None for those
+        that generation_config.json has."""
         signature, make = inspect.signature(function), partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-        keywords = [make(entry.name, default=entry.default, annotation=entry.type) for entry in fields(cls)]
+        defaults = {entry.name: None if entry.name in SAMPLING_FIELDS else entry.default for entry in fields(cls)}
+        types = {name: hint.__forward_arg__ for name, hint in GenerationArguments.__annotations__.items()}
+        keywords = [make(name, default=default, annotation=types[name]) for name, default in defaults.items()]
         parameters = [*list(signature.parameters.values())[:-1], *keywords]
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
@@ -143,16 +151,20 @@ class GenerationArguments(TypedDict, total=False):
     """The fields of :class:`GenerationSettings`, for ``Unpack``."""
 
     max_new_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
     seed: int | None
-    repetition_penalty: float
+    repetition_penalty: float | None
     frequency_penalty: float
     presence_penalty: float
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
+    suppress_tokens: Sequence[int] | None
+    begin_suppress_tokens: Sequence[int] | None
+    bad_words_ids: Sequence[Sequence[int]] | None
+    n: int
     json_schema: Mapping[str, Any] | str | None
     grammar: str | None
     stop: str | Sequence[str] | None

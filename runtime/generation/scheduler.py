@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from operator import eq
 
 import torch
@@ -166,7 +167,12 @@ class Scheduler:
         """Raise ContextLengthError or UsageError unless the request can be queued."""
         check_prompt(len(request.prompt_token_ids), self.decoder.max_seq_len)
         vocab_size = self.decoder.config.vocab_size
-        for name, ids in (("prompt", request.prompt_token_ids), ("logit_bias", request.sampling.logit_bias or ())):
+        sampling = request.sampling
+        named = {
+            name: getattr(sampling, name) or () for name in ("logit_bias", "suppress_tokens", "begin_suppress_tokens")
+        }
+        words = tuple(chain.from_iterable(sampling.bad_words_ids or ()))
+        for name, ids in {"prompt": request.prompt_token_ids, **named, "bad_words_ids": words}.items():
             unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
             if unknown is not None:
                 raise UsageError(f"{name}: expected token ids from 0 to {vocab_size - 1}, found {unknown}")

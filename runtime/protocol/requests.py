@@ -209,11 +209,13 @@ class GenerationRequest(Strict):
     def formatted(self) -> bool:
         return self.response_format is not None and self.response_format.type != "text"
 
-    def sampling(self, defaults: Mapping[str, float]) -> dict[str, Any]:
-        """The keyword arguments of SamplingParams. ``defaults``: of omitted fields."""
-        params: dict[str, Any] = {**defaults, **self.model_dump(include=_SAMPLING, exclude_none=True)}
-        params["top_k"] = max(int(params["top_k"]), 0)
-        params["top_p"] = params["top_p"] or 1e-9  # 0: only the most probable token
+    def sampling(self) -> dict[str, Any]:
+        """The given keyword arguments of SamplingParams."""
+        params: dict[str, Any] = self.model_dump(include=_SAMPLING, exclude_none=True)
+        if "top_k" in params:
+            params["top_k"] = max(params["top_k"], 0)
+        if "top_p" in params:
+            params["top_p"] = params["top_p"] or 1e-9  # 0: only the most probable token
         if "seed" in params:
             params["seed"] %= 2**63
         biases = {int(token): bias for token, bias in self.logit_bias.items()}

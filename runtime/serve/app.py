@@ -30,7 +30,6 @@ from ..protocol.messages import CountTokensRequest, MessagesFormatter, MessagesR
 from ..protocol.requests import ApiError, ChatRequest, CompletionRequest, as_api_error
 from ..protocol.responses import ResponsesFormatter, ResponsesRequest, renamed
 from ..protocol.tools import ToolCallParser, call_grammar, short_ids, syntax_of
-from ..tokenizer import read_json
 from .transport import EventStream, Metrics, http_server, set_up, unless_disconnected
 
 # Shortest time between the events of a stream, except at the end of an answer: a screen shows no more.
@@ -42,11 +41,6 @@ _MAX_FILES = 1 << 16
 # Python's default, 5 ms that a thread waits for the interpreter's lock, is longer than a step on a GPU.
 _SWITCH_SECONDS = 0.0005
 _GRAMMAR_THREADS = 4  # grammars that are compiled concurrently
-# Field, OpenAI's default, and the valid range of a generation config's value.
-_SAMPLING = (
-    ("temperature", 1.0, 0.0, 100.0), ("top_k", 0, 0, 2**31), ("top_p", 1.0, 1e-9, 1.0),
-    ("repetition_penalty", 1.0, 0.01, 100.0),
-)  # fmt: skip
 _UNSUPPORTED_PATHS = ("embeddings", "images/{rest:path}", "audio/{rest:path}", "moderations", "responses/{rest:path}")
 
 
@@ -66,12 +60,6 @@ class Encoder:
     def __init__(self, model: Model, name: str) -> None:
         self._model = model
         self._context = functools.partial(Context, name, model.text)
-        # Values of omitted sampling fields: the generation config's, else OpenAI's defaults.
-        config = read_json(model.bundle, "generation_config.json")
-        self._defaults: dict[str, float] = {}
-        for key, default, low, high in _SAMPLING:
-            value: Any = config.get(key)
-            self._defaults[key] = value if type(value) in (int, float) and low <= value <= high else default
         text = model.text
         self._template = "" if text is None else text.template_source or ""
         self._syntax = syntax_of(self._template)
@@ -145,7 +133,7 @@ class Encoder:
         return self._model.tokenizer.encode(text, most=self._model.max_seq_len, **options)
 
     def _requests(self, body: ChatRequest | CompletionRequest, ids: list[int], **fields: Any) -> list[Request]:
-        sampling = SamplingParams(**body.sampling(self._defaults))
+        sampling = SamplingParams(**self._model.sampling(body.sampling(), body.n))
         seeds = [None if sampling.seed is None else (sampling.seed + copy) % 2**63 for copy in range(body.n)]
         sparsity = body.sparsity
         if body.bits is not None:

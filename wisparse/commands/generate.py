@@ -1,4 +1,4 @@
-"""``wisparse generate``: text from a prompt or a file of prompts; ``wisparse chat``: a conversation in the terminal."""
+"""``wisparse generate``: text from a prompt or a file of prompts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from wisparse.formats.bundle import is_document
-from wisparse.formats.errors import ContextLengthError, ResourceError, UsageError, WisparseError
+from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.formats.folder import lock_file, require_writable, write_file
-from wisparse.formats.guard import expand, parse_json, read_bounded
+from wisparse.formats.guard import expand, parse_json
 
 from ..options import (
     FOLDER_OR_ID,
+    describe_sampling,
     footer,
     load_model,
     loading_options,
     option_table,
+    read_text,
     sampling_options,
+    score_lines,
     set_up_logging,
     show,
     speculative_option,
@@ -32,17 +35,6 @@ from ..options import (
 
 if TYPE_CHECKING:
     from wisparse.runtime.model import Generation, Model
-
-
-_HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /exit) leaves"
-
-
-def read_text(file: str, limit: int = 1 << 28) -> str:
-    path = Path(os.path.realpath(expand(file)))
-    try:  # utf-8-sig removes a byte order mark
-        return read_bounded(path.parent, path.name, limit, UsageError).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path.name:.200}: not text in UTF-8: {error}") from error
 
 
 class Batch:
@@ -87,7 +79,9 @@ class Batch:
                 before, pending = len(done), [number for number in self._lines if number not in done]
                 for index, answer in self._answers(model, settings, pending):
                     fields = {name: getattr(answer, name) for name in ("text", "finish_reason", "prompt_tokens")}
-                    done[pending[index]] = {**fields, "completion_tokens": len(answer.token_ids), "seed": answer.seed}
+                    scores = None if answer.scores is None else [dataclasses.asdict(score) for score in answer.scores]
+                    fields |= {"completion_tokens": len(answer.token_ids), "seed": answer.seed}
+                    done[pending[index]] = fields if scores is None else {**fields, "scores": scores}
                     file.write(json.dumps([pending[index], done[pending[index]]]) + "\n")
                     file.flush()
                 answered = ({**line, "answer": done[number]} for number, line in self._lines.items())
@@ -168,12 +162,15 @@ def command(
     wisparse generate out --prompt "Why is the sky blue?"
     wisparse generate USER/NAME --temperature 0.7 --seed 1 < prompt.txt
     wisparse generate out --prompt "Once" --device cpu --weights int8 --json
+    wisparse generate out --prompt "A person, as JSON" --json-schema @person.json
     wisparse generate out --input prompts.jsonl --output answers.jsonl
     """
     set_up_logging(verbose)
     if prompts is not None or output is not None:
         if prompts is None or output is None or prompt is not None or prompt_file is not None or as_json:
             raise UsageError("--input and --output go together, without --prompt, --prompt-file and --json")
+        if settings["n"] > 1:
+            raise UsageError("--n: expected 1 beside --input; repeat the prompts in the file")
         batch = Batch(prompts, output, {"bundle": bundle, **settings})
         model = load_model(bundle, settings, max_batch)
         count, before = batch.run(model, settings)
@@ -191,101 +188,31 @@ def command(
         except UnicodeDecodeError as error:
             raise UsageError(f"standard input is not text in {error.encoding}: give the prompt in UTF-8") from error
     assert prompt is not None
-    model = load_model(bundle, settings)
+    model = load_model(bundle, settings, settings["n"])
+    answers = []
+    if as_json or settings["n"] > 1:
+        found = model.generate(prompt, measure_sparsity=True, **settings)
+        answers = found if isinstance(found, list) else [found]
     if as_json:
-        answer = model.generate(prompt, measure_sparsity=True, **settings)
-        speed = {name: getattr(answer, name) for name in ("prompt_tok_per_s", "generation_tok_per_s")}
-        click.echo(json.dumps({**dataclasses.asdict(answer), **speed, "backend": model.decoder.name}, indent=2))
+        documents = []
+        for answer in answers:
+            speed = {name: getattr(answer, name) for name in ("prompt_tok_per_s", "generation_tok_per_s")}
+            how = {"backend": model.decoder.name, "sampling": describe_sampling(model, settings)}
+            documents.append({**dataclasses.asdict(answer), **speed, **how})
+        click.echo(json.dumps(documents if len(documents) > 1 else documents[0], indent=2))
         return
-    last = None
-    stream = model.stream_together(prompt, measure_sparsity=True, **settings)
-    try:
-        for chunks in stream:
-            show("".join(chunk.text for chunk in chunks))
-            last = chunks[-1]
-    finally:
-        click.echo()  # ends the line, also after an interrupt
-    if last is not None and last.generation is not None:
-        click.echo(footer(last.generation, model), err=True)
-
-
-@click.command("chat")
-@click.argument("bundle", type=FOLDER_OR_ID)
-@click.option("--prompt-file", help="File with the first message; the next ones are typed.")
-@loading_options
-@speculative_option("auto")
-@sampling_options
-def chat(bundle: str, prompt_file: str | None, verbose: bool, system_prompt: str | None, **settings: Any) -> None:
-    """Talk with BUNDLE, a folder or a Hub id.
-
-    Each line is a message; the model sees the whole conversation. /reset forgets it, Ctrl-C stops an answer, Ctrl-D
-    leaves. A message of many lines comes from --prompt-file.
-
-    \b
-    wisparse chat out
-    wisparse chat USER/NAME --system-prompt "Answer in one sentence."
-    wisparse chat out --prompt-file question.txt
-    """
-    set_up_logging(verbose)
-    first = None if prompt_file is None else read_text(prompt_file)
-    if first is not None and not first.strip():
-        raise UsageError("--prompt-file: expected a message, found an empty file")
-    model = load_model(bundle, settings)
-    if model.text is None or model.text.template is None:
-        raise UsageError("this model has no chat template: use wisparse generate to continue a text")
-    start: list[dict[str, str]] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    click.echo(_HELP, err=True)
-    messages = list(start)
-    if first is not None:
-        _turn(model, messages, first, settings)
-    while (line := _read_line()) is not None:
-        if line in ("/exit", "/quit"):
-            break
-        if line == "/reset":
-            messages = list(start)
-            click.echo("forgotten", err=True)
-        elif line in ("/help", "/?"):
-            click.echo(_HELP, err=True)
-        elif line:
-            _turn(model, messages, line, settings)
-    click.echo(err=True)
-
-
-def _read_line() -> str | None:
-    while True:
+    if answers:
+        for number, answer in enumerate(answers, 1):
+            show(f"--- {number} of {len(answers)} ---\n{answer.text}\n")
+    else:
+        stream = model.stream_together(prompt, measure_sparsity=True, **settings)
         try:
-            if sys.stdin.isatty():
-                import readline  # noqa: F401  (gives input() its editing and history)
-
-                return input("> ").strip()
-            return line.strip() if (line := sys.stdin.readline()) else None
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            click.echo("\nCtrl-D leaves", err=True)
-
-
-def _turn(model: Model, messages: list[dict[str, str]], message: str, settings: dict[str, Any]) -> None:
-    """Answer a message, and add both to the conversation. Ctrl-C ends the answer, whose beginning is kept."""
-    messages.append({"role": "user", "content": message})
-    text, answer = "", None
-    try:
-        stream = model.stream_together(messages, **settings)
-    except ContextLengthError as error:
-        messages.pop()
-        click.echo(f"{error}, or forget the conversation with /reset", err=True)
-        return
-    try:
-        for chunks in stream:
-            added = "".join(chunk.text for chunk in chunks)
-            show(added)
-            text += added
-            answer = chunks[-1].generation
-    except KeyboardInterrupt:
-        click.echo(" (stopped)", err=True)
-    finally:
-        stream.close()
-    click.echo()
-    messages.append({"role": "assistant", "content": text})
-    if answer is not None:
-        click.echo(footer(answer, model), err=True)
+            for chunks in stream:
+                show("".join(chunk.text for chunk in chunks))
+                answers = [one for chunk in chunks if (one := chunk.generation)]
+        finally:
+            click.echo()  # ends the line, also after an interrupt
+    for line in score_lines(answers, model):
+        click.echo(line, err=True)
+    if answers:
+        click.echo(footer(answers[-1], model, settings), err=True)

@@ -14,8 +14,16 @@ import click
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import shown
 
-from ..options import FOLDER_OR_ID, loading_options, open_bundle, option_table, set_up_logging, speculative_option
-from .generate import read_text
+from ..options import (
+    FOLDER_OR_ID,
+    describe_sampling,
+    loading_options,
+    open_bundle,
+    option_table,
+    read_text,
+    set_up_logging,
+    speculative_option,
+)
 
 _KEY = "WISPARSE_API_KEY"
 # As browsers send it: a scheme, a host and perhaps a port, no path.
@@ -98,7 +106,7 @@ def command(
         serving = (
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "
             f"({model.decoder.name} on {model.decoder.device}, {model.decoder.max_batch} at a time, context {model.max_seq_len}, "
-            f"keys and values {model.decoder.cache}; "
+            f"keys and values {model.decoder.cache}; {describe_sampling(model, {})}; "
             f"{'with' if key else 'without'} a key); Ctrl-C ends it"
         )
         if model.decoder.device.type == "cuda":
