@@ -94,7 +94,8 @@ def test_dependencies() -> None:
     needed = {line.partition(">=")[0] for line in PROJECT["project"]["dependencies"]}
     lines = [line for extra in ("datasets", "eval", "onnx", "serve", "vllm") for line in extras[extra]]
     optional = {line.partition(">=")[0] for line in lines}
-    brought = {"evaluate", "llvmlite", "tqdm"}  # parts of numba and of lm-eval, which pin the version that fits
+    # parts of numba, of lm-eval and of torch's CUDA builds, which pin the version that fits
+    brought = {"evaluate", "llvmlite", "tqdm", "triton"}
     assert needed <= imported
     assert imported - brought == needed | optional
     # What CI installs: every dependency, the test extra, and the extras that it takes in.
@@ -292,6 +293,43 @@ def test_pages_are_up_to_date() -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in (ROOT / "docs" / "requirements.md").read_text("utf-8")
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text("utf-8")
+    files = [file for room in (*ROOMS, "tests", "benchmarks", ".ci") for file in (ROOT / room).rglob("*")]
+    files = [file for file in (*files, ROOT / "mkdocs.yml") if file.is_file() and "__pycache__" not in file.parts]
+    text = "".join(file.read_bytes().decode("utf-8", "ignore") for file in files)
+    # Completion's are click's, made from the programs' names.
+    named = set(re.findall(r"WISPARSE_[A-Z_]*[A-Z]", text)) | {"WISPARSE_COMPLETE", "WISPARSE_CONVERT_COMPLETE"}
+    assert set(re.findall(r"WISPARSE_[A-Z_]*[A-Z]", page)) == named
+
+
+def test_the_page_of_limits_has_the_sources_numbers() -> None:
+    from wisparse.formats import bundle, checkpoint, manifest, model_config
+    from wisparse.runtime.decoding import sampling
+    from wisparse.runtime.generation import grammar, grammar_worker
+    from wisparse.runtime.serve import transport
+
+    page = (ROOT / "docs" / "limits.md").read_text("utf-8")
+    for row in (
+        f"sparsity | {manifest.MAX_SPARSITY} |",
+        f"levels in a bundle | {manifest.MAX_LEVELS} |",
+        f"blocks | {model_config.LARGEST_NUM_BLOCKS:,} |",
+        f"a chat template | {checkpoint.MAX_CONFIG_BYTES >> 20} MiB each |",
+        f"the index of the weights | {checkpoint.MAX_INDEX_BYTES >> 20} MiB each |",
+        f"`merges.txt` | {bundle.SMALL_FILES['merges.txt'] >> 20} MiB each |",
+        f"`wisparse.json` | {manifest.MAX_MANIFEST_BYTES >> 20} MiB |",
+        f"any other file but weights | {bundle.MAX_FILE_BYTES >> 20} MiB |",
+        f"each token | {sampling.MAX_LOGPROBS} in Python",
+        f"within one another | {grammar_worker.MAX_DEPTH} |",
+        f"GBNF grammar | {grammar_worker.MAX_PARTS:,} |",
+        f"{grammar.MAX_SECONDS} seconds of processor time, {grammar.MAX_BYTES >> 20} MiB of memory, "
+        f"{grammar_worker.STACK_BYTES >> 20} MiB of stack",
+        f"a compiled grammar | {grammar.WAIT_SECONDS:.0f} seconds |",
+        f"each part of an answer | {transport.CLIENT_SECONDS:.0f} seconds |",
+    ):
+        assert row in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
