@@ -24,6 +24,9 @@ from .folder import check_target, clear_leftovers, replaced_folder
 from .guard import dump_json, open_regular, parse_json, read_bounded, read_json, resolve_inside
 from .manifest import BUNDLE, MANIFEST, MAX_MANIFEST_BYTES, Recipe, level_name, listed_files
 
+# Address of the project's repository (https://…), empty while it has none. README.md, pyproject.toml, CITATION.cff and
+# mkdocs.yml repeat it; a test compares them.
+PROJECT = ""
 REPORT, CARD = "conversion_report.json", "README.md"
 LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 
@@ -145,6 +148,7 @@ def render_card(
         report=report,
         sparse=measured,
         figures=figures,
+        project=PROJECT,
         search=recipe.search.get("settings", {}).get("search"),
         path=repo_id or "path/to/this/folder",
         alphas=alphas,

@@ -92,13 +92,25 @@ def test_a_full_card(tmp_path: Path) -> None:
         "alpha: 0 to 1, median 0.5",
         "`LICENSE` and `USE_POLICY.md`",
         "a" * 40,
-        "pip install .  # in a clone of WiSparse's repository\n",
+        "WiSparse has no public repository yet. Without it this folder is the dense model",
+        "pip install .  # in the copy\n",
+        'AutoModelForCausalLM.from_pretrained("me/Llama-wisparse-50")',
+        "| `wisparse.safetensors` | for each linear layer",
         "- search: refine\n",
         "arXiv:2602.14452",
         f"**{REPORT['verdict']}**\n\n| |",
     ):
         assert expected in text, expected
     assert "secret" not in text
+
+
+def test_a_card_with_the_projects_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wisparse.formats.card.PROJECT", "https://example.org/wisparse")
+    text = render_card(recipe(), read_inherited(tmp_path), REPORT)
+    check(text)
+    assert 'pip install "wisparse @ git+https://example.org/wisparse"\nwisparse generate' in text
+    assert "A [WiSparse](https://example.org/wisparse) bundle of" in text
+    assert "no public repository" not in text
 
 
 def test_what_a_card_inherits(tmp_path: Path) -> None:

@@ -295,6 +295,20 @@ def test_pages_are_up_to_date() -> None:
     assert done.stdout.strip() in (ROOT / "docs" / "requirements.md").read_text("utf-8")
 
 
+def test_the_projects_address_is_the_same_everywhere() -> None:
+    """None while `card.PROJECT` is empty."""
+    from wisparse.formats.card import PROJECT as address
+
+    def named(file: str, pattern: str) -> list[str]:
+        return re.findall(pattern, (ROOT / file).read_text("utf-8"), re.MULTILINE)
+
+    expected = [address] if address else []
+    assert list(PROJECT["project"].get("urls", {}).values()) == expected
+    assert named("mkdocs.yml", r"^repo_url: (\S+)") == expected
+    assert named("CITATION.cff", r"^repository-code: \"?([^\s\"]+)") == expected
+    assert named("README.md", r"git clone (\S+)") == expected
+
+
 def test_every_environment_variable_is_on_its_page() -> None:
     page = (ROOT / "docs" / "environment.md").read_text("utf-8")
     files = [file for room in (*ROOMS, "tests", "benchmarks", ".ci") for file in (ROOT / room).rglob("*")]
