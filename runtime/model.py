@@ -65,7 +65,7 @@ class Model(AbstractContextManager["Model"]):
         self.sampling_defaults = self._read_sampling_defaults()
         self.engine = Engine(decoder, text, bundle, speculative)
         self._chat = text is not None and text.template_ends_turns(self.stop_ids)
-        self.grammars = Grammars(lambda: bundle.read_bytes("tokenizer.json"), self.stop_ids)
+        self.grammars = Grammars(text, self.stop_ids)
 
     def __repr__(self) -> str:
         decoder = self.decoder

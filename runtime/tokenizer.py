@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -146,6 +147,30 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token within a text, maybe a part of a character; a special token's name; empty if unknown."""
         return self._bytes[token_id]
+
+    def vocabulary(self) -> list[bytes] | None:
+        """``token_bytes`` of every id; None if a token's text depends on its neighbours."""
+        return [self._bytes[token] for token in range(self._vocab_size)] if self._bytes.spelled else None
+
+    def literal_encoder(self, not_text: Collection[int]) -> Callable[[str], list[int]]:
+        """A function that encodes the middle of a text: without a space before it, and the text of a token of ``not_text``
+        is spelled by other tokens."""
+
+        def without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+            if part is None or part["type"] == "Prepend":
+                return None
+            for key in part.keys() & {"normalizers", "pretokenizers"}:
+                part[key] = [kept for one in part[key] if (kept := without_prefix(one))]
+            prefix = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+            return {**part, **prefix.get(part["type"], {})}
+
+        data = json.loads(self._library.to_str())
+        data |= {key: without_prefix(data[key]) for key in ("normalizer", "pre_tokenizer")}
+        for token in data["added_tokens"]:
+            token["special"] = token["id"] in not_text
+        library = tokenizers.Tokenizer.from_str(json.dumps(data))
+        library.encode_special_tokens = True
+        return lambda text: library.encode(text, add_special_tokens=False).ids
 
     def token_id(self, token: str) -> int | None:
         """Id of a vocabulary entry, or None."""

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -16,12 +17,16 @@ import psutil
 import pytest
 import torch
 from served import Running
+from test_runtime_tokenizer import DECODERS
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
 
 from wisparse.formats.errors import UnavailableError, UsageError
 from wisparse.runtime.generation import grammar as grammar_module
 from wisparse.runtime.generation.grammar import Constraint, Grammar, Grammars
 from wisparse.runtime.generation.grammar_worker import count_parts, depth
 from wisparse.runtime.protocol.requests import as_api_error
+from wisparse.runtime.tokenizer import Tokenizer
 
 VOCABULARY = 8192
 
@@ -70,6 +75,9 @@ DEEP: list[tuple[str, bool, str]] = [
     # As the parameters of a tool come.
     ("start: %json " + _references(3000), False, "expected at most 1 MiB of stack to compile it, found more"),
     (_properties(4000), True, "expected at most 1 MiB of stack to compile it, found more"),
+    # It compiles, but an answer could not be followed beyond its brace; also as the only tool that has to be called.
+    (_properties(600), True, "it does not compile: Parser Error: Current row has 2407 items; max is 2000"),
+    ('start: "<tool_call>" %json ' + _properties(600), False, "it does not compile: Parser Error: Current row has"),
 ]
 HEAVY = [(_optional(10_000), False, _WORK), (_optional(25_000), False, _WORK)]
 
@@ -81,7 +89,7 @@ def tokenizer_json(example_model: Path) -> bytes:
 
 @pytest.fixture
 def grammars(tokenizer_json: bytes) -> Iterator[Grammars]:
-    found = Grammars(lambda: tokenizer_json, frozenset({0}))
+    found = Grammars(Tokenizer(tokenizer_json, {}, None, VOCABULARY), frozenset({0}))
     yield found
     found.close()
 
@@ -97,8 +105,8 @@ def _refused_as(grammars: Grammars, case: tuple[str, bool, str]) -> None:
         grammars.begin(Grammar("grammar", case[0], case[1]))
 
 
-def _allowed(constraint: Constraint) -> list[int]:
-    logits = torch.zeros(VOCABULARY)
+def _allowed(constraint: Constraint, vocabulary: int = VOCABULARY) -> list[int]:
+    logits = torch.zeros(vocabulary)
     constraint.mask(logits)
     return (logits == 0).nonzero()[:, 0].tolist()
 
@@ -123,8 +131,8 @@ def test_which_limit_was_exceeded_is_said(grammars: Grammars, monkeypatch: pytes
     monkeypatch.setattr(grammar_module, "MAX_SECONDS", 1)
     monkeypatch.setattr(grammar_module, "MAX_BYTES", 16 << 30)
     assert "at most 1 seconds of processor time" in _refused(grammars, _optional(20_000))
-    monkeypatch.setattr(grammar_module, "MAX_BYTES", 128 << 20)
-    assert "at most 128 MiB of memory" in _refused(grammars, _optional(20_001))
+    monkeypatch.setattr(grammar_module, "MAX_BYTES", 64 << 20)
+    assert "at most 64 MiB of memory" in _refused(grammars, _optional(20_001))
     # A limit that was not reached is no reason to refuse.
     assert "it does not compile: lexer precomputation failed" in _refused(grammars, _optional(1000))
 
@@ -235,6 +243,47 @@ def test_a_grammar_that_costs_much_at_a_later_token_fails_there(grammars: Gramma
         grammars.known(grammar)  # it is not tried again
 
 
+_MARKED = "a<|end|>b<tool_call> </s>"
+_OBJECT = {"type": "object", "additionalProperties": False}
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("stop", ["</s>", "<|end|>"])
+def test_texts_of_added_tokens_are_text(kind: str, special: bool, stop: str) -> None:
+    """Of a stop token too: neither ends it an answer within a string, nor does a hidden token stand for a text."""
+    library = Library.from_str(DECODERS[kind].to_str())
+    markers = ("<tool_call>", "<|end|>", "</s>")
+    library.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in markers])
+    text = Tokenizer(library.to_str().encode(), {}, None, library.get_vocab_size() + 3)
+    end, grammars = text.token_id(stop), Grammars(text, frozenset({text.token_id(stop)}))
+    cases = [
+        ({"enum": [_MARKED]}, json.dumps(_MARKED)),
+        (
+            {"properties": {_MARKED: {"const": _MARKED}}, "required": [_MARKED], **_OBJECT},
+            json.dumps({_MARKED: _MARKED}),
+        ),
+        ({"type": "string", "pattern": "^<tool_call>[0-9]<\\|end\\|></s>$"}, r'"<tool_call>\d<\|end\|></s>"'),
+        (f"start: {json.dumps(_MARKED)}", _MARKED),
+        (f"root ::= {json.dumps(_MARKED)}", _MARKED),
+    ]
+    for number, (source, expected) in enumerate(cases):
+        schema = isinstance(source, dict)
+        grammar = Grammar.of_schema("schema", source) if schema else Grammar("grammar", source)
+        constraint, tokens, choice = grammars.begin(grammar), list[int](), random.Random(number)
+        while (token := choice.choice(_allowed(constraint, library.get_vocab_size()))) != end:
+            constraint.take(token)
+            tokens.append(token)
+            assert len(tokens) < 200
+        said = text.decode(tokens)
+        assert re.fullmatch(expected if "pattern" in source else re.escape(expected), said), said
+    # A marker that is text is written as the model was trained to.
+    grammar = Grammar("grammar", 'start: "<tool_call>"')
+    hidden = special and "<tool_call>" in text.special_ids
+    assert (_allowed(grammars.begin(grammar), library.get_vocab_size()) == [text.token_id("<tool_call>")]) is not hidden
+    grammars.close()
+
+
 def test_parts_and_depth() -> None:
     assert count_parts('start: a b? "a?*" /[ab]?*/ // a?\na: b*\nb: %json {"a": "b*"}\n') == 5
     # Depth is that of references.
@@ -262,7 +311,7 @@ def _varied(source: str, schema: bool, number: int) -> str:
 def _refuse(grammars: Grammars, numbers: Sequence[int]) -> None:
     for number in numbers:
         source, schema, _ = DEEP[number % len(DEEP)]
-        assert "expected at most" in _refused(grammars, _varied(source, schema, number), schema)
+        _refused(grammars, _varied(source, schema, number), schema)
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.exhaustive)])
@@ -316,7 +365,7 @@ def test_good_requests_beside_hostile_ones(server: Running, rounds: int) -> None
     for case, one in zip(HEAVY[1:] + DEEP, attacks, strict=True):
         for status, found in one.result():
             assert (status, found["error"]["param"]) == (400, "response_format" if case[1] else "grammar")
-            assert "expected at most" in found["error"]["message"]
+            assert case[2].partition("(")[0] in found["error"]["message"]
     assert len(beside) > 3
     # The slowest of them, or of the faster half where other programs keep the processors busy.
     assert sorted(beside)[-1 if rounds > 1 else len(beside) // 2] < alone + 1

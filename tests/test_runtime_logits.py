@@ -21,6 +21,7 @@ from wisparse.runtime.generation.grammar import Grammar, Grammars
 from wisparse.runtime.generation.logits import LogitsProcessor, score_tokens
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
+from wisparse.runtime.tokenizer import Tokenizer
 
 
 def random_logits(vocab_size: int, seed: int, rows: int = 1) -> torch.Tensor:
@@ -291,14 +292,16 @@ def test_what_does_not_compile_is_one_sentence(model: Model, given: dict[str, An
 
 def test_grammars_and_odd_tokenizers(model: Model) -> None:
     data = model.bundle.read_bytes("tokenizer.json")
-    words = json.dumps({**json.loads(data), "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
+    words = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "pre_tokenizer": None}
+    words |= {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
     for tokenizer, stop_ids, sentence in (
         (None, {0}, "this bundle has no tokenizer"),
         (data, (), "this bundle has no token that ends a text"),
-        (words.encode(), {0}, "it needs a byte-pair tokenizer"),
+        (json.dumps({**json.loads(data), **words}).encode(), {0}, "it needs a byte-level tokenizer"),
     ):
+        text = None if tokenizer is None else Tokenizer(tokenizer, {}, None, 8192)
         with pytest.raises(UsageError, match=f"grammar: {sentence}"):
-            Grammars(lambda found=tokenizer: found, frozenset(stop_ids)).begin(Grammar("grammar", "start: /a/"))
+            Grammars(text, frozenset(stop_ids)).begin(Grammar("grammar", "start: /a/"))
     # A vocabulary padded beyond the tokenizer.
     rule = model.grammars.begin(Grammar("grammar", "start: /a/"))
     logits = torch.zeros(model.config.vocab_size + 1000)

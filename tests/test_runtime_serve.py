@@ -267,6 +267,19 @@ def test_answers_that_a_schema_describes_beside_one_that_may_be_anything(server:
     assert set(json.loads(found.output_text)) == {"name", "tags"}
 
 
+def test_the_text_of_a_stop_token_ends_no_string(server: Running, stream: bool) -> None:
+    text = "a<|endoftext|>b<|user|>"
+    for schema, expected in (
+        ({"enum": [text]}, text),
+        ({"type": "string", "pattern": "^<\\|endoftext\\|>$"}, text[1:14]),
+    ):
+        form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        answer = server.chat("?", response_format=form, max_tokens=60, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        content = "".join((one.delta if stream else one.message).content or "" for one in choices)
+        assert (content, choices[-1].finish_reason) == (json.dumps(expected), "stop")
+
+
 def test_what_lm_eval_asks(server: Running, model: Model) -> None:
     texts = ["def f(x):\n    return x", "import os\nimport sys"]
     prompts = [model.tokenizer.encode(text) for text in texts]

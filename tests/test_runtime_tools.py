@@ -13,7 +13,6 @@ from bundle_maker import make_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import NAME, TEMPLATE, Running, function
-from tokenizers import Tokenizer
 from tool_templates import PUBLISHED
 
 from wisparse.formats.chat_template import ChatTemplate
@@ -21,6 +20,7 @@ from wisparse.runtime.generation.grammar import Grammars
 from wisparse.runtime.protocol import tools as protocol
 from wisparse.runtime.protocol.requests import ChatRequest, validated
 from wisparse.runtime.protocol.tools import HERMES, LLAMA, MISTRAL, Delta, ToolCallParser, ToolSyntax, syntax_of
+from wisparse.runtime.tokenizer import Tokenizer
 
 SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 EACH_SYNTAX = pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
@@ -246,8 +246,8 @@ LISTED = {"$defs": {"Node": _NODE}, "properties": {"first": {"$ref": "#/$defs/No
 @EACH_SYNTAX
 @pytest.mark.parametrize("others", [0, 2])
 def test_parameters_with_definitions(syntax: ToolSyntax, others: int, example_model: Path) -> None:
-    data = (example_model / "tokenizer.json").read_bytes()
-    tokenizer, grammars = Tokenizer.from_str(data.decode()), Grammars(lambda: data, frozenset({0}))
+    tokenizer = Tokenizer((example_model / "tokenizer.json").read_bytes(), {}, None, 8192)
+    grammars = Grammars(tokenizer, frozenset({0}))
     # Another function's definition of the same name.
     same: dict[str, Any] = {**LISTED, "$defs": {"Node": {"type": "null"}}}
     functions = [{"name": f"other{number}", "parameters": same} for number in range(others)]
@@ -256,7 +256,7 @@ def test_parameters_with_definitions(syntax: ToolSyntax, others: int, example_mo
     def follows(arguments: str) -> bool:
         constraint = grammars.begin(grammar)
         text = _written(syntax, [("weather", arguments)])
-        for token in tokenizer.encode(text, add_special_tokens=False).ids:
+        for token in tokenizer.encode(text, add_special_tokens=False):
             logits = torch.zeros(8192)
             constraint.mask(logits)
             if logits[token]:
@@ -288,11 +288,14 @@ def syntax(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def chat_bundle(syntax: str, example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the place of conftest's; the marker is a special token in two of three, as it is in those models."""
+    """In the place of conftest's. The marker is an added token: a special one in two of three, as in those models."""
     folder = tmp_path_factory.mktemp(syntax)
     source = shutil.copytree(example_model, folder / "source")
-    for name in ("tokenizer.json", "tokenizer_config.json") if syntax != "hermes" else ():
-        (source / name).write_text((source / name).read_text().replace("<|pad|>", SYNTAXES[syntax].opens))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        data = json.loads((source / name).read_text().replace("<|pad|>", SYNTAXES[syntax].opens))
+        for token in data.get("added_tokens", ()):
+            token["special"] &= syntax != "hermes" or token["id"] != 3
+        (source / name).write_text(json.dumps(data))
     (source / "chat_template.jinja").write_text(TEMPLATES[syntax])
     return make_bundle(source, folder / NAME, 0.4)
 

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from wisparse.formats import guard
-from wisparse.formats.errors import BundleError, UnavailableError, UsageError
-from wisparse.formats.guard import parse_json
+from wisparse.formats.errors import UnavailableError, UsageError
 
+from ..tokenizer import Tokenizer
 from . import grammar_worker
-from .grammar_worker import MAX_DEPTH, MAX_PARTS, STACK_BYTES, build, one_line
+from .grammar_worker import MAX_DEPTH, MAX_PARTS, STACK_BYTES, Vocabulary, build, one_line
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +112,8 @@ def mask_bits(logits: Tensor, bits: np.ndarray) -> None:
 class GrammarProcess:
     """The worker process, ``grammar_worker.py``: started for the first grammar, and again if it died. Thread-safe."""
 
-    def __init__(self, tokenizer_json: bytes, stop_ids: frozenset[int]) -> None:
-        self._tokenizer_json, self._stop_ids = tokenizer_json, sorted(stop_ids)
+    def __init__(self, vocabulary: Vocabulary, stop_ids: list[int]) -> None:
+        self._vocabulary, self._stop_ids = vocabulary, stop_ids
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -170,12 +170,13 @@ class GrammarProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             # -P: do not add the script's folder to sys.path.
-            command = [sys.executable, "-P", grammar_worker.__file__, str(theirs.fileno()), json.dumps(self._stop_ids)]
+            command = [sys.executable, "-P", grammar_worker.__file__, str(theirs.fileno())]
             options: dict[str, Any] = {"pass_fds": [theirs.fileno()], "start_new_session": True}
             process = subprocess.Popen(command, stdin=subprocess.PIPE, **options)
         assert process.stdin is not None
         with contextlib.suppress(OSError), process.stdin:
-            process.stdin.write(self._tokenizer_json)
+            tokens = [token.decode("latin-1") for token in self._vocabulary.tokens]
+            process.stdin.write(json.dumps([tokens, self._vocabulary.special_token_ids, self._stop_ids]).encode())
         self._process, self._control = process, ours
         self._stop = weakref.finalize(self, _end, process, ours)
 
@@ -200,9 +201,8 @@ class GrammarError(ValueError):
 class Grammars:
     """Compiles grammars for one tokenizer; caches compiled ones and refusals (LRU). Thread-safe."""
 
-    def __init__(self, tokenizer_json: Callable[[], bytes | None], stop_ids: frozenset[int]) -> None:
-        """``tokenizer_json`` is called for the first grammar."""
-        self._tokenizer_json, self._stop_ids = tokenizer_json, stop_ids
+    def __init__(self, text: Tokenizer | None, stop_ids: frozenset[int]) -> None:
+        self._text, self._stop_ids = text, sorted(stop_ids)
         self._tokenizer: Any = None
         self._process: GrammarProcess | None = None
         self._compiled: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()  # matcher, its bytes
@@ -262,17 +262,18 @@ class Grammars:
                 return self._tokenizer, self._process
             if importlib.util.find_spec("llguidance") is None:
                 raise UsageError(f"{field}: it needs the package llguidance: pip install llguidance")
-            from llguidance import LLTokenizer
-
-            data = self._tokenizer_json()
-            if data is None or not self._stop_ids:
-                missing = "tokenizer" if data is None else "token that ends a text"
+            text = self._text
+            if text is None or not self._stop_ids:
+                missing = "tokenizer" if text is None else "token that ends a text"
                 raise UsageError(f"{field}: this bundle has no {missing}, which a grammar needs")
-            if parse_json(data, "tokenizer.json", BundleError)["model"]["type"] != "BPE":
-                raise UsageError(f"{field}: it needs a byte-pair tokenizer, and this model has another")
+            if (tokens := text.vocabulary()) is None:
+                kinds = "a byte-level tokenizer or one of SentencePiece's form"
+                raise UsageError(f"{field}: it needs {kinds}, and this model has another")
+            special = sorted(text.special_ids.values())
+            encode = text.literal_encoder({*special, *self._stop_ids})
             try:
-                self._tokenizer = LLTokenizer(data.decode(), eos_token=sorted(self._stop_ids))
+                vocabulary = Vocabulary(tokens, special, self._stop_ids, encode)
             except Exception as error:
                 raise UsageError(f"{field}: llguidance cannot use this model's tokenizer: {error!s:.200}") from error
-            self._process = GrammarProcess(data, self._stop_ids)
+            self._tokenizer, self._process = vocabulary.library, GrammarProcess(vocabulary, self._stop_ids)
             return self._tokenizer, self._process

@@ -4,6 +4,7 @@ loads the tokenizer once and forks for each grammar; the limits on processor tim
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 MAX_DEPTH = 200
@@ -23,6 +24,8 @@ STACK_BYTES = 1 << 20
 _FUEL = 300_000  # llguidance's limit of work on regular expressions; about a third of a second
 # Parser items for one token; ordinary schemas need less than 2,000, and the time grows with the square.
 _STEP_ITEMS = 10_000
+# Of an accepted grammar these many forced tokens are followed, and then these many choices.
+_FORCED, _TRIED = 256, 8
 # JSON on one line, as json.dumps writes it: with flexible white space, a small model may never stop writing it.
 JSON_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Exceeded limit by the signal that ended a fork; llguidance aborts if an allocation fails.
@@ -31,6 +34,34 @@ _LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|\
 _REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 _RULE = re.compile(r"^[ \t]*[?!]?([\w-]+)[^\n:]*:(?::=)?", re.MULTILINE)
 _NAME = re.compile(r"[\w-]+")
+
+
+class Vocabulary:
+    """A tokenizer as llguidance sees it: the bytes of each token. Special tokens and those that end an answer are no text: a
+    text equal to theirs is spelled by others."""
+
+    def __init__(
+        self,
+        tokens: list[bytes],
+        special: list[int],
+        stop_ids: list[int],
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        """``encode``: tokens that the model would write for a text; None: the longest ones."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        self.tokens, self.special_token_ids, self._encode = tokens, sorted({*special, *stop_ids}), encode
+        self.bos_token_id, self.eos_token_id = None, stop_ids[0]
+        self._special = frozenset(self.special_token_ids)
+        self.library = LLTokenizer(TokenizerWrapper(self), eos_token=stop_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        """llguidance calls it for text that a grammar forces."""
+        ids = [] if self._encode is None else self._encode(text)
+        if self._special.isdisjoint(ids) and b"".join([self.tokens[one] for one in ids]) == text.encode():
+            return ids
+        longest: list[int] = self.library.greedy_tokenize(text)
+        return longest
 
 
 def build(tokenizer: Any, converted: str) -> Any:
@@ -92,6 +123,31 @@ def _references(schema: Any) -> dict[str, list[str]]:
     return {name: [used for used in uses if used in definitions] for name, uses in references.items()}
 
 
+def _allowed(matcher: Any) -> Iterator[int]:
+    for index, bits in enumerate(matcher.compute_bitmask()):
+        yield from (8 * index + bit for bit in range(8) if bits >> bit & 1)
+
+
+def _soon_fails(matcher: Any, stop_ids: list[int]) -> str:
+    """The error of an answer that ends a few tokens after the beginning that the grammar forces; empty if there is none."""
+    for _ in range(_FORCED):
+        tokens = [token for token in itertools.islice(_allowed(matcher), _TRIED) if token not in stop_ids]
+        if matcher.is_error():
+            return str(matcher.get_error())
+        if len(tokens) != 1:
+            break
+        matcher.consume_token(tokens[0])
+    else:
+        return ""
+    for token in tokens:
+        copy = matcher.deep_copy()
+        copy.consume_token(token)
+        copy.compute_bitmask()
+        if copy.is_error():
+            return str(copy.get_error())
+    return ""
+
+
 def _compile(tokenizer: Any, source: str, schema: bool) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
@@ -107,8 +163,9 @@ def _compile(tokenizer: Any, source: str, schema: bool) -> dict[str, Any]:
         else:
             converted = LLMatcher.grammar_from_lark(any_to_lark(source))
         matcher = build(tokenizer, converted)
-        if matcher.is_error():
-            return {"error": one_line(matcher.get_error())}
+        error = matcher.get_error() if matcher.is_error() else _soon_fails(matcher.deep_copy(), tokenizer.eos_tokens)
+        if error:
+            return {"error": one_line(error)}
         matcher.deep_copy()
         del matcher  # recurses too
     except MemoryError:
@@ -155,13 +212,12 @@ def _serve(tokenizer: Any, job: socket.socket) -> None:
         job.sendall(json.dumps({"exceeded": _CAUSES.get(name, "unknown"), "found": name}).encode())
 
 
-def main(control: socket.socket, stop_ids: list[int]) -> None:
+def main(control: socket.socket) -> None:
     """Fork for each socket received through ``control``, until its other end is closed."""
-    from llguidance import LLTokenizer
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for
-    tokenizer = LLTokenizer(sys.stdin.buffer.read().decode(), eos_token=stop_ids)
+    tokens, special, stop_ids = json.load(sys.stdin)
+    tokenizer = Vocabulary([token.encode("latin-1") for token in tokens], special, stop_ids).library
     while files := socket.recv_fds(control, 1, 1)[1]:
         with socket.socket(fileno=files[0]) as job:
             if not os.fork():
@@ -172,4 +228,4 @@ def main(control: socket.socket, stop_ids: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]))
+    main(socket.socket(fileno=int(sys.argv[1])))
