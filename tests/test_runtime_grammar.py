@@ -1,5 +1,9 @@
 """Grammars that would end the process, or hold up every other request: refused, beside requests that are answered."""
 
+import datetime
+import decimal
+import fractions
+import ipaddress
 import itertools
 import json
 import os
@@ -8,12 +12,15 @@ import re
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import psutil
+import pydantic
 import pytest
 import torch
 from served import Running
@@ -282,6 +289,73 @@ def test_texts_of_added_tokens_are_text(kind: str, special: bool, stop: str) -> 
     hidden = special and "<tool_call>" in text.special_ids
     assert (_allowed(grammars.begin(grammar), library.get_vocab_size()) == [text.token_id("<tool_call>")]) is not hidden
     grammars.close()
+
+
+class _Color(Enum):
+    RED = "red"
+
+
+class _Cat(pydantic.BaseModel):
+    kind: Literal["cat"]
+    friend: "_Cat | None" = None
+
+
+class _Dog(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    kind: Literal["dog"]
+
+
+_F: Any = pydantic.Field
+PYDANTIC: list[Any] = [
+    int, float, bool, str, bytes, None, dict, list, tuple, set, frozenset, Any, int | None, int | str, Literal["a", 1], dict[int, str],
+    set[int], frozenset[str], tuple[int, str], tuple[int, ...], Sequence[int], _Color, _Cat, _Dog, datetime.datetime, datetime.date,
+    datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, Path, re.Pattern, fractions.Fraction, complex, ipaddress.IPv4Address,
+    ipaddress.IPv6Address, ipaddress.IPv4Network, ipaddress.IPv6Interface, pydantic.UUID4, pydantic.FilePath, pydantic.DirectoryPath,
+    pydantic.SecretStr, pydantic.SecretBytes, pydantic.Json, pydantic.Json[_Cat], pydantic.ByteSize, pydantic.Base64Bytes,
+    pydantic.Base64UrlStr, pydantic.PastDate, pydantic.AwareDatetime, pydantic.ImportString, pydantic.PositiveInt, pydantic.FiniteFloat,
+    pydantic.AnyUrl, pydantic.HttpUrl, pydantic.PostgresDsn, pydantic.IPvAnyAddress, pydantic.IPvAnyNetwork,
+    Annotated[str, _F(min_length=2, max_length=9, pattern="^[a-z]+$")], Annotated[int, _F(ge=0, lt=100, multiple_of=5)],
+    Annotated[decimal.Decimal, _F(max_digits=5, decimal_places=2)], Annotated[list[int], _F(min_length=1, max_length=3)],
+    Annotated[_Cat | _Dog, _F(discriminator="kind")], dict[Literal["a", "b"], int], dict[_Color, int],
+    dict[Annotated[str, _F(pattern="^[a-z]+$")], int], Annotated[int, _F(default=3, examples=[4], deprecated=True)],
+]  # fmt: skip
+
+
+def test_what_pydantic_writes_is_accepted(grammars: Grammars, caplog: pytest.LogCaptureFixture) -> None:
+    fields: dict[str, Any] = {f"f{number}": (kind, ...) for number, kind in enumerate(PYDANTIC)}
+    for mode in ("validation", "serialization"):
+        every = pydantic.create_model("Every", **fields).model_json_schema(mode=mode)
+        for name, schema in every["properties"].items():
+            grammars.begin(Grammar.of_schema(name, {**schema, "$defs": every["$defs"]}))
+    said = [record.message for record in caplog.records]
+    assert "JSON schemas: the format 'password' does not constrain answers" in said
+    assert "JSON schemas: uniqueItems does not constrain answers" in said
+    assert len(set(said)) == len(said)  # once each
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"format": "date"}, "2024-02-29", "2024-02-31"),
+        ({"format": "uuid4"}, "12345678-1234-4234-8234-123456789abc", "12345678"),
+        ({"format": "path", "maxLength": 4}, "/a/b", "/a/bc"),
+        (
+            {"properties": {"format": {"format": "ipv4"}}, "required": ["format"]},
+            {"format": "1.2.3.4"},
+            {"format": "1.2"},
+        ),
+        ({"enum": [{"format": "x", "uniqueItems": True}]}, {"format": "x", "uniqueItems": True}, {}),
+    ],
+)
+def test_known_formats_constrain(grammars: Grammars, tokenizer_json: bytes, schema: Any, good: Any, bad: Any) -> None:
+    text = Tokenizer(tokenizer_json, {}, None, VOCABULARY)
+    for value, fits in ((good, True), (bad, False)):
+        kind = {"type": "string" if isinstance(value, str) else "object"}
+        constraint, followed = grammars.begin(Grammar.of_schema("json_schema", {**kind, **schema})), True
+        for token in [*text.literal_encoder({0})(json.dumps(value)), 0]:
+            followed = followed and token in _allowed(constraint)
+            constraint.take(token)
+        assert followed is fits
 
 
 def test_parts_and_depth() -> None:

@@ -238,7 +238,14 @@ def test_what_a_request_tells_the_template() -> None:
 
 
 # As pydantic writes nested models.
-_NODE: dict[str, Any] = {"properties": {"value": {"enum": [1, 2]}, "next": {"$ref": "#/$defs/Node"}}, **OBJECT}
+_NODE: dict[str, Any] = {
+    "properties": {
+        "value": {"enum": [1, 2]},
+        "next": {"$ref": "#/$defs/Node"},
+        "file": {"type": "string", "format": "path"},
+    },
+    **OBJECT,
+}
 _NODE["required"] = ["value"]
 LISTED = {"$defs": {"Node": _NODE}, "properties": {"first": {"$ref": "#/$defs/Node"}}, "required": ["first"], **OBJECT}
 

@@ -4,11 +4,13 @@ and stack. A grammar that exceeds them is refused; this process compiles only ac
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +20,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,43 @@ _EXCEEDED = {
 }
 
 
+# Keywords of JSON schemas whose values are data, and those whose values map names to schemas.
+DATA_KEYWORDS = ("const", "enum", "default", "examples")
+NAMED_KEYWORDS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+# What llguidance knows of ``format``; it refuses schemas with others and with these keywords, which pydantic writes.
+_FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
+)
+_UNENFORCED = ("uniqueItems", "propertyNames")
+
+
+@functools.lru_cache(256)
+def _log_ignored(what: str) -> None:
+    log.warning("JSON schemas: %s does not constrain answers", what)
+
+
+def supported_schema(schema: Any, named: bool = False) -> Any:
+    """A JSON schema without unknown formats, which do not constrain (JSON Schema's rule), and ``uniqueItems`` and
+    ``propertyNames``, which a grammar cannot check. ``named``: ``schema`` maps names to schemas, so its keys are no keywords."""
+    if isinstance(schema, list):
+        return [supported_schema(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if not named and key == "format" and isinstance(value, str) and value not in _FORMATS:
+            if re.fullmatch("uuid[1-8]", value):
+                kept[key] = "uuid"
+            else:
+                _log_ignored(f"the format {value!r:.40}")
+        elif not named and key in _UNENFORCED:
+            _log_ignored(key)
+        else:
+            data = not named and key in DATA_KEYWORDS
+            kept[key] = value if data else supported_schema(value, not named and key in NAMED_KEYWORDS)
+    return kept
+
+
 @dataclass(frozen=True)
 class Grammar:
     field: str  # the argument's or JSON field's name, for error messages
@@ -66,6 +104,9 @@ class Grammar:
                 schema = json.dumps(schema)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
+        if isinstance(schema, str):
+            with contextlib.suppress(ValueError, RecursionError):  # llguidance reports the error
+                schema = json.dumps(supported_schema(json.loads(schema)))
         guard.expect(isinstance(schema, str), field, "a JSON schema", schema)
         return cls(field, schema, True)
 
@@ -241,7 +282,7 @@ class Grammars:
         return self._constraint(matcher, grammar)
 
     def _constraint(self, matcher: Any, grammar: Grammar) -> Constraint:
-        return Constraint(matcher.deep_copy(), grammar.field, partial(self._refuse, grammar.digest))
+        return Constraint(matcher.deep_copy(), grammar.field, functools.partial(self._refuse, grammar.digest))
 
     def _refuse(self, digest: bytes, why: str) -> None:
         """Remember a grammar that does not compile or failed in an answer, to refuse it at once from now on."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
-from ..generation.grammar import Grammar
+from ..generation.grammar import DATA_KEYWORDS, NAMED_KEYWORDS, Grammar, supported_schema
 from ..generation.grammar_worker import JSON_SPACE
 from ..tokenizer import partial_marker
 
@@ -23,9 +23,6 @@ _MAX_HEAD = 1024
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _OUTSIDE = re.compile(r"[ \t\r\n0-9A-Za-z+\-.:,]*")
 _KEYS = ("name", "arguments", "parameters", "type", "id")
-# Keywords of JSON schemas whose values are data, and those whose values map names to schemas.
-_DATA = ("const", "enum", "default", "examples")
-_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _WHITE = r"[ \t\r\n]*"
 _BEGINNING = re.compile(rf'\{{{_WHITE}(?:"([a-z]*)("?))?')
 # A call's object up to its arguments; the name is group 1.
@@ -85,7 +82,7 @@ def call_grammar(
     pointers = ["#"] if len(functions) == 1 else [f"#/anyOf/{index}" for index in range(len(functions))]
     schemas = []
     for pointer, function in zip(pointers, functions, strict=True):
-        arguments = _relocate(function["parameters"], f"{pointer}/properties/{syntax.key}")
+        arguments = _relocate(supported_schema(function["parameters"]), f"{pointer}/properties/{syntax.key}")
         fields = {"name": {"const": function["name"]}, syntax.key: arguments}
         schemas.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -113,8 +110,8 @@ def _relocate(schema: Any, pointer: str, named: bool = False) -> Any:
     for key, value in schema.items():
         if not named and key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             value = pointer + value[1:]
-        elif named or key not in _DATA:
-            value = _relocate(value, pointer, not named and key in _NAMED)
+        elif named or key not in DATA_KEYWORDS:
+            value = _relocate(value, pointer, not named and key in NAMED_KEYWORDS)
         relocated[key] = value
     return relocated
 
