@@ -1,10 +1,11 @@
 """Calls of OpenAI's and Anthropic's own Python clients to ``wisparse serve``: which give what they have to.
 
 A call counts if what its function says of it holds: answers are compared with one another, with their schemas and their
-usage, errors with the class that the client raises. The model is the example with a chat template that has tools.
+usage, errors with the class that the client raises. The model gets a chat template that has tools and thoughts.
 
     pip install openai anthropic
     python benchmarks/serve_clients.py --out benchmarks/results/serve-clients
+    python benchmarks/serve_clients.py --model "$(python benchmarks/smollm2.py)" --out benchmarks/results/serve-clients-smollm2
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ from serve_soak import address_of
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "pycode-llama-6m"
 MOST = 24
-TEMPLATE = """{%- if tools %}{{ 'system: call <tool_call>{"name": ..., "arguments": ...}</tool_call>\\n' }}
-{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{% endif %}
-{%- for m in messages %}{{ m.role + ': ' + (m.content or '') }}
+# BEGIN, AFTER (the role) and END mark a turn.
+TEMPLATE = """{%- if tools %}BEGINsystemAFTERcall <tool_call>{"name": ..., "arguments": ...}</tool_call>{{ '\\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}END{% endif %}
+{%- for m in messages %}BEGIN{{ m.role }}AFTER{{ m.content or '' }}
 {%- for c in m.tool_calls or [] %}{{ '\\n<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' }}
 {{- c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}{{ '}\\n</tool_call>' }}
-{%- endfor %}{{ '\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
+{%- endfor %}END{{ '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}BEGINassistantAFTER{% if enable_thinking %}<think>{{ '\\n' }}{% endif %}{% endif %}"""
 ASK: list[Any] = [{"role": "user", "content": "def mean(values):"}]
 PROMPT = "def mean(values):\n"
-PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,  # else a model that was not trained on tools adds some until it is cut
+}
 WEATHER: Any = {
     "type": "function",
     "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS},
@@ -60,6 +67,9 @@ ONE_CALL: Any = {"tool_choice": "required", "parallel_tool_calls": False}
 TOOL: Any = {"name": "weather", "description": "of a city", "input_schema": PARAMETERS}
 NAMED = {"type": "tool", "name": "weather"}
 CITIES = ("Rome", "Oslo")
+# The grammar stands for a model that was trained to think.
+THOUGHT: Any = {"grammar": 'root ::= "two and two\\n</think>\\n\\nfour"'}
+THINK: Any = {"max_tokens": 60, "extra_body": {**THOUGHT, "chat_template_kwargs": {"enable_thinking": True}}}
 
 
 class Place(BaseModel):
@@ -244,6 +254,24 @@ class Clients:
         called = found.stop_reason == "tool_use" and found.content[0].input["city"] in CITIES
         return called and bool(self.message(tools=[TOOL], messages=turns).content)
 
+    def thought(self) -> bool:
+        message = self.chat(**THINK).choices[0].message
+        return (message.reasoning_content, message.content) == ("two and two", "four")
+
+    def thought_streamed(self) -> bool:
+        deltas = [chunk.choices[0].delta for chunk in self.chat(stream=True, **THINK)]
+        thought = "".join(getattr(one, "reasoning_content", None) or "" for one in deltas)
+        return (thought, "".join(one.content or "" for one in deltas)) == ("two and two", "four")
+
+    def thought_in_a_response(self) -> bool:
+        first, last = self.respond(extra_body=THINK["extra_body"]).output
+        return (first.type, first.content[0].text, last.content[0].text) == ("reasoning", "two and two", "four")
+
+    def thought_of_a_message(self, streamed: bool) -> bool:
+        given = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000, "extra_body": THOUGHT}
+        first, last = (self.streamed_message if streamed else self.message)(**given).content
+        return (first.type, first.thinking, last.text) == ("thinking", "two and two", "four")
+
     def asynchronous_messages(self) -> bool:
         async def ask() -> set[str]:
             messages = anthropic.AsyncAnthropic(base_url=self.root, **self.keys).messages
@@ -297,6 +325,9 @@ OPENAI: dict[str, Callable[[Any], bool]] = {
     "`responses.parse`": lambda c: isinstance(
         c.client.responses.parse(model=c.model, input=PROMPT, text_format=Forecast).output_parsed, Forecast
     ),
+    "a thought, `reasoning_content`": Clients.thought,
+    "… streamed": Clients.thought_streamed,
+    "… of `responses`": Clients.thought_in_a_response,
     "`extra_body` `sparsity`": lambda c: c.text(extra_body={"sparsity": 0.5}) == c.text(),
     "`with_raw_response`": lambda c: c.client.models.with_raw_response.list().parse().data[0].id == c.model,
     "AsyncOpenAI, four at once and a stream": Clients.asynchronous,
@@ -319,6 +350,8 @@ ANTHROPIC: dict[str, Callable[[Any], bool]] = {
     "`messages.parse`": lambda c: isinstance(
         c.claude.messages.parse(**c.asked(output_format=Forecast, max_tokens=100)).parsed_output, Forecast
     ),
+    "`thinking`": lambda c: c.thought_of_a_message(streamed=False),
+    "`thinking`, streamed": lambda c: c.thought_of_a_message(streamed=True),
     "`with_raw_response`": lambda c: bool(c.claude.messages.with_raw_response.create(**c.asked()).parse().content),
     "AsyncAnthropic, four at once and a stream": Clients.asynchronous_messages,
 }
@@ -341,14 +374,17 @@ CALLS |= {f"anthropic: {what}": ask for what, ask in ANTHROPIC.items()}
 CALLS |= {f"{what}: {kind.__name__}": partial(raises, kind, ask) for what, kind, ask in ERRORS}
 
 
-def make_bundle(folder: Path) -> Path:
-    """The example with a chat template for tools, at 50%."""
+def make_bundle(model: Path, folder: Path) -> Path:
+    """The model with a chat template for tools and thoughts, at 50%."""
     source, bundle = folder / "source", folder / "bundle"
-    shutil.copytree(EXAMPLE, source)
-    (source / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
+    shutil.copytree(model, source)
+    marked = "<|im_start|>" in (source / "tokenizer.json").read_text("utf-8")
+    begin, after, end = ("<|im_start|>", "\n", "<|im_end|>") if marked else ("", ": ", "")
+    template = TEMPLATE.replace("BEGIN", begin).replace("AFTER", after).replace("END", end)
+    (source / "chat_template.jinja").write_text(template, "utf-8")
     convert = [sys.executable, "-m", "wisparse", "convert", str(source), "-o", str(bundle), "--sparsity", "0.5"]
     convert += ["--calibration", str(ROOT / "converter"), "--num-samples", "1", "--seq-len", "128"]
-    subprocess.run([*convert, "--search", "uniform", "-q"], check=True)
+    subprocess.run([*convert, "--search", "fisher", "--rotation", "none", "-q"], check=True)
     return bundle
 
 
@@ -360,11 +396,12 @@ def outcome(ask: Callable[[Any], bool], clients: Clients) -> str:
 
 
 @click.command()
+@click.option("--model", type=Path, default=EXAMPLE, help="Folder of the source model.  [default: the example]")
 @click.option("--out", type=Path, help="Write PATH.json and PATH.md.")
-def main(out: Path | None) -> None:
+def main(model: Path, out: Path | None) -> None:
     """Print the table as Markdown; the exit code is 1 if a call fails."""
     with tempfile.TemporaryDirectory(prefix="wisparse-clients-") as folder:
-        bundle = make_bundle(Path(folder))
+        bundle = make_bundle(model, Path(folder))
         command = [sys.executable, "-m", "wisparse", "serve", str(bundle), "--port", "0"]
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         found = []
@@ -379,7 +416,7 @@ def main(out: Path | None) -> None:
             server.wait(90)
     versions = {name: version(name) for name in ("wisparse", "openai", "anthropic")}
     good = sum(one["ok"] == "yes" for one in found)
-    head = f"{good} of {len(found)} calls; {', '.join(' '.join(one) for one in versions.items())}."
+    head = f"{model.name}: {good} of {len(found)} calls; {', '.join(' '.join(one) for one in versions.items())}."
     rows = [f"| {one['call']} | {one['ok']} | {one['milliseconds']} |" for one in found]
     table = "\n".join([head, "", "| call | as it has to be | ms |", "|---|---|--:|", *rows, ""])
     click.echo(table)
