@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wisparse.formats.chat_template import ChatTemplate
+from wisparse.formats.chat_template import ChatTemplate, after_answer
 from wisparse.formats.errors import BundleError, CalibrationError, UsageError, printable
 from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import ModelConfig
@@ -229,6 +229,13 @@ def conversation_renderer(tokenizer: Any) -> Callable[..., str] | None:
     return render
 
 
+def end_ids(model: Any, tokenizer: Any) -> set[int]:
+    """End-of-text ids: the union of those of tokenizer, config and generation config."""
+    generation = getattr(model, "generation_config", None)
+    values = (tokenizer.eos_token_id, model.config.eos_token_id, getattr(generation, "eos_token_id", None))
+    return {one for value in values for one in (value if isinstance(value, list) else [value]) if one is not None}
+
+
 @torch.no_grad()  # not inference_mode: searches compute gradients over these tokens
 def write_calibration(
     model: Any, tokenizer: Any, texts: Sequence[tuple[int, int, int]], progress: Progress
@@ -243,9 +250,7 @@ def write_calibration(
     if bos is None:
         lack = "the model has neither a beginning-of-text nor an end-of-text token to begin with"
         raise CalibrationError(f"calibration 'self': {lack}; give text instead: --calibration PATH")
-    eos: set[int] = set()
-    for value in (tokenizer.eos_token_id, config.eos_token_id, getattr(generation, "eos_token_id", None)):
-        eos.update(value if isinstance(value, list) else [value] if value is not None else [])
+    eos = end_ids(model, tokenizer)
     turns = _turns(tokenizer, bos, eos)
     rows: list[_Row] = []
     for num_samples, seq_len, seed in texts:
@@ -366,15 +371,14 @@ def _turns(tokenizer: Any, bos: int, eos: Set[int]) -> tuple[list[int], list[int
     if render is None:
         return None
     user_turn = {"role": "user", "content": _PLACEHOLDER}
-    answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
     try:
         before, found, after = render([user_turn], add_generation_prompt=True).partition(_PLACEHOLDER)
-        closing = render(answered).rpartition(_PLACEHOLDER)[2]
+        closings = after_answer(render)
     except TemplateError as error:
         # It requires more than a user turn (a system prompt, tools), or fails: only documents are generated.
         _log.warning("the model writes documents and no conversations: its chat template says %.200s", error)
         return None
-    question, answer, end = (tokenizer.encode(text, add_special_tokens=False) for text in (before, after, closing))
-    if not found or not question or not answer or eos.isdisjoint(end):
+    question, answer, *ends = (tokenizer.encode(text, add_special_tokens=False) for text in (before, after, *closings))
+    if not found or not question or not answer or all(map(eos.isdisjoint, ends)):
         return None
     return (question if question[0] == bos else [bos, *question]), answer

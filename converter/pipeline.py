@@ -51,6 +51,7 @@ from .settings import MAX_SPARSITY, ConvertOptions, ConvertSettings
 from .source import SourceModel, load_source, small_digests, weight_digests
 from .state import Stages, placed_bundle, remove_state
 from .tokenizer import bundle_files
+from .turns import end_turns
 
 _log = logging.getLogger("wisparse")
 
@@ -167,13 +168,14 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         with progress.stage("Loading the model"):
             source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory)
             processes.gather(None)
+        texts = {**bundle_files(fetched.folder, source.tokenizer), **end_turns(source, fetched.folder)}
         source, checkpoint, tokens, held_out, rotation, compared = _prepare_model(plan, source, checkpoint, stages)
         results, choice = _search(source, tokens, settings, stages)
         if not processes.is_main:
             return None
         sensitivity_at = settings.default_of(results) if settings.full_report(plan.device.type) else None
         measurement = measure(source, tokens, results, settings.calibration, sensitivity_at, held_out, progress)
-        planes, texts = source.planes, bundle_files(checkpoint.folder, source.tokenizer)
+        planes = source.planes
         del source  # frees memory: the bundle is written from the checkpoint's files
         recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, rotation, compared)
         report = Report(recipe, plan.config, measurement)

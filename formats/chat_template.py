@@ -30,6 +30,7 @@ _MAX_OUTPUT, _MAX_GROWTH = 200_000, 8
 _TRIAL_SECONDS, _TRIAL_BYTES = 2, 1 << 30
 # Timeout of a child process that waits for a core, or sleeps.
 _TRIAL_TIMEOUT = 60
+_PROBE = "wisparse"  # content of messages by which a template is examined
 _TRIAL_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG")
 _TRIAL = "import sys; sys.path[:] = {path!r}; from wisparse.formats.chat_template import _run_trial; _run_trial()"
 
@@ -94,6 +95,7 @@ class ChatTemplate:
         self.source, self._variables = source, dict(variables)
         self._lock = threading.Lock()
         self._template: Template | None = None
+        self._forms: dict[str, tuple[bool, bool]] = {}  # see `_takes`
         with tempfile.TemporaryFile() as given:
             given.write(json.dumps([source, self._variables]).encode())
             given.seek(0)
@@ -128,15 +130,49 @@ class ChatTemplate:
             return self._template
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **more: Any) -> str:
-        template = self.check()
-        values = {"messages": list(messages), "tools": None, "documents": None, **more}
-        given = _length(values)
-        if given > _MAX_INPUT:
-            raise UsageError(f"messages: expected at most {_MAX_INPUT:,} characters, found {given:,}")
-        most, advice = _MAX_OUTPUT + _MAX_GROWTH * given, "use --ignore-chat-template"
+        """The prompt of a conversation. A content is passed in the form that the template takes: as a text, or as a list
+        of parts; texts of parts are joined for a template that takes texts only."""
+        self.check()
+        given = [dict(message) for message in messages]
+        values = {"messages": given, "tools": None, "documents": None, **more}
+        length = _length(values)
+        if length > _MAX_INPUT:
+            raise UsageError(f"messages: expected at most {_MAX_INPUT:,} characters, found {length:,}")
+        for message in given:
+            content, role = message.get("content"), message.get("role")
+            if isinstance(content, str | list):
+                as_text, as_parts = self._takes(role if role in ("system", "assistant") else "user")
+                if isinstance(content, str) and as_parts and not as_text:
+                    message["content"] = [{"type": "text", "text": content}]
+                elif isinstance(content, list) and as_text and not as_parts and all(map(_is_text, content)):
+                    message["content"] = "".join(part["text"] for part in content)
+        return self._render(length, {**values, "add_generation_prompt": add_generation_prompt})
+
+    def _takes(self, role: str) -> tuple[bool, bool]:
+        """Whether messages of a role may have a text as content, and a list of parts; found by rendering both."""
+        if role not in self._forms:
+            parts = [{"type": "text", "text": _PROBE}]
+            asks = "?" if role == "user" or self._takes("user")[0] else [{"type": "text", "text": "?"}]
+            user = {"role": "user", "content": asks}
+
+            def shown(content: Any) -> str:
+                message = {"role": role, "content": content}
+                turns = [message] if role == "user" else [message, user] if role == "system" else [user, message]
+                with contextlib.suppress(UsageError, BundleError):  # it refuses such a message
+                    return self._render(0, {"messages": turns, "tools": None, "documents": None})
+                return ""
+
+            as_text, as_parts = shown(_PROBE), shown(parts)
+            # Within quotes it is a part of the printed list.
+            printed = any(quoted in as_parts and quoted not in as_text for quoted in (f"'{_PROBE}'", f'"{_PROBE}"'))
+            self._forms[role] = _PROBE in as_text, _PROBE in as_parts and not printed
+        return self._forms[role]
+
+    def _render(self, length: int, values: Mapping[str, Any]) -> str:
+        template, most, advice = self.check(), _MAX_OUTPUT + _MAX_GROWTH * length, "use --ignore-chat-template"
         chunks, length = [], 0
         try:
-            for chunk in template.generate(add_generation_prompt=add_generation_prompt, **values):
+            for chunk in template.generate(**values):
                 chunks.append(chunk)
                 length += len(chunk)
                 if length > most:
@@ -149,6 +185,20 @@ class ChatTemplate:
             failed = f"{type(error).__name__}: {error!s:.300}"
             raise BundleError(f"the chat template fails ({failed}); {advice}") from error
         return "".join(chunks)
+
+
+def after_answer(render: Callable[..., str]) -> list[str]:
+    """What a template writes after an assistant's message: at the end, and before the user's next message. ``render`` is
+    called with messages and ``add_generation_prompt``; its errors are passed on."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
+    next_turn = {"role": "user", "content": "and then?"}
+    whole = (render(turns, add_generation_prompt=False), render([*turns, next_turn], add_generation_prompt=False))
+    last, between = (text.rpartition(_PROBE)[2] for text in whole)
+    return [last, between.partition(next_turn["content"])[0]]
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _length(value: Any) -> int:

@@ -61,10 +61,17 @@ class Model(AbstractContextManager["Model"]):
         speculative: SpeculativeConfig | None = None,
     ) -> None:  # fmt: skip
         self.bundle, self.decoder, self.text, self.prefill = bundle, decoder, text, prefill
-        self.stop_ids = stop_ids(bundle, text)
+        configured = self.stop_ids = stop_ids(bundle, text)
+        end = None if text is None else text.end_of_turn(configured)
+        if end is not None:
+            self.stop_ids = configured | {end}
+            log.warning(
+                "the chat template ends turns with %s, which no configuration names as an end: answers end there too; "
+                "generate continues texts without the template", self.tokenizer.token_bytes(end).decode(errors="replace"),
+            )  # fmt: skip
         self.sampling_defaults = self._read_sampling_defaults()
         self.engine = Engine(decoder, text, bundle, speculative)
-        self._chat = text is not None and text.template_ends_turns(self.stop_ids)
+        self._chat = text is not None and text.template_ends_turns(configured)
         self.grammars = Grammars(text, self.stop_ids)
 
     def __repr__(self) -> str:
@@ -152,9 +159,9 @@ class Model(AbstractContextManager["Model"]):
             grammar: constrain the answer to a grammar in llguidance's Lark or llama.cpp's GBNF.
             stop: strings that end the answer and are not part of it; also names of special tokens.
             system_prompt: the system message before a text; needs a chat template.
-            chat_template: whether to apply the chat template to a text, as a user message. None: if the template ends
-                an assistant's turn with a stop token, as those of instruction-tuned models do. A base model continues
-                the text. Conversations always use it.
+            chat_template: whether to apply the chat template to a text, as a user message, or the name of one of the
+                model's templates. None: if the template ends an assistant's turn with a stop token, as those of
+                instruction-tuned models do. A base model continues the text. Conversations always use it.
             prefill: ``dense``, ``half`` or ``all``; None: as loaded.
             measure_sparsity: count the dropped channels; see :meth:`Decoder.measure_sparsity`.
             speculative: draft tokens, if the model was loaded with ``speculative``.
@@ -318,7 +325,7 @@ class Model(AbstractContextManager["Model"]):
             if measure:
                 self.engine.stop_measuring()
 
-    def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | None) -> list[int]:
+    def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | str | None) -> list[int]:
         if not isinstance(prompt, str) and isinstance(prompt[0], int):
             if system_prompt is not None or chat_template:
                 raise UsageError("token ids are used unchanged: they take no system prompt and no chat template")
@@ -331,7 +338,8 @@ class Model(AbstractContextManager["Model"]):
             if not (self._chat or system if chat_template is None else chat_template):
                 return tokenizer.encode(prompt, most=self.max_seq_len)
             prompt = [{"role": "user", "content": prompt}]
-        rendered = tokenizer.render([*system, *prompt])
+        named = chat_template if isinstance(chat_template, str) else None
+        rendered = tokenizer.render([*system, *prompt], chat_template=named)
         return tokenizer.encode(rendered, add_special_tokens=False, most=self.max_seq_len)
 
 

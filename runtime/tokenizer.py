@@ -6,13 +6,14 @@ import contextlib
 import json
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
 
 from wisparse.formats import guard
 from wisparse.formats.bundle import NAMED_TEMPLATE, Bundle
-from wisparse.formats.chat_template import ChatTemplate, special_tokens
+from wisparse.formats.chat_template import ChatTemplate, after_answer, special_tokens
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 
 from .detokenizer import CANNOT_RUN, Detokenizer, LibraryDetokenizer, TokenBytes, library_errors
@@ -180,12 +181,32 @@ class Tokenizer:
         """Id of ``bos_token``, ``eos_token``, ...; None if the model has none."""
         return self.token_id(self.special_tokens.get(name, ""))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Apply the chat template to a conversation; see :meth:`ChatTemplate.render`."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **variables: Any
+    ) -> str:
+        """Apply the chat template, or the one named ``chat_template``, to a conversation; see :meth:`ChatTemplate.render`."""
         template = self._tool_template if variables.get("tools") else self.template
+        if chat_template is not None:
+            template = self._require(chat_template)
         if template is None:
-            raise UsageError("this model has no chat template: give it plain text to continue")
+            named = f" by default: choose one of {', '.join(map(repr, self._sources))}" if self._sources else ""
+            raise UsageError(
+                f"this model has no chat template{named}" + ("" if named else ": give it plain text to continue")
+            )
         return template.render(messages, **variables)
+
+    def select_template(self, name: str) -> None:
+        """Use the chat template of this name for all conversations, with and without tools."""
+        self.template = self._tool_template = self._require(name)
+
+    def _require(self, name: str) -> ChatTemplate:
+        template = self._named(name) if isinstance(name, str) else None
+        if template is None:
+            known = ", ".join(map(repr, self._sources)) or "none"
+            raise UsageError(
+                f"chat_template: expected the name of one of the model's templates ({known}), found {name!r:.80}"
+            )
+        return template
 
     def check(self) -> None:
         """Wait for the checks of the chat templates; BundleError if one does not compile or exceeds a limit."""
@@ -193,19 +214,31 @@ class Tokenizer:
             if template is not None:
                 template.check()
 
+    @cached_property
+    def _after_answer(self) -> list[list[int]] | None:
+        """Token ids that the template puts after an answer: at the end, and before the next message; None without them."""
+        if self.template is None:
+            return None
+        self.check()
+        try:
+            texts = after_answer(self.template.render)
+        except (BundleError, UsageError):
+            return None  # the template needs other messages; rendering the prompt reports that
+        return [self.encode(text[:_CLOSING], add_special_tokens=False) for text in texts]
+
     def template_ends_turns(self, stops: frozenset[int]) -> bool:
         """Whether the template ends an assistant's turn with a stop token: true for instruction-tuned models, false for a
         base model with a template (as Qwen's), which ends texts with another token."""
-        if self.template is None:
-            return False
-        self.check()
-        marker = "wisparse"
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
-        try:
-            _, _, closing = self.template.render(turns, add_generation_prompt=False).rpartition(marker)
-        except (BundleError, UsageError):
-            return True  # the template needs other messages; rendering the prompt reports that
-        return not stops.isdisjoint(self.encode(closing[:_CLOSING], add_special_tokens=False))
+        if self._after_answer is None:
+            return self.template is not None
+        return any(not stops.isdisjoint(ids) for ids in self._after_answer)
+
+    def end_of_turn(self, stops: frozenset[int]) -> int | None:
+        """The added token that the template writes after an answer; None if there is none, or a stop token."""
+        if self._after_answer is None or self.template_ends_turns(stops):
+            return None
+        first = next((one for one in self._after_answer[0] if not self.token_bytes(one).isspace()), None)
+        return first if first in self._bytes.added else None
 
 
 def partial_marker(text: str, marker: str) -> int:

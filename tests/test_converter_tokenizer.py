@@ -4,16 +4,20 @@ import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny_bundle import write_tiny_bundle, write_tiny_model
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from wisparse import UnsupportedModelError
 from wisparse.cli import main
+from wisparse.converter.source import load_source
 from wisparse.converter.tokenizer import bundle_files, differing_text, load_tokenizer
+from wisparse.converter.turns import end_turns
 from wisparse.runtime.tokenizer import Tokenizer
 
 LINES = [
@@ -201,3 +205,34 @@ def test_verify_compares_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture
         main(["verify", str(folder)])
     assert caught.value.code == 6
     assert "for 'a<|turn|> b', transformers other ids" in capsys.readouterr().err
+
+
+ENDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|pad|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+GENERATION = {"generation_config.json": {"temperature": 0.5, "eos_token_id": [0, 3]}}
+
+
+@pytest.mark.parametrize(
+    ("template", "likely", "named"),
+    [
+        (ENDS, 3, True),
+        (ENDS.replace("<|pad|>", " <|pad|>\n"), 3, True),
+        (ENDS, 0, False),  # a base model with a template, which ends texts
+        (ENDS, 17, False),  # and one that goes on
+        (ENDS.replace("<|pad|>", "<|endoftext|>"), 3, None),  # named already
+        (ENDS.replace("<|pad|>", "###"), 3, None),
+        (None, 3, None),
+    ],
+)
+def test_the_templates_end_is_named_if_the_model_predicts_it(
+    template: str | None, likely: int, named: bool | None, example_model: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    source = load_source(example_model, device="cpu")
+    monkeypatch.setattr(source.tokenizer, "chat_template", template)
+    logits = torch.nn.functional.one_hot(torch.tensor([[likely]]), 8192) * 20.0
+    monkeypatch.setattr(source.model, "forward", lambda ids: SimpleNamespace(logits=logits))
+    write(tmp_path, generation_config__json={"temperature": 0.5, "eos_token_id": 0})
+    files = end_turns(source, tmp_path)
+    assert {name: json.loads(data) for name, data in files.items()} == (GENERATION if named else {})
+    assert ("ends turns with <|pad|>" in caplog.text) == (named is not None)
+    assert ("as for a base model" in caplog.text) == (named is False)

@@ -60,7 +60,16 @@ def test_the_chat_template_on_request(run: Run) -> None:
 
     plain = tokens()
     assert tokens("--ignore-chat-template") == plain
-    assert tokens("--chat-template") == plain + 2
+    assert tokens("--chat-template") == tokens("--chat-template", "default") == plain + 2
+    for arguments, message in (
+        (("rag",), "templates ('default'), found 'rag'"),
+        (("default", "--ignore-chat-template"), "found both"),
+    ):
+        for command in ("generate", "chat")[: 2 if arguments == ("rag",) else 1]:
+            code, _, err = run(
+                command, *(("--prompt", "x") if command == "generate" else ()), "--chat-template", *arguments
+            )
+            assert (code, message in err) == (2, True), (command, err)
     assert tokens("--system-prompt", "Be brief.") > plain + 2
     _, out, _ = run("generate", "--prompt", ">>> 12 + 30\n", "--stop", ">>>", "--prefill", "all")
     assert ">>>" not in out

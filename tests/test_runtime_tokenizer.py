@@ -373,6 +373,90 @@ def test_the_template_is_found_where_it_may_stand() -> None:
         assert text.render([{"role": "user", "content": "x"}], tools=[{}]) == text.template_source == with_tools
 
 
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PARTS = "{%% for part in m.content %%}{%% if part.type == 'text' %%}{{ part.text }}{%% endif %%}{%% endfor %%}"
+FORMS = {  # of contents, as published; which of them a template takes
+    "text": CHATML,  # prints a list
+    "parts": CHATML.replace("{{ m.content }}", PARTS.replace("%%", "%")),  # SmolVLM's: nothing of a text
+    "parts, first": CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}"),  # fails for a text
+    "either": CHATML.replace(
+        "{{ m.content }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}" + PARTS.replace("%%", "%") + "{% endif %}",
+    ),  # Qwen2-VL's and Gemma 3's
+    "system as text": CHATML.replace(
+        "{{ m.content }}",
+        "{% if m.role == 'system' %}{{ m.content }}{% else %}" + PARTS.replace("%%", "%") + "{% endif %}",
+    ),
+    "json": CHATML.replace("{{ m.content }}", "{{ m.content if m.content is string else m.content | tojson }}"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_contents_are_passed_in_the_form_that_the_template_takes(form: str) -> None:
+    turns = [("system", "Be brief."), ("user", "type 'text'"), ("assistant", "yes"), ("user", "two\nlines")]
+    expected = ChatTemplate(CHATML, {}).render([{"role": role, "content": text} for role, text in turns])
+    template = ChatTemplate(FORMS[form], {})
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+    mixed = [{"role": "system", "content": "Be brief."}, *parts[1:]]
+    for messages in ([{"role": role, "content": text} for role, text in turns], parts, mixed):
+        given = json.dumps(messages)
+        assert template.render(messages) == expected
+        assert json.dumps(messages) == given
+
+
+def test_contents_that_no_probe_explains_are_passed_as_they_are() -> None:
+    picture = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    assert "{'type': 'image'}" in ChatTemplate(CHATML, {}).render(picture)
+    needs_system = (
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[1].content }}"
+    )
+    assert (
+        ChatTemplate(needs_system, {}).render([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+        == "b"
+    )
+
+
+def test_templates_by_name() -> None:
+    files = {"default": "plain", "tool_use": "with tools", "rag": "{{ documents | length }} documents"}
+    text, message = make_text(files, {"chat_template": "not this one"}), [{"role": "user", "content": "x"}]  # type: ignore[arg-type]
+    assert (text.render(message), text.render(message, tools=[{}])) == ("plain", "with tools")
+    assert text.render(message, chat_template="rag", documents=[1, 2], tools=[{}]) == "2 documents"
+    with pytest.raises(
+        UsageError,
+        match=r"expected the name of one of the model's templates \('default', 'tool_use', 'rag'\), found 'x'",
+    ):
+        text.render(message, chat_template="x")
+    text.select_template("rag")
+    assert text.render(message, documents=[1], tools=[{}]) == "1 documents"
+    assert text.template_source == files["rag"]
+    with pytest.raises(UsageError, match="no chat template by default: choose one of 'rag'"):
+        make_text({"rag": "x"}).render(message)  # type: ignore[arg-type]
+
+
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}CLOSING{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("closing", "stops", "ends", "added"),
+    [
+        ("<|pad|>\n", {0}, False, 3),  # ChatML's kind, with another end in the configuration
+        (" <|pad|>", {0}, False, 3),  # Llama 2's
+        ("<|pad|>\n", {0, 3}, True, None),
+        ("<|pad|><|endoftext|>", {0}, True, None),
+        ("", {1}, True, None),  # GLM's: the next message's token ends the turn
+        ("\n\n", {0}, False, None),
+        ("\n### End\n<|pad|>", {0}, False, None),  # a text ends turns
+    ],
+)
+def test_the_templates_end_of_a_turn(closing: str, stops: set[int], ends: bool, added: int | None) -> None:
+    text = make_text(TURNS.replace("CLOSING", closing))
+    assert text.template_ends_turns(frozenset(stops)) == ends
+    assert text.end_of_turn(frozenset(stops)) == added
+
+
 def test_templates_that_are_none_or_refuse() -> None:
     with pytest.raises(UsageError, match="no chat template"):
         make_text().render([])

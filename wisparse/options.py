@@ -175,6 +175,13 @@ sampling_options = stacked(
 )  # fmt: skip
 
 
+template_option = click.option(
+    "--chat-template", is_flag=False, flag_value="default", metavar="[NAME]",
+    help="Use the chat template, or the model's template of this name.  "
+    "[default: the template, for a text if it ends an answer with a token the model stops at]",
+)  # fmt: skip
+
+
 def open_bundle(bundle: str, revision: str | None, sparsity: float | None, bits: float | None = None) -> Bundle:
     """The bundle at its default level or the one given. Call it before importing torch, so that errors come early."""
     return Bundle.open(fetch_bundle(bundle, revision)).chosen(sparsity, bits)

@@ -98,7 +98,7 @@ class GenerationSettings(SamplingParams):
     grammar: str | None = None
     stop: str | Sequence[str] | None = None
     system_prompt: str | None = None
-    chat_template: bool | None = None
+    chat_template: bool | str | None = None
     prefill: str | None = None
     measure_sparsity: bool = False
     speculative: bool = True
@@ -110,7 +110,7 @@ class GenerationSettings(SamplingParams):
             object.__setattr__(self, "max_new_tokens", guard.integer("max_new_tokens", self.max_new_tokens, 1))
         if self.system_prompt is not None:
             guard.text("system_prompt", self.system_prompt)
-        if self.chat_template is not None:
+        if self.chat_template is not None and not isinstance(self.chat_template, str):
             guard.switch("chat_template", self.chat_template)
         if self.prefill is not None:
             guard.choice("prefill", self.prefill, PREFILL_POLICIES)
@@ -169,7 +169,7 @@ class GenerationArguments(TypedDict, total=False):
     grammar: str | None
     stop: str | Sequence[str] | None
     system_prompt: str | None
-    chat_template: bool | None
+    chat_template: bool | str | None
     prefill: str | None
     measure_sparsity: bool
     speculative: bool

@@ -27,6 +27,7 @@ from ..options import (
     set_up_logging,
     show,
     speculative_option,
+    template_option,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +44,15 @@ _QUOTES = '"""'
 @loading_options
 @speculative_option("auto")
 @sampling_options
-def command(bundle: str, prompt_file: str | None, verbose: bool, system_prompt: str | None, **settings: Any) -> None:
+@template_option
+def command(
+    bundle: str,
+    prompt_file: str | None,
+    verbose: bool,
+    system_prompt: str | None,
+    chat_template: str | None,
+    **settings: Any,
+) -> None:
     """Talk with BUNDLE, a folder or a Hub id.
 
     Each line is a message; the model sees the whole conversation. A message of several lines stands between two lines
@@ -60,6 +69,8 @@ def command(bundle: str, prompt_file: str | None, verbose: bool, system_prompt: 
     if first is not None and not first.strip():
         raise UsageError("--prompt-file: expected a message, found an empty file")
     model = load_model(bundle, settings, settings["n"])
+    if chat_template is not None:
+        model.tokenizer.select_template(chat_template)
     if model.text is None or model.text.template is None:
         raise UsageError("this model has no chat template: use wisparse generate to continue a text")
     chat = Chat(model, settings, system_prompt)

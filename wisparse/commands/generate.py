@@ -31,6 +31,7 @@ from ..options import (
     set_up_logging,
     show,
     speculative_option,
+    template_option,
 )
 
 if TYPE_CHECKING:
@@ -144,15 +145,12 @@ class Batch:
 @loading_options
 @speculative_option("off")
 @sampling_options
-@click.option(
-    "--chat-template/--ignore-chat-template", default=None,
-    help="Put the prompt into the chat template as a user's message, or continue it unchanged.  "
-    "[default: the template, if it ends an answer with a token the model stops at]",
-)  # fmt: skip
+@template_option
+@click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt unchanged.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
 def command(
     bundle: str, prompt: str | None, prompt_file: str | None, prompts: str | None, output: str | None, max_batch: int,
-    as_json: bool, verbose: bool, **settings: Any,
+    as_json: bool, verbose: bool, ignore_chat_template: bool, **settings: Any,
 ) -> None:  # fmt: skip
     """Generate text from BUNDLE, a folder or a Hub id.
 
@@ -166,6 +164,10 @@ def command(
     wisparse generate out --input prompts.jsonl --output answers.jsonl
     """
     set_up_logging(verbose)
+    if ignore_chat_template:
+        if settings["chat_template"] is not None:
+            raise UsageError("--chat-template and --ignore-chat-template: expected one of them, found both")
+        settings["chat_template"] = False
     if prompts is not None or output is not None:
         if prompts is None or output is None or prompt is not None or prompt_file is not None or as_json:
             raise UsageError("--input and --output go together, without --prompt, --prompt-file and --json")

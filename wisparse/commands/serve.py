@@ -23,6 +23,7 @@ from ..options import (
     read_text,
     set_up_logging,
     speculative_option,
+    template_option,
 )
 
 _KEY = "WISPARSE_API_KEY"
@@ -64,11 +65,13 @@ class BatchSize(click.IntRange):
 )  # fmt: skip
 @speculative_option("auto")
 @click.option("--cors", multiple=True, help="Origin whose pages may send requests, * for any; can be repeated.")
+@template_option
 @loading_options
 def command(
     bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, kv_cache_memory_bytes: int | None,
     max_queue: int, api_key_file: str | None,
-    hosts: tuple[str, ...], cors: tuple[str, ...], speculative_config: str | None, verbose: bool, **loading: Any,
+    hosts: tuple[str, ...], cors: tuple[str, ...], speculative_config: str | None, chat_template: str | None, verbose: bool,
+    **loading: Any,
 ) -> None:  # fmt: skip
     """Serve BUNDLE, a folder or a Hub id, to OpenAI's clients.
 
@@ -102,6 +105,8 @@ def command(
         model = load(
             opened, max_batch=max_batch, kv_cache_memory_bytes=kv_cache_memory_bytes, speculative=speculative_config, **loading
         )  # fmt: skip
+        if chat_template is not None:
+            model.tokenizer.select_template(chat_template)
         address = f"[{host}]" if ":" in host else host
         serving = (
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "
