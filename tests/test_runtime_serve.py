@@ -399,13 +399,10 @@ _CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": 
 # By the field that is named, messages that are refused.
 MESSAGES: dict[str, list[dict[str, Any]]] = {
     "tool_call_id": [{"role": "tool", "content": "5"}],
-    "content": [{"role": "tool", "tool_call_id": "1"}],
+    "content": [{"role": "user"}, {"role": "system", "content": None}],
     "tool_calls": [{**_CALLED, "role": "user", "content": ""}, {**_CALLED, "tool_calls": 5}],
     "tool_calls[0].function": [{**_CALLED, "tool_calls": [{"id": "1"}]}],
     "tool_calls[0].id": [{**_CALLED, "tool_calls": [{"function": {"name": "f"}}]}],
-    "tool_calls[0].function.arguments": [
-        {**_CALLED, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": given}}]} for given in ("{", [5])
-    ],
     "function_call": [{"role": "assistant", "function_call": {"name": "f"}}],
     "reasoning_content": [{"role": "assistant", "content": "a", "reasoning_content": 5}],
 }
@@ -463,7 +460,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         "instructions": [5],
         "previous_response_id": ["resp_1"], "tools[0].type": [[{"type": "web_search"}]],
         "tools[0].name": [[{"type": "function", "name": "a b"}]], "tool_choice": [{"type": "function", "name": "f"}],
-        "temperature": ["hot"], "reasoning": [{"effort": "low"}], "include": [["message.output_text.logprobs"]],
+        "temperature": ["hot"], "reasoning.effort": [{"effort": 5}], "include": [["message.output_text.logprobs"]],
     }),
 }  # fmt: skip
 
@@ -540,6 +537,74 @@ def test_fields_that_change_nothing_pass(server: Running) -> None:
     asked = {"input": "a", "max_output_tokens": 1, "store": False}
     asked |= {"include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"}}
     assert server.post("/v1/responses", {**asked, "reasoning": {"effort": None, "summary": "auto"}})[0] == 200
+
+
+HABITS: list[tuple[str, dict[str, Any], str | None]] = [
+    (
+        "chat/completions",
+        {"stop": [f"s{number}" for number in range(64)], "reasoning_effort": "low", "user": "u"},
+        None,
+    ),
+    ("completions", {"prompt": "a", "stop": ["s"] * 17, "store": True}, None),
+    ("messages", {"stop_sequences": ["s"] * 64, "metadata": {"user_id": "u"}, "context_management": {}}, None),
+    ("responses", {"input": "a", "reasoning": {"effort": "low", "summary": "auto"}, "prompt_cache_key": "k"}, None),
+    ("chat/completions", {"temprature": 0.5, "guidance": 1}, "'temprature' (did you mean temperature?), 'guidance'"),
+    ("completions", {"prompt": "a", "max_token": 1}, "'max_token' (did you mean max_tokens?)"),
+    ("messages", {"stop_sequence": ["s"]}, "'stop_sequence' (did you mean stop_sequences?)"),
+    ("responses", {"input": "a", "max_output_token": 1}, "'max_output_token' (did you mean max_output_tokens?)"),
+    ("chat/completions", {"\x1b[2J\xe9\n" * 30: 1}, "'\\x1b[2J\\xe9\\n\\x1b[2J\\xe9\\n\\x1b[2J\\xe9\\n"),
+]
+
+
+@pytest.mark.parametrize(("path", "more", "unknown"), HABITS)
+def test_what_clients_send(
+    server: Running,
+    stream: bool,
+    path: str,
+    more: dict[str, Any],
+    unknown: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    body = json.dumps(
+        {**({} if "prompt" in more or "input" in more else {"messages": _HI}), limit: 1, "stream": stream, **more}
+    )
+    for _ in range(2):
+        answer = server.request("POST", f"/v1/{path}", body.encode(), headers={"content-type": "application/json"})
+        assert answer.status == 200, answer.read()
+        answer.read()
+        warning = answer.getheader("x-wisparse-warning")
+        assert (warning or "").startswith(f"unknown fields are ignored: {unknown}" if unknown else "")
+        assert (warning is None) is (unknown is None)
+    assert len([record for record in caplog.records if "unknown fields" in record.message]) <= 1  # once
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("", {}), ('{"a": 1}', {"a": 1}), ('"{\\"a\\": 1}"', {"a": 1}), ('{"city": "Os', {"arguments": '{"city": "Os'}),
+        ("[1]", {"arguments": "[1]"}), ([5], {"arguments": [5]}), ("null", {"arguments": "null"}), ({"a": 1}, {"a": 1}),
+    ],
+)  # fmt: skip
+def test_calls_of_earlier_turns_are_read(arguments: Any, read: dict[str, Any]) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        *_HI,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+    ]
+    _, said, result = validated(ChatRequest, {"messages": messages}).conversation()
+    assert (said["tool_calls"][0]["function"]["arguments"], result["content"]) == (read, "")
+
+
+def test_the_effort_goes_to_the_template(server: Running) -> None:
+    chat: Any = {"messages": _HI, "reasoning_effort": "low"}
+    assert validated(ChatRequest, chat).template_variables() == {"reasoning_effort": "low"}
+    respond = validated(ResponsesRequest, {"input": "a", "reasoning": {"effort": "high"}})
+    assert respond.as_chat().template_variables() == {"reasoning_effort": "high"}
+    for path in ("/health", "/v1/models", "/"):
+        answer = server.request("HEAD", path)
+        assert (answer.status, answer.read()) == (200, b"")
 
 
 def test_a_key(bundle: Path) -> None:

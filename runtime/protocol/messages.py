@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..generation.request import Chunk, Generation
 from .formatter import Context, Formatter, to_json
-from .requests import UNSUPPORTED, ApiError, ChatRequest, GenerationRequest, Strict, invalid, validated
+from .requests import MAX_STOPS, UNSUPPORTED, ApiError, ChatRequest, GenerationRequest, Strict, invalid, validated
 from .tools import Delta
 
 PATH = "/v1/messages"
@@ -192,7 +192,7 @@ class MessagesRequest(CountTokensRequest):
     """``/v1/messages``."""
 
     max_tokens: int = Field(ge=1, le=2**63 - 1)
-    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=1000)]] = Field([], max_length=16)
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=1000)]] = Field([], max_length=MAX_STOPS)
 
     @model_validator(mode="after")
     def _ends_with_a_user(self) -> Self:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -20,7 +22,7 @@ T = TypeVar("T", bound=BaseModel)
 log = logging.getLogger(__name__)
 
 _UNSUPPORTED: Sequence[tuple[str, Sequence[Any]]] = (
-    ("audio reasoning_effort web_search_options chat_template enable_thinking prompt_logprobs thinking", ()),
+    ("audio web_search_options chat_template enable_thinking prompt_logprobs thinking", ()),
     ("truncate_prompt_tokens guided_choice guided_grammar guided_json guided_regex json_schema", ()),
     ("structured_outputs samplers adapters draft_model", ()),
     ("functions documents stop_token_ids allowed_token_ids logits_processors lora", ([],)),
@@ -39,6 +41,12 @@ _UNSUPPORTED: Sequence[tuple[str, Sequence[Any]]] = (
 )
 # Fields of OpenAI's API and of other servers that are refused unless they have a neutral value.
 UNSUPPORTED = {field: neutral for fields, neutral in _UNSUPPORTED for field in fields.split()}
+# Fields that clients send and that change no answer.
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "prediction", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "cache_control", "request_id", "priority", "cache_salt", "context_management", "inference_geo", "speed", "betas",
+}  # fmt: skip
+MAX_STOPS = 64
 _MAX_INT = 2**63 - 1
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"} | {
     f"{kind}_penalty" for kind in ("repetition", "frequency", "presence")
@@ -166,16 +174,25 @@ class ResponseFormat(Strict):
         return self
 
 
-class GenerationRequest(Strict):
-    """The fields of all endpoints. Omitted sampling fields have the generation config's values."""
+@functools.lru_cache(256)
+def _log_unknown(warning: str) -> None:
+    log.warning("a client's request: %s", warning)
 
+
+class GenerationRequest(Strict):
+    """The fields of all endpoints. Omitted sampling fields have the generation config's values. Unknown fields are allowed."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
     unsupported: ClassVar = UNSUPPORTED
+    ignored: ClassVar[Set[str]] = IGNORED
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1)
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], _OR_TEXT] = Field([], max_length=16)
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], _OR_TEXT] = Field(
+        [], max_length=MAX_STOPS
+    )
     temperature: float | None = Field(None, ge=0, le=100)
     top_k: int | None = Field(None, ge=-1, le=_MAX_INT, description="0 and -1: all tokens")
     top_p: float | None = Field(None, ge=0, le=1)
@@ -204,6 +221,19 @@ class GenerationRequest(Strict):
         if self.grammar and self.formatted:
             raise invalid("grammar", "none beside a response_format", self.grammar)
         return self
+
+    @property
+    def warning(self) -> str:
+        """The body's unknown fields, which are logged once; empty if there are none. Printable ASCII."""
+        unknown = [field for field in self.model_extra or () if field not in self.unsupported.keys() | self.ignored]
+        found = []
+        for field in unknown[:10]:
+            near = difflib.get_close_matches(field, self.__class__.model_fields, 1)
+            found.append(f"{field!a:.40}" + (f" (did you mean {near[0]}?)" if near else ""))
+        warning = f"unknown fields are ignored: {', '.join(found)}" if found else ""
+        if warning:
+            _log_unknown(warning)
+        return warning
 
     @property
     def formatted(self) -> bool:
@@ -265,12 +295,16 @@ class CalledFunction(Strict):
     @field_validator("arguments", mode="before", json_schema_input_type=str | dict[str, Any])
     @classmethod
     def _parsed(cls, arguments: Any) -> Any:
+        """Of an earlier turn: what is no object, as of a call that was cut off, goes to the template within one."""
         if not isinstance(arguments, str):
-            return arguments
+            return arguments if isinstance(arguments, dict) else {"arguments": arguments}
         try:
-            return parse_json(arguments.encode(), "arguments", UsageError) if arguments else {}
-        except UsageError:
-            raise invalid("", "the JSON of an object", arguments) from None
+            found = json.loads(arguments or "{}")
+            if isinstance(found, str):  # encoded twice
+                found = json.loads(found)
+            return parse_json(json.dumps(found).encode(), "arguments", UsageError)
+        except (UsageError, ValueError, RecursionError):
+            return {"arguments": arguments}
 
 
 class ToolCall(Strict):
@@ -304,7 +338,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _fits_role(self) -> Self:
-        if self.content is None and self.role != "assistant":
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise invalid("content", "a text, or a list of parts", None)
         if self.role == "tool" and self.tool_call_id is None:
             raise invalid("tool_call_id", "the id of the call that this answers", None)
@@ -362,6 +396,7 @@ class ChatRequest(GenerationRequest):
     tools: list[Tool] = Field([], max_length=128)
     tool_choice: Any = Field("auto", description="none, auto, required, or an object that names one of the tools")
     parallel_tool_calls: bool = True
+    reasoning_effort: str | None = Field(None, description="passed to the chat template")
     chat_template_kwargs: dict[str, Any] = Field({})
 
     @model_validator(mode="after")
@@ -423,4 +458,5 @@ class ChatRequest(GenerationRequest):
 
     def template_variables(self) -> dict[str, Any]:
         tools = [{"type": "function", "function": function} for function in self.functions]
-        return {**self.chat_template_kwargs, "tools": tools} if tools else self.chat_template_kwargs
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **self.chat_template_kwargs, **({"tools": tools} if tools else {})}

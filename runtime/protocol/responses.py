@@ -6,15 +6,28 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from ..generation.request import Chunk, Generation
 from .formatter import Context, Formatter, to_json
-from .requests import UNSUPPORTED, ApiError, ChatRequest, FieldError, GenerationRequest, Message, Strict, validated
+from .requests import (
+    IGNORED,
+    UNSUPPORTED,
+    ApiError,
+    ChatRequest,
+    FieldError,
+    GenerationRequest,
+    Message,
+    Strict,
+    validated,
+)
 from .tools import Delta
 
 # Chat completions' field -> this API's field, for errors.
-_RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+_RENAMED = {
+    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
 
 # Item type -> prefix of its id, name of its text events, further fields of these.
 _ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -48,9 +61,9 @@ class ResultItem(Strict):
 class ResponsesRequest(GenerationRequest):
     """``/v1/responses``; also accepts the other fields of chat completions."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    ignored: ClassVar = IGNORED | ChatRequest.model_fields.keys()
     unsupported: ClassVar = {
-        **UNSUPPORTED,
+        **{field: neutral for field, neutral in UNSUPPORTED.items() if field != "reasoning"},
         "background": (False,),
         "conversation": (),
         # Thoughts are sent unencrypted.
@@ -67,6 +80,7 @@ class ResponsesRequest(GenerationRequest):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**63 - 1)
     text: dict[str, Any] = Field({})
+    reasoning: dict[str, Any] = Field({}, description="effort; summary is not read")
     tools: list[dict[str, Any]] = Field([], max_length=128)
     tool_choice: Any = "auto"
 
@@ -84,10 +98,11 @@ class ResponsesRequest(GenerationRequest):
 
     def as_chat(self) -> ChatRequest:
         """Convert to a chat completion; raises ApiError with the chat's field names."""
-        own = {"input", "instructions", "max_output_tokens", "text", *self.unsupported}
+        own = {"input", "instructions", "max_output_tokens", "text", "reasoning", *self.unsupported}
         body = {**self.model_dump(exclude_unset=True, by_alias=True, exclude=own), **(self.model_extra or {})}
         body["messages"] = self._messages()
         body["max_completion_tokens"] = self.max_output_tokens
+        body["reasoning_effort"] = self.reasoning.get("effort", body.get("reasoning_effort"))
         match self.text.get("format"):
             case {"type": "json_schema"} as text_format:
                 body["response_format"] = {"type": "json_schema", "json_schema": text_format}

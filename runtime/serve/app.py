@@ -30,7 +30,7 @@ from ..protocol.messages import CountTokensRequest, MessagesFormatter, MessagesR
 from ..protocol.requests import ApiError, ChatRequest, CompletionRequest, as_api_error
 from ..protocol.responses import ResponsesFormatter, ResponsesRequest, renamed
 from ..protocol.tools import ToolCallParser, call_grammar, short_ids, syntax_of
-from .transport import EventStream, Metrics, http_server, set_up, unless_disconnected
+from .transport import WARNING, EventStream, Metrics, http_server, set_up, unless_disconnected
 
 # Shortest time between the events of a stream, except at the end of an answer: a screen shows no more.
 FLUSH_SECONDS = 1 / 60
@@ -247,18 +247,22 @@ class Server:
             self._grammars.shutdown(cancel_futures=True)
 
     async def chat(self, body: ChatRequest, http: HttpRequest) -> Response:
+        http.scope[WARNING] = body.warning
         return await self._answer(http, body, functools.partial(ChatFormatter, body))
 
     async def complete(self, body: CompletionRequest, http: HttpRequest) -> Response:
+        http.scope[WARNING] = body.warning
         return await self._answer(http, body, functools.partial(CompletionFormatter, body))
 
     async def respond(self, body: ResponsesRequest, http: HttpRequest) -> Response:
+        http.scope[WARNING] = body.warning
         try:
             return await self._answer(http, body.as_chat(), functools.partial(ResponsesFormatter, body))
         except (ApiError, WisparseError) as error:
             raise renamed(as_api_error(error)) from error
 
     async def message(self, body: MessagesRequest, http: HttpRequest) -> Response:
+        http.scope[WARNING] = body.warning
         return await self._answer(http, body.as_chat(), functools.partial(MessagesFormatter, body))
 
     async def count_tokens(self, body: CountTokensRequest, http: HttpRequest) -> dict[str, int]:
@@ -372,8 +376,10 @@ def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = 
     app = FastAPI(title="WiSparse", redoc_url=None, lifespan=server.lifespan)
     set_up(app, settings.api_key, settings.hosts, settings.cors, server.metrics)
     app.get("/health")(server.health)
+    app.head("/health", include_in_schema=False)(server.health)
     app.get("/metrics")(server.metrics_page)
     app.get("/v1/models")(server.models)
+    app.head("/v1/models", include_in_schema=False)(server.models)
     app.get("/v1/models/{name:path}")(server.one_model)
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.complete)

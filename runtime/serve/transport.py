@@ -42,6 +42,8 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 # Time limit of a client to send a request, and to receive each part of the response.
 CLIENT_SECONDS = 30.0
 CLIENT_GONE = 499
+# Key of a request's scope: the text of the response's header of this name; absent or empty: no header.
+WARNING = "x-wisparse-warning"
 _LAST_SECONDS = 1.0  # for a stream's last event when the server ends without waiting
 _BACKLOG = 128
 _MAX_BODY_BYTES = 8 * 2**20
@@ -178,6 +180,8 @@ class Guard:
                     self._metrics.requests.labels(str(message["status"])).inc()
                 if message["status"] == CLIENT_GONE:
                     self._metrics.cancelled.inc()
+                if warning := scope.get(WARNING):
+                    message["headers"] = [*message.get("headers", ()), (WARNING.encode(), warning.encode())]
             await send(message)
 
         try:
