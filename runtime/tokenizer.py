@@ -37,7 +37,7 @@ class Tokenizer:
         self,
         tokenizer_json: bytes,
         tokenizer_config: Mapping[str, Any],
-        template: str | Mapping[str, str] | None,
+        template: str | dict[str, str] | None,
         vocab_size: int,
         special_tokens_map: Mapping[str, Any] | None = None,
     ) -> None:
@@ -53,15 +53,13 @@ class Tokenizer:
         self._bytes = TokenBytes(self._library)
         self.special_ids = {token.content: index for index, token in self._bytes.added.items() if token.special}
         self.special_tokens = special_tokens(tokenizer_config, special_tokens_map or {})
-        entries = tokenizer_config.get("chat_template") if template is None else template
-        if isinstance(entries, list):  # of named templates
-            entries = {
-                one.get("name"): one.get("template")
-                for one in entries
-                if isinstance(one, dict) and isinstance(one.get("name"), str)
-            }
-        named = isinstance(entries, Mapping)
-        self._sources = dict(entries) if named else {} if entries is None else {"default": entries}
+        given: Any = tokenizer_config.get("chat_template") if template is None else template
+        if isinstance(given, list):  # of named templates
+            named = [one for one in given if isinstance(one, dict) and isinstance(one.get("name"), str)]
+            given = {one["name"]: one.get("template") for one in named}
+        self._sources: dict[str, str] = (
+            given if isinstance(given, dict) else {} if given is None else {"default": given}
+        )
         for value in self._sources.values():
             if not isinstance(value, str):
                 raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {value!r:.80}")
@@ -89,7 +87,7 @@ class Tokenizer:
                 "again, or give token ids instead of text"
             )
         files = {match[1]: match[0] for match in map(NAMED_TEMPLATE.fullmatch, bundle.manifest.sha256) if match}
-        sources = {}
+        sources = dict[str, str]()
         for name, file in {"default": "chat_template.jinja", **files}.items():
             data = bundle.read_bytes(file)
             try:
@@ -162,7 +160,10 @@ class Tokenizer:
                 return None
             for key in part.keys() & {"normalizers", "pretokenizers"}:
                 part[key] = [kept for one in part[key] if (kept := without_prefix(one))]
-            prefix = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+            prefix: dict[str, dict[str, Any]] = {
+                "Metaspace": {"prepend_scheme": "never"},
+                "ByteLevel": {"add_prefix_space": False},
+            }
             return {**part, **prefix.get(part["type"], {})}
 
         data = json.loads(self._library.to_str())

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_bundle import write_tiny_bundle, write_tiny_model
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from wisparse import UnsupportedModelError
+from wisparse import UnsupportedModelError, convert
 from wisparse.cli import main
 from wisparse.converter.source import load_source
 from wisparse.converter.tokenizer import bundle_files, differing_text, load_tokenizer
 from wisparse.converter.turns import end_turns
-from wisparse.runtime.tokenizer import Tokenizer
+from wisparse.formats.bundle import Bundle
+from wisparse.runtime.tokenizer import Tokenizer, check_tokenizer, stop_ids
 
 LINES = [
     "def add(a, b):\n    return a + b",
@@ -178,6 +179,30 @@ def test_the_bundles_tokenizer_is_the_one_of_calibration(name: str, tmp_path: Pa
     # A bundle is read by transformers too, with the same ids.
     assert differing_text(tmp_path, text.encode) is None
     assert bundle_files(tmp_path, load_tokenizer(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("name", ["plain", "added_tokens_decoder", "gpt2"])
+def test_a_conversion_writes_the_tokenizer_and_the_templates(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wisparse.converter.report.render_figures", lambda report: {})
+    model, config = tmp_path / "model", {**tiny_config(), "vocab_size": 400}
+    write_tiny_model(model, config)
+    SOURCES[name][0](model)
+    source = write(model, config__json=config, generation_config__json={})
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    expected = load_tokenizer(source).encode("a<|turn|>b 12\n")
+    before = (model / "tokenizer.json").read_bytes() if name == "plain" else None
+    settings = {"search": "uniform", "method": "teal", "num_samples": 2, "seq_len": 16, "device": "cpu"}
+    bundle = Bundle.open(convert(model, tmp_path / "out", sparsity=0.5, **settings))
+    text = check_tokenizer(bundle)
+    assert text is not None
+    assert text.encode("a<|turn|>b 12\n") == expected
+    assert text.special_id("eos_token") in stop_ids(bundle, text)
+    assert text.special_tokens["eos_token"] == SOURCES[name][1]
+    assert text.render([{"role": "user", "content": "x"}], tools=[{}, {}]) == "2 tools"
+    assert before in (None, bundle.read_bytes("tokenizer.json"))
 
 
 def test_a_tokenizer_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

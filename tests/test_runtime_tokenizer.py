@@ -350,7 +350,9 @@ def test_a_template_is_confined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "HF_TOKEN" not in seen["env"]
 
 
-def make_text(template: str | None = None, config: dict[str, Any] | None = None, vocab_size: int = 8192) -> Tokenizer:
+def make_text(
+    template: str | dict[str, str] | None = None, config: dict[str, Any] | None = None, vocab_size: int = 8192
+) -> Tokenizer:
     return Tokenizer(DATA, {"eos_token": "<|endoftext|>", **(config or {})}, template, vocab_size)
 
 
@@ -421,7 +423,7 @@ def test_contents_that_no_probe_explains_are_passed_as_they_are() -> None:
 
 def test_templates_by_name() -> None:
     files = {"default": "plain", "tool_use": "with tools", "rag": "{{ documents | length }} documents"}
-    text, message = make_text(files, {"chat_template": "not this one"}), [{"role": "user", "content": "x"}]  # type: ignore[arg-type]
+    text, message = make_text(files, {"chat_template": "not this one"}), [{"role": "user", "content": "x"}]
     assert (text.render(message), text.render(message, tools=[{}])) == ("plain", "with tools")
     assert text.render(message, chat_template="rag", documents=[1, 2], tools=[{}]) == "2 documents"
     with pytest.raises(
@@ -433,7 +435,7 @@ def test_templates_by_name() -> None:
     assert text.render(message, documents=[1], tools=[{}]) == "1 documents"
     assert text.template_source == files["rag"]
     with pytest.raises(UsageError, match="no chat template by default: choose one of 'rag'"):
-        make_text({"rag": "x"}).render(message)  # type: ignore[arg-type]
+        make_text({"rag": "x"}).render(message)
 
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}CLOSING{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
