@@ -23,7 +23,7 @@ from wisparse.formats.card import read_inherited
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError
 from wisparse.formats.folder import clear_leftovers
-from wisparse.formats.hub import Source, fetch_source, push_bundle
+from wisparse.formats.hub import Source, push_bundle
 from wisparse.formats.machine import choose_device
 from wisparse.formats.manifest import (
     BUNDLE,
@@ -37,7 +37,7 @@ from wisparse.formats.weight_types import PLANE_BITS
 from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration, write_calibration
-from .config import full_config
+from .gguf_source import gguf_weights, open_checkpoint, open_source
 from .gptq import LONGEST, SAMPLES, compare_coordinates, quantise_weights
 from .measurement import Budget, Choice, choose, fresh_text, measure
 from .planes import plane_ratios, read_in_planes
@@ -138,9 +138,11 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
     """Convert the model and write the bundle. Leaves the state folder for `run` to remove."""
     settings = plan.settings
     with progress.stage("Fetching weights"):
-        fetched = fetch_source(settings.model, plan.source.commit) if processes.is_main else plan.source
+        fetched = plan.source
+        if processes.is_main:
+            fetched = open_source(settings.model, plan.source.commit, settings.gguf_file)
         fetched = processes.broadcast(fetched)
-        checkpoint = Checkpoint.open(fetched.folder, complete=full_config)
+        checkpoint = open_checkpoint(fetched)
     plan = replace(plan, config=checkpoint.config)  # with what its weights tell, of a model on the Hub
     if plan.source.commit is not None and processes.is_main:
         for note in checkpoint.notes:
@@ -166,7 +168,8 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         stages.open(settings.state_dir, fingerprint, default=settings.work_dir is None)
     with closing(stages):
         with progress.stage("Loading the model"):
-            source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory)
+            weights = gguf_weights(fetched)
+            source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory, weights=weights)
             processes.gather(None)
         texts = {**bundle_files(fetched.folder, source.tokenizer), **end_turns(source, fetched.folder)}
         source, checkpoint, tokens, held_out, rotation, compared = _prepare_model(plan, source, checkpoint, stages)
@@ -366,6 +369,7 @@ def _recipe(
         search=search,
         versions=library_versions(),
         vision_tensors_left_out=checkpoint.vision_tensors,
+        dequantised_from=plan.dequantised_from,
         rotation=rotation,
         plane_bits=PLANE_BITS if settings.weights == "graded" else (),
     )

@@ -14,11 +14,11 @@ import torch
 
 from wisparse.formats.architectures import WRAPPERS
 from wisparse.formats.bundle import scale_shapes
-from wisparse.formats.checkpoint import Checkpoint, read_config
+from wisparse.formats.checkpoint import read_config
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.generation_config import FILE, sampling_defaults
-from wisparse.formats.guard import parse_json
-from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
+from wisparse.formats.guard import find_gguf, parse_json
+from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, is_public
 from wisparse.formats.machine import available_bytes, choose_device
 from wisparse.formats.model_config import PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
 from wisparse.formats.quantization import read_quantisation
@@ -26,6 +26,7 @@ from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .calibration import CalibrationTokens, describe_spec, load_calibration
 from .config import full_config
+from .gguf_source import dequantised_from, open_checkpoint, open_source
 from .gptq import group_size
 from .processes import SILENT, Progress
 from .rotation import why_fixed
@@ -51,6 +52,7 @@ class Plan:
     source: Source  # of a Hub model, only the small files are downloaded yet
     config: ModelConfig
     text_of: str | None  # the source's model_type if only its text model is converted
+    dequantised_from: str  # the types of a GGUF file's matrices
     num_parameters: int
     num_in_memory: int  # without those that are read from their file row by row
     projection_parameters: int
@@ -82,8 +84,16 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         settings, config = self.settings, self.config
-        names = ("text_of", "num_parameters", "projection_parameters", "not_rotated", "calibration", "download_bytes")
-        sizes = ("untied_bytes", "bundle_bytes", "disk_free_bytes", "memory_bytes", "memory_free_bytes", "weights_on")
+        names = ("text_of", "dequantised_from", "num_parameters", "projection_parameters", "not_rotated", "calibration")
+        sizes = (
+            "download_bytes",
+            "untied_bytes",
+            "bundle_bytes",
+            "disk_free_bytes",
+            "memory_bytes",
+            "memory_free_bytes",
+        )
+        names += (*sizes, "weights_on")
         return {
             "model": self.source.name,
             "commit": self.source.commit,
@@ -93,7 +103,7 @@ class Plan:
             "dtype": str(self.dtype).removeprefix("torch."),
             **settings.fingerprint(),
             "calibration_tokens": settings.num_samples * settings.length,
-            **{name: getattr(self, name) for name in (*names, *sizes)},
+            **{name: getattr(self, name) for name in names},
             "work_dir": str(settings.state_dir) if settings.resume else None,
             "upload_repo": settings.upload_repo,
         }
@@ -104,14 +114,16 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
     parse_size(settings.max_shard_size)
     device = choose_device(settings.device, "--device")
     with progress.stage("Checking", 4) as stage:
-        check_read_access(settings.model)
+        on_disk = find_gguf(settings.model, settings.gguf_file) is not None
+        if not on_disk:
+            check_read_access(settings.model)
         if settings.upload_repo is not None:
             check_write_access(settings.upload_repo)
             if settings.private and is_public(settings.upload_repo):
                 public = f"{settings.upload_repo!r} exists and is public, but --private was given"
                 raise AccessError(f"{public}; choose a new name for --upload-repo, or leave --private out")
         stage.advance()
-        source = fetch_source(settings.model, settings.revision, weights=False)
+        source = open_source(settings.model, settings.revision, settings.gguf_file, weights=False)
         source_config = read_config(source.folder)
         stated = full_config(source_config)
         config = ModelConfig.from_dict(stated)
@@ -139,8 +151,8 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
                 "%s: not supported, so ignored: %s", FILE, ", ".join(f"{k} {v!r:.40}" for k, v in ignored.items())
             )
         stage.advance()
-        if source.commit is None:
-            checkpoint = Checkpoint.open(source.folder, complete=full_config)  # reads all headers, hardly a weight
+        if source.commit is None or source.gguf is not None:
+            checkpoint = open_checkpoint(source)  # reads all headers, hardly a weight
             config = checkpoint.config
             for note in checkpoint.notes:
                 _log.warning("%s: %s", source.name, note)
@@ -190,6 +202,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         source=source,
         config=config,
         text_of=source_config["model_type"] if source_config["model_type"] in WRAPPERS else None,
+        dequantised_from=dequantised_from(source),
         num_parameters=num_parameters,
         num_in_memory=num_in_memory,
         projection_parameters=sum(projection.num_parameters for projection in config.projections()),
@@ -197,7 +210,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         dtype=dtype,
         tokens=tokens,
         calibration=describe_spec(settings.calibration),
-        download_bytes=download_bytes(settings.model, settings.revision),
+        download_bytes=0 if on_disk else download_bytes(settings.model, settings.revision, settings.gguf_file),
         bundle_bytes=bundle_bytes(config, num_parameters + untied, settings.dtype, max(1, len(settings.levels))),
         disk_free_bytes=shutil.disk_usage(existing).free,
         memory_bytes=needed,

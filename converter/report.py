@@ -146,6 +146,7 @@ class Report:
             "verdict": verdict(recipe.default, quality, recipe.graded),
             "model": {
                 **{key: getattr(recipe, key) for key in ("base_model", "base_revision")},
+                **({"weights": recipe.measured_against} if recipe.measured_against else {}),
                 **{key: getattr(config, key) for key in ("model_type", "num_blocks")},
                 "parameters_in_scope": sum(projection.num_parameters for projection in projections),
             },

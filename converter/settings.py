@@ -145,6 +145,9 @@ class ConvertSettings:
     )
     device: str = _option("any", "auto", "Run", "auto, cpu, cuda or cuda:N.")
     revision: str | None = _option("text", None, "Run", "Branch, tag or commit of a model on the Hub.")
+    gguf_file: str | None = _option(
+        "text", None, "Run", "The GGUF file to convert, of those in MODEL.", metavar="NAME.gguf"
+    )
     max_shard_size: str = _option("size", "5GB", "Output", "Largest weight file.")
     work_dir: Path | None = _option(  # noqa: RUF009
         "folder", None, "Run", "Folder for the state of an unfinished conversion.", shown="OUTPUT_DIR.work"
@@ -168,7 +171,7 @@ class ConvertSettings:
         for option in fields(self):
             object.__setattr__(self, option.name, _validated(option, getattr(self, option.name)))
         if self.output_dir is None:
-            object.__setattr__(self, "output_dir", default_output(self.model, self.sparsity))
+            object.__setattr__(self, "output_dir", default_output(self.model, self.sparsity, self.gguf_file))
         guard.text("--output-dir", str(self.output_dir))  # safetensors cannot open a path that is not UTF-8
         name, work, out = self.output_dir.name, self.work_dir and self.work_dir.resolve(), self.output_dir.resolve()
         budget = self.has_budget and ("--max-kl" if self.max_kl is not None else "--min-top1")
@@ -308,9 +311,12 @@ def auto_seq_len(device_type: str, context: int) -> int:
     return min(2048 if device_type == "cuda" else 512, context)
 
 
-def default_output(model: str, sparsity: tuple[float, ...] = ()) -> Path:
+def default_output(model: str, sparsity: tuple[float, ...] = (), gguf_file: str | None = None) -> Path:
     """``<model-name>-wisparse`` in the current folder; with one sparsity level of 50%, ``<model-name>-wisparse-50``."""
     percent = "-" + f"{100 * sparsity[0]:.4g}".replace(".", "p") if len(sparsity) == 1 else ""
-    folder = guard.find_folder(model)
-    name = folder.resolve().name if folder else model.rsplit("/", 1)[-1]
+    if gguf := guard.find_gguf(model, gguf_file):
+        name = gguf.stem
+    else:
+        folder = guard.find_folder(model)
+        name = folder.resolve().name if folder else model.rsplit("/", 1)[-1]
     return Path(f"{name or 'model'}-wisparse{percent}")

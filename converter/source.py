@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from wisparse.formats.architectures import RENAMED
 from wisparse.formats.bundle import SMALL_FILES
-from wisparse.formats.checkpoint import INDEX, Checkpoint
+from wisparse.formats.checkpoint import INDEX, Checkpoint, TensorFile
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError, first_line
 from wisparse.formats.guard import list_files, open_regular, read_bounded, shown
 from wisparse.formats.machine import choose_device
@@ -45,13 +45,13 @@ def small_digests(folder: Path, error: type[WisparseError]) -> dict[str, str]:
 
 def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
     def digest(name: str) -> str:
-        identity = checkpoint.identities[name]
-        with open_regular(checkpoint.folder, name, checkpoint.error, identity) as file:
+        place = checkpoint.files[name].folder, name, checkpoint.error, checkpoint.files[name].identity
+        with open_regular(*place) as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        open_regular(checkpoint.folder, name, checkpoint.error, identity).close()  # fails if the file was changed
+        open_regular(*place).close()  # fails if the file was changed
         return sha256
 
-    names = [*checkpoint.identities]
+    names = [*checkpoint.files]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(digest, names), strict=True))
 
@@ -84,6 +84,7 @@ def _without_embedding(config_class: type, stored: StoredEmbedding) -> Any:
     return type(base.__name__, (base,), {"__init__": make, "__module__": base.__module__})
 
 
+_ROWS = 4096  # of a weight that are dequantised together
 # The first version that can leave all weights of a model in its files.
 _ACCELERATE = (1, 15)
 
@@ -159,16 +160,18 @@ def load_source(
     *,
     max_memory: Mapping[int | str, int] | None = None,
     bundle: bool = False,
+    weights: TensorFile | None = None,
 ) -> SourceModel:
     """Load a Hugging Face checkpoint from a local folder; no code from the folder is executed. ``max_memory``:
     accelerate's limits in bytes by GPU and for ``cpu``, for a model larger than one device. Blocks are placed on the
-    GPUs, then in memory; the rest stays in the files."""
+    GPUs, then in memory; the rest stays in the files. ``weights``: see `Checkpoint.open`."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     folder = Path(folder)
     device = choose_device(device)
     # Validates every header, with better messages than transformers'.
-    checkpoint = Checkpoint.open(folder, error=BundleError) if bundle else Checkpoint.open(folder, complete=full_config)
+    how: dict[str, Any] = {"error": BundleError} if bundle else {"complete": full_config, "weights": weights}
+    checkpoint = Checkpoint.open(folder, **how)
     config = checkpoint.config
     dtype = dtype or choose_dtype(config.dtype, device)
     tokenizer = load_tokenizer(folder)
@@ -202,7 +205,10 @@ def load_source(
                 with torch.no_grad():
                     for name in expected_tensors(config) if checkpoint.quantised else checkpoint.tensors:
                         if name != PER_LAYER_EMBEDDING:
-                            parameters[name].copy_(checkpoint.tensor(name))
+                            row = 0
+                            for piece in checkpoint.row_pieces(name, _ROWS):
+                                parameters[name][row : row + len(piece)].copy_(piece)
+                                row += len(piece)
             else:
                 loaded: Any = loader.from_pretrained(
                     folder,

@@ -167,7 +167,7 @@ class Bundle:
                 raise BundleError(f"config.json: wisparse.{key}: expected {value!r}, found {found!r:.80}")
         checkpoint = Checkpoint.open(folder, error=BundleError)
         # Manifest, index and folder must have the same files.
-        required = {"config.json", INDEX, SIDECAR, *checkpoint.identities}
+        required = {"config.json", INDEX, SIDECAR, *checkpoint.files}
         present = guard.list_files(folder, _MAX_FILES, BundleError)
         for name in sorted((required | (SMALL_FILES.keys() & present)) - set(manifest.sha256)):
             raise BundleError(f"{MANIFEST}: files: no entry for {name}")
@@ -364,7 +364,7 @@ def verify_bundle(folder: str | os.PathLike[str], *, unfinished: bool = False) -
     bundle = Bundle.open(folder, unfinished=unfinished)
     checkpoint, sha256 = bundle.checkpoint, bundle.manifest.sha256
     notes: list[str] = []
-    weights = set(checkpoint.identities)
+    weights = set(checkpoint.files)
 
     def check_file(name: str) -> int:
         """Check a file's sha256; returns its size. A missing or edited document is a note."""

@@ -74,8 +74,10 @@ class Entry:
 
 
 class TensorFile:
+    dequantised = False  # whether `read` computes the tensors, which the file has in another form
+
     def __init__(self, folder: Path, name: str, error: type[WisparseError]) -> None:
-        self._folder, self._name, self._error, self._place = folder, name, error, os.path.join(folder, name)
+        self.folder, self.name, self.error, self._place = folder, name, error, os.path.join(folder, name)
         with guard.open_regular(folder, name, error) as file:
             self.identity = guard.identity(file)
             prefix = file.read(8) or b""
@@ -104,18 +106,18 @@ class TensorFile:
     def _file(self) -> Any:
         return safe_open(self._path, "pt")
 
-    def read_bytes(self, tensor: str) -> Tensor:
-        """The bytes of a tensor, (n,) uint8, memory-mapped. Raises if the file changed since it was opened; a truncation
-        during the read ends the process (SIGBUS)."""
+    def read(self, tensor: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """A tensor's bytes from ``start`` to ``stop``, or to its end, (n,) uint8, memory-mapped. Raises if the file changed
+        since it was opened; a truncation during the read ends the process (SIGBUS)."""
         # One stat call for the validated file: experts' weights are thousands of reads.
         try:
             same = guard.identity(self._place) == self.identity
         except OSError:
             same = False
         if not same:
-            guard.open_regular(self._folder, self._name, self._error, self.identity).close()
+            guard.open_regular(self.folder, self.name, self.error, self.identity).close()
         data: Tensor = self._file.get_tensor(tensor)
-        return data.view(-1).view(torch.uint8)
+        return data.view(-1).view(torch.uint8)[start:stop]
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Checkpoint:
     quantised: Mapping[str, StoredWeight]  # name of a quantised weight -> its packing
     vision_tensors: int  # number of a wrapper's tensors outside the text model
     error: type[WisparseError]  # raised for a damaged file
-    _files: Mapping[str, TensorFile]
+    files: Mapping[str, TensorFile]  # by name; reads raise if one changed since it was opened
     rotation: Tensor | None = (
         None  # Q (hidden_size, hidden_size) float32: hidden states are x @ Q where the source's are x
     )
@@ -177,10 +179,12 @@ class Checkpoint:
         *,
         error: type[WisparseError] = UnsupportedModelError,
         complete: Callable[..., dict[str, Any]] | None = None,
+        weights: TensorFile | None = None,
     ) -> Checkpoint:
         """Read and validate ``config.json``, the index and the headers; no weight is read. ``error``: BundleError for a
         bundle, which has an index and no copy of tied embeddings. ``complete``: adds default fields to a source's
-        ``config.json``, by its config and, once known, the names of its tensors."""
+        ``config.json``, by its config and, once known, the names of its tensors. ``weights``: the file that has all of
+        them, in place of the folder's."""
         folder = Path(folder)
         guard.require_folder(folder)
         is_bundle = issubclass(error, BundleError)
@@ -192,7 +196,10 @@ class Checkpoint:
             packings = read_quantisation(config_dict, config)
         except UnsupportedModelError as reason:
             raise error(str(reason)) from None
-        weight_map, files, notes = open_files(folder, is_bundle, error)
+        if weights is None:
+            weight_map, files, notes = open_files(folder, is_bundle, error)
+        else:
+            weight_map, files, notes = dict.fromkeys(weights.entries, weights.name), {weights.name: weights}, []
         # Name in the text model -> stored name.
         stored: dict[str, str] = {}
         for name in weight_map:
@@ -359,7 +366,12 @@ class Checkpoint:
     @property
     def is_made(self) -> bool:
         """Whether some tensors are computed, so not in the files."""
-        return bool(self._made)
+        return bool(self._made) or self.is_dequantised
+
+    @property
+    def is_dequantised(self) -> bool:
+        """Whether the tensors are computed, in float32, from a file of another form: in a bundle they have `dtype`."""
+        return any(file.dequantised for file in self.files.values())
 
     @cached_property
     def _places(self) -> dict[str, InOne]:
@@ -424,15 +436,10 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     @property
-    def identities(self) -> Mapping[str, guard.Identity]:
-        """By file name, the identity of the opened file; reads raise if it changed."""
-        return {name: file.identity for name, file in self._files.items()}
-
-    @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the projections' weights; if they are quantised, that of the config."""
+        """The dtype of the projections' weights; if they are, or were, quantised, that of the config."""
         first = next(self.config.projections()).parts[0] + ".weight"
-        if first not in self.quantised:
+        if first not in self.quantised and not self.is_dequantised:
             return self.tensors[first].dtype
         return getattr(torch, self.config.dtype) if self.config.dtype in _INFINITY else torch.bfloat16
 
@@ -449,16 +456,18 @@ class Checkpoint:
             yield from tensor.split(max(1, chunk_bytes // tensor.dtype.itemsize))
             return
         info = self.tensors[name]
-        source = self._files[info.file].read_bytes(info.stored)
-        for chunk in source[info.offset : info.offset + info.nbytes].split(chunk_bytes):
+        for start in range(info.offset, info.offset + info.nbytes, chunk_bytes):
+            stop = min(start + chunk_bytes, info.offset + info.nbytes)
+            chunk = self.files[info.file].read(info.stored, start, stop)
             self._require_finite(info, chunk)
             yield chunk.view(info.dtype)
 
     def read_part(self, name: str, offset: int, memory: Tensor) -> None:
         """Fill ``memory``, (n,) uint8 on the CPU, with a stored tensor's bytes from ``offset`` on; thread-safe."""
         info = self.tensors[name]
-        source = self._files[info.file].read_bytes(info.stored)[info.offset + offset :][: len(memory)]
-        for piece, data in zip(memory.split(_COPY_BYTES), source.split(_COPY_BYTES), strict=True):
+        start = info.offset + offset
+        for piece in memory.split(_COPY_BYTES):
+            data = self.files[info.file].read(info.stored, start, start := start + len(piece))
             np.copyto(piece.numpy(), data.numpy())  # unlike torch's copy it uses no threads
             self._require_finite(info, piece)
 
@@ -474,7 +483,7 @@ class Checkpoint:
     def rows(self, name: str, index: Tensor) -> Tensor:
         """A copy of rows ``index`` (n,) of a stored matrix, which are not checked for NaN; other rows are not read."""
         info = self.tensors[name]
-        source = self._files[info.file].read_bytes(info.stored)
+        source = self.files[info.file].read(info.stored)
         return source.view(info.dtype).view(info.shape)[index]
 
     def require_finite(self, name: str) -> None:
@@ -483,14 +492,14 @@ class Checkpoint:
             pass
 
     def row_pieces(self, name: str, rows: int) -> Iterator[Tensor]:
-        """A weight (N, K) in blocks of at most ``rows`` rows; dequantised to float32 if quantised."""
+        """A tensor (N, ...) in blocks of at most ``rows`` rows; dequantised to float32 if quantised."""
         if name not in self.quantised:
             if name not in self.tensors:
                 yield from self._stored(name).split(rows)
                 return
             info = self.tensors[name]
-            for flat in self.chunks(name, rows * info.shape[1] * info.dtype.itemsize):
-                yield flat.view(-1, info.shape[1])
+            for flat in self.chunks(name, rows * math.prod(info.shape[1:]) * info.dtype.itemsize):
+                yield flat.view(-1, *info.shape[1:])
             return
         matrix = self._decode(name)
         for first in range(0, matrix.shape[0], rows):
@@ -582,9 +591,7 @@ def _same_values(*places: tuple[TensorFile, str]) -> bool:
     if len(dtypes) < 2 or len({entry and entry.shape for entry in entries}) > 1:
         return True  # refused where the tensors are validated
     coarse = next(dtype for dtype in (torch.bfloat16, torch.float16, torch.float32) if dtype in dtypes)
-    both = (
-        file.read_bytes(name).view(dtype).split(1 << 22) for (file, name), dtype in zip(places, dtypes, strict=True)
-    )
+    both = (file.read(name).view(dtype).split(1 << 22) for (file, name), dtype in zip(places, dtypes, strict=True))
     return all(torch.equal(a.to(coarse), b.to(coarse)) for a, b in zip(*both, strict=True))
 
 
@@ -607,7 +614,7 @@ def open_files(
             advice = "pickle files can run code and are never loaded: save the model again with save_pretrained()"
             raise error(f"{found}; {advice}")
         gguf = any(name.endswith(".gguf") for name in os.listdir(folder))
-        hint = "; found GGUF files, which are llama.cpp's: give the checkpoint they were made from" if gguf else ""
+        hint = "; found GGUF files: give one of them, or its name with --gguf-file" if gguf else ""
         expected = INDEX if bundle else f"{INDEX} or {_SINGLE}"
         raise error(f"{guard.shown(folder)}: no weights: expected {expected}{hint}")
     weight_map = guard.read_json(folder, INDEX, MAX_INDEX_BYTES, error).get("weight_map")

@@ -314,6 +314,25 @@ def find_folder(model: str | os.PathLike[str], wanted: str = WANTED) -> Path | N
     return None
 
 
+def find_gguf(model: str | os.PathLike[str], gguf_file: str | None = None) -> Path | None:
+    """The local GGUF file ``model``, or ``gguf_file`` in the local folder ``model``; None for another folder or a Hub id."""
+    path = expand(place("model", model))
+    if gguf_file is not None and (not gguf_file.endswith(".gguf") or gguf_file.startswith("/") or ".." in gguf_file):
+        raise UsageError(f"--gguf-file: expected the name of a .gguf file in the repository, found {quoted(gguf_file)}")
+    try:
+        if gguf_file is None:
+            return path if path.name.endswith(".gguf") and path.is_file() else None
+        if path.is_file():
+            raise UsageError(f"--gguf-file names a file in a folder or repository, but {quoted(model)} is a file")
+        if not path.is_dir():
+            return None
+        if (path / gguf_file).is_file():
+            return path / gguf_file
+    except OSError as error:
+        raise AccessError(f"{str(path)!r:.200}: cannot be opened: {error.strerror}") from None
+    raise AccessError(f"{quoted(gguf_file)}: missing from {str(path)!r:.200}")
+
+
 def shown(folder: str | os.PathLike[str]) -> str:
     """A folder's name in messages: its path, or the Hub id of a snapshot in the cache."""
     parts = Path(folder).parts

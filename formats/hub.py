@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ import huggingface_hub  # imports its submodules lazily
 from huggingface_hub import constants
 
 from .errors import AccessError, BundleError, UploadError, UsageError, first_line
+from .gguf import MAX_HEADER_BYTES as GGUF_HEADER_BYTES
 from .guard import WANTED, WANTED_BUNDLE, file_digest, find_folder, list_files, open_regular, quoted
 from .lazy import hub_errors as hub
 from .manifest import MANIFEST, listed_files
@@ -62,24 +66,61 @@ def _api() -> huggingface_hub.HfApi:
 class Source:
     folder: Path
     commit: str | None  # on the Hub; None for a local folder
-    name: str  # the Hub id, or the folder's own name without path
+    name: str  # the Hub id, or the folder's or GGUF file's own name without path
+    gguf: Path | None = None  # the file with the model
 
 
 def fetch_source(
-    model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True, wanted: str = WANTED
+    model: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    wanted: str = WANTED,
+    gguf_file: str | None = None,
 ) -> Source:
     """A local folder with a model: the folder ``model``, or a download of a Hub id. ``weights=False``: only configuration,
-    tokenizer, card and licences, for a preflight. ``wanted``: advice in the error for a file."""
+    tokenizer, card and licences, for a preflight. ``wanted``: advice in the error for a file. ``gguf_file``: the name of
+    the GGUF file in a repository, of which only this file is downloaded, for a preflight only its header."""
     folder = find_folder(model, wanted)
     if folder is not None:
         if revision is not None:
             raise UsageError(f"--revision names a commit on the Hub, but {str(model)!r} is a folder on disk")
         return Source(folder, None, folder.resolve().name)
     repo_id = _repo_id(model)
-    snapshot = Path(_snapshot(repo_id, revision, weights=weights))
+    cached = gguf_file is None or huggingface_hub.try_to_load_from_cache(repo_id, gguf_file, revision=revision)
+    if gguf_file is not None and not weights and not isinstance(cached, str):
+        return _gguf_header(repo_id, revision, gguf_file)
+    snapshot = Path(_snapshot(repo_id, revision, weights=weights, gguf_file=gguf_file))
+    if gguf_file is not None and not (snapshot / gguf_file).is_file():
+        raise AccessError(f"{repo_id!r} holds no {gguf_file!r} at revision {revision or 'main'!r}")
     if not snapshot.is_dir():
         raise AccessError(f"{repo_id!r} holds no model at revision {revision or 'main'!r}: none of its files is one")
-    return Source(snapshot, snapshot.name, repo_id)  # a snapshot's folder name is its commit
+    # A snapshot's folder name is its commit.
+    return Source(snapshot, snapshot.name, repo_id, None if gguf_file is None else snapshot / gguf_file)
+
+
+def _gguf_header(repo_id: str, revision: str | None, name: str) -> Source:
+    """A GGUF file of the same size as that on the Hub, with its header and without weights; removed with the process."""
+    url = huggingface_hub.hf_hub_url(repo_id, name, revision=revision)
+    work = Path(tempfile.mkdtemp(prefix="wisparse-gguf-"))
+    atexit.register(shutil.rmtree, work, ignore_errors=True)
+    with _hub_errors(repo_id, revision, no_folder=True), open(work / Path(name).name, "wb") as file:
+        try:
+            data = huggingface_hub.get_hf_file_metadata(url)
+        except hub.EntryNotFoundError:
+            raise AccessError(f"{repo_id!r} holds no {name!r} at revision {revision or 'main'!r}") from None
+        headers = {
+            **huggingface_hub.utils.build_hf_headers(library_name="wisparse"),
+            "Range": f"bytes=0-{GGUF_HEADER_BYTES}",
+        }
+        with huggingface_hub.utils.get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
+            huggingface_hub.utils.hf_raise_for_status(answer)
+            for chunk in answer.iter_bytes():
+                file.write(chunk)
+                if file.tell() > GGUF_HEADER_BYTES:  # of a server that ignores the range
+                    break
+        file.truncate(data.size or 0)
+    return Source(work, data.commit_hash, repo_id, work / Path(name).name)
 
 
 def fetch_bundle(bundle: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -92,20 +133,25 @@ def require_place(model: str | os.PathLike[str]) -> None:
         _repo_id(model)
 
 
-def download_bytes(model: str | os.PathLike[str], revision: str | None = None) -> int:
+def download_bytes(model: str | os.PathLike[str], revision: str | None = None, gguf_file: str | None = None) -> int:
     """Bytes that ``fetch_source`` has to download; 0 for a folder or a cached model."""
     if find_folder(model) is not None:
         return 0
-    files = _snapshot(_repo_id(model), revision, weights=True, dry_run=True)
+    files = _snapshot(_repo_id(model), revision, weights=True, dry_run=True, gguf_file=gguf_file)
     return sum(file.file_size or 0 for file in files if file.will_download)
 
 
-def _snapshot(repo_id: str, revision: str | None, *, weights: bool, dry_run: bool = False) -> Any:
+def _snapshot(
+    repo_id: str, revision: str | None, *, weights: bool, dry_run: bool = False, gguf_file: str | None = None
+) -> Any:
+    wanted = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
     with _hub_errors(repo_id, revision, no_folder=True):
         return huggingface_hub.snapshot_download(
             repo_id,
             revision=revision,
-            allow_patterns=[*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES,
+            allow_patterns=wanted
+            if gguf_file is None
+            else [gguf_file, "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"],
             ignore_patterns=_UNWANTED if weights else [*_UNWANTED, "model*.safetensors"],
             library_name="wisparse",
             dry_run=dry_run,

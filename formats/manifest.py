@@ -86,6 +86,7 @@ class Recipe:
     vision_tensors_left_out: int = 0  # number of the source's tensors outside the text model; on disk only if not 0
     rotation: RotationRecord | None = None  # on disk only if the weights were rotated
     plane_bits: tuple[int, ...] = ()  # of a graded bundle, the high plane first; on disk only then
+    dequantised_from: str = ""  # of a GGUF file, the types of its matrices with their number; on disk only then
 
     @property
     def sparsities(self) -> tuple[float, ...]:
@@ -113,8 +114,15 @@ class Recipe:
         count = self.vision_tensors_left_out
         return f"text only: {count} tensor{'s' * (count > 1)} of the vision tower left out" if count else None
 
+    @property
+    def measured_against(self) -> str | None:
+        """A sentence on the weights of a GGUF file, which quality is measured against, or None."""
+        types = self.dequantised_from
+        against = "quality is measured against the dequantised weights, not against what the file was made from"
+        return f"dequantised from GGUF, {types}; {against}" if types else None
+
     def to_dict(self) -> dict[str, Any]:
-        only_if_any = ("vision_tensors_left_out", "rotation", "plane_bits")
+        only_if_any = ("vision_tensors_left_out", "rotation", "plane_bits", "dequantised_from")
         document = {key: value for key, value in asdict(self).items() if value or key not in only_if_any}
         return {"format_version": FORMAT_VERSION, **document}
 

@@ -54,7 +54,7 @@ def write_bundle(
     for name in source.tensors:
         if second and name == LM_HEAD:
             continue
-        size = _nbytes(source.tensors[name], dtype)
+        size = _nbytes(source, source.tensors[name], dtype)
         if not shards or size > room:
             shards.append([])
             room = most
@@ -67,7 +67,7 @@ def write_bundle(
     scales = scale_shapes(source.config)
     with replaced_folder(out, BUNDLE, written, overwrite=overwrite) as partial:
         weight_map = {name: file for file, tensors in weights.items() for name in tensors}
-        total = sum(_nbytes(source.tensors[name], dtype) for name in weight_map)
+        total = sum(_nbytes(source, source.tensors[name], dtype) for name in weight_map)
         sidecar = sum(4 * math.prod(shape) + 512 for shape in scales.values())
         # An estimate within about 1%; the megabyte is for the other files.
         sidecar = len(levels) * sidecar + (0 if source.rotation is None else 2 * source.rotation.numel())
@@ -165,19 +165,21 @@ def _write_all(file: FileIO, piece: bytes | memoryview) -> None:
         view = view[file.write(view) :]
 
 
-def _target(info: TensorInfo, dtype: str) -> torch.dtype:
-    return info.dtype if dtype == "auto" else getattr(torch, dtype)
+def _target(source: Checkpoint, info: TensorInfo, dtype: str) -> torch.dtype:
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    return source.dtype if source.is_dequantised and info.code == "F32" else info.dtype
 
 
-def _nbytes(info: TensorInfo, dtype: str) -> int:
-    return info.nbytes // info.dtype.itemsize * _target(info, dtype).itemsize
+def _nbytes(source: Checkpoint, info: TensorInfo, dtype: str) -> int:
+    return info.nbytes // info.dtype.itemsize * _target(source, info, dtype).itemsize
 
 
 def _shard(source: Checkpoint, names: list[str], dtype: str, stopped: threading.Event) -> Iterator[bytes | memoryview]:
     infos = [source.tensors[name] for name in names]
-    yield build_header({info.name: (_target(info, dtype), info.shape) for info in infos}, {"format": "pt"})
+    yield build_header({info.name: (_target(source, info, dtype), info.shape) for info in infos}, {"format": "pt"})
     for info in infos:
-        target = _target(info, dtype)
+        target = _target(source, info, dtype)
         for chunk in source.chunks(info.name, _CHUNK_BYTES):
             if stopped.is_set():
                 return

@@ -88,7 +88,7 @@ class HubStandIn:
 
     def add(self, repo_id: str, files: dict[str, bytes], **kwargs: Any) -> Repo:
         repo = self.repos[repo_id] = Repo(repo_id, **kwargs)
-        repo.large = {path for path in files if path.endswith((".safetensors", ".png"))}
+        repo.large = {path for path in files if path.endswith((".safetensors", ".png", ".gguf"))}
         repo.commit(dict(files), "initial commit")
         return repo
 
@@ -254,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
         present, answer = repo.commits[-1][1], []
         for file in json.loads(body)["files"]:
             path, content = file["path"], present.get(file["path"])
-            large = path.endswith((".safetensors", ".png")) or file["size"] > 1_000_000
+            large = path.endswith((".safetensors", ".png", ".gguf")) or file["size"] > 1_000_000
             oid = None if content is None else _sha256(content) if large else git_hash(content)
             mode = "lfs" if large else "regular"
             answer.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
@@ -310,6 +310,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, "EntryNotFound", f"{path} does not exist")
         etag = _sha256(files[path]) if path in repo.large else git_hash(files[path])
         headers = {"X-Repo-Commit": oid, "ETag": f'"{etag}"', "Accept-Ranges": "none"}
+        asked = re.fullmatch(r"bytes=0-(\d+)", self.headers.get("range") or "")
+        if asked and self.command == "GET":
+            return self._answer(206, files[path][: int(asked[1]) + 1], headers)
         return self._answer(200, files[path], headers)
 
 

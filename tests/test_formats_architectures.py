@@ -199,7 +199,7 @@ FOLDERS = {
     "config.json adapter_config.json adapter_model.safetensors": "is a LoRA (PEFT) adapter of 'org/base'",
     "model_index.json": "is a diffusers pipeline",
     "modules.json model.safetensors": "is a sentence-transformers model",
-    "model-Q4_K_M.gguf README.md": "is GGUF files, llama.cpp's format: give the checkpoint it was made from",
+    "model-Q4_K_M.gguf README.md": "is GGUF files, llama.cpp's format: give one of the files",
     "params.json consolidated.00.pth": "is weights in Meta's or Mistral's own layout",
     "model.onnx": "is an ONNX export",
     "tf_model.h5": "is a TensorFlow, Keras or JAX model",
@@ -231,7 +231,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, names: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("model.gguf", "is a GGUF file, llama.cpp's format: give the checkpoint it was made from"),
+        ("model.gguf", "is a GGUF file, llama.cpp's format: make a bundle of it"),
         ("model.safetensors", "is a file of weights: give the folder that it lies in"),
         ("model.onnx", "is an ONNX file"),
         ("model.tar.gz", "is an archive: unpack it"),

@@ -35,7 +35,7 @@ def test_layouts(dtype: torch.dtype, shards: int, tied: bool, tmp_path: Path) ->
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.config.tie_word_embeddings is tied
     assert (HEAD in checkpoint.tensors) is not tied
-    assert len(checkpoint.identities) == shards
+    assert len(checkpoint.files) == shards
     stored = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert set(stored) == set(checkpoint.tensors)
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in stored.values())
@@ -399,5 +399,5 @@ def test_round_trip_with_the_library(tensors: dict, metadata: dict, tmp_path: Pa
         entries = opened.entries.items()
         assert {key: (getattr(torch, DTYPES[entry.code][0]), entry.shape) for key, entry in entries} == shapes
         assert {key: entry for key, (entry, _) in found.items()} == opened.entries
-        assert all(bytes(opened.read_bytes(key).numpy()) == bytes(data) for key, (_, data) in found.items())
+        assert all(bytes(opened.read(key).numpy()) == bytes(data) for key, (_, data) in found.items())
     assert parse_tensors(ours, "ours")[1] == metadata

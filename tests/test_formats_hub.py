@@ -9,10 +9,14 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
+from gguf_files import write_gguf
 from hub_standin import READ_TOKEN, TOKEN, Fault, HubStandIn, point_client_at
 from huggingface_hub import HfApi, constants
 from tiny_bundle import digests, files_of, write_tiny_bundle, write_tiny_model
 
+from wisparse.converter.gguf_source import open_source
+from wisparse.converter.preflight import preflight
+from wisparse.converter.settings import ConvertSettings
 from wisparse.formats import hub
 from wisparse.formats.errors import AccessError, BundleError, UploadError, UsageError
 from wisparse.formats.hub import check_read_access, check_write_access, fetch_source, plan_push, push_bundle
@@ -249,3 +253,24 @@ def test_write_access(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", os.devnull)
     with pytest.raises(AccessError, match=r"needs an account on the Hub: .*hf auth login"):
         check_write_access("alice/mine")
+
+
+def test_of_a_gguf_repository_only_the_named_file_is_read(
+    standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    write_gguf("llama", tmp_path / "m.gguf", "Q8_0")
+    content = (tmp_path / "m.gguf").read_bytes()
+    standin.add("team/m-GGUF", {"m-Q8_0.gguf": content, "m-Q4_0.gguf": b"not wanted", "LICENSE": b"a licence"})
+    monkeypatch.setattr(hub, "GGUF_HEADER_BYTES", 20_000)
+    plan = preflight(ConvertSettings("team/m-GGUF", tmp_path / "out", gguf_file="m-Q8_0.gguf", device="cpu"))
+    assert plan.source.gguf.stat().st_size == len(content)  # of the same size, but sparse
+    assert plan.source.gguf.read_bytes().rstrip(b"\0") == content[:20_001].rstrip(b"\0")
+    assert plan.dequantised_from == "Q8_0 (22)"
+    assert plan.download_bytes == len(content) + len(b"a licence")
+    source = open_source("team/m-GGUF", None, "m-Q8_0.gguf")
+    assert source.gguf.read_bytes() == content
+    assert (source.folder / "LICENSE").read_bytes() == b"a licence"
+    assert not standin.seen("Q4_0")
+    with pytest.raises(AccessError, match=r"m\.gguf"):
+        open_source("team/m-GGUF", None, "m.gguf", weights=False)

@@ -68,7 +68,7 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
         tensor = bundle.checkpoint.tensor(name)
         assert tensor.dtype is expected
         assert torch.equal(tensor, source.tensor(name).to(expected))
-    for file in (bundle.folder / name for name in bundle.checkpoint.identities):
+    for file in (bundle.folder / name for name in bundle.checkpoint.files):
         assert file.stat().st_size <= size + 4096 or len(load_file(file)) == 1
 
 

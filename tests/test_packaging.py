@@ -92,7 +92,7 @@ def test_dependencies() -> None:
         imported |= {distributions.get(module, [module])[0].lower().replace("_", "-") for module in modules}
     extras = PROJECT["project"]["optional-dependencies"]
     needed = {line.partition(">=")[0] for line in PROJECT["project"]["dependencies"]}
-    lines = [line for extra in ("datasets", "eval", "onnx", "serve", "vllm") for line in extras[extra]]
+    lines = [line for extra in ("datasets", "eval", "gguf", "onnx", "serve", "vllm") for line in extras[extra]]
     optional = {line.partition(">=")[0] for line in lines}
     # parts of numba, of lm-eval and of torch's CUDA builds, which pin the version that fits
     brought = {"evaluate", "llvmlite", "tqdm", "triton"}
@@ -102,7 +102,7 @@ def test_dependencies() -> None:
     command = [sys.executable, ROOT / ".ci" / "lower_bounds.py", "test"]
     pins = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     extras = PROJECT["project"]["optional-dependencies"]
-    taken = [line for extra in ("test", "eval", "onnx", "sentencepiece", "serve") for line in extras[extra]]
+    taken = [line for extra in ("test", "eval", "gguf", "onnx", "sentencepiece", "serve") for line in extras[extra]]
     lines = [*PROJECT["project"]["dependencies"], *taken]
     assert sorted(pins) == sorted({line.replace(">=", "==").partition(",<")[0] for line in lines if ">=" in line})
 

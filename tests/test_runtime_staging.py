@@ -54,7 +54,7 @@ def test_what_is_no_tensor_of_the_file(tmp_path: Path) -> None:
     checkpoint = Bundle.open(bundle.folder).checkpoint
     with staged_reads(checkpoint, [name], CPU, part_bytes=64) as read, pytest.raises(BundleError, match="NaN"):
         read(name)
-    path = checkpoint.folder / next(iter(checkpoint.identities))
+    path = checkpoint.folder / next(iter(checkpoint.files))
     path.write_bytes(path.read_bytes()[:-40])
     damaged = pytest.raises(BundleError, match=r"changed on disk|truncated")
     with damaged, staged_reads(checkpoint, checkpoint.tensors, CPU, part_bytes=256) as read:

@@ -73,9 +73,16 @@ class Advice:
 
 
 def advise(
-    model: str, folder: Path, device: torch.device, progress: Progress, *, revision: str | None, context: int = CONTEXT
+    model: str,
+    folder: Path,
+    device: torch.device,
+    progress: Progress,
+    *,
+    revision: str | None,
+    gguf_file: str | None = None,
+    context: int = CONTEXT,
 ) -> Advice:
-    """``model``: the user's folder or Hub id, for the recommended command; ``folder`` has its config.json."""
+    """``model``, ``revision``, ``gguf_file``: the user's, for the recommended command; ``folder`` has config.json."""
     stated = full_config(read_config(folder))
     config = ModelConfig.from_dict(stated)
     packings = read_quantisation(stated, config)  # a conversion keeps quantised weights
@@ -106,6 +113,7 @@ def advise(
     options, why = _recommended(rows, stored, config, device)
     options += ["--device", str(device)] if device != choose_device() else []
     options += ["--revision", revision] if revision is not None else []
+    options += ["--gguf-file", gguf_file] if gguf_file is not None else []
     command = shlex.join(["wisparse", "convert", model, *options])
     facts = machine(device)
     if device.type == "cpu":

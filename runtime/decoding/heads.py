@@ -221,7 +221,7 @@ class HeadFiles:
 
     def read(self, name: str) -> Tensor:
         file, stored = self._stored[name]
-        entry, data = self._files[file].entries[stored], self._files[file].read_bytes(stored)
+        entry, data = self._files[file].entries[stored], self._files[file].read(stored)
         dtype = getattr(torch, DTYPES[entry.code][0]) if entry.code in DTYPES else torch.int64
         return data.clone().view(dtype).reshape(entry.shape)
 

@@ -6,7 +6,8 @@ import json
 
 import click
 
-from wisparse.formats.hub import fetch_source, require_place
+from wisparse.formats.guard import find_gguf
+from wisparse.formats.hub import require_place
 
 from ..options import FOLDER_OR_ID, option_table, set_up_logging
 
@@ -17,11 +18,12 @@ from ..options import FOLDER_OR_ID, option_table, set_up_logging
     ("--device", str, "auto", "auto, cpu, cuda or cuda:N."),
     ("--context", click.IntRange(min=1), 4096, "Tokens of the KV cache in the memory estimate."),
     ("--revision", str, None, "Branch, tag or commit of a model on the Hub."),
+    ("--gguf-file", str, None, "The GGUF file of those in MODEL."),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-def command(model: str, device: str, context: int, revision: str | None, as_json: bool) -> None:
-    """Estimate speed, memory, disk and quality of MODEL, a folder or a Hub id, after a conversion to each weight type and
-    sparsity, and recommend a command.
+def command(model: str, device: str, context: int, revision: str | None, gguf_file: str | None, as_json: bool) -> None:
+    """Estimate speed, memory, disk and quality of MODEL, a folder, a GGUF file or a Hub id, after a conversion to each
+    weight type and sparsity, and recommend a command.
 
     No weights are read or downloaded. Speed is measured on blocks of the model's shape with random weights, which takes
     5 to 20 seconds on a CPU and about 45 on a GPU the first time, most of it to compile kernels.
@@ -31,15 +33,18 @@ def command(model: str, device: str, context: int, revision: str | None, as_json
     wisparse advise ./my-fine-tune --device cpu --json
     """
     set_up_logging(False)
-    require_place(model)  # before torch is imported, so that usage errors come at once
-    source = fetch_source(model, revision, weights=False)
+    if find_gguf(model, gguf_file) is None:
+        require_place(model)  # before torch is imported, so that usage errors come at once
+    from wisparse.converter.gguf_source import open_source
     from wisparse.converter.processes import Progress
     from wisparse.formats.machine import choose_device
 
     from ..advice import advise, print_advice
 
     chosen = choose_device(device, "--device")
-    advice = advise(model, source.folder, chosen, Progress(), revision=revision, context=context)
+    folder = open_source(model, revision, gguf_file, weights=False).folder
+    given = {"revision": revision, "gguf_file": gguf_file}
+    advice = advise(model, folder, chosen, Progress(), **given, context=context)
     if as_json:
         click.echo(json.dumps(advice.to_dict(), indent=2))
     else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wisparse.converter.settings import ConvertSettings
+from wisparse.formats.guard import find_gguf
 from wisparse.formats.hub import require_place
 from wisparse.formats.machine import idle_cores, torchrun_place, usable_cores
 from wisparse.formats.manifest import level_name
@@ -76,7 +77,7 @@ def _option(field: Field[Any]) -> Any:
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Convert MODEL, a folder or a Hub id, into a sparse bundle.
+    """Convert MODEL, a folder, a GGUF file or a Hub id, into a sparse bundle.
 
     \b
     wisparse-convert meta-llama/Llama-3.1-8B-Instruct
@@ -85,6 +86,7 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
     wisparse-convert ./my-fine-tune --max-kl 0.02
     wisparse-convert ./my-fine-tune --weights graded --bits 4.25,3.5
     wisparse-convert Qwen/Qwen2.5-7B --dry-run
+    wisparse-convert USER/MODEL-GGUF --gguf-file model-Q4_K_M.gguf
 
     On several GPUs of one machine, one process each, with the same result:
 
@@ -101,7 +103,8 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
     if place.ignored:
         _log.warning(place.ignored)
     settings = ConvertSettings(**options)  # before torch is imported, so that usage errors come at once
-    require_place(settings.model)
+    if find_gguf(settings.model, settings.gguf_file) is None:
+        require_place(settings.model)
     if not silent:
         _limit_threads_to_idle_cores()
     from wisparse.converter.processes import Progress
@@ -116,8 +119,8 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
             if not quiet:
                 from ..advice import advise, print_advice
 
-                revision = settings.revision
-                advice = advise(settings.model, plan.source.folder, plan.device, progress, revision=revision)
+                place_of = {"revision": settings.revision, "gguf_file": settings.gguf_file}
+                advice = advise(settings.model, plan.source.folder, plan.device, progress, **place_of)
             if as_json:
                 click.echo(json.dumps({**plan.to_dict(), "advice": advice and advice.to_dict()}, indent=2))
             else:
@@ -174,6 +177,7 @@ def _print_plan(plan: Plan) -> None:
     shape = f"{config.model_type}{text_of}, {config.num_blocks} blocks, hidden {config.hidden_size}"
     in_scope = f"{plan.projection_parameters / size:.0%} of them in scope"
     samples = f"{settings.num_samples} x {settings.seq_len} = {settings.num_samples * settings.length:,} tokens"
+    dequantised = f"dequantised from GGUF, {plan.dequantised_from}; quality is measured against these"
     overwritten = " (overwritten)" if settings.output_dir.exists() else ""
     rows = (
         ("model", plan.source.name + (f" at {plan.source.commit}" if plan.source.commit else "")),
@@ -182,6 +186,7 @@ def _print_plan(plan: Plan) -> None:
             "bits" if settings.weights == "graded" else "sparsity",
             f"{target}, method {settings.method}, search {settings.chosen_search}",
         ),
+        ("weights", dequantised if plan.dequantised_from else None),
         ("calibration", f"{plan.calibration}: {samples}, seed {settings.seed}"),
         ("rotation", rotation),
         ("compute", f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"),
@@ -243,6 +248,7 @@ def _print_conversion(conversion: Conversion) -> None:
     rows = [
         ("bundle", str(conversion.folder)),
         ("left out", recipe.text_only),
+        ("weights", recipe.measured_against),
         (
             "bits" if graded else "sparsity",
             f"{_names(levels, default, graded)} {origin}; {at_default}{report.expectation(default)}",
