@@ -5,7 +5,8 @@ or dense. Answered: completions, whole and streamed; with a JSON schema, a regul
 ``echo`` and ``logprobs``; Anthropic's messages, whole and streamed. Beside them slow readers, streams cancelled in the
 middle, clients that go before they have sent everything, malformed bodies, and grammars that are too deep or too wide.
 Every answer is compared with the direct call's at its level, log-probabilities too, and with its constraint; a refusal
-other than the expected one, a timeout and a missing answer are failures.
+other than the expected one, a timeout and a missing answer are failures. Last, one stream alone and beside one client that
+sends failing schemas one after another, the same one or always others: its speed beside must be 0.95 of that alone.
 
     wisparse convert examples/pycode-llama-6m --sparsity 0.3,0.5 --calibration self -o BUNDLE
     python benchmarks/serve_soak.py BUNDLE --requests 10000 > results/serve-soak.json
@@ -14,6 +15,8 @@ other than the expected one, a timeout and a missing answer are failures.
 from __future__ import annotations
 
 import collections
+import http.client
+import itertools
 import json
 import os
 import random
@@ -85,7 +88,10 @@ class Case:
 @click.option("--max-batch", default=4, show_default=True)
 @click.option("--memory", type=int, help="Bytes of the server's cache; if they are few, requests go back to its queue.")
 @click.option("--seed", default=0, show_default=True)
-def main(bundle: str, requests: int, clients: int, max_batch: int, memory: int | None, seed: int) -> None:
+@click.option("--storm-seconds", default=15.0, show_default=True, help="Of each phase of the stream at the end.")
+def main(
+    bundle: str, requests: int, clients: int, max_batch: int, memory: int | None, seed: int, storm_seconds: float
+) -> None:
     """Print JSON: counts of each kind, failures, times of answers, and the server's memory after each tenth."""
     cases = direct_answers(bundle)
     command = [sys.executable, "-m", "wisparse", "serve", bundle, "--port", "0", "--max-batch", str(max_batch)]
@@ -99,6 +105,7 @@ def main(bundle: str, requests: int, clients: int, max_batch: int, memory: int |
         log = (line for line in server.stderr or () if line.startswith("Traceback"))
         threading.Thread(target=tracebacks.extend, args=[log], daemon=True).start()
         found = soak(port, cases, requests, clients, seed, lambda: psutil.Process(server.pid).memory_info().rss)
+        found["bystander"] = bystander(port, storm_seconds)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             (line,) = (one for one in page.read().decode().splitlines() if one.startswith(_PREEMPTIONS))
         found |= {"preemptions": int(float(line.split()[1])), "cache_bytes": memory}
@@ -211,6 +218,51 @@ def soak(
     }  # fmt: skip
 
 
+def bystander(port: int, seconds: float) -> dict[str, Any]:
+    """Characters a second of one stream, alone and beside a client with schemas whose answers cannot be followed."""
+    names = {f"k{number}": {"type": "string"} for number in range(600)}
+
+    def post(body: dict[str, Any]) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        return connection.getresponse()
+
+    def speed() -> float:
+        count, began = 0, time.perf_counter()
+        for seed in itertools.count():
+            answer = post({"prompt": PROMPTS[0], "max_tokens": 400, "temperature": 1, "seed": seed, "stream": True})
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    count += len(json.loads(line[6:])["choices"][0]["text"])
+                if (taken := time.perf_counter() - began) > seconds:
+                    answer.close()
+                    return count / taken
+        raise AssertionError
+
+    found: dict[str, Any] = {"refused": collections.Counter()}
+    for phase in ("alone", "same", "alone again", "others"):
+        stop = threading.Event()
+
+        def storm(phase: str = phase, stop: threading.Event = stop) -> None:
+            for number in itertools.count():
+                if stop.is_set():
+                    return
+                title = "storm" if phase == "same" else f"storm {number}"
+                form = {"schema": {"title": title, "type": "object", "properties": names}}
+                wish = {"type": "json_schema", "json_schema": form}
+                found["refused"][post({"prompt": "a", "max_tokens": 9, "response_format": wish}).status] += 1
+
+        thread = threading.Thread(target=storm)
+        if not phase.startswith("alone"):
+            thread.start()
+        found[phase] = round(speed(), 1)
+        stop.set()
+        if not phase.startswith("alone"):
+            thread.join()
+    alone = (found["alone"] + found["alone again"]) / 2
+    return {**found, "ratios": [round(found[phase] / alone, 3) for phase in ("same", "others")]}
+
+
 def _one(port: int, kind: str, case: Case, stream: bool, dice: random.Random) -> str | None:
     """Send one request; what was wrong with its answer, if anything."""
     body, path = json.dumps({**case.body, "stream": stream}).encode(), case.path
@@ -236,7 +288,8 @@ def _one(port: int, kind: str, case: Case, stream: bool, dice: random.Random) ->
     first, _, rest = bytes(answer).partition(b"\r\n\r\n")
     status = first.split(b" ")[1:2]
     if kind in ("malformed", "hostile"):
-        refused = status == [b"400"] and (kind == "malformed" or b"expected at most" in rest)
+        limits = b"expected at most", b"max is 2000"
+        refused = status == [b"400"] and (kind == "malformed" or any(limit in rest for limit in limits))
         return None if refused else f"expected a 400, found {first[:80]!r} {rest[:200]!r}"
     if status != [b"200"]:
         return f"expected a 200, found {first[:80]!r} {rest[:200]!r}"
@@ -249,7 +302,7 @@ def _hostile(dice: random.Random) -> dict[str, Any]:
     depth, title = dice.randrange(300, 3000), str(dice.random())
     properties = {f"p{number}": {"type": "integer"} for number in range(4000)}
     definitions = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(depth)} | {f"d{depth}": {"type": "integer"}}
-    match dice.randrange(5):
+    match dice.randrange(6):
         case 0:
             return {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(depth)) + f'r{depth}: "a"\n'}
         case 1:
@@ -258,6 +311,8 @@ def _hostile(dice: random.Random) -> dict[str, Any]:
             return {"grammar": f"start: /{'a?' * (10_000 + dice.randrange(4))}/"}
         case 3:
             schema = {"title": title, "$defs": definitions, "$ref": "#/$defs/d0"}
+        case 4:
+            schema = {"title": title, "type": "object", "properties": dict([*properties.items()][:600])}
         case _:
             schema = {"title": title, "type": "object", "properties": properties}
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}

@@ -99,14 +99,14 @@ class Grammar:
     @classmethod
     def of_schema(cls, field: str, schema: Any) -> Grammar:
         """A JSON schema: a mapping, or its text."""
-        if isinstance(schema, Mapping):
-            try:
-                schema = json.dumps(schema)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
         if isinstance(schema, str):
             with contextlib.suppress(ValueError, RecursionError):  # llguidance reports the error
                 schema = json.dumps(supported_schema(json.loads(schema)))
+        elif isinstance(schema, Mapping):
+            try:
+                schema = json.dumps(supported_schema(dict(schema)))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
         guard.expect(isinstance(schema, str), field, "a JSON schema", schema)
         return cls(field, schema, True)
 
@@ -118,6 +118,10 @@ class Grammar:
     @property
     def digest(self) -> bytes:
         return hashlib.sha256(f"{self.schema} {self.source}".encode(errors="surrogatepass")).digest()
+
+
+class RefusedGrammarError(UsageError):
+    """A grammar that does not compile, exceeds a limit, or could not be followed in an answer."""
 
 
 class Constraint:
@@ -133,7 +137,7 @@ class Constraint:
         if self._matcher.is_error():
             why = f"it cannot be followed further: {one_line(self._matcher.get_error())}"
             self._refuse(why)
-            raise UsageError(f"{self._field}: {why}")
+            raise RefusedGrammarError(f"{self._field}: {why}")
         mask_bits(logits, bits)
 
     def take(self, token: int) -> None:
@@ -256,7 +260,7 @@ class Grammars:
         with self._lock:
             if digest in self._refused:
                 self._refused.move_to_end(digest)
-                raise UsageError(f"{grammar.field}: {self._refused[digest]}")
+                raise RefusedGrammarError(f"{grammar.field}: {self._refused[digest]}")
             if digest not in self._compiled:
                 return None
             self._compiled.move_to_end(digest)
@@ -274,7 +278,7 @@ class Grammars:
                 raise GrammarError(f"it does not compile: {one_line(matcher.get_error())}")
         except GrammarError as error:
             self._refuse(grammar.digest, str(error))
-            raise UsageError(f"{grammar.field}: {error}") from None
+            raise RefusedGrammarError(f"{grammar.field}: {error}") from None
         with self._lock:
             self._compiled[grammar.digest] = matcher, size
             while len(self._compiled) > _CACHE_SIZE or sum(size for _, size in self._compiled.values()) > _CACHE_BYTES:

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from wisparse.formats.errors import UsageError, WisparseError
 
 from ..decoding.sampling import SamplingParams
-from ..generation.grammar import Grammar
+from ..generation.grammar import Grammar, RefusedGrammarError
 from ..generation.request import Chunk, Generation, Request
 from ..model import Model
 from ..protocol.formatter import THINK, ChatFormatter, CompletionFormatter, Context, Formatter, cached_tokens, to_json
@@ -40,6 +40,8 @@ _MEASURED_STEPS = 16  # dropped channels are counted in one of this many steps, 
 _MAX_FILES = 1 << 16
 # Python's default, 5 ms that a thread waits for the interpreter's lock, is longer than a step on a GPU.
 _SWITCH_SECONDS = 0.0005
+# Before a grammar's refusal is sent: a client that sends such grammars one after another takes little of the others' time.
+_REFUSAL_SECONDS = 0.25
 _GRAMMAR_THREADS = 4  # grammars that are compiled concurrently
 _UNSUPPORTED_PATHS = ("embeddings", "images/{rest:path}", "audio/{rest:path}", "moderations", "responses/{rest:path}")
 
@@ -295,6 +297,8 @@ class Server:
             first = await unless_disconnected(http.receive, answers.next())
         except BaseException as error:
             answers.cancel()
+            if isinstance(error, RefusedGrammarError):
+                await asyncio.sleep(_REFUSAL_SECONDS)
             if isinstance(error, WisparseError):
                 raise as_api_error(error, "messages" if isinstance(body, ChatRequest) else "prompt") from error
             raise
