@@ -10,6 +10,7 @@ from runtime_models import LLAMA3, LONGROPE, YARN, save_random
 from torch import Tensor
 
 HIDDEN, BLOCKS, VOCAB = 256, 3, 272
+_ROOT = Path(__file__).parent.parent
 _SIZES = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 512, "num_hidden_layers": BLOCKS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 256,
@@ -212,3 +213,16 @@ BYTES: dict[str, Any] = {
     "tokenizer.ggml.merges": ["h e", "1 2"],
     "tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.eos_token_id": 258, "tokenizer.ggml.eot_token_id": 257,
 }  # fmt: skip
+
+
+def texts() -> list[str]:
+    """200 texts and more: code, digits, indentation, several scripts, white space of all kinds."""
+    files = [*sorted((_ROOT / "kernels").glob("*.py")), *sorted((_ROOT / "docs").glob("*.md"))]
+    pieces = [
+        text[at : at + 200]
+        for text in (file.read_text() for file in files)
+        for at in range(0, min(len(text), 2400), 200)
+    ]
+    others = "नमस्ते दुनिया 123|日本語 テスト４５６ 一二三|Привет 2024-01-02 мир|  \t\n x=1\n    y = 22|e\u0301 é|مرحبا ١٢٣|안녕하세요|🚀 😶\u200d🌫️"
+    others += "|I've we'Ll DON'T he'S|3 33 333 3333 3.14 1e-05|a\r\n\r\n  b\n\n\n c| leading|trailing   || |ß Ǆ ǆ İ|\u00a0x\u2003y|XMLHttp//a"
+    return [*pieces, *others.split("|")]

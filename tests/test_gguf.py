@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from family_cases import hugging_face
-from gguf_files import MODELS, VOCAB, write_gguf
+from gguf_files import MODELS, VOCAB, texts, write_gguf
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import wisparse
@@ -25,7 +25,6 @@ from wisparse.formats.errors import AccessError, UnsupportedModelError, UsageErr
 from wisparse.formats.gguf import GgufFile
 
 pytest.importorskip("gguf")
-ROOT = Path(__file__).parent.parent
 
 
 def loaded(path: Path) -> SourceModel:
@@ -128,19 +127,6 @@ PRE_TOKENIZERS: dict[str, list[Any]] = {
         _BYTE_LEVEL,
     ],
 }
-
-
-def texts() -> list[str]:
-    """200 texts and more: code, digits, indentation, several scripts, white space of all kinds."""
-    files = [*sorted((ROOT / "kernels").glob("*.py")), *sorted((ROOT / "docs").glob("*.md"))]
-    pieces = [
-        text[at : at + 200]
-        for text in (file.read_text() for file in files)
-        for at in range(0, min(len(text), 2400), 200)
-    ]
-    others = "नमस्ते दुनिया 123|日本語 テスト４５６ 一二三|Привет 2024-01-02 мир|  \t\n x=1\n    y = 22|e\u0301 é|مرحبا ١٢٣|안녕하세요|🚀 😶\u200d🌫️"
-    others += "|I've we'Ll DON'T he'S|3 33 333 3333 3.14 1e-05|a\r\n\r\n  b\n\n\n c| leading|trailing   || |ß Ǆ ǆ İ|\u00a0x\u2003y|XMLHttp//a"
-    return [*pieces, *others.split("|")]
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
