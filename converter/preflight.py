@@ -19,7 +19,7 @@ from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModel
 from wisparse.formats.generation_config import FILE, sampling_defaults
 from wisparse.formats.guard import find_gguf, parse_json
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, is_public
-from wisparse.formats.machine import available_bytes, choose_device
+from wisparse.formats.machine import available_bytes, choose_device, shown_bytes
 from wisparse.formats.model_config import PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
 from wisparse.formats.quantization import read_quantisation
 from wisparse.formats.write import check_output, copied_files, parse_size
@@ -269,7 +269,7 @@ def _check_resources(plan: Plan) -> None:
     """ResourceError if disk or memory is not enough."""
     name, settings, device = plan.source.name, plan.settings, plan.device
     sizes = (plan.bundle_bytes, plan.disk_free_bytes, plan.memory_bytes, plan.memory_free_bytes)
-    bundle, disk, memory, free = (f"{size / 1e9:.1f} GB" for size in sizes)
+    bundle, disk, memory, free = map(shown_bytes, sizes)
     if settings.weights != "native" and plan.max_memory is not None:
         large = f"{name} does not fit into the memory of {device}"
         stuck = f"weights that stay in their files cannot become {settings.weights}"
@@ -279,7 +279,7 @@ def _check_resources(plan: Plan) -> None:
         raise ResourceError(f"{settings.output_dir}: {few}; free some space or choose another --output-dir")
     excess = plan.num_in_memory * plan.dtype.itemsize - sum((plan.max_memory or {}).values())
     if plan.max_memory is not None and plan.config.has_experts and excess > 0:
-        large = f"{name} is larger than all memory here, by {excess / 1e9:.1f} GB"
+        large = f"{name} is larger than all memory here, by {shown_bytes(excess)}"
         raise ResourceError(
             f"{large}, and weights of experts cannot stay in their files; use a machine with more memory"
         )

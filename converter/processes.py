@@ -40,6 +40,16 @@ class Stage:
 
 # Seconds between two progress lines, where stderr is not a terminal.
 _LINE_S = 10.0
+# The parts of a conversion, by the titles of their stages; a conversion may skip some.
+_PARTS = (
+    ("Checking",),
+    ("Fetching weights", "Reading the weights", "Loading the model"),
+    ("Writing calibration text",),
+    ("Principal directions", "Rotating", "Quantising"),
+    ("Quantiles", "Sensitivities", "Predicted damage", "Block search", "Refinement", "Thresholds", "Trying"),
+    ("Measuring", "Block sensitivity"),
+    ("Writing the bundle", "Uploading"),
+)
 
 
 class Progress:
@@ -53,6 +63,14 @@ class Progress:
         self._began = time.monotonic()
         self._bars: rich.Progress | None = None
         self._running: list[rich.TaskID] = []
+        self._part = 0  # of a conversion, from 1; 0: of another command
+
+    def _numbered(self, title: str) -> str:
+        """The title behind the number of its part, which never falls; a part of other commands has none."""
+        found = next((number for number, titles in enumerate(_PARTS, 1) if title in titles), 0)
+        if self._part or found == 1:
+            self._part = max(self._part, found)
+        return f"[{self._part}/{len(_PARTS)}] {title}" if self._part else title
 
     @contextmanager
     def stage(self, title: str, total: int | None = None) -> Iterator[Stage]:
@@ -61,10 +79,11 @@ class Progress:
         bars, outermost = self._bars, self._bars is None
         if bars is None:
             bars = self._bars = rich.Progress(
-                rich.TextColumn("{task.description:<24}"),
-                rich.BarColumn(bar_width=24),
+                # Fits 80 columns with the longest title, and beside "Refinement" with a note of 19 characters.
+                rich.TextColumn("{task.description:<18}"),
+                rich.BarColumn(bar_width=4),
                 rich.MofNCompleteColumn(),
-                rich.TaskProgressColumn(),
+                rich.TextColumn("elapsed"),
                 rich.TimeElapsedColumn(),
                 rich.TextColumn("left"),
                 rich.TimeRemainingColumn(),
@@ -74,7 +93,7 @@ class Progress:
             )
             bars.start()
         ended = threading.Event()
-        self._running.append(bars.add_task(title, total=total, note=""))
+        self._running.append(bars.add_task(self._numbered(title), total=total, note=""))
         try:
             if self._lines:
                 self._print_line()
@@ -102,8 +121,9 @@ class Progress:
             task = self._bars.tasks[self._running[-1]]
             done = "" if task.total is None else f": {task.completed:.0f} of {task.total:.0f}"
             note = f", {task.fields['note']}" if task.fields["note"] else ""
-            seconds = time.monotonic() - self._began
-            print(f"{seconds:4.0f} s  {task.description}{done}{note}", file=sys.stderr, flush=True)
+            seconds, remaining = time.monotonic() - self._began, task.time_remaining
+            left = f", about {remaining:.0f} s left in it" if remaining else ""
+            print(f"{seconds:4.0f} s elapsed  {task.description}{done}{left}{note}", file=sys.stderr, flush=True)
 
 
 SILENT = Progress(enabled=False)

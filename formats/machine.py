@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -15,6 +16,11 @@ import psutil
 from .errors import UsageError
 from .guard import quoted
 from .lazy import torch
+
+
+def shown_bytes(count: float) -> str:
+    """A size as text: GB or MB, and no less than 1 MB unless it is 0."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{math.ceil(count / 1e6)} MB"
 
 
 def usable_cores(root: Path = Path("/")) -> int:

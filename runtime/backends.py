@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -134,6 +135,18 @@ def drafting_level(bundle: Bundle, config: SpeculativeConfig, weights: str) -> t
     return bundle.at(config.sparsity or 0.0), "int4"
 
 
+# Names in transformers, vLLM and llama.cpp of arguments of `load`, for the error message.
+_OTHER_NAMES = {
+    **dict.fromkeys(("device_map", "tensor_parallel_size"), "device"), "torch_dtype": "dtype",
+    **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), "weights"),
+    **dict.fromkeys(("max_model_len", "n_ctx", "max_length", "context_length"), "max_seq_len"),
+    **dict.fromkeys(("max_num_seqs", "batch_size"), "max_batch"),
+    **dict.fromkeys(("gpu_memory_utilization", "kv_cache_size"), "kv_cache_memory_bytes"),
+    **dict.fromkeys(("speculative_config", "speculative_model", "assistant_model"), "speculative"),
+    "attn_implementation": "backend", "cache_dtype": "kv_cache_dtype",
+}  # fmt: skip
+
+
 def load(
     bundle: str | os.PathLike[str] | Bundle,
     *,
@@ -150,6 +163,7 @@ def load(
     kv_cache_memory_bytes: int | None = None,
     revision: str | None = None,
     speculative: Mapping[str, Any] | str | None = None,
+    **unknown: Any,
 ) -> Model:
     """Load a bundle.
 
@@ -188,6 +202,8 @@ def load(
         UsageError: arguments that contradict each other, or a sparsity that the bundle lacks.
         ResourceError: not enough memory.
     """
+    parameters = [name for name in inspect.signature(load).parameters if name not in ("bundle", "unknown")]
+    guard.keywords("load", unknown, parameters, _OTHER_NAMES)
     if not isinstance(bundle, Bundle):
         guard.place("bundle", bundle)
     target = choose_device(device)

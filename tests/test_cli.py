@@ -362,7 +362,7 @@ def test_odd_values(verb: str, name: str, places: dict[str, str], tmp_path: Path
         if code:
             assert _tree(tmp_path) == before[1], said
             *usage, sentence = [part for part in err.splitlines() if part and "it/s]" not in part]
-            usage = [part for part in usage if not re.match(r" *\d+ s  ", part)]  # progress
+            usage = [part for part in usage if not re.match(r" *\d+ s elapsed  ", part)]  # progress
             if sentence.startswith("Error: "):  # click's, which repeats what was typed
                 assert [part[:6] for part in usage] in ([], ["Usage:", "Try 'w"]), said
             else:

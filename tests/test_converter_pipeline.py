@@ -108,7 +108,7 @@ def test_command_prints_what_it_did(model: Path, out: Path, run: Run) -> None:
     shown = " ".join(shown.split())
     assert code == 0
     # Lines and no bars where there is no terminal.
-    assert all(re.fullmatch(r" *\d+ s  [A-Z][^\r]*", line) for line in err.splitlines()), err
+    assert all(re.fullmatch(r" *\d+ s elapsed  \[\d/7\] [A-Z][^\r]*", line) for line in err.splitlines()), err
     assert "Writing the bundle" in err
     for text in (shown, (out / "README.md").read_text()):
         assert "by passage). On text of another kind expect" in text

@@ -158,7 +158,10 @@ def test_dry_run_prints_the_plan_and_stops(settings: ConvertSettings, caplog: py
     assert json.loads(document.stdout)["model"] == "model"
     assert len(json.loads(document.stdout)["advice"]["rows"]) == 12
     for err in (shown.stderr, document.stderr):  # nothing else
-        assert [line.split("s  ")[1] for line in err.splitlines()] == ["Checking: 0 of 4", "Measuring this machine"]
+        assert [line.split("elapsed  ")[1] for line in err.splitlines()] == [
+            "[1/7] Checking: 0 of 4",
+            "[1/7] Measuring this machine",
+        ]
     assert not settings.output_dir.exists()
 
 

@@ -3,6 +3,7 @@ once, ends with the bytes of one; one message when one of them fails."""
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -199,12 +200,34 @@ def test_without_a_terminal_a_stage_prints_a_line_now_and_then(
         stage.note("KL 0.1")
         time.sleep(0.5)
     time.sleep(0.1)
-    lines = [line.split(" s  ")[-1] for line in capsys.readouterr().err.splitlines()]
+    lines = [line.split(" s elapsed  ")[-1] for line in capsys.readouterr().err.splitlines()]
     if enabled is None:
         assert lines[:4] == ["Measuring: 0 of 8", "Inside", "Searching: 0 of 4", "Searching: 2 of 4, KL 0.1"]
         assert 4 < len(lines) < 60
     else:
         assert lines == []
+
+
+def test_bars_fit_80_columns_and_name_their_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    progress = processes.Progress(True)
+    stages = {
+        "Checking": "",
+        "Writing calibration text": "",
+        "Refinement": "KL of step 0.0123",
+        "Inside": "",
+        "Measuring": "",
+    }
+    for title, note in stages.items():
+        with progress.stage(title, 128) as stage:
+            stage.advance(100)
+            stage.note(note)
+    lines = [line.rstrip() for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert [re.sub(r" +\S+ +100/128 elapsed 0:00:0\d left \S+", "", line) for line in lines] == [
+        "[1/7] Checking", "[3/7] Writing calibration text", "[5/7] Refinement KL of step 0.0123", "[5/7] Inside", "[6/7] Measuring",
+    ]  # fmt: skip
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

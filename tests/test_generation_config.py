@@ -12,10 +12,11 @@ from served import Running
 from tiny_bundle import resign, write_tiny_model
 
 import wisparse
-from wisparse import Model, UsageError
+from wisparse import ContextLengthError, Model, UsageError
 from wisparse.converter.preflight import preflight
 from wisparse.converter.settings import ConvertSettings
 from wisparse.formats.generation_config import sampling_defaults
+from wisparse.formats.machine import shown_bytes
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.logits import LogitsProcessor
 
@@ -203,3 +204,36 @@ def test_python_terminal_and_server_agree(configured: Callable[..., Path], run: 
         with Running(folder) as server:
             status, answer = server.post("/v1/completions", {"prompt": "x = ", "max_tokens": 12, "seed": 9, **own})
             assert (status, answer["choices"][0]["text"]) == (200, expected.text)
+
+
+@pytest.mark.parametrize(("name", "meant"), [
+    ("device_map", "device"), ("torch_dtype", "dtype"), ("max_model_len", "max_seq_len"), ("n_ctx", "max_seq_len"),
+    ("load_in_4bit", "weights"), ("gpu_memory_utilization", "kv_cache_memory_bytes"), ("sparsty", "sparsity"),
+])  # fmt: skip
+def test_load_knows_the_names_of_other_libraries(name: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=rf"load: unknown argument '{name}'; did you mean {meant}\?"):
+        wisparse.load("nowhere", **{name: 1})
+
+
+def test_content_in_parts_is_its_text(model: Model) -> None:
+    def ask(content: Any) -> Any:
+        return model.generate([{"role": "user", "content": content}], max_new_tokens=3)
+
+    part = {"type": "text", "text": "x ="}
+    assert ask([part]).token_ids == ask("x =").token_ids
+    assert ask([part, {"type": "text", "text": " 1"}]).prompt_tokens == ask("x = 1").prompt_tokens
+    for wrong in ([{"type": "image_url", "image_url": {"url": "x"}}], [{"type": "text"}], ["x"]):
+        with pytest.raises(UsageError, match=r"prompt\[0\]: content: expected a text, or parts"):
+            ask(wrong)
+
+
+def test_an_empty_prompt_is_not_a_long_one(server: Running, model: Model) -> None:
+    status, answer = server.post("/v1/completions", {"prompt": "", "max_tokens": 1})
+    assert (status, answer["error"]["code"]) == (400, "invalid_value")
+    with pytest.raises(UsageError, match="no tokens") as raised:
+        model.generate("", chat_template=False)
+    assert not isinstance(raised.value, ContextLengthError)
+
+
+def test_sizes_are_never_zero() -> None:
+    assert [shown_bytes(size) for size in (0, 1, 4e5, 3e8, 2.34e9)] == ["0 MB", "1 MB", "1 MB", "300 MB", "2.3 GB"]

@@ -79,7 +79,7 @@ def test_generate_refuses_in_one_sentence(bundle: Path, example_model: Path, tmp
     (tmp_path / "binary").write_bytes(b"\xff")
     for arguments, code, message in (
         (("--prompt", "x = 1\n" * 2000), 2, "the context holds 2048"),
-        (("--prompt", "x", "--max-seq-len", 5000), 2, "max_seq_len"),
+        (("--prompt", "x", "--max-seq-len", 5000), 2, "--max-seq-len: expected"),
         (("--prompt", "x", "--top-p", 0), 2, "top-p"),
         (("--prompt", "x", "--device", "cuda:77"), 2, "torch sees"),
         (("--prompt", "x", "--backend", "triton", "--device", "cpu"), 2, "triton cannot run on cpu"),
@@ -214,7 +214,7 @@ def test_chat_refuses_settings_before_the_first_message(run: Run) -> None:
     for setting in ("temperature=nan", "temperature=inf", "top-p=nan", "min-p=nan", "stop="):
         code, out, err = run("chat", f"--{setting}")
         assert (code, out) == (2, "")
-        assert err.startswith(f"wisparse: {setting.partition('=')[0].replace('-', '_')}: expected ")
+        assert err.startswith(f"wisparse: --{setting.partition('=')[0]}: expected ")
 
 
 def start(*args: object) -> subprocess.Popen[bytes]:

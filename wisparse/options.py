@@ -196,8 +196,14 @@ def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Mode
     loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype")
     load_options = {name: options.pop(name) for name in loading}
     load_options["speculative"] = options.pop("speculative_config")
-    GenerationSettings(**{name: value for name, value in options.items() if value is not None})
-    return load(opened, max_batch=max_batch, **load_options)
+    try:
+        GenerationSettings(**{name: value for name, value in options.items() if value is not None})
+        return load(opened, max_batch=max_batch, **load_options)
+    except UsageError as error:  # names an argument: show the option
+        name, colon, rest = str(error).partition(":")
+        if colon and name in {*options, *load_options}:
+            raise type(error)(f"--{name.replace('_', '-')}:{rest}") from error
+        raise
 
 
 def set_up_logging(verbose: bool) -> None:

@@ -278,7 +278,7 @@ def refine(
             )
             state.advance(gradients, channels, start, target)
             stage.advance()
-            stage.note(f"KL {state.history[-1]:.4f}")
+            stage.note(f"KL of step {state.history[-1]:.4f}")  # each step has other text, so it rises and falls
         outcome, history = state.partway(1.0, start), dict[str, Any](refinement=state.history)
         if steps and held_out:
             candidates = []

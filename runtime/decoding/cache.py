@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import ResourceError, first_line
+from wisparse.formats.machine import shown_bytes
 from wisparse.formats.model_config import Block, ModelConfig
 
 log = logging.getLogger(__name__)
@@ -223,8 +224,11 @@ class KVCache:
                 self.attention[index] = Stored(*tensors[:2], *(scales[..., 0] for scales in tensors[2:]))
 
     def __str__(self) -> str:
-        size, held = self.pages * self.paging.page_bytes / 1e9, self.pages / max(self.paging.pages(self.length), 1)
-        return f"up to {size:.1f} GB, {int(held * self.length):,} positions"
+        size, held = (
+            shown_bytes(self.pages * self.paging.page_bytes),
+            self.pages / max(self.paging.pages(self.length), 1),
+        )
+        return f"up to {size}, {int(held * self.length):,} positions"
 
     def out_of_memory(self, positions: int) -> ResourceError:
         """The error for a sequence whose positions do not fit the cache."""

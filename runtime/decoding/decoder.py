@@ -439,9 +439,9 @@ def verified_settings(
 
 
 def check_prompt(length: int, max_seq_len: int) -> None:
-    """Raise ContextLengthError unless ``1 <= length <= max_seq_len``."""
+    """Raise UsageError for an empty prompt, ContextLengthError for one longer than ``max_seq_len``."""
     if length < 1:
-        raise ContextLengthError("the prompt has no tokens: give at least one")
+        raise UsageError("the prompt has no tokens: give at least one")
     if length > max_seq_len:
         raise ContextLengthError(
             f"the prompt has {length} tokens and the context holds {max_seq_len}: "

@@ -82,10 +82,20 @@ def _as_prompt(value: Any, field: str) -> Prompt | None:
         expected = "a message with a role (str) and a content"
         guard.expect(isinstance(message.get("role"), str), f"{field}[{index}]", expected, dict(message))
         content = message.get("content")
-        # Content parts and tool calls are validated by the chat template.
-        if not isinstance(content, list) and (content is not None or not message.keys() - {"role", "content"}):
+        # Tool calls are validated by the chat template.
+        if isinstance(content, list):
+            where, expected = f"{field}[{index}]: content", "a text, or parts {'type': 'text', 'text': …}"
+            for part in content:
+                is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+                guard.expect(is_text, where, expected, part)
+        elif content is not None or not message.keys() - {"role", "content"}:
             guard.text(f"{field}[{index}]: content", content)
-    return list(value)
+    return [_with_joined_content(message) for message in value]
+
+
+def _with_joined_content(message: Message) -> Message:
+    parts = message.get("content")
+    return {**message, "content": "".join(part["text"] for part in parts)} if isinstance(parts, list) else message
 
 
 @dataclass(frozen=True, kw_only=True)

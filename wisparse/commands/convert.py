@@ -16,7 +16,7 @@ import click
 from wisparse.converter.settings import ConvertSettings
 from wisparse.formats.guard import find_gguf
 from wisparse.formats.hub import require_place
-from wisparse.formats.machine import idle_cores, torchrun_place, usable_cores
+from wisparse.formats.machine import idle_cores, shown_bytes, torchrun_place, usable_cores
 from wisparse.formats.manifest import level_name
 
 from ..options import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, Dtype, print_rows, stacked
@@ -165,7 +165,7 @@ def _print_plan(plan: Plan) -> None:
         rotation += ": to the principal directions of what flows through them"
         rotation += ", if int4 loses less there" * (settings.rotation == "auto")
     if plan.untied_bytes:
-        rotation += f"; tied embeddings become two tensors, {_size(plan.untied_bytes)} more"
+        rotation += f"; tied embeddings become two tensors, {shown_bytes(plan.untied_bytes)} more"
     if settings.has_budget:
         limits = [f"KL at most {settings.max_kl:g} nats/token"] if settings.max_kl is not None else []
         limits += [f"top-1 agreement at least {settings.min_top1:.4g}"] if settings.min_top1 is not None else []
@@ -190,10 +190,10 @@ def _print_plan(plan: Plan) -> None:
         ("calibration", f"{plan.calibration}: {samples}, seed {settings.seed}"),
         ("rotation", rotation),
         ("compute", f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"),
-        ("memory", f"about {_size(plan.memory_bytes)} of {_size(plan.memory_free_bytes)} free"),
+        ("memory", f"about {shown_bytes(plan.memory_bytes)} of {shown_bytes(plan.memory_free_bytes)} free"),
         ("weights on", f"{plan.weights_on} (slower)" if plan.max_memory is not None else None),
-        ("download", _size(plan.download_bytes) if plan.download_bytes else "nothing"),
-        ("disk", f"{_size(plan.bundle_bytes)} of {_size(plan.disk_free_bytes)} free"),
+        ("download", shown_bytes(plan.download_bytes) if plan.download_bytes else "nothing"),
+        ("disk", f"{shown_bytes(plan.bundle_bytes)} of {shown_bytes(plan.disk_free_bytes)} free"),
         ("output", f"{settings.output_dir}{overwritten}"),
         ("state", str(settings.state_dir) if settings.resume else "not kept"),
         ("upload", f"{settings.upload_repo}{' (private)' * settings.private}" if settings.upload_repo else None),
@@ -273,7 +273,3 @@ def _print_conversion(conversion: Conversion) -> None:
     print_rows("Converted", rows)
     # No example prompt: the model's files do not say what it was trained on.
     click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt 'YOUR TEXT'")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
