@@ -258,8 +258,8 @@ def _from_factors(factors: list[float], theta: float, context: int) -> dict[str,
             if np.allclose(1 / ((1 - smooth) / largest + smooth), found, rtol=1e-5, atol=0):
                 same = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
                 return {"rope_type": "llama3", "factor": largest, **same}
-    same = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": context}
-    return {"rope_type": "longrope", "attention_factor": 1.0, **same}
+    each = {"short_factor": factors, "long_factor": factors, "original_max_position_embeddings": context}
+    return {"rope_type": "longrope", "attention_factor": 1.0, **each}
 
 
 # ---------------------------------------------------------------------- tensors

@@ -65,13 +65,11 @@ def _made_folder(path: Path, identity: Identity) -> Path:
     work = tempfile.mkdtemp(prefix="wisparse-gguf-")
     atexit.register(shutil.rmtree, work, ignore_errors=True)
     folder = Path(work) / re.sub(r"[^\w.-]", "_", path.name)
-    for name, content in {
-        **{name: dump_json(one) for name, one in documents.items()},
-        **texts,
-        "README.md": _card(file),
-    }.items():
+    contents = {name: dump_json(one) for name, one in documents.items()}
+    contents |= {name: text.encode() for name, text in {**texts, "README.md": _card(file)}.items()}
+    for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (folder / name).write_bytes(content)
     for name in os.listdir(path.parent):
         if LICENCE_FILE.fullmatch(name) and (path.parent / name).is_file():
             shutil.copyfile(path.parent / name, folder / name)

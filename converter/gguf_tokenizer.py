@@ -160,9 +160,9 @@ def tokenizer_files(file: GgufFile, vocab_size: int) -> tuple[dict[str, dict[str
     generation |= {f"{named[name]}_token_id": ids[name] for name in ("bos", "padding") if ids[name] is not None}
     texts = {}
     for key, template in file.metadata.items():
-        name = re.fullmatch(r"tokenizer\.chat_template(?:\.([\w-]{1,64}))?", key)
-        if name and isinstance(template, str):
-            place = f"additional_chat_templates/{name[1]}.jinja" if name[1] else "chat_template.jinja"
+        match = re.fullmatch(r"tokenizer\.chat_template(?:\.([\w-]{1,64}))?", key)
+        if match and isinstance(template, str):
+            place = f"additional_chat_templates/{match[1]}.jinja" if match[1] else "chat_template.jinja"
             texts[place] = template
     documents = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings, "generation_config.json": generation}
     return documents, texts

@@ -93,7 +93,6 @@ class Plan:
             "memory_bytes",
             "memory_free_bytes",
         )
-        names += (*sizes, "weights_on")
         return {
             "model": self.source.name,
             "commit": self.source.commit,
@@ -103,7 +102,7 @@ class Plan:
             "dtype": str(self.dtype).removeprefix("torch."),
             **settings.fingerprint(),
             "calibration_tokens": settings.num_samples * settings.length,
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in (*names, *sizes, "weights_on")},
             "work_dir": str(settings.state_dir) if settings.resume else None,
             "upload_repo": settings.upload_repo,
         }

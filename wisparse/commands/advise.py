@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -43,7 +44,7 @@ def command(model: str, device: str, context: int, revision: str | None, gguf_fi
 
     chosen = choose_device(device, "--device")
     folder = open_source(model, revision, gguf_file, weights=False).folder
-    given = {"revision": revision, "gguf_file": gguf_file}
+    given: dict[str, Any] = {"revision": revision, "gguf_file": gguf_file}
     advice = advise(model, folder, chosen, Progress(), **given, context=context)
     if as_json:
         click.echo(json.dumps(advice.to_dict(), indent=2))

@@ -119,8 +119,8 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
             if not quiet:
                 from ..advice import advise, print_advice
 
-                place_of = {"revision": settings.revision, "gguf_file": settings.gguf_file}
-                advice = advise(settings.model, plan.source.folder, plan.device, progress, **place_of)
+                given: dict[str, Any] = {"revision": settings.revision, "gguf_file": settings.gguf_file}
+                advice = advise(settings.model, plan.source.folder, plan.device, progress, **given)
             if as_json:
                 click.echo(json.dumps({**plan.to_dict(), "advice": advice and advice.to_dict()}, indent=2))
             else:
