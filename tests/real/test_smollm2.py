@@ -1,4 +1,4 @@
-"""A chat model that others trained, SmolLM2-135M-Instruct, in daily use: converted, asked, served, exported."""
+"""A chat model that others trained, SmolLM2-135M-Instruct, in daily use: converted from a GGUF file, asked, served, exported."""
 
 import json
 import shutil
@@ -32,9 +32,10 @@ exhaustive = pytest.mark.exhaustive
 
 @pytest.fixture(scope="module")
 def source() -> Path:
+    """Its GGUF file."""
     pytest.importorskip("gguf")
     try:
-        return smollm2.checkpoint()
+        return smollm2.fetch()
     except smollm2.NotAvailable as reason:
         pytest.skip(str(reason))
 
@@ -76,10 +77,10 @@ def server(bundle: Path) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def their_tokenizer(source: Path) -> Any:
+def their_tokenizer(bundle: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(source)
+    return AutoTokenizer.from_pretrained(bundle)
 
 
 def chat(client: openai.OpenAI, messages: Any = ASK, **more: Any) -> Any:
@@ -94,8 +95,9 @@ def answer(theirs: Any, tokenizer: Any, messages: Any = ASK) -> list[int]:
     return found[0, given["input_ids"].shape[1] :].tolist()
 
 
-def test_tokenizer_is_the_sources(their_tokenizer: Any, model: Model) -> None:
+def test_transformers_has_our_tokens(their_tokenizer: Any, model: Model) -> None:
     theirs = their_tokenizer
+    assert len(model.tokenizer.encode("2024")) == 4  # the model's pre-tokenizer takes digits one by one
     for text in ("def f(x):\n\treturn 2024 + 1e-5", "Straße, 東京, ελληνικά", "  two  spaces", "<|im_end|>1,234.5"):
         assert model.tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
         assert model.tokenizer.decode(model.tokenizer.encode(text)) == theirs.decode(
@@ -219,10 +221,10 @@ def test_every_command_with_its_defaults(
 ) -> None:
     """The model's own text, rotation, three levels; then each verb on the result."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(source, "SmolLM2")
+    shutil.copy(source, "SmolLM2.gguf")
     for arguments in (
-        ("advise", "SmolLM2"),
-        ("convert", "SmolLM2", "-o", "out", "--search", "fisher", "--num-samples", 4, "--seq-len", 128),
+        ("advise", "SmolLM2.gguf"),
+        ("convert", "SmolLM2.gguf", "-o", "out", "--search", "fisher", "--num-samples", 4, "--seq-len", 128),
         ("verify", "out"),
         ("inspect", "out"),
         ("eval", "out", "--text", TEXT, "--num-samples", 2, "--seq-len", 128),
