@@ -140,6 +140,10 @@ def search_scales(weight: Tensor, importance: Tensor, group: int, scale_dtype: t
 
 def _inverse_factor(moments: Tensor) -> Tensor:
     """Upper Cholesky factors of the inverse damped moments; damping is increased where factorisation fails."""
+    if not torch.isfinite(moments).all():
+        raise UnsupportedModelError(
+            "int4: a projection's inputs on the calibration text are NaN or infinite; use an intact model"
+        )
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
     damping = diagonal.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) * _DAMPING
     while True:

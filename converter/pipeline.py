@@ -37,6 +37,7 @@ from wisparse.formats.weight_types import PLANE_BITS
 from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration, write_calibration
+from .checks import require_centred_weights, require_finite_logits, warn_of_absurd_perplexity
 from .gguf_source import gguf_weights, open_checkpoint, open_source
 from .gptq import LONGEST, SAMPLES, compare_coordinates, quantise_weights
 from .measurement import Budget, Choice, choose, fresh_text, measure
@@ -170,6 +171,9 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         with progress.stage("Loading the model"):
             weights = gguf_weights(fetched)
             source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory, weights=weights)
+            if checkpoint.quantised:
+                require_centred_weights(source, fetched.name)
+            require_finite_logits(source, fetched.name)
             processes.gather(None)
         texts = {**bundle_files(fetched.folder, source.tokenizer), **end_turns(source, fetched.folder)}
         source, checkpoint, tokens, held_out, rotation, compared = _prepare_model(plan, source, checkpoint, stages)
@@ -267,6 +271,8 @@ def _prepare_model(
         unused = {"none": {"rotation", "coordinates"}, "pca": {"coordinates"}}.get(settings.rotation, set())
         texts = _self_texts(source, {name: sizes[name] for name in sizes if name not in unused}, stages)
     tokens = plan.tokens or texts["calibration"]
+    if stages.processes.is_main:
+        warn_of_absurd_perplexity(source, tokens.input_ids[0], plan.source.name)
 
     @cache
     def text(name: str) -> CalibrationTokens:
