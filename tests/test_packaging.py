@@ -319,6 +319,14 @@ def test_every_environment_variable_is_on_its_page() -> None:
     assert set(re.findall(r"WISPARSE_[A-Z_]*[A-Z]", page)) == named
 
 
+def test_the_first_models_page_has_the_benchmarks_commands() -> None:
+    import first_model
+
+    page = (ROOT / "docs" / "first-model.md").read_text("utf-8")
+    shown = re.findall(r"^\$ (.+?)(?: &)?$", page, re.MULTILINE)
+    assert {*shown, f"wisparse advise {first_model.MODEL}"} == {*first_model.COMMANDS}
+
+
 def test_the_page_of_limits_has_the_sources_numbers() -> None:
     from wisparse.formats import bundle, checkpoint, manifest, model_config
     from wisparse.runtime.decoding import sampling
