@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,9 +21,10 @@ from wisparse.formats.model_config import ModelConfig
 
 from .decoding.decoder import Decoder
 from .generation.engine import Engine
-from .generation.grammar import Grammars
+from .generation.grammar import Grammar, Grammars
 from .generation.request import Chunk, Generation, GenerationArguments, GenerationSettings, Prompt, Request, as_prompts
 from .generation.speculation import SpeculativeConfig
+from .thoughts import ThinkingConstraint, find_format, template_variables
 from .tokenizer import Tokenizer, read_json, stop_ids
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Model(AbstractContextManager["Model"]):
         engine: runs the requests of all methods below.
         text: tokenizer and chat template; None if the bundle has no tokenizer.
         stop_ids: the tokens that end an answer.
+        thoughts: how a reasoning model marks its thoughts, or None.
         grammars: compiles the grammars that constrain answers.
         sampling_defaults: what generation_config.json says about sampling, by names of :class:`SamplingParams`.
     """
@@ -70,6 +72,7 @@ class Model(AbstractContextManager["Model"]):
                 "generate continues texts without the template", self.tokenizer.token_bytes(end).decode(errors="replace"),
             )  # fmt: skip
         self.sampling_defaults = self._read_sampling_defaults()
+        self.thoughts = None if text is None else find_format(text.template_source or "", text.token_id)
         self.engine = Engine(decoder, text, bundle, speculative)
         self._chat = text is not None and text.template_ends_turns(configured)
         self.grammars = Grammars(text, self.stop_ids)
@@ -165,6 +168,10 @@ class Model(AbstractContextManager["Model"]):
             prefill: ``dense``, ``half`` or ``all``; None: as loaded.
             measure_sparsity: count the dropped channels; see :meth:`Decoder.measure_sparsity`.
             speculative: draft tokens, if the model was loaded with ``speculative``.
+            thinking: switch thoughts on or off, by the chat template's own variable; None: the template's default.
+            thinking_budget: most tokens of a thought; then its end is forced.
+            reasoning_effort: for templates that read it, such as ``low``, ``medium`` and ``high`` of gpt-oss.
+            chat_template_kwargs: further variables of the chat template.
 
         Returns:
             A :class:`Generation`; a list of them for a list of prompts or n > 1, then with the answers to a prompt in
@@ -248,6 +255,38 @@ class Model(AbstractContextManager["Model"]):
         self.engine.validate(request)
         return request
 
+    def thinks(self, prompt: str, budget: int | None = None, *, visible: Iterable[int] = ()) -> dict[str, Any]:
+        """The arguments of :meth:`request` for an answer to a rendered ``prompt``: what separates the thought, and limits it
+        to ``budget`` tokens. ``visible``: further visible special tokens."""
+        if self.thoughts is None or self.text is None:
+            return {"visible_special_tokens": frozenset(visible)}
+        begun, special = self.thoughts.begins(prompt), self.text.special_ids
+        markers = {special[marker] for marker in self.thoughts.markers if marker in special}
+        constraint = None if budget is None else self._thinking_constraint(begun, budget)
+        return {
+            "thoughts": self.thoughts.parser(begun),
+            "visible_special_tokens": frozenset({*visible, *markers}),
+            "constraint": constraint,
+        }
+
+    def constrain(self, request: Request, grammar: Grammar) -> None:
+        """Set the grammar of a request. A schema begins after the thought that the prompt opens; a grammar that the user
+        wrote is that of the whole answer."""
+        constraint = self.grammars.begin(grammar)
+        begun = request.thoughts is not None and request.thoughts.begun and grammar.field != "grammar"
+        if request.constraint is None and begun:
+            request.constraint = self._thinking_constraint(True, None)
+        if isinstance(request.constraint, ThinkingConstraint) and begun:
+            request.constraint.grammar = constraint
+        else:
+            request.constraint = constraint
+
+    def _thinking_constraint(self, begun: bool, budget: int | None) -> ThinkingConstraint:
+        assert self.thoughts is not None
+        markers = (self.thoughts.opens, self.thoughts.closes)
+        opens, closes = (self.tokenizer.encode(marker, add_special_tokens=False) for marker in markers)
+        return ThinkingConstraint(opens, closes, begun=begun, budget=budget)
+
     def sampling(self, given: Mapping[str, Any], n: int = 1) -> dict[str, Any]:
         """The arguments of one of ``n`` answers: those given, else generation_config.json's, else greedy or, for several
         answers, temperature 1."""
@@ -269,23 +308,26 @@ class Model(AbstractContextManager["Model"]):
         guard.keywords("generate", arguments, tuple(GenerationArguments.__annotations__), _OTHER_NAMES)
         settings = GenerationSettings(**self.sampling(arguments, arguments.get("n", 1)))
         grammar = settings.parsed_grammar
-        return [
-            self.request(
-                ids,
-                max_new_tokens=settings.max_new_tokens,
-                sampling=replace(settings, seed=(settings.seed + copy) % 2**63)
-                if copy and settings.seed is not None
-                else settings,
-                stop=settings.stop_texts,
-                prefill=settings.prefill,
-                constraint=None if grammar is None else self.grammars.begin(grammar),
-                measure_sparsity=settings.measure_sparsity,
-                speculative=settings.speculative,
-            )
-            for prompt in prompts
-            for ids in [self._encode(prompt, settings.system_prompt, settings.chat_template)]
-            for copy in range(settings.n)
-        ]
+        requests = []
+        for prompt in prompts:
+            ids, rendered = self._encode(prompt, settings)
+            for copy in range(settings.n):
+                seed = None if settings.seed is None else (settings.seed + copy) % 2**63
+                request = self.request(
+                    ids,
+                    max_new_tokens=settings.max_new_tokens,
+                    sampling=replace(settings, seed=seed),
+                    stop=settings.stop_texts,
+                    prefill=settings.prefill,
+                    measure_sparsity=settings.measure_sparsity,
+                    speculative=settings.speculative,
+                    # A text that is continued has no thought apart from it.
+                    **({} if rendered is None else self.thinks(rendered, settings.thinking_budget)),
+                )
+                if grammar is not None:
+                    self.constrain(request, grammar)
+                requests.append(request)
+        return requests
 
     def _one_request(self, verb: str, prompt: Prompt, arguments: GenerationArguments) -> list[Request]:
         prompts, single = as_prompts(prompt)
@@ -325,22 +367,28 @@ class Model(AbstractContextManager["Model"]):
             if measure:
                 self.engine.stop_measuring()
 
-    def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | str | None) -> list[int]:
+    def _encode(self, prompt: Prompt, settings: GenerationSettings) -> tuple[list[int], str | None]:
+        """The token ids, and the rendered conversation or, if the chat template was not used, None."""
+        system_prompt, chat_template = settings.system_prompt, settings.chat_template
         if not isinstance(prompt, str) and isinstance(prompt[0], int):
             if system_prompt is not None or chat_template:
                 raise UsageError("token ids are used unchanged: they take no system prompt and no chat template")
-            return list(prompt)  # type: ignore[arg-type]
+            return list(prompt), None  # type: ignore[arg-type]
         tokenizer = self.tokenizer
         system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         if isinstance(prompt, str):
             if chat_template is False and system:
                 raise UsageError("a system prompt needs the chat template: drop one of the two")
             if not (self._chat or system if chat_template is None else chat_template):
-                return tokenizer.encode(prompt, most=self.max_seq_len)
+                return tokenizer.encode(prompt, most=self.max_seq_len), None
             prompt = [{"role": "user", "content": prompt}]
         named = chat_template if isinstance(chat_template, str) else None
-        rendered = tokenizer.render([*system, *prompt], chat_template=named)
-        return tokenizer.encode(rendered, add_special_tokens=False, most=self.max_seq_len)
+        template = tokenizer.template_source
+        variables = template_variables(
+            template, settings.thinking, settings.reasoning_effort, settings.chat_template_kwargs
+        )
+        rendered = tokenizer.render([*system, *prompt], chat_template=named, **variables)
+        return tokenizer.encode(rendered, add_special_tokens=False, most=self.max_seq_len), rendered
 
 
 def _checked(request: Request, item: Chunk | WisparseError) -> Chunk:

@@ -32,13 +32,14 @@ from wisparse import Model, UsageError
 from wisparse.cli import cli
 from wisparse.commands import serve as serve_verb
 from wisparse.runtime.generation.engine import Engine
-from wisparse.runtime.protocol.formatter import CompletionFormatter, ThinkParser
+from wisparse.runtime.protocol.formatter import CompletionFormatter
 from wisparse.runtime.protocol.messages import CountTokensRequest, MessagesRequest
 from wisparse.runtime.protocol.requests import ApiError, ChatRequest, CompletionRequest, validated
 from wisparse.runtime.protocol.responses import ResponsesRequest
 from wisparse.runtime.serve import app, transport
 from wisparse.runtime.serve.app import Encoder, ServeSettings, make_app
 from wisparse.runtime.serve.transport import open_socket
+from wisparse.runtime.thoughts import TagParser
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 
@@ -196,7 +197,7 @@ def test_thoughts_are_split_off_wherever_pieces_end_and_counted(thought: str, an
         borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
         pieces = [text[start:stop] for start, stop in itertools.pairwise(borders)]
         for tokens in (pieces, list(text)):
-            parser = ThinkParser(begun=begun)
+            parser = TagParser("<think>", "</think>", begun)
             parts = list(map(parser.add, tokens))
             if tokens is not pieces:
                 assert parser.tokens == thought_letters

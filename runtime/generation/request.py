@@ -18,6 +18,7 @@ from wisparse.formats.weight_types import PREFILL_POLICIES
 from ..decoding.decoder import peak_bytes
 from ..decoding.sampling import SamplingParams
 from ..detokenizer import Detokenizer
+from ..thoughts import ThoughtParser
 from ..tokenizer import StopStrings
 from .grammar import Constraint, Grammar
 from .logits import LogitsProcessor, TokenScore
@@ -112,9 +113,21 @@ class GenerationSettings(SamplingParams):
     prefill: str | None = None
     measure_sparsity: bool = False
     speculative: bool = True
+    thinking: bool | None = None
+    thinking_budget: int | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.thinking is not None:
+            guard.switch("thinking", self.thinking)
+        if self.thinking_budget is not None:
+            guard.integer("thinking_budget", self.thinking_budget, 0)
+        if self.reasoning_effort is not None:
+            guard.text("reasoning_effort", self.reasoning_effort)
+        kwargs = self.chat_template_kwargs
+        guard.expect(kwargs is None or isinstance(kwargs, Mapping), "chat_template_kwargs", "a mapping", kwargs)
         _ = self.stop_texts, self.parsed_grammar  # both validate their fields
         if self.max_new_tokens is not None:  # a numpy integer becomes an int
             object.__setattr__(self, "max_new_tokens", guard.integer("max_new_tokens", self.max_new_tokens, 1))
@@ -183,6 +196,10 @@ class GenerationArguments(TypedDict, total=False):
     prefill: str | None
     measure_sparsity: bool
     speculative: bool
+    thinking: bool | None
+    thinking_budget: int | None
+    reasoning_effort: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -190,7 +207,10 @@ class Generation:
     """The result of a finished request.
 
     Attributes:
-        text: the answer without special tokens and without the stop string.
+        text: the answer without special tokens, the stop string and the thought.
+        thought: what a reasoning model thought before the answer; of conversations.
+        thought_tokens: tokens of the thought, including its markers.
+        thought_closed: false if the thought did not end, so that there is no answer.
         token_ids: all generated ids, including those of a stop token or stop string.
         finish_reason: ``stop`` (a stop token or string) or ``length`` (``max_new_tokens`` or the context's end).
         seed: reproduces a sampled answer; None for a greedy one.
@@ -221,6 +241,9 @@ class Generation:
     cached_tokens: int = 0
     stop_string: str | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    thought: str = ""
+    thought_tokens: int = 0
+    thought_closed: bool = True
 
     @property
     def prompt_tok_per_s(self) -> float:
@@ -243,6 +266,7 @@ class Chunk:
     generation: Generation | None = None
     score: TokenScore | None = None  # as in ``Generation``
     prompt_scores: Sequence[TokenScore] | None = None  # on the first chunk
+    thought: str = ""  # what the token adds to the thought
 
 
 @dataclass(eq=False)
@@ -261,6 +285,7 @@ class Request:
     constraint: Constraint | None = None  # its grammar state; not shared with other requests
     score_prompt: bool = False  # return the prompt's log-probabilities; needs ``sampling.logprobs``
     visible_special_tokens: frozenset[int] = frozenset()  # special tokens kept in the answer's text
+    thoughts: ThoughtParser | None = None  # separates the thought; not shared with other requests
     measure_sparsity: bool = False  # return the realised sparsity; needs ``start_measuring``
     speculative: bool = True  # no effect on a scheduler without speculation
 
@@ -292,6 +317,7 @@ class Request:
     detokenizer: Detokenizer | None = field(default=None, init=False, repr=False)
     stop_strings: StopStrings = field(init=False, repr=False)
     text_parts: list[str] = field(default_factory=list, init=False, repr=False)
+    thought_parts: list[str] = field(default_factory=list, init=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -319,9 +345,13 @@ class Request:
                 text += self.stop_strings.add(self.detokenizer.finish()) + self.stop_strings.finish()
             if self.stop_strings.found is not None:
                 finish_reason = "stop"
+        thought = ""
+        if self.thoughts is not None:
+            thought, text = self.thoughts.add(text, finish_reason is not None)
+            self.thought_parts.append(thought)
         self.text_parts.append(text)
         score = self.scores[index] if self.scores else None
-        return Chunk(text, token, finish_reason, None, score, self.prompt_scores if index == 0 else None)
+        return Chunk(text, token, finish_reason, None, score, self.prompt_scores if index == 0 else None, thought)
 
     def generation(self, finish_reason: str, device: torch.device, realised_sparsity: float | None) -> Generation:
         """The result of the chunks so far."""
@@ -341,4 +371,7 @@ class Request:
             cached_tokens=self.cached_tokens,
             stop_string=self.stop_strings.found,
             drafts=self.drafts,
+            thought="".join(self.thought_parts),
+            thought_tokens=0 if self.thoughts is None else self.thoughts.tokens,
+            thought_closed=self.thoughts is None or self.thoughts.closed,
         )

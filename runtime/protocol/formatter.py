@@ -14,11 +14,10 @@ from typing import Any
 from ..detokenizer import Detokenizer
 from ..generation.logits import TokenScore
 from ..generation.request import Chunk, Generation
-from ..tokenizer import Tokenizer, partial_marker
+from ..tokenizer import Tokenizer
 from .requests import ApiError, CompletionRequest
 from .tools import Delta, ToolCallParser
 
-THINK, END_THINK = "<think>", "</think>"
 DONE = b"data: [DONE]\n\n"
 _MIN_LOGPROB = -9999.0  # for minus infinity, as in OpenAI's API
 
@@ -28,42 +27,6 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dump
 
 def to_json(value: Mapping[str, Any]) -> bytes:
     return _JSON.encode(value).encode()
-
-
-class ThinkParser:
-    """Splits an answer's text into a thought and the content after it, each without surrounding white space."""
-
-    def __init__(self, *, begun: bool) -> None:
-        """``begun``: the opening tag is the end of the prompt."""
-        self._text = THINK if begun else ""  # up to the end of the thought
-        self._returned = 0  # characters of the thought
-        self._ended = self._stripping = False  # the thought has ended; only white space followed
-        self._num_tokens = 0
-        self.tokens = 0  # of the thought, including the tags
-
-    def add(self, text: str, last: bool = False) -> tuple[str, str]:
-        """The text that a token adds to the thought, and to the content."""
-        if self._ended:
-            text = text.lstrip() if self._stripping else text
-            self._stripping = self._stripping and not text
-            return "", text
-        self._num_tokens += 1
-        self._text += text
-        stripped = self._text.lstrip()
-        if not stripped.startswith(THINK):
-            if THINK.startswith(stripped) and not last:
-                return "", ""
-            self._ended = True  # there is no thought
-            return "", self._text
-        self.tokens = self._num_tokens
-        thought, closed, rest = stripped[len(THINK) :].lstrip().partition(END_THINK)
-        if closed:
-            self._ended = self._stripping = True
-        elif not last:
-            thought = thought[: len(thought) - partial_marker(thought, END_THINK)]
-        added = thought.rstrip()[self._returned :]
-        self._returned += len(added)
-        return added, self.add(rest)[1] if closed else ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +39,6 @@ class Context:
     prompt_tokens: int  # of all prompts together
     # with ``echo``: by answer, the prompt's text and first token
     echo: Sequence[tuple[str, int]] = ()
-    thinks: bool | None = None  # whether the prompt opens a thought; None: thoughts are not parsed
     call_parser: Callable[..., ToolCallParser] | None = None  # constructor, with ``whole``; None: no tools
 
     def token_bytes(self, token: int) -> bytes:
@@ -87,16 +49,12 @@ class AnswerParser:
     """Splits the chunks of an answer into thought, content and tool calls."""
 
     def __init__(self, context: Context, stream: bool) -> None:
-        self._thoughts = None if context.thinks is None else ThinkParser(begun=context.thinks)
         self._calls = None if context.call_parser is None else context.call_parser(whole=not stream)
 
     def add(self, chunks: Sequence[Chunk]) -> list[Delta]:
         """The deltas of some chunks; adjacent ones of the same kind are merged."""
-        thought, text = "", "".join(chunk.text for chunk in chunks)
-        if self._thoughts is not None:
-            parts = [self._thoughts.add(chunk.text, chunk.finish_reason is not None) for chunk in chunks]
-            thought, text = ("".join(part) for part in zip(*parts, strict=True))
-        deltas = [Delta("reasoning", thought)]
+        text = "".join(chunk.text for chunk in chunks)
+        deltas = [Delta("reasoning", "".join(chunk.thought for chunk in chunks))]
         if self._calls is None:
             deltas.append(Delta("content", text))
         else:
@@ -111,10 +69,6 @@ class AnswerParser:
 
     def finish_reason(self, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self._calls is not None and self._calls.count else reason
-
-    @property
-    def thought_tokens(self) -> int:
-        return 0 if self._thoughts is None else self._thoughts.tokens
 
 
 def cached_tokens(answers: Sequence[Generation], copies: int) -> int:
@@ -223,7 +177,7 @@ class ChatFormatter(Formatter):
             yield _choice(index, reason, None, delta={})
 
     def final_usage(self, answers: Sequence[Generation]) -> dict[str, Any]:
-        details = {"reasoning_tokens": sum(parser.thought_tokens for parser in self._parsers)}
+        details = {"reasoning_tokens": sum(answer.thought_tokens for answer in answers)}
         return {**super().final_usage(answers), "completion_tokens_details": details}
 
     def _logprobs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:

@@ -113,6 +113,7 @@ class ToolChoice(Strict):
 
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"] = "disabled"
+    budget_tokens: int | None = Field(None, ge=0, le=2**63 - 1)
 
 
 class CountTokensRequest(GenerationRequest):
@@ -130,7 +131,7 @@ class CountTokensRequest(GenerationRequest):
     system: Annotated[_Text, BeforeValidator(_without_billing, str | list[dict[str, Any]])] = ""
     tools: list[ToolParam] = Field([], max_length=128)
     tool_choice: ToolChoice = ToolChoice()
-    thinking: Thinking = Field(Thinking(), description="the template's enable_thinking; budget_tokens is not read")
+    thinking: Thinking = Field(Thinking(), description="the template's switch, and the limit of the thought")
     output_config: dict[str, Any] = Field({}, description="format; effort is not read")
     chat_template_kwargs: dict[str, Any] = Field({})
 
@@ -147,8 +148,9 @@ class CountTokensRequest(GenerationRequest):
         """Convert to a chat completion; raises ApiError with the chat's field names."""
         body = self.model_dump(exclude_unset=True, by_alias=True, include=set(GenerationRequest.model_fields))
         body["messages"] = self._messages()
-        thinks = {"enable_thinking": self.thinking.type != "disabled"}
-        body["chat_template_kwargs"] = {**thinks, **self.chat_template_kwargs}
+        thinks = self.thinking.type != "disabled"
+        body["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks, **self.chat_template_kwargs}
+        body["thinking_token_budget"] = self.thinking.budget_tokens if thinks else None
         match self.output_config.get("format"):
             case {"type": "json_schema"} as output_format:
                 body["response_format"] = {"type": "json_schema", "json_schema": output_format}

@@ -398,6 +398,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = Field(None, description="passed to the chat template")
     chat_template_kwargs: dict[str, Any] = Field({})
+    thinking_token_budget: int | None = Field(None, ge=0, le=_MAX_INT, description="most tokens of the thought")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

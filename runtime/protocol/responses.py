@@ -216,7 +216,7 @@ class ResponsesFormatter(Formatter):
                 "input_tokens": self._context.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": len(answer.token_ids),
-                "output_tokens_details": {"reasoning_tokens": self._parser.thought_tokens},
+                "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
                 "total_tokens": self._context.prompt_tokens + len(answer.token_ids),
             }
         return {

@@ -25,11 +25,12 @@ from ..decoding.sampling import SamplingParams
 from ..generation.grammar import Grammar, RefusedGrammarError
 from ..generation.request import Chunk, Generation, Request
 from ..model import Model
-from ..protocol.formatter import THINK, ChatFormatter, CompletionFormatter, Context, Formatter, cached_tokens, to_json
+from ..protocol.formatter import ChatFormatter, CompletionFormatter, Context, Formatter, cached_tokens, to_json
 from ..protocol.messages import CountTokensRequest, MessagesFormatter, MessagesRequest
 from ..protocol.requests import ApiError, ChatRequest, CompletionRequest, as_api_error
 from ..protocol.responses import ResponsesFormatter, ResponsesRequest, renamed
-from ..protocol.tools import ToolCallParser, call_grammar, short_ids, syntax_of
+from ..protocol.tools import HERMES, ToolCallParser, call_grammar, short_ids, syntax_of
+from ..thoughts import HARMONY
 from .transport import WARNING, EventStream, Metrics, http_server, set_up, unless_disconnected
 
 # Shortest time between the events of a stream, except at the end of an answer: a screen shows no more.
@@ -69,8 +70,8 @@ class Encoder:
         # Markers that are special tokens: they have to be visible in the text.
         special = {} if text is None else text.special_ids
         self._special = {marker: special[marker] for marker in markers if marker in special}
-        # Thoughts can only be parsed if the tag is part of the text, so not a special token.
-        self._thinks = text is not None and text.token_id(THINK) is not None and THINK not in special
+        if model.thoughts is HARMONY:  # whose calls the parser of thoughts writes so
+            self._syntax, self._special = HERMES, {}
 
     def encode(self, body: ChatRequest | CompletionRequest) -> tuple[list[Request], Context, Grammar | None]:
         """An engine request for each answer, the formatter's context, and a grammar if ``constrain`` has to compile it."""
@@ -86,7 +87,7 @@ class Encoder:
     def constrain(self, requests: Sequence[Request], grammar: Grammar) -> None:
         """Set the grammar of each request; may take long to compile it."""
         for request in requests:
-            request.constraint = self._model.grammars.begin(grammar)
+            self._model.constrain(request, grammar)
 
     def count(self, body: ChatRequest) -> int:
         return self._chat(body)[1].prompt_tokens
@@ -117,10 +118,8 @@ class Encoder:
         if syntax is not None and syntax.short_ids:
             short_ids(messages)
         rendered = self._model.tokenizer.render(messages, **body.template_variables())
-        thinks = True if rendered.rstrip().endswith(THINK) else False if self._thinks else None
-        if thinks and body.forced:
-            why = "template begins with a thought, which a required call excludes; set tool_choice to auto, or "
-            raise _unsupported("tool_choice", why + "disable thoughts by chat_template_kwargs")
+        if self._model.thoughts is HARMONY and body.forced:
+            raise _unsupported("tool_choice", "calls are messages on a channel, which cannot be required; set auto")
         ids = self._encode(rendered, add_special_tokens=False)
         max_new_tokens = body.max_completion_tokens or body.max_tokens
         parser, visible = None, frozenset[int]()
@@ -128,20 +127,28 @@ class Encoder:
             names = [function["name"] for function in functions]
             parser = functools.partial(ToolCallParser, syntax, names, one=not body.several_calls)
             visible = frozenset(self._special.values())
-        requests = self._requests(body, ids, max_new_tokens=max_new_tokens, visible_special_tokens=visible)
-        return requests, self._context(body.n, len(ids), thinks=thinks, call_parser=parser)
+        thinks = functools.partial(self._model.thinks, rendered, body.thinking_token_budget, visible=visible)
+        requests = self._requests(body, ids, max_new_tokens=max_new_tokens, thinks=thinks)
+        return requests, self._context(body.n, len(ids), call_parser=parser)
 
     def _encode(self, text: str, **options: bool) -> list[int]:
         return self._model.tokenizer.encode(text, most=self._model.max_seq_len, **options)
 
-    def _requests(self, body: ChatRequest | CompletionRequest, ids: list[int], **fields: Any) -> list[Request]:
+    def _requests(
+        self,
+        body: ChatRequest | CompletionRequest,
+        ids: list[int],
+        thinks: Callable[[], dict[str, Any]] = dict,
+        **fields: Any,
+    ) -> list[Request]:
+        """``thinks``: makes the arguments of each request for its thoughts."""
         sampling = SamplingParams(**self._model.sampling(body.sampling(), body.n))
         seeds = [None if sampling.seed is None else (sampling.seed + copy) % 2**63 for copy in range(body.n)]
         sparsity = body.sparsity
         if body.bits is not None:
             sparsity = self._model.bundle.at(body.sparsity, body.bits).sparsity
         common = {"stop": body.stop, "sparsity": sparsity, "speculative": body.speculative, **fields}
-        return [self._model.request(ids, sampling=replace(sampling, seed=seed), **common) for seed in seeds]
+        return [self._model.request(ids, sampling=replace(sampling, seed=seed), **common, **thinks()) for seed in seeds]
 
 
 def _unsupported(field: str, why: str) -> ApiError:

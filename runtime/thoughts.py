@@ -1,0 +1,234 @@
+"""The thoughts of reasoning models: how families mark them, a parser that separates them from the answer, and a budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wisparse.formats.errors import UsageError
+
+from .tokenizer import partial_marker
+
+# Names of the template variable that switches thoughts on and off.
+_SWITCHES = ("enable_thinking", "thinking")
+
+
+class Constraint(Protocol):
+    """See `generation.grammar.Constraint`."""
+
+    def mask(self, logits: Tensor) -> None: ...
+
+    def take(self, token: int) -> None: ...
+
+
+class ThoughtParser(Protocol):
+    """Separates the thought from the answer, token by token. ``begun``: the prompt opens the thought; ``tokens``: of the
+    thought, including its markers; ``closed``: whether the thought has ended, or there is none."""
+
+    begun: bool
+    tokens: int
+    closed: bool
+
+    def add(self, text: str, last: bool = False) -> tuple[str, str]:
+        """What a token's text adds to the thought, and to the answer. ``last``: nothing follows."""
+
+
+@dataclass(frozen=True)
+class ThoughtFormat:
+    """Markers of a thought; ``opens`` may be the prompt's end. Special tokens among ``markers`` have to be visible."""
+
+    opens: str
+    closes: str
+    markers: tuple[str, ...]
+
+    def parser(self, begun: bool) -> ThoughtParser:
+        """``begun``: the prompt ends with ``opens``."""
+        return TagParser(self.opens, self.closes, begun)
+
+    def begins(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(self.opens)
+
+
+class HarmonyFormat(ThoughtFormat):
+    """gpt-oss: messages of an answer have channels. ``analysis`` is the thought, ``final`` and preambles on ``commentary`` the
+    answer, ``commentary to=functions.NAME`` a call, which is written as `HERMES` of ``protocol.tools`` has it."""
+
+    def parser(self, begun: bool) -> ThoughtParser:
+        return HarmonyParser(begun)
+
+
+def _tags(opens: str, closes: str, *markers: str) -> ThoughtFormat:
+    return ThoughtFormat(opens, closes, markers or (opens, closes))
+
+
+HARMONY = HarmonyFormat(
+    "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
+    ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"),
+)  # fmt: skip
+# Qwen3, QwQ, DeepSeek R1, GLM-4.5, SmolLM3, EXAONE 4, Hunyuan, ERNIE; Magistral; Seed-OSS; Gemma 4.
+FORMATS = (
+    _tags("<think>", "</think>"),
+    _tags("[THINK]", "[/THINK]"),
+    _tags("<seed:think>", "</seed:think>"),
+    _tags("<|channel>thought", "<channel|>", "<|channel>", "<channel|>"),
+)
+
+
+def find_format(template: str, token_id: Callable[[str], int | None]) -> ThoughtFormat | None:
+    """The format of a chat template and a vocabulary; None: the model marks no thoughts."""
+    if token_id("<|channel|>") is not None and token_id("<|message|>") is not None:
+        return HARMONY
+    known = (one for one in FORMATS if token_id(one.markers[0]) is not None or one.closes in template)
+    return next(known, None)
+
+
+def switch_of(template: str) -> str | None:
+    """The template variable that switches thoughts on and off, or None."""
+    return next((name for name in _SWITCHES if re.search(rf"(?<![\w.'\"]){name}\b", template)), None)
+
+
+class TagParser:
+    """A thought between two markers at the beginning of the answer; each part without surrounding white space."""
+
+    def __init__(self, opens: str, closes: str, begun: bool) -> None:
+        self._opens, self._closes, self.begun = opens, closes, begun
+        self._text = opens if begun else ""  # up to the end of the thought
+        self._returned = 0  # characters of the thought
+        self.closed = self._stripping = False  # only white space followed the thought
+        self._num_tokens = self.tokens = 0
+
+    def add(self, text: str, last: bool = False) -> tuple[str, str]:
+        if self.closed:
+            text = text.lstrip() if self._stripping else text
+            self._stripping = self._stripping and not text
+            return "", text
+        self._num_tokens += 1
+        self._text += text
+        stripped = self._text.lstrip()
+        if not stripped.startswith(self._opens):
+            if self._opens.startswith(stripped) and not last:
+                return "", ""
+            self.closed = True  # there is no thought
+            return "", self._text
+        self.tokens = self._num_tokens
+        thought, closes, rest = stripped[len(self._opens) :].lstrip().partition(self._closes)
+        if closes:
+            self.closed = self._stripping = True
+        elif not last:
+            thought = thought[: len(thought) - partial_marker(thought, self._closes)]
+        added = thought.rstrip()[self._returned :]
+        self._returned += len(added)
+        return added, self.add(rest)[1] if closes else ""
+
+
+class HarmonyParser:
+    """See `HarmonyFormat`."""
+
+    _ENDS = re.compile(r"<\|(?:end|start|channel|call|return)\|>")
+    _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+
+    def __init__(self, begun: bool) -> None:
+        self.begun = begun
+        self._text = HARMONY.opens if begun else ""  # not parsed yet
+        self._header: str | None = None  # of the message whose body is read; None: between messages
+        self.closed, self.tokens = False, 0
+
+    def add(self, text: str, last: bool = False) -> tuple[str, str]:
+        self.tokens += not self.closed
+        self._text += text
+        thought, answer = "", ""
+        while self._text:
+            if self._header is None:
+                header, marker, rest = self._text.partition("<|message|>")
+                plain = not self._text.lstrip().startswith("<|") and not "<|".startswith(self._text.lstrip())
+                if not marker and not plain and not last:
+                    break
+                self._header, self._text = (header, rest) if marker else ("", self._text if plain else "")
+                answer += self._call("begin")
+                self.closed = self.closed or "analysis" not in self._header
+            ends = self._ENDS.search(self._text)
+            kept = 0 if ends or last else max(partial_marker(self._text, f"<|{name}|>") for name in _ENDING)
+            end = ends.start() if ends else len(self._text) - kept
+            body, self._text = self._text[:end], self._text[end:]
+            thought, answer = (thought + body, answer) if "analysis" in self._header else (thought, answer + body)
+            if not ends:
+                break
+            answer += self._call("end")
+            self._header = None
+            self._text = re.sub(r"^<\|(?:end|call|return)\|>", "", self._text)
+        if last and self._header is not None:
+            answer += self._call("end")
+            self._header = None
+        return thought, answer
+
+    def _call(self, what: str) -> str:
+        name = self._RECIPIENT.search(self._header or "")
+        if name is None:
+            return ""
+        return f'<tool_call>\n{{"name": "{name[1]}", "arguments": ' if what == "begin" else "}\n</tool_call>"
+
+
+_ENDING = ("end", "start", "channel", "call", "return")
+
+
+class ThinkingConstraint:
+    """A grammar that begins after the thought, and a limit of the thought's tokens: then its closing tokens are forced."""
+
+    def __init__(self, opens: Sequence[int], closes: Sequence[int], *, begun: bool, budget: int | None) -> None:
+        """``opens``, ``closes``: token ids of the markers; ``begun``: ``opens`` ends the prompt. A thought that the answer
+        itself opens is limited, and excluded by a grammar."""
+        self._opens, self._closes, self._budget = list(opens), list(closes), budget
+        self.grammar: Constraint | None = None
+        self._state = "thinking" if begun else "before"
+        self._recent: list[int] = []  # tokens that may be a part of a marker
+        self._count = 0  # of the thought
+
+    def mask(self, logits: Tensor) -> None:
+        if self._state != "thinking":
+            if self.grammar is not None:
+                self.grammar.mask(logits)
+        elif self._budget is not None and self._count >= self._budget:
+            token = self._closes[self._matched()]
+            kept = logits[token].clone()
+            logits.fill_(-torch.inf)
+            logits[token] = torch.where(kept > -torch.inf, kept, 0.0)
+
+    def _matched(self) -> int:
+        """How many of the closing tokens the newest tokens are."""
+        lengths = range(len(self._closes) - 1, 0, -1)
+        return next((n for n in lengths if self._recent[-n:] == self._closes[:n]), 0)
+
+    def take(self, token: int) -> None:
+        if self._state != "thinking" and self.grammar is not None:
+            self.grammar.take(token)
+        self._recent = [*self._recent, token][-max(len(self._opens), len(self._closes)) :]
+        if self._state == "thinking":
+            self._count += 1
+            if self._recent[-len(self._closes) :] == self._closes:
+                self._state = "done"
+        elif self._state == "before":
+            seen = self._recent
+            if seen != self._opens[: len(seen)]:
+                self._state = "done"
+            elif len(seen) == len(self._opens):
+                self._state, self._recent = "thinking", []
+
+
+def template_variables(
+    template: str | None, thinking: bool | None, effort: str | None, given: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The variables of a chat template for these settings; UsageError if it has no switch for thoughts."""
+    found = dict(given or {})
+    if thinking is not None:
+        switch = switch_of(template or "")
+        if switch is None:
+            raise UsageError("thinking: this model's chat template has no switch for thoughts: leave it out")
+        found.setdefault(switch, thinking)
+    if effort is not None:
+        found.setdefault("reasoning_effort", effort)
+    return found

@@ -1,0 +1,124 @@
+"""Thoughts of reasoning models: every family's markers, wherever tokens end; budgets; grammars behind a thought."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wisparse import UsageError
+from wisparse.runtime.thoughts import (
+    FORMATS,
+    HARMONY,
+    HarmonyParser,
+    ThinkingConstraint,
+    find_format,
+    switch_of,
+    template_variables,
+)
+
+CALL = '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"a": 1}'
+HERMES_CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
+def parse(parser: Any, pieces: list[str]) -> tuple[str, str]:
+    parts = [parser.add(piece) for piece in pieces] + [parser.add("", True)]
+    return "".join(thought for thought, _ in parts), "".join(answer for _, answer in parts)
+
+
+def pieces_of(text: str, cuts: list[int]) -> list[str]:
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+
+
+@given(st.sampled_from(FORMATS), st.lists(st.integers(0, 60), max_size=8))
+def test_every_familys_tags(form: Any, cuts: list[int]) -> None:
+    for text, begun, expected in (
+        (f"{form.opens}\nhm, 2\n{form.closes}\n\nfour", False, ("hm, 2", "four")),
+        (f"\nhm{form.closes}four", True, ("hm", "four")),
+        (f"{form.opens}{form.closes}four", False, ("", "four")),
+        (f"{form.opens}it never {form.closes[:3]}", False, (f"it never {form.closes[:3]}", "")),
+        ("four", False, ("", "four")),
+        (form.opens[:3], False, ("", form.opens[:3])),
+    ):
+        parser = form.parser(begun)
+        assert parse(parser, pieces_of(text, cuts)) == expected
+        assert parser.closed == (expected[1] != "")
+
+
+@given(st.lists(st.integers(0, 160), max_size=8))
+def test_channels(cuts: list[int]) -> None:
+    analysis = "<|channel|>analysis<|message|>sum<|end|>"
+    for text, expected in (
+        (f"{analysis}{FINAL}four", ("sum", "four")),
+        (f"{analysis}<|start|>assistant{CALL}<|call|>", ("sum", HERMES_CALL)),
+        (f"{analysis}<|start|>assistant<|channel|>commentary<|message|>I look<|end|><|start|>assistant{CALL}",
+         ("sum", f"I look{HERMES_CALL}")),
+        ("<|channel|>final<|message|>a <| b", ("", "a <| b")),
+        ("<|channel|>analysis<|message|>it never en", ("it never en", "")),
+        ("plain", ("", "plain")),
+    ):  # fmt: skip
+        assert parse(HarmonyParser(False), pieces_of(text, cuts)) == expected
+        assert parse(HarmonyParser(False), list(text)) == expected
+    assert parse(HarmonyParser(True), [f"sum<|end|>{FINAL}four"]) == ("sum", "four")
+
+
+def test_formats_and_switches_are_found_in_template_and_vocabulary() -> None:
+    for form in FORMATS:
+        assert find_format("", {form.markers[0]: 7}.get) is form
+        assert find_format(f"a {form.closes} b", {}.get) is form
+    assert find_format("", {"<|channel|>": 1, "<|message|>": 2, "<think>": 3}.get) is HARMONY
+    assert find_format("{{ messages }}", {}.get) is None
+    assert switch_of("{% if enable_thinking is defined and enable_thinking %}") == "enable_thinking"
+    assert switch_of("{% if not thinking %}") == "thinking"
+    assert switch_of("{{ message.thinking }} {{ message['thinking'] }}") is None
+    template = "{{ enable_thinking }}"
+    assert template_variables(template, False, "low", {"x": 1}) == {
+        "x": 1,
+        "enable_thinking": False,
+        "reasoning_effort": "low",
+    }
+    with pytest.raises(UsageError, match="no switch for thoughts"):
+        template_variables("{{ messages }}", True, None, None)
+
+
+class Only:
+    """A grammar of one token."""
+
+    def __init__(self, token: int) -> None:
+        self.token, self.taken = token, list[int]()
+
+    def mask(self, logits: torch.Tensor) -> None:
+        kept = logits[self.token].clone()
+        logits.fill_(-torch.inf)
+        logits[self.token] = kept
+
+    def take(self, token: int) -> None:
+        self.taken.append(token)
+
+
+def follow(constraint: ThinkingConstraint, wanted: list[int]) -> list[int]:
+    """Greedy tokens of a model that wants these."""
+    found = []
+    for token in wanted:
+        logits = torch.zeros(10)
+        logits[token] = 1.0
+        constraint.mask(logits)
+        found.append(int(logits.argmax()))
+        constraint.take(found[-1])
+    return found
+
+
+def test_a_thought_ends_at_its_budget_and_the_grammar_begins_behind_it() -> None:
+    opens, closes = [8], [6, 7]
+    assert follow(ThinkingConstraint(opens, closes, begun=True, budget=3), [1] * 7) == [1, 1, 1, 6, 7, 1, 1]
+    assert follow(ThinkingConstraint(opens, closes, begun=False, budget=2), [8, 1, 1, 1, 1, 1]) == [8, 1, 1, 6, 7, 1]
+    assert follow(ThinkingConstraint(opens, closes, begun=False, budget=2), [1] * 4) == [1] * 4  # no thought
+    assert follow(ThinkingConstraint(opens, closes, begun=True, budget=2), [1, 6, 7, 2]) == [1, 6, 7, 2]  # half closed
+    assert follow(ThinkingConstraint(opens, closes, begun=True, budget=0), [1, 1, 1]) == [6, 7, 1]
+    constraint = ThinkingConstraint(opens, closes, begun=True, budget=None)
+    constraint.grammar = grammar = Only(5)
+    assert follow(constraint, [1, 6, 1, 6, 7, 1, 1]) == [1, 6, 1, 6, 7, 5, 5]
+    assert grammar.taken == [5, 5]
