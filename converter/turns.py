@@ -30,6 +30,8 @@ _SMALLEST_PROBABILITY = 0.01
 
 def closing_token(tokenizer: Any, ends: Set[int]) -> int | None:
     """The added token that the chat template writes after an answer; None if there is none, or one of ``ends``."""
+    if {"<|channel|>", "<|message|>"} <= tokenizer.get_added_vocab().keys():
+        return None  # gpt-oss: it ends a message of an answer
     render = conversation_renderer(tokenizer)
     if render is None:
         return None

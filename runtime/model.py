@@ -24,7 +24,7 @@ from .generation.engine import Engine
 from .generation.grammar import Grammar, Grammars
 from .generation.request import Chunk, Generation, GenerationArguments, GenerationSettings, Prompt, Request, as_prompts
 from .generation.speculation import SpeculativeConfig
-from .thoughts import ThinkingConstraint, find_format, template_variables
+from .thoughts import HARMONY, ThinkingConstraint, find_format, template_variables
 from .tokenizer import Tokenizer, read_json, stop_ids
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,9 @@ class Model(AbstractContextManager["Model"]):
     ) -> None:  # fmt: skip
         self.bundle, self.decoder, self.text, self.prefill = bundle, decoder, text, prefill
         configured = self.stop_ids = stop_ids(bundle, text)
-        end = None if text is None else text.end_of_turn(configured)
+        self.thoughts = None if text is None else find_format(text.template_source or "", text.token_id)
+        # gpt-oss' <|end|> ends a message of an answer.
+        end = None if text is None or self.thoughts is HARMONY else text.end_of_turn(configured)
         if end is not None:
             self.stop_ids = configured | {end}
             log.warning(
@@ -72,7 +74,6 @@ class Model(AbstractContextManager["Model"]):
                 "generate continues texts without the template", self.tokenizer.token_bytes(end).decode(errors="replace"),
             )  # fmt: skip
         self.sampling_defaults = self._read_sampling_defaults()
-        self.thoughts = None if text is None else find_format(text.template_source or "", text.token_id)
         self.engine = Engine(decoder, text, bundle, speculative)
         self._chat = text is not None and text.template_ends_turns(configured)
         self.grammars = Grammars(text, self.stop_ids)

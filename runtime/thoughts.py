@@ -83,7 +83,11 @@ def find_format(template: str, token_id: Callable[[str], int | None]) -> Thought
     """The format of a chat template and a vocabulary; None: the model marks no thoughts."""
     if token_id("<|channel|>") is not None and token_id("<|message|>") is not None:
         return HARMONY
-    known = (one for one in FORMATS if token_id(one.markers[0]) is not None or one.closes in template)
+    known = (
+        one
+        for one in FORMATS
+        if token_id(one.markers[0]) is not None or one.opens in template or one.closes in template
+    )
     return next(known, None)
 
 

@@ -1,12 +1,18 @@
 """Thoughts of reasoning models: every family's markers, wherever tokens end; budgets; grammars behind a thought."""
 
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from served import with_template
 
+import wisparse
 from wisparse import UsageError
 from wisparse.runtime.thoughts import (
     FORMATS,
@@ -30,7 +36,7 @@ def parse(parser: Any, pieces: list[str]) -> tuple[str, str]:
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(borders)]
 
 
 @given(st.sampled_from(FORMATS), st.lists(st.integers(0, 60), max_size=8))
@@ -122,3 +128,40 @@ def test_a_thought_ends_at_its_budget_and_the_grammar_begins_behind_it() -> None
     constraint.grammar = grammar = Only(5)
     assert follow(constraint, [1, 6, 1, 6, 7, 1, 1]) == [1, 6, 1, 6, 7, 5, 5]
     assert grammar.taken == [5, 5]
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {% if thinking is not defined or thinking %}<think>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def model(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = with_template(example_model, tmp_path_factory.mktemp("thoughts"), TEMPLATE, 0.3)
+    with wisparse.load(folder, dtype="float32", backend="torch", max_seq_len=256) as model:
+        yield model
+
+
+def test_python_and_terminal_keep_thought_and_answer_apart(
+    model: Any, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    talk = [{"role": "user", "content": "2 + 2?"}]
+    said: Any = {"grammar": 'root ::= "two and two\\n</think>\\n\\nfour"', "max_new_tokens": 60}
+    answer = model.generate(talk, **said)
+    assert (answer.thought, answer.text, answer.thought_closed) == ("two and two", "four", True)
+    chunks = list(model.stream(talk, **said))
+    assert "".join(chunk.thought for chunk in chunks) == answer.thought
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    off = model.generate(talk, **{**said, "grammar": 'root ::= "four"'}, thinking=False)
+    assert (off.thought, off.text) == ("", "four")
+    limited = model.generate(talk, thinking_budget=3, max_new_tokens=30)
+    assert limited.thought_closed
+    assert limited.thought_tokens <= 3 + len(model.text.encode("</think>", add_special_tokens=False)) + 1
+    schema = model.generate(talk, thinking_budget=2, json_schema={"type": "integer"}, max_new_tokens=40)
+    assert schema.text.strip().lstrip("-").isdigit()
+    code, out, _ = run(
+        "generate", model.bundle.folder, "--prompt", "2 + 2?", "--chat-template", "--grammar", said["grammar"]
+    )
+    assert (code, out) == (0, "four\n")
+    code, out, _ = run(
+        "generate", model.bundle.folder, "--prompt", "2 + 2?", "--chat-template", "--grammar", said["grammar"], "--json"
+    )
+    assert (json.loads(out)["thought"], json.loads(out)["text"]) == ("two and two", "four")

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, printable
 from wisparse.formats.generation_config import FILE, SAMPLING_FIELDS
-from wisparse.formats.guard import WANTED_BUNDLE, expand, find_folder, place, quoted, read_bounded, shown
+from wisparse.formats.guard import WANTED_BUNDLE, expand, find_folder, parse_json, place, quoted, read_bounded, shown
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.manifest import bits_of
 from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
@@ -25,7 +25,7 @@ from wisparse.kernels.backend import BACKENDS
 
 if TYPE_CHECKING:
     from wisparse.formats.card import Finding
-    from wisparse.runtime.model import Generation, Model
+    from wisparse.runtime.model import Chunk, Generation, Model
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -73,6 +73,22 @@ def read_text(file: str, limit: int = 1 << 28) -> str:
         return read_bounded(path.parent, path.name, limit, UsageError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path.name:.200}: not text in UTF-8: {error}") from error
+
+
+class Switch(click.Choice):
+    """auto, on or off, which become None, True and False."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return {"auto": None, "on": True, "off": False}[super().convert(value, param, ctx)]
+
+
+class JsonObject(click.ParamType):
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        return parse_json(
+            value.encode(), f"--{param.name.replace('_', '-')}" if param and param.name else "", UsageError
+        )
 
 
 class Speculative(click.ParamType):
@@ -175,6 +191,18 @@ sampling_options = stacked(
 )  # fmt: skip
 
 
+thinking_options = stacked(
+    click.option(
+        "--thinking", type=Switch(["auto", "on", "off"]), default="auto", show_default=True,
+        help="Thoughts of a reasoning model, by its chat template's switch; auto is the template's default.",
+    ),
+    option_table(
+        ("--thinking-budget", click.IntRange(min=0), None, "Most tokens of a thought; then its end is forced."),
+        ("--reasoning-effort", str, None, "For chat templates that read it, such as low, medium and high of gpt-oss."),
+        ("--chat-template-kwargs", JsonObject(), None, "Further variables of the chat template, as JSON."),
+    ),
+)  # fmt: skip
+
 template_option = click.option(
     "--chat-template", is_flag=False, flag_value="default", metavar="[NAME]",
     help="Use the chat template, or the model's template of this name.  "
@@ -210,11 +238,32 @@ def set_up_logging(verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
 
 
-def show(text: str) -> None:
+def show(text: str, *, dim: bool = False) -> None:
     """Print a model's text; on a terminal, control characters are printed as escapes."""
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-    click.echo(text, nl=False)  # flushes
+    click.secho(text, nl=False, dim=dim or None)  # flushes
+
+
+class AnswerPrinter:
+    """Prints a streamed answer; before it, on a terminal only, the thought, dim."""
+
+    def __init__(self, thoughts: bool = True) -> None:
+        self._thoughts, self._thinking = thoughts and sys.stdout.isatty(), False
+
+    def show(self, chunks: Iterable[Chunk]) -> str:
+        """Print some chunks; returns their text without the thought."""
+        added = ""
+        for chunk in chunks:
+            if chunk.thought and self._thoughts:
+                self._thinking = True
+                show(chunk.thought, dim=True)
+            if chunk.text and self._thinking:
+                self._thinking = False
+                show("\n\n")
+            show(chunk.text)
+            added += chunk.text
+        return added
 
 
 def backend_of(model: Model) -> str:

@@ -18,6 +18,7 @@ from wisparse.formats.guard import expand
 
 from ..options import (
     FOLDER_OR_ID,
+    AnswerPrinter,
     footer,
     load_model,
     loading_options,
@@ -28,6 +29,7 @@ from ..options import (
     show,
     speculative_option,
     template_option,
+    thinking_options,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ _QUOTES = '"""'
 @loading_options
 @speculative_option("auto")
 @sampling_options
+@thinking_options
 @template_option
 def command(
     bundle: str,
@@ -93,11 +96,13 @@ class Chat:
         self._model, self._settings, self._system = model, settings, system_prompt
         self.messages: list[dict[str, str]] = []  # without the system message
         self._again = 0  # answers to the newest message
+        self._shown = True  # thoughts are printed
         # Name -> argument, description, method; a method gets the argument and returns False to leave.
         self._commands: dict[str, tuple[str, str, Callable[[str], object]]] = {
             "/help": ("", "list the commands", self._help),
             "/system": ("[TEXT]", "set the system message (off: none), or show it", self._set_system),
             "/regen": ("[TEMPERATURE]", "answer the last message again", self._regenerate),
+            "/thinking": ("[on|off|auto|show|hide]", "switch thoughts, or their display", self._set_thinking),
             "/save": ("FILE", "save the conversation as a line of JSON", self._save),
             "/reset": ("", "forget the conversation", self._reset),
             "/exit": ("", "leave", lambda _: False),
@@ -128,6 +133,7 @@ class Chat:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         prompt, text = [*system, *self.messages], ""
         answers: list[Generation] = []
+        printer = AnswerPrinter(self._shown)
         try:
             if settings["n"] > 1:
                 answers = [answer for _, answer in sorted(self._model.generate_each([prompt], **settings))]
@@ -138,9 +144,7 @@ class Chat:
                 stream = self._model.stream_together(prompt, **settings)
                 try:
                     for chunks in stream:
-                        added = "".join(chunk.text for chunk in chunks)
-                        show(added)
-                        text += added
+                        text += printer.show(chunks)
                         answers = [one for chunk in chunks if (one := chunk.generation)]
                 finally:
                     stream.close()
@@ -175,6 +179,22 @@ class Chat:
         if text:
             self._system = None if text == "off" else text
         _say("no system message" if self._system is None else f"system message: {self._system}")
+
+    def _set_thinking(self, value: str) -> None:
+        from wisparse.runtime.thoughts import switch_of
+
+        if value in ("show", "hide"):
+            self._shown = value == "show"
+        elif value in ("on", "off") and switch_of(self._model.tokenizer.template_source or "") is None:
+            _say("this model's chat template has no switch for thoughts")
+            return
+        elif value in ("on", "off", "auto"):
+            self._settings["thinking"] = {"on": True, "off": False, "auto": None}[value]
+        elif value:
+            _say(f"expected on, off, auto, show or hide, found {value!r:.40}")
+            return
+        state = {True: "on", False: "off", None: "as the chat template has it"}[self._settings["thinking"]]
+        _say(f"thoughts: {state}, {'shown' if self._shown else 'hidden'}")
 
     def _regenerate(self, temperature: str) -> None:
         if not self.messages:

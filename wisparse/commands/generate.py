@@ -20,6 +20,7 @@ from wisparse.formats.guard import expand, parse_json
 
 from ..options import (
     FOLDER_OR_ID,
+    AnswerPrinter,
     describe_sampling,
     footer,
     load_model,
@@ -32,6 +33,7 @@ from ..options import (
     show,
     speculative_option,
     template_option,
+    thinking_options,
 )
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class Batch:
                 for index, answer in self._answers(model, settings, pending):
                     fields = {name: getattr(answer, name) for name in ("text", "finish_reason", "prompt_tokens")}
                     scores = None if answer.scores is None else [dataclasses.asdict(score) for score in answer.scores]
+                    fields |= {"thought": answer.thought} if answer.thought else {}
                     fields |= {"completion_tokens": len(answer.token_ids), "seed": answer.seed}
                     done[pending[index]] = fields if scores is None else {**fields, "scores": scores}
                     file.write(json.dumps([pending[index], done[pending[index]]]) + "\n")
@@ -145,6 +148,7 @@ class Batch:
 @loading_options
 @speculative_option("off")
 @sampling_options
+@thinking_options
 @template_option
 @click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt unchanged.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
@@ -208,9 +212,10 @@ def command(
             show(f"--- {number} of {len(answers)} ---\n{answer.text}\n")
     else:
         stream = model.stream_together(prompt, measure_sparsity=True, **settings)
+        printer = AnswerPrinter()
         try:
             for chunks in stream:
-                show("".join(chunk.text for chunk in chunks))
+                printer.show(chunks)
                 answers = [one for chunk in chunks if (one := chunk.generation)]
         finally:
             click.echo()  # ends the line, also after an interrupt
