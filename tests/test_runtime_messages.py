@@ -116,7 +116,9 @@ def test_fields_become_a_chats() -> None:
     assert not chat(tool_choice={"type": "any", "disable_parallel_tool_use": True}).several_calls
     for thinking, expected in ((None, False), ("disabled", False), ("enabled", True), ("adaptive", True)):
         given = {"type": thinking, "budget_tokens": 1024} if thinking else None
-        assert chat(thinking=given).chat_template_kwargs == {"enable_thinking": expected}
+        found = chat(thinking=given)
+        assert found.chat_template_kwargs == {"enable_thinking": expected, "thinking": expected}
+        assert found.thinking_token_budget == (1024 if expected else None)
     assert chat(chat_template_kwargs={"enable_thinking": True}).chat_template_kwargs == {"enable_thinking": True}
 
 
@@ -150,8 +152,6 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "tool_choice: expected tools": [{"tool_choice": {"type": "any"}}],
     "tool_choice.name: expected the name of one of the tools, found 'f'":
         [{"tools": [CLOCK], "tool_choice": {"type": "tool", "name": "f"}}],
-    "tool_choice: this model's template begins with a thought":
-        [{"tools": [CLOCK], "tool_choice": {"type": "any"}, "thinking": {"type": "enabled", "budget_tokens": 1024}}],
     "thinking.type: ": [{"thinking": {"type": "x"}}],
     "output_config.format.type: ": [{"output_config": {"format": {"type": "yaml"}}}],
     "mcp_servers: this server does not have it": [{"mcp_servers": [{"name": "a"}]}],

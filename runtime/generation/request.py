@@ -133,7 +133,9 @@ class GenerationSettings(SamplingParams):
             object.__setattr__(self, "max_new_tokens", guard.integer("max_new_tokens", self.max_new_tokens, 1))
         if self.system_prompt is not None:
             guard.text("system_prompt", self.system_prompt)
-        if self.chat_template is not None and not isinstance(self.chat_template, str):
+        if isinstance(self.chat_template, str):
+            guard.text("chat_template", self.chat_template, empty=False)
+        elif self.chat_template is not None:
             guard.switch("chat_template", self.chat_template)
         if self.prefill is not None:
             guard.choice("prefill", self.prefill, PREFILL_POLICIES)

@@ -149,7 +149,9 @@ class CountTokensRequest(GenerationRequest):
         body = self.model_dump(exclude_unset=True, by_alias=True, include=set(GenerationRequest.model_fields))
         body["messages"] = self._messages()
         thinks = self.thinking.type != "disabled"
-        body["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks, **self.chat_template_kwargs}
+        switches = {"enable_thinking": thinks, "thinking": thinks}
+        given = self.chat_template_kwargs
+        body["chat_template_kwargs"] = given if switches.keys() & given.keys() else {**switches, **given}
         body["thinking_token_budget"] = self.thinking.budget_tokens if thinks else None
         match self.output_config.get("format"):
             case {"type": "json_schema"} as output_format:
