@@ -290,11 +290,13 @@ _INSIDE = ("text_config", "thinker_config", "llm_config", "ffn_config")
 
 
 def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[str]) -> str:
-    """Why a model type is refused: by its config, else by its family, else as unknown."""
+    """Why a model type is refused: by its config, else by its family, else as unknown; with the three nearest known ones."""
     supported = tuple(supported)
-    known = ", ".join(supported)
+    name = model_type[:80] if isinstance(model_type, str) else ""
+    nearest = ", ".join(difflib.get_close_matches(name, supported, n=3, cutoff=0.0))
+    known = f"the nearest known ones are {nearest}; docs/models.md has all"
     if not isinstance(model_type, str):
-        return f"config.json: model_type: expected one of {known}, found {model_type!r:.80}"
+        return f"config.json: model_type: expected a known one (docs/models.md), found {model_type!r:.80}"
     families = refusals()["families"]
     names = (name for name, row in families.items() if re.fullmatch("|".join(row["model_types"]), model_type))
     family = next(names, None)
@@ -305,10 +307,10 @@ def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[
     elif isinstance(config.get("vision_config"), dict):
         family = "vision"
     if family is not None:
-        return f"model_type {model_type!r:.80} is {families[family]['is']}; known ones: {known}"
+        return f"model_type {model_type!r:.80} is {families[family]['is']}; {known}"
     close = difflib.get_close_matches(model_type[:80], supported, n=1, cutoff=0.75)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"model_type {model_type!r:.80}{hint}; known ones: {known}"
+    return f"model_type {model_type!r:.80}{hint}; {known}"
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
 
 from . import guard
-from .architectures import WRAPPERS, text_name
+from .architectures import ARCHITECTURES, WRAPPERS, text_name, why_refused
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .lazy import Tensor, torch
 from .manifest import MANIFEST, SIDECAR
@@ -562,10 +562,35 @@ def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError
     if not is_bundle and (kind := guard.folder_kind(folder)) is not None:
         raise error(f"{guard.shown(folder)} is {kind}")
     config = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
+    if isinstance(packed := config.get("quantization"), dict) and {"group_size", "bits"} <= packed.keys():
+        raise error(
+            f"{guard.shown(folder)}: an MLX checkpoint, whose packed weights only MLX reads; convert "
+            f"{_base_model(folder) or 'the model that it was made from'} instead"
+        )
     # By files, not by config.json's entry, which transformers copies into a dense checkpoint saved from a bundle.
     if not is_bundle and any((folder / name).exists() for name in (MANIFEST, SIDECAR)):
         raise error(f"{guard.shown(folder)}: already a sparse bundle; expected a dense model: convert its base model")
     return config
+
+
+def _base_model(folder: Path) -> str | None:
+    """``base_model`` of the model card, if it names one."""
+    if not (folder / "README.md").is_file():
+        return None
+    card = guard.read_bounded(folder, "README.md", MAX_CONFIG_BYTES, UnsupportedModelError).decode(errors="replace")
+    found = re.search(r"^base_model:\s*(?:-\s*)?([\w.-]+/[\w.-]+)\s*$", card, re.MULTILINE)
+    return None if found is None else found[1]
+
+
+def require_supported(model: str | os.PathLike[str]) -> None:
+    """UnsupportedModelError, by config.json alone and without torch, for a folder whose model type is not known."""
+    folder = guard.find_folder(model)
+    if folder is not None:
+        config = read_config(folder)
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in {**ARCHITECTURES, **WRAPPERS}:
+            reason = why_refused(config, model_type, (*ARCHITECTURES, *WRAPPERS))
+            raise UnsupportedModelError(f"unsupported architecture: {reason}")
 
 
 def code_of(dtype: torch.dtype) -> str:

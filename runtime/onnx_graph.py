@@ -258,7 +258,9 @@ class DecoderGraph:
         match op:
             case Norm():
                 # What is added to the residual stream stays in float32.
-                return self.norm(*inputs, f"{name}.{getattr(arch.norms, op.weight)}", in_float32=op.inputs != (HIDDEN,))
+                return self.norm(
+                    inputs[0], f"{name}.{getattr(arch.norms, op.weight)}", in_float32=op.inputs != (HIDDEN,)
+                )
             case Linear():
                 self.scope = op.projections[0].name.rpartition(".")[0]
                 x = self.to_dtype(*inputs) if op.inputs == (HIDDEN,) else inputs[0]

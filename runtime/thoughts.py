@@ -18,8 +18,8 @@ from .tokenizer import partial_marker
 _SWITCHES = ("enable_thinking", "thinking")
 
 
-class Constraint(Protocol):
-    """See `generation.grammar.Constraint`."""
+class LogitsMask(Protocol):
+    """Restricts an answer's next token. See `generation.grammar.Constraint`."""
 
     def mask(self, logits: Tensor) -> None: ...
 
@@ -187,7 +187,7 @@ class ThinkingConstraint:
         """``opens``, ``closes``: token ids of the markers; ``begun``: ``opens`` ends the prompt. A thought that the answer
         itself opens is limited, and excluded by a grammar."""
         self._opens, self._closes, self._budget = list(opens), list(closes), budget
-        self.grammar: Constraint | None = None
+        self.grammar: LogitsMask | None = None
         self._state = "thinking" if begun else "before"
         self._recent: list[int] = []  # tokens that may be a part of a marker
         self._count = 0  # of the thought

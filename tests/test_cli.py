@@ -430,3 +430,37 @@ def test_what_the_terminal_cannot_show_is_spelled_out(places: dict[str, str], mo
     cli._encode_everything()
     print("é☃\udcff", end="", flush=True)
     assert shown.buffer.getvalue() == b"\xe9\\u2603\xff"
+
+
+@pytest.mark.parametrize(
+    ("config", "card", "words"),
+    [
+        ({"model_type": "vaultgemma"}, "", "the nearest known ones are gemma"),
+        ({"model_type": None}, "", "model_type: expected a known one (docs/models.md), found None"),
+        (
+            {"quantization": {"group_size": 64, "bits": 4}},
+            "---\nbase_model: Qwen/Qwen3-8B\n---\n",
+            "convert Qwen/Qwen3-8B",
+        ),
+        (
+            {"quantization": {"group_size": 64, "bits": 4}},
+            "---\nbase_model:\n- Qwen/Qwen3-8B\n---\n",
+            "convert Qwen/Qwen3-8B",
+        ),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "no front matter", "convert the model that it was made from"),
+    ],
+)
+def test_models_that_are_not_supported_are_refused_before_torch_is_imported(
+    tmp_path: Path, config: dict[str, object], card: str, words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "README.md").write_text(card)
+    code = (
+        "import sys, resource\nfrom wisparse.cli import convert_main\n"
+        "try: convert_main([sys.argv[1]])\n"
+        "except SystemExit as ended: print(ended.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "3 False False", done.stderr
+    assert words in " ".join(done.stderr.split())

@@ -128,7 +128,7 @@ def test_what_blocks_have_is_read() -> None:
         ({**GEMMA4, "per_layer_config": {"1": {"hidden_size": 3}}}, "expected head_dim and num_key_value_heads"),
         ({**GEMMA4, "per_layer_config": {"0": {"head_dim": 6}}}, "expected one head_dim for blocks of a kind"),
         ({**GEMMA4, "global_head_dim": 7}, "even"),
-        ({"model_type": "hrm_text"}, "model_type 'hrm_text'; known ones"),  # near to no other name
+        ({"model_type": "hrm_text"}, "model_type 'hrm_text'; the nearest known ones"),  # near to no other name
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh'"),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh' or 'gelu'"),
         ({"hidden_size": -1}, "hidden_size: expected a positive integer, found -1"),
@@ -268,13 +268,13 @@ def test_other_families_are_refused_by_what_they_are(changes: dict[str, object],
         ModelConfig.from_dict(tiny_config() | changes)
     assert str(caught.value).startswith("unsupported architecture: ")
     assert words in str(caught.value)
-    assert "known ones: llama, mistral, " in str(caught.value)
+    assert "the nearest known ones are " in str(caught.value)
     assert ("did you mean" in str(caught.value)) == (changes["model_type"] == "lama")
 
 
 def test_no_supported_family_is_named_among_the_refused() -> None:
     """A row that is added takes its family off the list of those that need more than a row."""
-    assert [name for name in ARCHITECTURES if why_refused({}, name, ()) != f"model_type {name!r}; known ones: "] == []
+    assert [name for name in ARCHITECTURES if " is " in why_refused({}, name, ()).partition(";")[0]] == []
 
 
 def test_errors_name_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

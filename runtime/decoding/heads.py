@@ -441,8 +441,8 @@ class DraftHead:
         x = x + functional.linear(attended.reshape(rows, count, -1), weights["o"])
         n = self._normed("mlp_norm", x)
         if self.experts is not None:
-            rows = n.flatten(0, 1)
-            x = x + run_experts(config, self.experts, rows, route(self.experts, rows), 0).view(x.shape)
+            flat = n.flatten(0, 1)
+            x = x + run_experts(config, self.experts, flat, route(self.experts, flat), 0).view(x.shape)
         else:
             gate, up = functional.linear(n, weights["gate_up"]).chunk(2, dim=-1)
             x = x + functional.linear(activate(config, gate, up), weights["down"])

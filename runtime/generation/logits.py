@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..decoding.sampling import SamplingParams
-from .grammar import Constraint
+from ..thoughts import LogitsMask
 
 # Positions scored together, which bounds the memory of log-probabilities (T, V).
 _SCORE_CHUNK = 64
@@ -26,7 +26,7 @@ class TokenScore:
 
 
 class LogitsProcessor:
-    def __init__(self, sampling: SamplingParams, prompt: Sequence[int], constraint: Constraint | None = None) -> None:
+    def __init__(self, sampling: SamplingParams, prompt: Sequence[int], constraint: LogitsMask | None = None) -> None:
         self.sampling = sampling
         self._constraint = constraint
         self._prompt = prompt

@@ -18,9 +18,9 @@ from wisparse.formats.weight_types import PREFILL_POLICIES
 from ..decoding.decoder import peak_bytes
 from ..decoding.sampling import SamplingParams
 from ..detokenizer import Detokenizer
-from ..thoughts import ThoughtParser
+from ..thoughts import LogitsMask, ThoughtParser
 from ..tokenizer import StopStrings
-from .grammar import Constraint, Grammar
+from .grammar import Grammar
 from .logits import LogitsProcessor, TokenScore
 from .speculation import DraftCounts, Drafter
 
@@ -284,7 +284,7 @@ class Request:
     prefill: str = "dense"  # one of ``PREFILL_POLICIES``
     # the sparsity level, 0 for the dense model; None: the scheduler's default, which ``Scheduler.add`` sets
     sparsity: float | None = None
-    constraint: Constraint | None = None  # its grammar state; not shared with other requests
+    constraint: LogitsMask | None = None  # its grammar state; not shared with other requests
     score_prompt: bool = False  # return the prompt's log-probabilities; needs ``sampling.logprobs``
     visible_special_tokens: frozenset[int] = frozenset()  # special tokens kept in the answer's text
     thoughts: ThoughtParser | None = None  # separates the thought; not shared with other requests

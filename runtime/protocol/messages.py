@@ -113,7 +113,7 @@ class ToolChoice(Strict):
 
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"] = "disabled"
-    budget_tokens: int | None = Field(None, ge=0, le=2**63 - 1)
+    budget_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
 
 
 class CountTokensRequest(GenerationRequest):

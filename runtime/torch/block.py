@@ -336,10 +336,10 @@ def _run(
         case block_ops.Norm():
             return getattr(block, op.weight)(*inputs)
         case block_ops.Linear():
-            outputs = executor.project(block, op.role, *inputs, at.first_sparse)
+            outputs = executor.project(block, op.role, inputs[0], at.first_sparse)
             return outputs if op.split else outputs[0]
         case block_ops.Attention():
-            return _attention(config, index, block, *inputs, at, executor)
+            return _attention(config, index, block, inputs[0], at, executor)
         case block_ops.DeltaNet():
             (mixed, gate), n = inputs
             assert block.delta is not None
@@ -351,17 +351,19 @@ def _run(
         case block_ops.Router():
             return executor.route(block, router_input(block, *inputs))
         case block_ops.Experts():
-            return executor.run_experts(block, *inputs, at.first_sparse)
+            return executor.run_experts(block, inputs[0], inputs[1], at.first_sparse)
         case block_ops.Sum():
             return inputs[0] + inputs[1]
         case block_ops.Add():
             x, output = inputs
             return x + (output if op.multiplier == 1.0 else output * op.multiplier)
         case block_ops.PerLayer():
-            (x,) = inputs
+            (x,), gate, projection = inputs, block.per_layer_gate, block.per_layer_projection
             assert at.per_layer is not None
-            gated = activate(config, functional.linear(x, block.per_layer_gate), at.per_layer[:, index])
-            return x + block.per_layer_output(functional.linear(gated, block.per_layer_projection))
+            assert gate is not None
+            assert projection is not None
+            gated = activate(config, functional.linear(x, gate), at.per_layer[:, index])
+            return x + _maybe(block.per_layer_output, functional.linear(gated, projection))
         case block_ops.Scale():
             return inputs[0] * block.scalar
     raise TypeError(f"no such operation: {op}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wisparse.converter.settings import ConvertSettings
+from wisparse.formats.checkpoint import require_supported
 from wisparse.formats.guard import find_gguf
 from wisparse.formats.hub import require_place
 from wisparse.formats.machine import idle_cores, shown_bytes, torchrun_place, usable_cores
@@ -105,6 +106,7 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
     settings = ConvertSettings(**options)  # before torch is imported, so that usage errors come at once
     if find_gguf(settings.model, settings.gguf_file) is None:
         require_place(settings.model)
+        require_supported(settings.model)
     if not silent:
         _limit_threads_to_idle_cores()
     from wisparse.converter.processes import Progress
