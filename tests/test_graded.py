@@ -78,8 +78,12 @@ def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
         for given in (x, x.bfloat16()):  # as alone; of 16-bit numbers by products of integers
             together = sparse_linear(given, laid, bias.to(given.dtype), scale, torch.tensor(limits))
-            wanted = (product(given.float(), *limits) - bias + bias.to(given.dtype)).to(given.dtype)
-            torch.testing.assert_close(together, wanted, rtol=2**-7 if given is not x else 1e-5, atol=2e-3)
+            wanted = product(given.float(), *limits) - bias + bias.to(given.dtype)
+            allowed = 1e-4 + wanted.abs() * 1e-5
+            if given is not x:  # the precision in docs/performance.md: 16 x and x are integers of the row's largest 16 x
+                largest = 16 * given.float().abs().amax(1, keepdim=True)
+                allowed += largest * (high.abs() + low.abs()).sum(1) / 64_000 + wanted.abs() * 2**-8
+            assert bool(((together.double() - wanted).abs() <= allowed).all())
             alone = [sparse_linear(row, laid, bias.to(given.dtype), scale, torch.tensor(limits)) for row in given]
             assert torch.equal(together, torch.stack(alone))
         torch.set_num_threads(1)

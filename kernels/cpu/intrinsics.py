@@ -18,6 +18,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic, overload
 
 # OpenMP's and libc's functions under names of our own, which `launch` registers before compiled code is loaded.
@@ -268,14 +269,16 @@ def nibble(builder, byte, shift):
 
 
 _config: Any = numba.config  # Any: its attributes are defined at run time
-_features = str(_config.CPU_FEATURES or ("" if _config.CPU_NAME else binding.get_host_cpu_features().flatten()))
+# Those that numba compiles for, whatever NUMBA_CPU_NAME is.
+_features = str(get_host_cpu_features() if _config.CPU_FEATURES is None else _config.CPU_FEATURES)
 _x86 = platform.machine().lower() in ("x86_64", "amd64")
 # Whether the target processor supports `add_products`, and whether by AVX-512 instructions.
 HAS_PRODUCTS = _x86 and "+avx2" in _features.split(",")
 HAS_QUADS = HAS_PRODUCTS and {"+avx512bw", "+avx512vnni"} <= set(_features.split(","))
 HAS_TILES = "+amx-bf16" in _features.split(",")  # of `product`
-# Of `add_products`: channels of a call, channels of an instruction, bytes of a row, bits of a value's lower limb.
-TOGETHER, STEP, TILE_BYTES, LIMB = (16, 4, 64, 8) if HAS_QUADS else (32, 2, 32, 7)
+# Of `add_products`: channels of a call, bits of a value's lower limb; channels of an instruction, bytes of a row.
+TOGETHER, LIMB = 16, 8
+STEP, TILE_BYTES = (4, 64) if HAS_QUADS else (2, 32)
 
 
 @fixed(types.float32(types.int32))

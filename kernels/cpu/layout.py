@@ -12,8 +12,8 @@ import torch
 CACHE_LINE = 64
 MOST_LISTED = 256  # rows of a group in `linear._add_in_integers`: up to 128 channels of a graded weight
 # float32 words of each row of PARTIAL after its sums: a list of one group's rows for `linear._add_in_integers`, of
-# int64 offsets (32 more, to be prefetched), float32 values and two int8 limbs each; and 32 words of padding.
-LIST_WORDS = 2 * (MOST_LISTED + 32) + MOST_LISTED + MOST_LISTED // 2 + 2
+# int64 offsets (16 more, to be prefetched), float32 values and two int8 limbs each; and 32 words of padding.
+LIST_WORDS = 2 * (MOST_LISTED + 16) + MOST_LISTED + MOST_LISTED // 2 + 2
 PARTIAL_EXTRA = 32 + LIST_WORDS
 # dtype names within the names of regions.
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

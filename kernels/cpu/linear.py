@@ -53,7 +53,7 @@ _BYTE, _INT8 = np.uint8(0), np.int8(0)
 _ZERO_CODE = np.float32(8)  # the default zero point
 _HIGH = np.float32(16)  # factor of the high plane's codes
 # Of values that `_add_in_integers` quantizes: the largest integer, the bits of the largest float32, the smallest unit.
-_LARGEST_INTEGER, _LARGEST_BITS = np.float32(32639 if HAS_QUADS else 8128), np.int32(0x7149F2CA)
+_LARGEST_INTEGER, _LARGEST_BITS = np.float32(32639), np.int32(0x7149F2CA)
 _SMALLEST_UNIT = np.float32(1e-38)
 _INFINITY = np.float32(np.inf)
 _ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
@@ -225,7 +225,7 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
         g = np.int64(index_[p]) // group
         for b in range(rows):
             sums = floats(partial + 4 * b * partial_stride)
-            for j in range(2 * width):
+            for j in range(2 * width + 1):  # the last: the sum of the values that _add_in_integers multiplied
                 sums[j] = ZERO
         end = p
         while end < count and np.int64(index_[end]) < (g + 1) * group:
@@ -240,6 +240,7 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
             i = _add_in_integers(
                 codes, stride, index, p, end, count, value, value_stride, rows, width, partial, partial_stride
             )
+        floats_from = i
         while i < end:
             addresses = _eight_rows(codes, stride, index_, i, end - 1)
             next_addresses = _eight_rows(codes, stride, index_, min(i + 8, end), count - 1)
@@ -249,9 +250,9 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
                 _add_eight(addresses, next_addresses, values, width, even, even + 4 * width, b == 0)
             i += 8
         for b in range(rows):
-            total = ZERO
+            total = floats(partial + 4 * b * partial_stride)[2 * width]
             v = floats(value + 4 * b * value_stride)
-            for i in range(p, end):
+            for i in range(floats_from, end):
                 total += v[i]
             sums, out = partial + 4 * b * partial_stride, acc + 4 * b * acc_stride
             kind = field[ProjectionField.SCALE_TYPE]
@@ -266,9 +267,9 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
 
 @exact
 def _add_in_integers(codes, stride, index, p, end, count, value, value_stride, rows, width, partial, partial_stride):
-    """partial[b, :] += value[b, p:end] @ codes in integers, several times as fast: values are quantized to 16 bits (14
-    without AVX-512) of a row's largest. Returns ``end``, or p, having done nothing, for values not finite or too
-    large."""
+    """partial[b, :] += values @ codes in integers, several times as fast; the sum of the values follows the sums. values:
+    value[b, p:end] rounded to multiples of 1 / 32639 of the row's largest, thus by at most 1 / 64,000 of it.
+    Returns the entry reached: ``end``, or ``p`` if a value is too large or not finite, and the caller must use floats."""
     whole = width // TILE_BYTES * TILE_BYTES
     listed, magnitude = pointer(index, np.int32(0)), np.int32(0x7FFFFFFF)
     for b in range(rows):
@@ -302,12 +303,15 @@ def _add_in_integers(codes, stride, index, p, end, count, value, value_stride, r
         padded = (stop + STEP - 1) // STEP * STEP
         for i in range(stop, padded):
             offset[i], v[i] = offset[0], ZERO
+        total = ZERO
         for i in range(padded):
             v[i] = (v[i] * inverse + _ROUNDING) - _ROUNDING
+            total += v[i]  # exact
             integer = np.int32(v[i])
             limb = (integer + np.int32(1 << (LIMB - 1))) >> np.int32(LIMB)
             upper[i] = np.int8(limb)
             lower[i] = np.int8(integer - (limb << np.int32(LIMB)))
+        floats(even)[2 * width] = unit * total
         for i in range(TOGETHER):  # the next group's, to be prefetched
             offset[padded + i] = np.int64(listed[min(end + i, count - 1)]) * stride
         for first in range(0, padded, TOGETHER):

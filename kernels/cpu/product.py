@@ -321,7 +321,7 @@ def _add_converted(builder, whole, unit, out, at):
 
 @fixed(_PRODUCTS)
 def _add_pairs(builder, codes, rows, uppers, lowers, steps, even, odd, unit):
-    """`add_products` by AVX2's pmaddubsw, two channels an instruction. 16 steps with limbs of at most 64 do not
+    """`add_products` by AVX2's pmaddubsw, two channels an instruction. 8 steps with limbs of at most 128 do not
     overflow the 16-bit sums."""
     vector, wide, words = ir.VectorType(_I8, 32), ir.VectorType(_I16, 16), ir.VectorType(_I32, 8)
     kind = ir.FunctionType(wide, [vector, vector])
