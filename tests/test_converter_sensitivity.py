@@ -1,6 +1,7 @@
 """Sensitivities, KL and steps down its gradient: against autograd over the whole model, and block by block of every family."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from wisparse.converter.search.refinement import Channels, Refinement, batch_gra
 from wisparse.converter.search.search import SearchSettings, search
 from wisparse.converter.sensitivity import backward, fisher_diagonal, kl_rows, quadratic_damage
 from wisparse.converter.source import SourceModel, load_source
+from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.kernels.reference import keep_mask
 
 
@@ -31,6 +33,19 @@ def calib():
         for name, module in source.projections.items():
             calib.set_scale(name, torch.ones(module.in_features))
         yield calib
+
+
+def test_projections_are_grouped_by_block_whatever_numbers_their_names_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, described = tiny_source(), ModelConfig.projections
+
+    def numbered(config: ModelConfig, block: int | None = None) -> Iterator[Projection]:
+        return (replace(one, name=f"{one.name}.{2 - one.block}.linear") for one in described(config, block))
+
+    monkeypatch.setattr(ModelConfig, "projections", numbered)
+    named = {one.name: source.model.get_submodule(one.name[:-9]) for one in source.config.projections()}
+    with CalibrationState(replace(source, projections=named), tiny_tokens(4)) as state:
+        assert [len(group) for group in state.groups] == [7, 7, 7]
+        assert [name for group in state.groups for name in group] == state.names
 
 
 def test_fisher_of_the_last_projection_is_the_closed_form(calib: CalibrationState) -> None:

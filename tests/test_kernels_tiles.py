@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from wisparse.formats.errors import UsageError
 from wisparse.kernels.gpu import packed_gemv
 from wisparse.kernels.gpu import plan as plan_module
 from wisparse.kernels.gpu.packed_gemv import INT8_OFFSET, VALUE_SCALE, code_unit, product_source, sum_source
-from wisparse.kernels.gpu.plan import GemvTile, Gpu, choose_tile, measured_tiles, plan, tuned_file
+from wisparse.kernels.gpu.plan import GemvTile, Gpu, cached_plan, choose_tile, measured_tiles, plan, tuned_file
 from wisparse.kernels.gpu.weights import BITS, LinearShape, padded_width
 from wisparse.runtime.cuda import kernel_times
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.kernel_times import _neighbours
+from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 META = torch.device("meta")
@@ -132,6 +134,13 @@ def test_a_launch_whose_programs_would_wait_for_ever_is_refused(reducers, multip
         plan(shape._replace(device=torch.device("cpu")), 1, tile=tile)  # the interpreter runs one after the other
 
 
+def test_a_plan_follows_the_environment_also_after_the_first(monkeypatch):
+    for value, reducers in ((None, 8), ("0", 0), ("1", 8), ("0", 0)):
+        if value is not None:
+            monkeypatch.setenv("WISPARSE_SPINNING", value)
+        assert plan(SQUARE, 1).tile.reducers == reducers
+
+
 def test_which_weights_are_multiplied_on_the_tensor_cores() -> None:
     for block_n, changes, why_not in (
         (256, {}, ""),
@@ -154,12 +163,12 @@ def test_tensor_cores_that_flush_subnormal_numbers_get_the_dequantizing_kernel(m
     monkeypatch.setattr(plan_module, "gpu_of", lambda device: H200)
     for keeps in (True, False):
         monkeypatch.setattr(packed_gemv, "keeps_subnormals", lambda device, dtype, keeps=keeps: keeps)
-        plan.cache_clear()
+        cached_plan.cache_clear()
         chosen = plan(shape, 1)
         assert (chosen.packed is not None) == keeps
         assert chosen.kernel.__name__ == ("packed_gemv_kernel" if keeps else "sparse_gemv_kernel")
     assert "the tensor cores of cuda:0 flush subnormal bfloat16 numbers" in str(chosen)
-    plan.cache_clear()
+    cached_plan.cache_clear()
 
 
 def test_plans_are_printed() -> None:
@@ -180,6 +189,21 @@ def test_plans_are_printed() -> None:
     assert "sparse_gemv (dense), float32, 88 x 48, 1 row" in lines[3]
     with pytest.raises(UsageError, match="--explain: expected the triton back end"):
         kernel_times.explain(TorchDecoder(bundle, **settings), batch=1)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (3, 4), (5, 8)])
+def test_tuning_times_the_step_that_the_decoder_runs(batch, rows, monkeypatch):
+    bundle, ran = make_bundle("llama", 0.5), []
+    settings = {"device": torch.device("cpu"), "dtype": torch.float32, "max_seq_len": 16, "max_batch": batch}
+    decoder = CudaDecoder(bundle, **settings)
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(CudaDecoder, "prefill", lambda *_: None)
+    monkeypatch.setattr(DecodeStep, "replay", lambda step: ran.append((type(step), step.rows)))
+    kernel_times.tune(decoder, batch=batch)
+    ran_by_the_decoder = decoder.step_for(batch, 150)
+    assert set(ran) == {(type(ran_by_the_decoder), ran_by_the_decoder.rows)}
+    assert ran_by_the_decoder.rows == rows
 
 
 @given(

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import UsageError
+from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.options import footer
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
 from wisparse.runtime.generation import scheduler as scheduling
@@ -71,6 +71,10 @@ def test_a_verified_row_has_the_bits_of_a_plain_step(
     for slot in (0, 2):
         other.truncate(slot, 12)
         plain.truncate(slot, 12)
+    for too_long in ([tokens_of(3, 1), [], [7] * 53], [[7] * 53, [], tokens_of(3, 1)]):
+        with pytest.raises(ContextLengthError, match="at most 64 positions, found 65"):
+            other.verify(too_long, settings)
+        assert other.lengths == [12, 0, 12]
     again = torch.tensor([5, -1, 6])
     assert torch.equal(other.decode(again)[[0, 2]], plain.decode(again)[[0, 2]])
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features

@@ -156,25 +156,30 @@ def count_tiles(widths: tuple[int, ...], block_n: int) -> int:
     return sum(triton.cdiv(width, block_n) for width in widths)
 
 
+def plan(shape: LinearShape, rows: int, gpu: Gpu | None = None, **options: Any) -> KernelPlan:
+    """Plan the launch of a linear for 1 to 32 rows; ``options``: of `cached_plan`. Reads WISPARSE_SPINNING."""
+    return cached_plan(shape, rows, gpu, spinning=os.environ.get("WISPARSE_SPINNING") != "0", **options)
+
+
 @cache
-def plan(
-    shape: LinearShape, rows: int, gpu: Gpu | None = None, *, output: str = "plain", kv_splits: int = 1,
+def cached_plan(
+    shape: LinearShape, rows: int, gpu: Gpu | None = None, *, spinning: bool, output: str = "plain", kv_splits: int = 1,
     head_dim: int = 1, ssq_parts: int = 1, tile: GemvTile | None = None, pdl: bool | None = None, pairs: int = 1,
     experts: int = 0, clamp: tuple[float, float] = (0.0, 0.0),
 ) -> KernelPlan:  # fmt: skip
-    """Plan the launch of a linear for 1 to 32 rows; ``gpu`` None: that of the weights. ``pairs``, ``experts``,
+    """`plan`; ``gpu`` None: that of the weights. ``spinning``: False: no reducers wait. ``pairs``, ``experts``,
     ``clamp``: as in ``KernelPlan`` and ``Problem``, for experts' linears."""
     gpu = gpu or gpu_of(shape.device)
     kind = regime(rows, dense=shape.dense)
     tile, origin = choose_tile(gpu, shape, rows) if tile is None else (tile, "given")
-    if os.environ.get("WISPARSE_SPINNING") == "0":
+    if not spinning:
         tile = replace(tile, reducers=0)
     tiles = count_tiles(shape.widths, tile.block_n)
-    spinning = tile.reducers * tiles * pairs // max(1, experts)
-    if tile.reducers > 1 and spinning > gpu.multiprocessors:
+    waiting = tile.reducers * tiles * pairs // max(1, experts)
+    if tile.reducers > 1 and waiting > gpu.multiprocessors:
         raise ValueError(
             f"expected at most {gpu.multiprocessors} programs that wait for each other on {shape.device}, found "
-            f"{spinning}: {tile.reducers} spinning reducers for each tile of {tile}; use fewer reducers"
+            f"{waiting}: {tile.reducers} spinning reducers for each tile of {tile}; use fewer reducers"
         )
     many = kind in ("batch", "wide")
     if many and shape.dtype == torch.float32:
@@ -466,5 +471,5 @@ def remember_tiles(tiles: Mapping[str, GemvTile]) -> Path:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
         file.write(json.dumps(merged, indent=1, sort_keys=True))
     os.replace(file.name, path)
-    plan.cache_clear()
+    cached_plan.cache_clear()
     return path

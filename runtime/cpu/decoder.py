@@ -15,7 +15,6 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
-from wisparse.formats.errors import ContextLengthError
 from wisparse.formats.machine import available_bytes, usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
@@ -169,17 +168,12 @@ class CpuDecoder(TorchDecoder):
             self.head.take(slots, positions, tokens, self._step.taps(len(rows)))
 
     def verify(self, token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-        lengths, rows = self._cache.lengths, []
-        for slot, tokens in enumerate(token_ids):
-            rows += [(slot, token, lengths[slot] + i) for i, token in enumerate(tokens)]
-            lengths[slot] += len(tokens)
-            if lengths[slot] > self.max_seq_len:
-                raise ContextLengthError(
-                    f"slot {slot}: expected at most {self.max_seq_len} positions, found {lengths[slot]}"
-                )
-            if tokens:
-                self._grow(slot, lengths[slot])
+        self._grow_verified(token_ids)
+        lengths = self._cache.lengths
+        rows = [(slot, token, lengths[slot] + i) for slot, one in enumerate(token_ids) for i, token in enumerate(one)]
         self._step.run(rows, range(len(rows)))
+        for slot, tokens in enumerate(token_ids):
+            lengths[slot] += len(tokens)
         self._sparse_positions += len(rows)
         self._tell(rows)
         logits = self._step.logits[: len(rows)]

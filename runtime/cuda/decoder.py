@@ -13,14 +13,14 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import StoredWeight
-from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.formats.errors import UsageError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
 from wisparse.kernels.gpu.experts import ExpertLinear, choose_experts
 from wisparse.kernels.gpu.head import Logits, launch_logits
-from wisparse.kernels.gpu.plan import gpu_of
+from wisparse.kernels.gpu.plan import GemvTile, gpu_of
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
@@ -205,10 +205,7 @@ class CudaDecoder(Decoder):
         lengths = self._cache.lengths
         rows = [(token, lengths[slot] + i, slot) for slot, one in enumerate(token_ids) for i, token in enumerate(one)]
         tokens, positions, slots = zip(*rows, strict=True)
-        if max(positions) >= self.max_seq_len:
-            raise ContextLengthError(f"expected at most {self.max_seq_len} positions, found {max(positions) + 1}")
-        for slot, one in enumerate(token_ids):
-            self._grow(slot, lengths[slot] + len(one))
+        self._grow_verified(token_ids)
         step, counts = self._verifying_step(len(rows), max(positions) + 1), self._counts_next()
         chosen_by = verified_settings(token_ids, settings)
         on_device = self.dtype in SAMPLED_DTYPES or all(setting.greedy for setting in settings)
@@ -408,14 +405,18 @@ class CudaDecoder(Decoder):
         """The captured step of at least ``rows`` rows for contexts up to ``context`` positions; ``index``: of
         ``_groups``."""
         rows = triton.next_power_of_2(rows)
-        kv_splits = kv_splits_for(context, rows)
-        key = index, rows, kv_splits
+        key = index, rows, kv_splits_for(context, rows)
         if key not in self._steps:
-            kind = DecodeStep if rows <= self._fused_rows else WideStep
-            self._steps[key] = kind(
-                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits, head=self.head
-            )
+            self._steps[key] = self.new_step(rows, context)
         return self._steps[key]
+
+    def new_step(self, rows: int, context: int, tiles: dict[str, GemvTile] | None = None) -> DecodeStep:
+        """A step as of :meth:`step_for` that is not kept; ``tiles``: by role, instead of the chosen ones."""
+        rows = triton.next_power_of_2(rows)
+        return (DecodeStep if rows <= self._fused_rows else WideStep)(
+            self.weights, self.config, self._cache, self._tables, rows=rows, tiles=tiles,
+            kv_splits=kv_splits_for(context, rows), head=self.head,
+        )  # fmt: skip
 
     def _groups(self, slots: Sequence[int]) -> list[Sequence[int]]:
         """Divide the slots of a batch among steps of at most ``_most_rows`` rows."""

@@ -18,8 +18,7 @@ from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, regi
 from ..decoding.decoder import Decoder
 from ..torch.block import LINEARS, SHARED
 from .decoder import CudaDecoder
-from .step import DecodeStep, capture, kv_splits_for
-from .wide import WideStep
+from .step import DecodeStep, capture
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ _MARGIN = 0.002  # relative gain in step time from which a tile is taken; smalle
 def explain(decoder: Decoder, *, batch: int) -> str:
     """The plans of a step's linears, one line for each distinct plan of a role."""
     decoder = _require_triton(decoder, "--explain")
-    step = _step(decoder, 1 << (batch - 1).bit_length(), None)
+    step = _step(decoder, batch)
     seen: dict[tuple[str, str], list[int]] = {}
     for index, plans in enumerate(step.plans):
         for role in dict.fromkeys((*plans, *LINEARS)):
@@ -47,7 +46,7 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) 
     ``gbps``, as if all rows kept the same channels. ``sparsity``: realised."""
     decoder = _require_triton(decoder, "--kernels")
     _read_prompts(decoder, batch)
-    step = _step(decoder, batch, None)
+    step = _step(decoder, batch)
     blocks = [step.block_launches(index) for index in range(len(decoder.weights.blocks))]
     table: dict[str, dict[str, float]] = {}
     for name in dict.fromkeys(name for launches in blocks for name in launches):
@@ -73,14 +72,15 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     decoder = _require_triton(decoder, "--tune")
     first, gpu = decoder.weights.blocks[0], gpu_of(decoder.device)
     _read_prompts(decoder, batch)
-    tiles = {role: chosen.tile for role, chosen in _step(decoder, batch, None).plans[0].items()}
+    step = _step(decoder, batch)
+    rows, tiles = step.rows, {role: chosen.tile for role, chosen in step.plans[0].items()}
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
     # Tiles of experts are not cached.
     roles = [role for role in LINEARS if role in tiles and not isinstance(getattr(first, role), ExpertLinear)]
     for role in roles:
         linear = getattr(first, role)
-        for candidate in _neighbours(tiles[role], regime(batch, dense=linear.dense), linear.widths, gpu):
+        for candidate in _neighbours(tiles[role], regime(rows, dense=linear.dense), linear.widths, gpu):
             try:
                 found = _time(decoder, batch, {**tiles, role: candidate})
             except OutOfResources:  # more shared memory or registers than a multiprocessor has
@@ -88,8 +88,6 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
             if found < best * (1 - _MARGIN):
                 best, tiles[role] = found, candidate
         log.info("tuning: %.1f us after %s: %s", best, role, tiles[role])
-    # The rows of the decoder's graphs are powers of two.
-    rows = 1 << (batch - 1).bit_length()
     named = {tuned_key(gpu, getattr(first, role).shape, rows): tiles[role] for role in roles}
     log.info("tuning: kept in %s", remember_tiles(named))
     return named
@@ -130,14 +128,11 @@ def _read_prompts(decoder: CudaDecoder, batch: int) -> None:
         decoder.cache.grow(slot, min(length + 2, decoder.max_seq_len))  # for the steps' own positions
 
 
-def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None) -> DecodeStep:
+def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None = None) -> DecodeStep:
+    """A step as the decoder runs it for a batch: its rows are a power of two, those beyond the batch are idle."""
     if batch > decoder._most_rows:
         raise UsageError(f"--batch: expected at most {decoder._most_rows} rows, the most of one step, found {batch}")
-    kind = DecodeStep if batch <= decoder._fused_rows else WideStep
-    step = kind(
-        decoder.weights, decoder.config, decoder._cache, decoder._tables, rows=batch, tiles=tiles,
-        kv_splits=kv_splits_for(_CONTEXT, batch),
-    )  # fmt: skip
+    step = decoder.new_step(batch, _CONTEXT, tiles)
     position = min(_CONTEXT, decoder.max_seq_len - 1)
     step.set_inputs([7 % decoder.config.vocab_size] * batch, [position] * batch, range(batch))
     return step

@@ -273,6 +273,7 @@ class Decoder(ABC):
         """Append the tokens of each slot 0..B-1 (none to an idle one), masked. Returns for each appended token, slot by
         slot, the next token, sampled as in :meth:`step`, (R,) int64, and its logits (R, V) float32; valid until the next
         call. The caller calls :meth:`truncate` next."""
+        self._grow_verified(token_ids)
         rows = []
         for slot, tokens in enumerate(token_ids):
             for token in tokens:
@@ -332,6 +333,16 @@ class Decoder(ABC):
     @abstractmethod
     def _with_masks(self, masks: Mapping[str, ProjectionMask]) -> Decoder:
         """A decoder with the same weights and slots and other masks; it does not count channels."""
+
+    def _grow_verified(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Reserve the cache for :meth:`verify`; ContextLengthError, before anything is changed, if it does not fit."""
+        ends = [length + len(tokens) for length, tokens in zip(self._cache.lengths, token_ids, strict=False)]
+        for slot, end in enumerate(ends):
+            if token_ids[slot] and end > self.max_seq_len:
+                raise ContextLengthError(f"slot {slot}: expected at most {self.max_seq_len} positions, found {end}")
+        for slot, end in enumerate(ends):
+            if token_ids[slot]:
+                self._grow(slot, end)
 
     def _verified_positions(self, token_ids: Sequence[Sequence[int]]) -> list[int]:
         """After the append: the position of the token after each appended one."""
