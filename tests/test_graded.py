@@ -80,9 +80,7 @@ def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
             together = sparse_linear(given, laid, bias.to(given.dtype), scale, torch.tensor(limits))
             wanted = product(given.float(), *limits) - bias + bias.to(given.dtype)
             allowed = 1e-4 + wanted.abs() * 1e-5
-            if (
-                given is not x
-            ):  # the precision in docs/performance.md: 16 x and x are integers of the row's largest 16 x
+            if given is not x:  # the precision in docs/performance.md, relative to the row's largest 16 x
                 largest = 16 * given.float().abs().amax(1, keepdim=True)
                 allowed += largest * (high.abs() + low.abs()).sum(1) / 64_000 + wanted.abs() * 2**-8
             assert bool(((together.double() - wanted).abs() <= allowed).all())
