@@ -1,5 +1,6 @@
 """The compiled CPU kernels agree with their definition, whatever the shape, type, number of rows and of threads."""
 
+import hashlib
 import importlib
 import logging
 import os
@@ -26,6 +27,7 @@ from torch.nn import functional
 from wisparse.formats.weight_types import interleaved, pack_int4, quantise
 from wisparse.kernels import backend
 from wisparse.kernels.cpu import intrinsics, launch, layout, mlp
+from wisparse.kernels.cpu.attention import store_row
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cpu import weights as cpu_weights
@@ -222,6 +224,48 @@ def test_a_region_is_compiled_once_into_the_cache(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(cache / "home"))
     assert launch._cache_folder().parent == cache / "home" / ".cache" / "wisparse"
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
+def test_damaged_code_is_deleted_and_compiled_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    launch.prepare(REGION)
+    (file,) = (cache / "wisparse-cpu").iterdir()
+    code = file.read_bytes()
+    flipped = code[:5000] + bytes([code[5000] ^ 1]) + code[5001:]
+    file.write_bytes({"empty": b"", "cut": code[: len(code) // 2], "flipped": flipped}[damage])
+    monkeypatch.setattr(launch, "_regions", {})
+    launch.prepare(REGION)
+    assert f"{file} is damaged: deleted, and compiled again" in caplog.messages
+    assert launch._regions[REGION].cache_hits == 1
+    assert hashlib.sha256(file.read_bytes()[32:]).digest() == file.read_bytes()[:32]
+
+
+@intrinsics.exact
+def run_activation(gate, up, width, activation, constants):
+    mlp.activate_times(gate, up, width, 1, width, activation, intrinsics.floats(constants))
+
+
+@intrinsics.exact
+def run_store(x, dim, codes, scales, kind):
+    store_row(x, dim, codes, scales, 0, kind, np.float32(0))
+
+
+def test_activations_and_stored_keys_keep_nan() -> None:
+    """As the PyTorch reference does: a diverged model shows."""
+    nan = np.nan
+    gate, up = np.array([1, nan, 1, 9], np.float32), np.array([1, 1, nan, 100], np.float32)
+    constants = np.zeros(len(layout.FloatField), np.float32)
+    constants[layout.FloatField.CLAMP_SLOPE], constants[layout.FloatField.CLAMP_LIMIT] = 1.702, 7
+    g, u = torch.from_numpy(gate.copy()).clamp(max=7), torch.from_numpy(up).clamp(-7, 7)
+    run_activation(gate.ctypes.data, up.ctypes.data, 4, layout.MlpActivation.CLAMPED.value, constants.ctypes.data)
+    torch.testing.assert_close(torch.from_numpy(gate), (u + 1) * (g * torch.sigmoid(g * 1.702)), equal_nan=True)
+    for kind in StoredAs.INT8, StoredAs.E4M3:
+        for key in ([1, nan, -2, 3], [nan, 1, 2, 3], [1, 2, 3, nan]):
+            x, codes, scales = np.array(key, np.float32), np.zeros(4, np.uint8), np.zeros(1, np.float32)
+            run_store(x.ctypes.data, 4, codes.ctypes.data, scales.ctypes.data, kind.value)
+            assert np.isnan(scales[0])
 
 
 @pytest.mark.parametrize(

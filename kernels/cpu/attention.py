@@ -89,7 +89,7 @@ def _norm_and_rotate(x, dim, block, position, norm, factor, after, eps, out):
 
 
 @exact
-def _store(x, dim, cache, scales, at, kind, tag):
+def store_row(x, dim, cache, scales, at, kind, tag):
     """Store a key or value x (dim,) float32 as row ``at`` of ``cache``, with its scale unless ``scales`` is 0. Twin:
     ``quantise`` in ``runtime.decoding.cache``."""
     x_ = floats(x)
@@ -100,7 +100,10 @@ def _store(x, dim, cache, scales, at, kind, tag):
         return
     largest = ZERO
     for d in range(dim):
-        largest = max(largest, abs(x_[d]))
+        largest = largest if largest >= abs(x_[d]) else abs(x_[d])  # keeps a NaN
+        if x_[d] != x_[d]:
+            largest = x_[d]
+            break
     limit = np.float32(127) if kind == _CODED_AS_INT8 else np.float32(448)
     factor = limit / max(largest, np.float32(1e-30))
     floats(scales)[at] = largest * (ONE / limit)
@@ -221,12 +224,12 @@ def attention(p, block, thread, threads, out, scratch, tag):
                     after, eps, scratch,
                 )  # fmt: skip
                 at = row + position
-                _store(scratch, dim, block_[BlockField.KEYS], block_[BlockField.KEY_SCALES], at, kind, tag)
+                store_row(scratch, dim, block_[BlockField.KEYS], block_[BlockField.KEY_SCALES], at, kind, tag)
                 new_value = qkv + 4 * (values_from + group * dim)
                 if v_norm != 0:
                     rms_norm(new_value, v_norm, dim, eps, scratch)
                     new_value = scratch
-                _store(new_value, dim, block_[BlockField.VALUES], block_[BlockField.VALUE_SCALES], at, kind, tag)
+                store_row(new_value, dim, block_[BlockField.VALUES], block_[BlockField.VALUE_SCALES], at, kind, tag)
             for i in range(h, stop):
                 _norm_and_rotate(
                     qkv + 4 * i * stride, dim, block_, position, q_norm + i * norm_bytes, q_factor, after, eps,

@@ -50,6 +50,8 @@ from .step import step
 
 log = logging.getLogger(__name__)
 
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
 _SIGNATURE = types.void(types.CPointer(types.int64))
 _OPENMP = "omp_get_thread_num", "omp_get_num_threads"  # both in the order of SYMBOLS
 _LIBC = "usleep", "clock_gettime", "madvise"
@@ -141,7 +143,7 @@ def _compiled(names: Sequence[str]) -> list[Any]:
 
 def _through_disk(names: Sequence[str], folder: Path) -> list[Any]:
     """Load regions from a folder, after other processes have compiled the missing ones into it."""
-    missing = [name for name in names if not _file(REGIONS[name], folder).exists()]
+    missing = [name for name in names if _read_code(_file(REGIONS[name], folder)) is None]
     if missing and folder == _cache_folder():  # else ``_warn`` has been logged
         warn_compiling("CPU", len(missing))
     if missing and not sys.executable:
@@ -184,22 +186,39 @@ def compile_here(module: str, name: str, folder: str) -> None:
         sys.exit(f"{_NOT_WRITTEN}{error}")
 
 
+def _read_code(file: Path) -> bytes | None:
+    """A region's code; None if there is no file. A damaged file is deleted, so that the region is compiled again."""
+    try:
+        stored = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+    if hashlib.sha256(code).digest() == digest:
+        return code
+    log.warning("%s is damaged: deleted, and compiled again", file)
+    file.unlink(missing_ok=True)
+    return None
+
+
 class _OnDisk:
-    """numba's cache interface of a function, backed by one file."""
+    """numba's cache interface of a function, backed by one file: the sha256 digest of the compiled code, then the code."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     def load_overload(self, signature: object, target: Any) -> Any:
         target.refresh()
-        if self.file.exists():
-            return CompileResult._rebuild(target, *pickle.loads(self.file.read_bytes()))
-        return None
+        code = _read_code(self.file)
+        return None if code is None else CompileResult._rebuild(target, *pickle.loads(code))
 
     def save_overload(self, signature: object, compiled: Any) -> None:
         temporary = self.file.with_suffix(f".{uuid.uuid4().hex}")  # other processes may write the same file
         try:
-            temporary.write_bytes(serialize.dumps(compiled._reduce()))
+            code = serialize.dumps(compiled._reduce())
+            with open(temporary, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut may leave an empty file under the final name
             temporary.replace(self.file)
         finally:
             temporary.unlink(missing_ok=True)

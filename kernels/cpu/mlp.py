@@ -31,8 +31,9 @@ def activate_times(gate, up, stride, rows, width, activation, constants):
         g, u = floats(gate + 4 * b * stride), floats(up + 4 * b * stride)
         if activation == _CLAMPED:
             for j in range(width):
-                x = min(g[j], limit)
-                g[j] = x / (ONE + exp32(-slope * x)) * (ONE + max(-limit, min(u[j], limit)))
+                x = limit if g[j] > limit else g[j]
+                y = -limit if u[j] < -limit else limit if u[j] > limit else u[j]  # min and max would drop a NaN
+                g[j] = x / (ONE + exp32(-slope * x)) * (ONE + y)
         elif activation == _SILU:
             for j in range(width):
                 g[j] = g[j] / (ONE + exp32(-g[j])) * u[j]
