@@ -83,6 +83,7 @@ def test_a_product_reads_each_plane_from_its_threshold_on(rows: int) -> None:
             if given is not x:  # the precision in docs/performance.md, relative to the row's largest 16 x
                 largest = 16 * given.float().abs().amax(1, keepdim=True)
                 allowed += largest * (high.abs() + low.abs()).sum(1) / 64_000 + wanted.abs() * 2**-8
+                allowed = torch.minimum(allowed, 2e-3 + wanted.abs() * 2**-7)
             assert bool(((together.double() - wanted).abs() <= allowed).all())
             alone = [sparse_linear(row, laid, bias.to(given.dtype), scale, torch.tensor(limits)) for row in given]
             assert torch.equal(together, torch.stack(alone))

@@ -201,7 +201,7 @@ class DecodeStep:
     def _plan_block(self, block: Block[AnyLinear], tiles: dict[str, GemvTile], kv_splits: int) -> None:
         chosen: dict[str, KernelPlan] = {}
 
-        def choose(role: str, output: str, ssq_parts: int = 1, **attention: int) -> None:
+        def choose(role: str, output: str, ssq_parts: int = 1, **attention: Any) -> None:
             linear = getattr(block, role)
             if isinstance(linear, ExpertLinear):
                 chosen[role] = plan_experts(
