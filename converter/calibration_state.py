@@ -63,7 +63,7 @@ class CalibrationState(contextlib.AbstractContextManager["CalibrationState"]):
         self.names = list(source.projections)  # in order of execution
         self.sizes = {name: weights_read(module) for name, module in source.projections.items()}
         blocks = range(source.config.num_blocks)
-        self.groups = [[one.name for one in source.config.projections(block)] for block in blocks]
+        self.groups = [[name for name in self.names if name.startswith(f"model.layers.{block}.")] for block in blocks]
         self.scales: dict[str, Tensor] = {}
         self.tables: dict[str, list[float]] = {}
         self.num_kl_evaluations = 0.0  # in passes over all tokens; partial passes count as fractions

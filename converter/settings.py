@@ -58,6 +58,7 @@ class ConvertOptions(TypedDict, total=False):
     dtype: str
     device: str
     revision: str | None
+    gguf_file: str | None
     max_shard_size: str | int
     work_dir: str | os.PathLike[str] | None
     resume: bool

@@ -136,7 +136,7 @@ def test_what_is_read_before_the_weights(settings: ConvertSettings, tmp_path: Pa
 def test_what_the_machine_or_the_hub_refuses(settings: ConvertSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     for place, answer, changes, words in (
         ("shutil.disk_usage", {"return_value": SimpleNamespace(free=10)}, {}, "disk"),
-        ("available_bytes", {"return_value": 10}, {}, "GB of memory"),
+        ("available_bytes", {"return_value": 10}, {}, "MB of memory"),
         ("check_write_access", {"side_effect": AccessError("not me/x")}, {"upload_repo": "me/x"}, "me/x"),
         ("check_read_access", {"side_effect": AccessError("is gated")}, {"model": "org/gated"}, "gated"),
         (None, None, {"model": "/nowhere/at/all"}, "no such folder"),
@@ -211,7 +211,7 @@ def test_where_the_weights_go(larger: ConvertSettings, monkeypatch: pytest.Monke
     give_room(monkeypatch, 30 << 10)
     assert preflight(larger).weights_on == "memory, the model's files"
     give_room(monkeypatch, 0)
-    with pytest.raises(ResourceError, match="GB of memory"):
+    with pytest.raises(ResourceError, match="MB of memory"):
         preflight(larger)
     # The version that can spread a model is named.
     give_room(monkeypatch, 30 << 10)

@@ -123,7 +123,7 @@ def test_what_is_installed(installs: dict[str, Path]) -> None:
     held = {".".join(file.relative_to(site).with_suffix("").parts) for file in site.glob("wisparse/**/*.py")}
     assert set(_modules()) <= {name.removesuffix(".__init__") for name in held}
     page = {file.name for file in (site / "wisparse" / "runtime" / "serve" / "web").iterdir()}
-    assert page == {"page.css", "page.html", "page.js"}
+    assert page == {"page.css", "page.html", "page.js", "markdown-it.min.js", "markdown-it.LICENSE"}
     assert (site / "wisparse" / "py.typed").exists()
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, printable
 from wisparse.formats.generation_config import FILE, SAMPLING_FIELDS
@@ -86,9 +87,8 @@ class JsonObject(click.ParamType):
     name = "json"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        return parse_json(
-            value.encode(), f"--{param.name.replace('_', '-')}" if param and param.name else "", UsageError
-        )
+        name = f"--{param.name.replace('_', '-')}" if param and param.name else ""
+        return parse_json(guard.text(name, value).encode(), name, UsageError)
 
 
 class Speculative(click.ParamType):

@@ -140,6 +140,7 @@ def test_a_stream_is_the_answer(model: Model, server: openai.OpenAI, sampling: d
 def test_openai_client(server: openai.OpenAI) -> None:
     assert "Paris" in chat(server).choices[0].message.content
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    schema["additionalProperties"] = False
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     found = chat(server, response_format=wanted, max_tokens=60).choices[0]
     assert (found.finish_reason, json.loads(found.message.content).keys()) == ("stop", {"city"})
