@@ -96,8 +96,8 @@ def test_a_full_slot_takes_no_more(variant_bundle: Callable[[str], Path]) -> Non
         decoder.decode(torch.tensor([5]))
     decoder.decode(torch.tensor([-1]))
     decoder.prefill(0, random_tokens(12), 12)
-    for count in (0, 13):
-        with pytest.raises(ContextLengthError, match="prompt has"):
+    for count, error in ((0, UsageError), (13, ContextLengthError)):
+        with pytest.raises(error, match="prompt has"):
             decoder.prefill(0, random_tokens(count), 0)
 
 

@@ -63,8 +63,8 @@ def test_the_context_is_filled_to_its_last_position(tiny: Bundle, bundle: Path) 
         assert request.finish_reason == "length"
         # The last token needs no position: nothing is read after it.
         assert request.num_tokens == 33
-    for prompt_length in (0, 33):
-        with pytest.raises(ContextLengthError):
+    for prompt_length, error in ((0, UsageError), (33, ContextLengthError)):
+        with pytest.raises(error, match="the prompt has"):
             tiny_scheduler(tiny).validate(Request([5] * prompt_length))
     short = wisparse.load(bundle, max_seq_len=16, backend="torch")
     with pytest.raises(ContextLengthError, match=r"the prompt has \d+ tokens and the context holds 16"):
