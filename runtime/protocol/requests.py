@@ -84,6 +84,7 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
             return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
         case UsageError():
             field = str(error).partition(":")[0]
+            field = prompt if field.startswith("the prompt ") else field
             return ApiError(400, str(error), param=field if field.isidentifier() else None, code="invalid_value")
         case WisparseError():
             cause = error.__cause__ if type(error) is WisparseError else None  # an unexpected exception in the engine
