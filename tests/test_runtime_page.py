@@ -209,7 +209,7 @@ def test_side_by_side(browser: Browser, example_model: Path, tmp_path: Path, mon
         tab.value("by('both').checked = true")
         ask(tab, "what?")
         # It says which one runs; the other has not begun.
-        tab.until("turns[0]?.answers[0]?.text")
+        tab.until("turns[0]?.answers[0]?.cost")
         assert (status(tab), len(answers(tab))) == ("Answering, 60% sparse …", 1)
         go_on.set()
         tab.until("by('status').textContent.startsWith('Answered')")
@@ -232,7 +232,7 @@ def test_escape_stops_an_answer(tab: Tab, server: Running, monkeypatch: pytest.M
     go_on = hold(monkeypatch)
     fill(tab, max_tokens=200)
     ask(tab, "what?")
-    tab.until("turns[0]?.answers[0]?.text")
+    tab.until("turns[0]?.answers[0]?.cost")
     assert tab.value("by('stop').hidden") is False
     assert tab.value("document.activeElement.id") == "stop"
     said = answers(tab)
