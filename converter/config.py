@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any, get_args
 
-from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, why_refused
+from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, require_known, why_refused
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import LARGEST_NUM_BLOCKS, LM_HEAD, dimension, require
 
@@ -25,13 +25,10 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     the source has are kept too, for tools that know only them."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    model_type = config.get("model_type")
-    wrapped = isinstance(model_type, str) and model_type in WRAPPERS
-    if not wrapped and (not isinstance(model_type, str) or model_type not in ARCHITECTURES):
-        reason = why_refused(config, model_type, (*ARCHITECTURES, *WRAPPERS))
-        raise UnsupportedModelError(f"unsupported architecture: {reason}")
-    text_config = _text_config(config, str(model_type)) if wrapped else config
-    plain_type = WRAPPERS[str(model_type)][text_config["model_type"]] if wrapped else str(model_type)
+    model_type = require_known(config)
+    wrapped = model_type in WRAPPERS
+    text_config = _text_config(config, model_type) if wrapped else config
+    plain_type = WRAPPERS[model_type][text_config["model_type"]] if wrapped else model_type
     base_defaults, full = PreTrainedConfig().to_dict(), _respelled(text_config)
     # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
     for read_as in dict.fromkeys((text_config["model_type"], plain_type)):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .errors import UnsupportedModelError
 from .guard import refusals
 
 Activation = Literal["silu", "gelu_tanh", "clamped"]
@@ -311,6 +312,14 @@ def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[
     close = difflib.get_close_matches(model_type[:80], supported, n=1, cutoff=0.75)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return f"model_type {model_type!r:.80}{hint}; {known}"
+
+
+def require_known(config: Mapping[str, Any]) -> str:
+    """The model type of a source; UnsupportedModelError unless it is known."""
+    model_type, known = config.get("model_type"), (*ARCHITECTURES, *WRAPPERS)
+    if not isinstance(model_type, str) or model_type not in known:
+        raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, known)}")
+    return model_type
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

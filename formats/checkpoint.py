@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
 
 from . import guard
-from .architectures import ARCHITECTURES, WRAPPERS, text_name, why_refused
+from .architectures import WRAPPERS, require_known, text_name
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .lazy import Tensor, torch
 from .manifest import MANIFEST, SIDECAR
@@ -586,11 +586,7 @@ def require_supported(model: str | os.PathLike[str]) -> None:
     """UnsupportedModelError, by config.json alone and without torch, for a folder whose model type is not known."""
     folder = guard.find_folder(model)
     if folder is not None:
-        config = read_config(folder)
-        model_type = config.get("model_type")
-        if not isinstance(model_type, str) or model_type not in {**ARCHITECTURES, **WRAPPERS}:
-            reason = why_refused(config, model_type, (*ARCHITECTURES, *WRAPPERS))
-            raise UnsupportedModelError(f"unsupported architecture: {reason}")
+        require_known(read_config(folder))
 
 
 def code_of(dtype: torch.dtype) -> str:

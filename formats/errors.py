@@ -34,7 +34,11 @@ class CalibrationError(UsageError):
     """A calibration source that is missing, empty, binary or too short."""
 
 
-class ContextLengthError(UsageError):
+class PromptError(UsageError):
+    """A prompt that no answer can follow, as it has no tokens."""
+
+
+class ContextLengthError(PromptError):
     """A prompt that does not fit the model's context."""
 
 

@@ -101,33 +101,39 @@ class TagParser:
 
     def __init__(self, opens: str, closes: str, begun: bool) -> None:
         self._opens, self._closes, self.begun = opens, closes, begun
-        self._text = opens if begun else ""  # up to the end of the thought
-        self._returned = 0  # characters of the thought
-        self.closed = self._stripping = False  # only white space followed the thought
+        self._text = ""  # not returned yet
+        self._opened = begun
+        self._strips = True  # only white space since the thought or the answer began
+        self.closed = False
         self._num_tokens = self.tokens = 0
 
     def add(self, text: str, last: bool = False) -> tuple[str, str]:
         if self.closed:
-            text = text.lstrip() if self._stripping else text
-            self._stripping = self._stripping and not text
+            text = text.lstrip() if self._strips else text
+            self._strips = self._strips and not text
             return "", text
         self._num_tokens += 1
         self._text += text
-        stripped = self._text.lstrip()
-        if not stripped.startswith(self._opens):
-            if self._opens.startswith(stripped) and not last:
-                return "", ""
-            self.closed = True  # there is no thought
-            return "", self._text
+        if not self._opened:
+            stripped = self._text.lstrip()
+            if not stripped.startswith(self._opens):
+                if self._opens.startswith(stripped) and not last:
+                    return "", ""
+                self.closed, self._strips = True, False  # there is no thought
+                return "", self._text
+            self._opened, self._text = True, stripped[len(self._opens) :]
         self.tokens = self._num_tokens
-        thought, closes, rest = stripped[len(self._opens) :].lstrip().partition(self._closes)
-        if closes:
-            self.closed = self._stripping = True
-        elif not last:
+        thought, closes, rest = self._text.partition(self._closes)
+        if not closes and not last:
             thought = thought[: len(thought) - partial_marker(thought, self._closes)]
-        added = thought.rstrip()[self._returned :]
-        self._returned += len(added)
-        return added, self.add(rest)[1] if closes else ""
+        added = thought.rstrip()
+        self._text = self._text[len(added) :]
+        added = added.lstrip() if self._strips else added
+        self._strips = self._strips and not added
+        if not closes:
+            return added, ""
+        self.closed = self._strips = True
+        return added, self.add(rest)[1]
 
 
 class HarmonyParser:

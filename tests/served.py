@@ -85,12 +85,12 @@ class Running:
         self.until(lambda: self.metric("wisparse_running ") + self.metric("wisparse_waiting ") == 0, 30)
 
 
-def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """From now on no token but an answer's first comes before the event is set."""
-    go_on, decode = threading.Event(), TorchDecoder.decode
+def hold(monkeypatch: pytest.MonkeyPatch, steps: int = 0) -> threading.Event:
+    """From now on no token but an answer's first, and those of this many ``steps``, comes before the event is set."""
+    go_on, decode, numbers = threading.Event(), TorchDecoder.decode, itertools.count()
 
     def held(self: Any, token_ids: Any) -> Any:
-        assert go_on.wait(60)
+        assert next(numbers) < steps or go_on.wait(60)
         return decode(self, token_ids)
 
     monkeypatch.setattr(TorchDecoder, "decode", held)

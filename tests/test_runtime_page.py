@@ -200,7 +200,7 @@ def test_side_by_side(browser: Browser, example_model: Path, tmp_path: Path, mon
             follow = [*talk, {"role": "assistant", "content": first}, {"role": "user", "content": "and then?"}]
             expected[level] = [first, alone.generate(follow, max_new_tokens=20).text]
     assert expected[0.0] != expected[0.6]
-    go_on = hold(monkeypatch)
+    go_on = hold(monkeypatch, steps=4)
     with Running(folder) as server:
         tab = opened(browser, server)
         assert tab.value("by('in-force').hidden") is True
@@ -209,7 +209,7 @@ def test_side_by_side(browser: Browser, example_model: Path, tmp_path: Path, mon
         tab.value("by('both').checked = true")
         ask(tab, "what?")
         # It says which one runs; the other has not begun.
-        tab.until("turns[0]?.answers[0]?.cost")
+        tab.until("turns[0]?.answers[0]?.text")
         assert (status(tab), len(answers(tab))) == ("Answering, 60% sparse …", 1)
         go_on.set()
         tab.until("by('status').textContent.startsWith('Answered')")
@@ -229,10 +229,10 @@ def test_side_by_side(browser: Browser, example_model: Path, tmp_path: Path, mon
 
 
 def test_escape_stops_an_answer(tab: Tab, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = hold(monkeypatch)
+    go_on = hold(monkeypatch, steps=4)
     fill(tab, max_tokens=200)
     ask(tab, "what?")
-    tab.until("turns[0]?.answers[0]?.cost")
+    tab.until("turns[0]?.answers[0]?.text")
     assert tab.value("by('stop').hidden") is False
     assert tab.value("document.activeElement.id") == "stop"
     said = answers(tab)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "AccessError", "BundleError", "CalibrationError", "Chunk", "ContextLengthError", "Generation", "Model",
+    "PromptError",
     "ResourceError", "UnavailableError", "UnsupportedModelError", "UploadError", "UsageError", "WisparseConfig",
     "WisparseError", "__version__", "convert", "desparsify", "load", "sparsify",
 ]  # fmt: skip
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         BundleError,
         CalibrationError,
         ContextLengthError,
+        PromptError,
         ResourceError,
         UnavailableError,
         UnsupportedModelError,

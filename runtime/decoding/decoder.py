@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import StoredWeight
-from wisparse.formats.errors import ContextLengthError, ResourceError, UsageError
+from wisparse.formats.errors import ContextLengthError, PromptError, ResourceError, UsageError
 from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import LM_HEAD, PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
@@ -450,9 +450,9 @@ def verified_settings(
 
 
 def check_prompt(length: int, max_seq_len: int) -> None:
-    """Raise UsageError for an empty prompt, ContextLengthError for one longer than ``max_seq_len``."""
+    """Raise PromptError for an empty prompt, ContextLengthError for one longer than ``max_seq_len``."""
     if length < 1:
-        raise UsageError("the prompt has no tokens: give at least one")
+        raise PromptError("the prompt has no tokens: give at least one")
     if length > max_seq_len:
         raise ContextLengthError(
             f"the prompt has {length} tokens and the context holds {max_seq_len}: "

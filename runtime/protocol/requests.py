@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.exceptions import HTTPException
 
-from wisparse.formats.errors import ContextLengthError, UnavailableError, UsageError, WisparseError
+from wisparse.formats.errors import ContextLengthError, PromptError, UnavailableError, UsageError, WisparseError
 from wisparse.formats.guard import parse_json
 
 from ..generation.engine import QueueFullError
@@ -82,9 +82,10 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
             return ApiError(503, str(error), type="server_error", code="unavailable", headers={"retry-after": "1"})
         case ContextLengthError():
             return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
+        case PromptError():
+            return ApiError(400, str(error), param=prompt, code="invalid_value")
         case UsageError():
             field = str(error).partition(":")[0]
-            field = prompt if field.startswith("the prompt ") else field
             return ApiError(400, str(error), param=field if field.isidentifier() else None, code="invalid_value")
         case WisparseError():
             cause = error.__cause__ if type(error) is WisparseError else None  # an unexpected exception in the engine
