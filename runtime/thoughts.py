@@ -141,6 +141,7 @@ class HarmonyParser:
 
     _ENDS = re.compile(r"<\|(?:end|start|channel|call|return)\|>")
     _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+    _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
     def __init__(self, begun: bool) -> None:
         self.begun = begun
@@ -155,17 +156,21 @@ class HarmonyParser:
         while self._text:
             if self._header is None:
                 header, marker, rest = self._text.partition("<|message|>")
-                plain = not self._text.lstrip().startswith("<|") and not "<|".startswith(self._text.lstrip())
+                begins = self._text.lstrip()
+                plain = not begins.startswith(("<|", "to=")) and not any(
+                    one.startswith(begins) for one in ("<|", "to=")
+                )
+                plain = plain or (last and not marker and not begins.startswith("<|"))
                 if not marker and not plain and not last:
                     break
                 self._header, self._text = (header, rest) if marker else ("", self._text if plain else "")
                 answer += self._call("begin")
-                self.closed = self.closed or "analysis" not in self._header
+                self.closed = self.closed or not self._thinks
             ends = self._ENDS.search(self._text)
             kept = 0 if ends or last else max(partial_marker(self._text, f"<|{name}|>") for name in _ENDING)
             end = ends.start() if ends else len(self._text) - kept
             body, self._text = self._text[:end], self._text[end:]
-            thought, answer = (thought + body, answer) if "analysis" in self._header else (thought, answer + body)
+            thought, answer = (thought + body, answer) if self._thinks else (thought, answer + body)
             if not ends:
                 break
             answer += self._call("end")
@@ -175,6 +180,11 @@ class HarmonyParser:
             answer += self._call("end")
             self._header = None
         return thought, answer
+
+    @property
+    def _thinks(self) -> bool:
+        header = self._header or ""
+        return self._ANALYSIS.search(header) is not None and self._RECIPIENT.search(header) is None
 
     def _call(self, what: str) -> str:
         name = self._RECIPIENT.search(self._header or "")

@@ -65,6 +65,12 @@ def test_channels(cuts: list[int]) -> None:
         ("<|channel|>final<|message|>a <| b", ("", "a <| b")),
         ("<|channel|>analysis<|message|>it never en", ("it never en", "")),
         ("plain", ("", "plain")),
+        *((text, ("", text)) for text in ("to be", "to", "to=5", "<", "a <")),
+        # As the template writes a call of an earlier turn, on the analysis channel, and of a function of that name.
+        (' to=functions.get<|channel|>commentary json<|message|>{"a": 1}', ("", HERMES_CALL)),
+        ('<|channel|>analysis to=functions.get<|message|>{"a": 1}', ("", HERMES_CALL)),
+        ('<|channel|>commentary to=functions.analysis <|constrain|>json<|message|>{"a": 1}',
+         ("", HERMES_CALL.replace("get", "analysis"))),
     ):  # fmt: skip
         assert parse(HarmonyParser(False), pieces_of(text, cuts)) == expected
         assert parse(HarmonyParser(False), list(text)) == expected
