@@ -15,9 +15,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -128,6 +129,11 @@ class ChatTemplate:
                     raise BundleError(f"the chat template is no valid Jinja: {reason}; convert again without it")
                 self._template = _compile(self.source, self._variables)
             return self._template
+
+    @cached_property
+    def reads(self) -> set[str]:
+        """Names of the variables that the template reads."""
+        return meta.find_undeclared_variables(self.check().environment.parse(self.source))
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **more: Any) -> str:
         """The prompt of a conversation. A content is passed in the form that the template takes: as a text, or as a list

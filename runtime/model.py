@@ -384,9 +384,8 @@ class Model(AbstractContextManager["Model"]):
                 return tokenizer.encode(prompt, most=self.max_seq_len), None
             prompt = [{"role": "user", "content": prompt}]
         named = chat_template if isinstance(chat_template, str) else None
-        template = tokenizer.template_source
         variables = template_variables(
-            template, settings.thinking, settings.reasoning_effort, settings.chat_template_kwargs
+            tokenizer.template_reads, settings.thinking, settings.reasoning_effort, settings.chat_template_kwargs
         )
         rendered = tokenizer.render([*system, *prompt], chat_template=named, **variables)
         return tokenizer.encode(rendered, add_special_tokens=False, most=self.max_seq_len), rendered

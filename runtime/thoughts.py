@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,9 +91,9 @@ def find_format(template: str, token_id: Callable[[str], int | None]) -> Thought
     return next(known, None)
 
 
-def switch_of(template: str) -> str | None:
-    """The template variable that switches thoughts on and off, or None."""
-    return next((name for name in _SWITCHES if re.search(rf"(?<![\w.'\"]){name}\b", template)), None)
+def switch_of(reads: Set[str]) -> str | None:
+    """The variable that switches thoughts on and off, of those that a chat template reads, or None."""
+    return next((name for name in _SWITCHES if name in reads), None)
 
 
 class TagParser:
@@ -240,12 +240,12 @@ class ThinkingConstraint:
 
 
 def template_variables(
-    template: str | None, thinking: bool | None, effort: str | None, given: Mapping[str, Any] | None
+    reads: Set[str], thinking: bool | None, effort: str | None, given: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The variables of a chat template for these settings; UsageError if it has no switch for thoughts."""
+    """The variables for a chat template that reads those of these names; UsageError if it has no switch for thoughts."""
     found = dict(given or {})
     if thinking is not None:
-        switch = switch_of(template or "")
+        switch = switch_of(reads)
         if switch is None:
             raise UsageError("thinking: this model's chat template has no switch for thoughts: leave it out")
         found.setdefault(switch, thinking)

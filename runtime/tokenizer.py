@@ -74,6 +74,11 @@ class Tokenizer:
         return self._templates.get(name)
 
     @property
+    def template_reads(self) -> set[str]:
+        """Names of the variables that the chat template reads."""
+        return set() if self._tool_template is None else self._tool_template.reads
+
+    @property
     def template_source(self) -> str | None:
         return None if self._tool_template is None else self._tool_template.source
 

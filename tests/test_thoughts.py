@@ -14,6 +14,7 @@ from served import with_template
 
 import wisparse
 from wisparse import UsageError
+from wisparse.formats.chat_template import ChatTemplate
 from wisparse.runtime.thoughts import (
     FORMATS,
     HARMONY,
@@ -83,17 +84,22 @@ def test_formats_and_switches_are_found_in_template_and_vocabulary() -> None:
         assert find_format(f"a {form.closes} b", {}.get) is form
     assert find_format("", {"<|channel|>": 1, "<|message|>": 2, "<think>": 3}.get) is HARMONY
     assert find_format("{{ messages }}", {}.get) is None
-    assert switch_of("{% if enable_thinking is defined and enable_thinking %}") == "enable_thinking"
-    assert switch_of("{% if not thinking %}") == "thinking"
-    assert switch_of("{{ message.thinking }} {{ message['thinking'] }}") is None
-    template = "{{ enable_thinking }}"
-    assert template_variables(template, False, "low", {"x": 1}) == {
+    for template, switch in (
+        ("{% if enable_thinking is defined and enable_thinking %}{% endif %}", "enable_thinking"),
+        ("{% if not thinking %}{% endif %}", "thinking"),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}", "thinking"),
+        ("{{ message.thinking }} {{ message['thinking'] }}", None),
+        ("{#- content and thinking #}Draft your thinking process.", None),
+        ("{% for m in messages %}{% set thinking = m['thinking'] %}{{ thinking }}{% endfor %}", None),
+    ):
+        assert switch_of(ChatTemplate(template, {}).reads) == switch
+    assert template_variables({"enable_thinking"}, False, "low", {"x": 1}) == {
         "x": 1,
         "enable_thinking": False,
         "reasoning_effort": "low",
     }
     with pytest.raises(UsageError, match="no switch for thoughts"):
-        template_variables("{{ messages }}", True, None, None)
+        template_variables({"messages"}, True, None, None)
 
 
 class Only:

@@ -185,7 +185,7 @@ class Chat:
 
         if value in ("show", "hide"):
             self._shown = value == "show"
-        elif value in ("on", "off") and switch_of(self._model.tokenizer.template_source or "") is None:
+        elif value in ("on", "off") and switch_of(self._model.tokenizer.template_reads) is None:
             _say("this model's chat template has no switch for thoughts")
             return
         elif value in ("on", "off", "auto"):
