@@ -286,7 +286,9 @@ class Model(AbstractContextManager["Model"]):
         assert self.thoughts is not None
         markers = (self.thoughts.opens, self.thoughts.closes)
         opens, closes = (self.tokenizer.encode(marker, add_special_tokens=False) for marker in markers)
-        return ThinkingConstraint(opens, closes, begun=begun, budget=budget)
+        return ThinkingConstraint(
+            opens, closes, self.thoughts.end.encode(), self.tokenizer.token_bytes, begun=begun, budget=budget
+        )
 
     def sampling(self, given: Mapping[str, Any], n: int = 1) -> dict[str, Any]:
         """The arguments of one of ``n`` answers: those given, else generation_config.json's, else greedy or, for several

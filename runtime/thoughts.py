@@ -46,6 +46,11 @@ class ThoughtFormat:
     closes: str
     markers: tuple[str, ...]
 
+    @property
+    def end(self) -> str:
+        """The text that ends a thought."""
+        return self.closes
+
     def parser(self, begun: bool) -> ThoughtParser:
         """``begun``: the prompt ends with ``opens``."""
         return TagParser(self.opens, self.closes, begun)
@@ -57,6 +62,8 @@ class ThoughtFormat:
 class HarmonyFormat(ThoughtFormat):
     """gpt-oss: messages of an answer have channels. ``analysis`` is the thought, ``final`` and preambles on ``commentary`` the
     answer, ``commentary to=functions.NAME`` a call, which is written as `HERMES` of ``protocol.tools`` has it."""
+
+    end = "<|end|>"
 
     def parser(self, begun: bool) -> ThoughtParser:
         return HarmonyParser(begun)
@@ -199,21 +206,37 @@ _ENDING = ("end", "start", "channel", "call", "return")
 class ThinkingConstraint:
     """A grammar that begins after the thought, and a limit of the thought's tokens: then its closing tokens are forced."""
 
-    def __init__(self, opens: Sequence[int], closes: Sequence[int], *, begun: bool, budget: int | None) -> None:
-        """``opens``, ``closes``: token ids of the markers; ``begun``: ``opens`` ends the prompt. A thought that the answer
-        itself opens is limited, and excluded by a grammar."""
+    def __init__(
+        self,
+        opens: Sequence[int],
+        closes: Sequence[int],
+        end: bytes,
+        spell: Callable[[int], bytes],
+        *,
+        begun: bool,
+        budget: int | None,
+    ) -> None:
+        """``opens``, ``closes``: token ids of the markers; ``end``: the text that ends a thought, which may be a part of
+        tokens (``spell``: their bytes); ``begun``: ``opens`` ends the prompt. A thought that the answer itself opens is
+        limited, and excluded by a grammar."""
         self._opens, self._closes, self._budget = list(opens), list(closes), budget
+        self._end, self._spell = end, spell
         self.grammar: LogitsMask | None = None
         self._state = "thinking" if begun else "before"
         self._recent: list[int] = []  # tokens that may be a part of a marker
+        self._tail = b""  # the thought's newest bytes, which may be a part of its end
+        self._forced: list[int] = []
         self._count = 0  # of the thought
 
     def mask(self, logits: Tensor) -> None:
         if self._state != "thinking":
             if self.grammar is not None:
                 self.grammar.mask(logits)
-        elif self._budget is not None and self._count >= self._budget:
-            token = self._closes[self._matched()]
+            return
+        if self._budget is not None and self._count >= self._budget and not self._forced:
+            self._forced = self._closes[self._matched() :]
+        if self._forced:
+            token = self._forced[0]
             kept = logits[token].clone()
             logits.fill_(-torch.inf)
             logits[token] = torch.where(kept > -torch.inf, kept, 0.0)
@@ -228,15 +251,24 @@ class ThinkingConstraint:
             self.grammar.take(token)
         self._recent = [*self._recent, token][-max(len(self._opens), len(self._closes)) :]
         if self._state == "thinking":
-            self._count += 1
-            if self._recent[-len(self._closes) :] == self._closes:
-                self._state = "done"
+            self._take_thought(token)
         elif self._state == "before":
             seen = self._recent
             if seen != self._opens[: len(seen)]:
                 self._state = "done"
             elif len(seen) == len(self._opens):
                 self._state, self._recent = "thinking", []
+
+    def _take_thought(self, token: int) -> None:
+        self._count += 1
+        if self._forced:
+            del self._forced[0]
+            self._state = "thinking" if self._forced else "done"
+            return
+        self._tail += self._spell(token)
+        if self._end in self._tail:
+            self._state = "done"
+        self._tail = self._tail[-len(self._end) :]
 
 
 def template_variables(

@@ -129,17 +129,52 @@ def follow(constraint: ThinkingConstraint, wanted: list[int]) -> list[int]:
     return found
 
 
+SPELLED = ["", "a", "b", "", "", "{", "</t", ">", "<t>", ">\n\n"]
+
+
+def thinking(opens: list[int], closes: list[int], **more: Any) -> ThinkingConstraint:
+    return ThinkingConstraint(opens, closes, b"</t>", lambda token: SPELLED[token].encode(), **more)
+
+
 def test_a_thought_ends_at_its_budget_and_the_grammar_begins_behind_it() -> None:
     opens, closes = [8], [6, 7]
-    assert follow(ThinkingConstraint(opens, closes, begun=True, budget=3), [1] * 7) == [1, 1, 1, 6, 7, 1, 1]
-    assert follow(ThinkingConstraint(opens, closes, begun=False, budget=2), [8, 1, 1, 1, 1, 1]) == [8, 1, 1, 6, 7, 1]
-    assert follow(ThinkingConstraint(opens, closes, begun=False, budget=2), [1] * 4) == [1] * 4  # no thought
-    assert follow(ThinkingConstraint(opens, closes, begun=True, budget=2), [1, 6, 7, 2]) == [1, 6, 7, 2]  # half closed
-    assert follow(ThinkingConstraint(opens, closes, begun=True, budget=0), [1, 1, 1]) == [6, 7, 1]
-    constraint = ThinkingConstraint(opens, closes, begun=True, budget=None)
+    assert follow(thinking(opens, closes, begun=True, budget=3), [1] * 7) == [1, 1, 1, 6, 7, 1, 1]
+    assert follow(thinking(opens, closes, begun=False, budget=2), [8, 1, 1, 1, 1, 1]) == [8, 1, 1, 6, 7, 1]
+    assert follow(thinking(opens, closes, begun=False, budget=2), [1] * 4) == [1] * 4  # no thought
+    assert follow(thinking(opens, closes, begun=True, budget=2), [1, 6, 7, 2]) == [1, 6, 7, 2]  # half closed
+    assert follow(thinking(opens, closes, begun=True, budget=0), [1, 1, 1]) == [6, 7, 1]
+    # The end may be merged with the white space behind it.
+    assert follow(thinking(opens, closes, begun=True, budget=3), [1, 6, 9, 1, 1]) == [1, 6, 9, 1, 1]
+    constraint = thinking(opens, closes, begun=True, budget=None)
+    constraint.grammar = Only(5)
+    assert follow(constraint, [1, 6, 9, 1]) == [1, 6, 9, 5]
+    constraint = thinking(opens, closes, begun=True, budget=None)
     constraint.grammar = grammar = Only(5)
     assert follow(constraint, [1, 6, 1, 6, 7, 1, 1]) == [1, 6, 1, 6, 7, 5, 5]
     assert grammar.taken == [5, 5]
+
+
+def test_a_budget_of_channels_ends_with_the_thought() -> None:
+    spelled = [
+        "a",
+        "<|end|>",
+        "<|start|>",
+        "assistant",
+        "<|channel|>",
+        "final",
+        "<|message|>",
+        "commentary",
+        "analysis",
+    ]
+    opens, closes = [4, 8, 6], [1, 2, 3, 4, 5, 6]
+
+    def limited() -> ThinkingConstraint:
+        end, spell = HARMONY.end.encode(), lambda token: spelled[token].encode()
+        return ThinkingConstraint(opens, closes, end, spell, begun=False, budget=2)
+
+    call = [*opens, 0, 1, 2, 3, 4, 7, 6, 0, 0, 0]
+    assert follow(limited(), call) == call  # what follows the thought is no part of it
+    assert follow(limited(), [*opens, *[0] * 9]) == [*opens, 0, 0, *closes, 0]
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {% if thinking is not defined or thinking %}<think>{% endif %}"
