@@ -822,8 +822,10 @@ def test_the_verb_serves_and_ends_well(bundle: Path, tmp_path: Path) -> None:
         assert [one.choices[0].finish_reason for one in (first, last)] == [None, "length"]
 
 
+# As from a terminal: a program started in the background inherits that Ctrl-C is ignored.
 _SIGNALLED = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import wisparse.runtime.serve.app as app
 number, make_app = int(sys.argv.pop(1)), app.make_app
 app.make_app = lambda *given: os.kill(os.getpid(), number) or make_app(*given)

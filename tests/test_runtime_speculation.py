@@ -261,7 +261,7 @@ def test_a_server_tells_what_was_drafted(chat_bundle: Path) -> None:
             assert 0 < drafts < accepted <= tokens
         answer = model.generate(prompt, max_new_tokens=40)
         assert answer.drafts.mean_length == 1 + answer.drafts.accepted_tokens / answer.drafts.drafts > 2
-        assert "accepted" in footer(answer, model)
+        assert "accepted" in footer(answer, model, {})
 
 
 def test_recurrent_models_speculate_where_it_is_asked_for(
