@@ -40,6 +40,10 @@ _OTHER_NAMES = {
 }  # fmt: skip
 
 
+# Arguments of `Model.generate` that only prompts through the chat template have.
+_OF_CONVERSATIONS = ("thinking", "thinking_budget", "reasoning_effort", "chat_template_kwargs")
+
+
 class Model(AbstractContextManager["Model"]):
     """A bundle on a device; make one with ``wisparse.load``.
 
@@ -314,6 +318,9 @@ class Model(AbstractContextManager["Model"]):
         requests = []
         for prompt in prompts:
             ids, rendered = self._encode(prompt, settings)
+            unused = next((name for name in _OF_CONVERSATIONS if getattr(settings, name) is not None), None)
+            if rendered is None and unused is not None:
+                raise UsageError(f"{unused}: expected a conversation or the chat template, found a text to continue")
             for copy in range(settings.n):
                 seed = None if settings.seed is None else (settings.seed + copy) % 2**63
                 request = self.request(

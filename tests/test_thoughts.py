@@ -204,6 +204,14 @@ def test_python_and_terminal_keep_thought_and_answer_apart(
     assert limited.thought_tokens <= 3 + len(model.text.encode("</think>", add_special_tokens=False)) + 1
     schema = model.generate(talk, thinking_budget=2, json_schema={"type": "integer"}, max_new_tokens=40)
     assert schema.text.strip().lstrip("-").isdigit()
+    for setting in (
+        {"thinking": False},
+        {"thinking_budget": 3},
+        {"reasoning_effort": "low"},
+        {"chat_template_kwargs": {}},
+    ):
+        with pytest.raises(UsageError, match=f"{next(iter(setting))}: expected a conversation or the chat template"):
+            model.generate("2 + 2 = ", **setting)
     code, out, _ = run(
         "generate", model.bundle.folder, "--prompt", "2 + 2?", "--chat-template", "--grammar", said["grammar"]
     )
