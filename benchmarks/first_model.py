@@ -44,7 +44,8 @@ COMMANDS: dict[str, str | None] = {
 }
 
 
-_PROGRESS = re.compile(r" *\d+ s  |still compiling|resuming from")
+_PROGRESS = re.compile(r" *\d+ s elapsed |(still )?compiling|resuming from")
+_GPU_HEADING = "## Time and memory on a GPU\n"  # of the page; outputs above it are a CPU's
 
 
 class Gpu:
@@ -99,18 +100,25 @@ def table(found: list[dict[str, Any]]) -> str:
         columns["GPU memory, GB"] = ("gpu_peak_bytes", 1e9)
     rows = [" | ".join(["| command", *columns]) + " |", "|---|" + "--:|" * len(columns)]
     for one in found:
+        if one["command"].startswith("curl"):
+            continue  # its time and memory are the server's
         numbers = [f"{one[key] / unit:.{1 if unit == 1 else 2}f}" for key, unit in columns.values()]
-        rows.append(" | ".join([f"| `{' '.join(one['command'].split()[:2])}`", *numbers]) + " |")
+        command = one["command"].replace(MODEL, "MODEL").replace(f"'{QUESTION}'", "...")
+        rows.append(" | ".join([f"| `{command}`", *numbers]) + " |")
     return "\n".join(rows)
 
 
 def with_outputs(page: str, found: list[dict[str, Any]]) -> str:
-    """The page with each command's output below it, and the first table replaced."""
+    """The page with the outputs and the table of this device's part replaced."""
+    cpu, heading, gpu = page.partition(_GPU_HEADING)
+    on_gpu = "gpu_peak_bytes" in found[0]
+    part = gpu if on_gpu else cpu
     for one in found:
         shown = re.compile(rf"^\$ {re.escape(one['command'])}\n(?:(?!\$ |```).*\n)*", re.MULTILINE)
         text = block(one) + "\n"
-        page = shown.sub(lambda _, text=text: text, page)
-    return re.sub(r"^\| command .*\n(\|.*\n)*", lambda _: table(found) + "\n", page, count=1, flags=re.MULTILINE)
+        part = shown.sub(lambda _, text=text: text, part)
+    part = re.sub(r"^\| command .*\n(\|.*\n)*", lambda _: table(found) + "\n", part, count=1, flags=re.MULTILINE)
+    return cpu + heading + part if on_gpu else part + heading + gpu
 
 
 @click.command()
