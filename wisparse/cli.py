@@ -28,7 +28,7 @@ _VERBS = {
     "verify": "Check a bundle's every tensor, number and digest.",
     "generate": "Generate text from a prompt.",
     "chat": "Talk with a model.",
-    "serve": "Serve a bundle over HTTP, OpenAI-compatible.",
+    "serve": "Serve a bundle over HTTP, with OpenAI's and Anthropic's APIs.",
     "bench": "Measure decoding speed, dense and sparse side by side.",
     "eval": "Measure quality, dense and sparse side by side.",
     "export-onnx": "Export a bundle as an ONNX decoder.",

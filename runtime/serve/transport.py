@@ -338,8 +338,9 @@ def open_socket(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError, OverflowError) as error:
-        address = f"{host:.80} port {port}"
-        raise UsageError(f"cannot listen at {address}: {error}; choose another --host or --port") from error
+        # create_server repeats the address in its strerror.
+        why = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        raise UsageError(f"cannot listen at {host:.80} port {port}: {why}; choose another --host or --port") from error
 
 
 def allowed_hosts(listener: socket.socket, names: Sequence[str]) -> list[str]:

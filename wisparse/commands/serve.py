@@ -73,10 +73,10 @@ def command(
     hosts: tuple[str, ...], cors: tuple[str, ...], speculative_config: str | None, chat_template: str | None, verbose: bool,
     **loading: Any,
 ) -> None:  # fmt: skip
-    """Serve BUNDLE, a folder or a Hub id, to OpenAI's clients.
+    """Serve BUNDLE, a folder or a Hub id, over HTTP, with OpenAI's and Anthropic's APIs.
 
-    Endpoints: /v1/chat/completions and /v1/completions, streamed or not, /v1/models, /health, /metrics.
-    Ctrl-C or SIGTERM ends it when the running requests are finished.
+    Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /health, /metrics; a chat
+    page at / and the fields of requests at /docs. Ctrl-C or SIGTERM stops it when the running requests are finished.
 
     \b
     wisparse serve out
@@ -108,13 +108,14 @@ def command(
         if chat_template is not None:
             model.tokenizer.select_template(chat_template)
         address = f"[{host}]" if ":" in host else host
+        decoder = model.decoder
         serving = (
-            f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "
-            f"({model.decoder.name} on {model.decoder.device}, {model.decoder.max_batch} at a time, context {model.max_seq_len}, "
-            f"keys and values {model.decoder.cache}; {describe_sampling(model, {})}; "
-            f"{'with' if key else 'without'} a key); Ctrl-C ends it"
+            f"{decoder.name} on {decoder.device}, {decoder.max_batch} requests at a time, context {model.max_seq_len}\n"
+            f"KV cache {decoder.cache}; {'an' if key else 'no'} API key\n"
+            f"{describe_sampling(model, {})}\n"
+            f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 (Ctrl-C stops it)"
         )
-        if model.decoder.device.type == "cuda":
+        if decoder.device.type == "cuda":
             # `serve` compiles kernels and captures graphs first.
             click.echo("preparing all batch sizes; the first time on a machine this may take a minute", err=True)
         try:
