@@ -7,8 +7,9 @@ import hashlib
 import inspect
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -82,6 +83,32 @@ def _without_embedding(config_class: type, stored: StoredEmbedding) -> Any:
         self.get_decoder().embed_tokens_per_layer = stored
 
     return type(base.__name__, (base,), {"__init__": make, "__module__": base.__module__})
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """A model that is built here has no memory for its parameters: transformers initialises tied ones before it ties them."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Move ``model`` to ``device``, with memory for its parameters; tied ones stay tied."""
+    memory = {one: nn.Parameter(torch.empty_like(one, device=device), False) for one in model.parameters()}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, memory[parameter])
+    model.to(device)
 
 
 _ROWS = 4096  # of a weight that are dequantised together
@@ -199,9 +226,11 @@ def load_source(
                     large = f"{shown(folder)}: the dequantised weights do not fit into the memory of {device}"
                     advice = "choose a larger device, or convert the unquantised model"
                     raise ResourceError(f"{large}, and quantised ones cannot stay in their files; {advice}")
-                model: Any = from_config(hf_config, dtype=dtype, attn_implementation=attention)
+                with _parameters_on_meta():
+                    model: Any = from_config(hf_config, dtype=dtype, attn_implementation=attention)
                 # Tensor by tensor: the dequantised weights are in memory once.
-                parameters = weights_of(model.to(device), config)
+                _allocate(model, device)
+                parameters = weights_of(model, config)
                 with torch.no_grad():
                     for name in expected_tensors(config) if checkpoint.quantised else checkpoint.tensors:
                         if name != PER_LAYER_EMBEDDING:
@@ -245,8 +274,8 @@ def load_source(
     model.requires_grad_(False)
     model.config.use_cache = False
     for name, parameter in model.named_parameters():
-        # A float64 sum is finite if and only if all elements are, and needs no temporary tensor.
-        if not parameter.is_meta and not torch.isfinite(parameter.detach().sum(dtype=torch.float64)):
+        # The two extremes need no temporary tensor; NaN is both.
+        if not parameter.is_meta and not torch.stack(torch.aminmax(parameter)).isfinite().all():
             wrong = f"{name} holds NaN or Inf, so no statistic of this model means anything"
             raise UnsupportedModelError(f"{shown(folder)}: {wrong}; use an intact checkpoint")
     experts = find_experts(model, config)

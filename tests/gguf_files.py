@@ -87,14 +87,16 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
-def write_gguf(name: str, out: Path, kind: str = "F32", metadata: dict[str, Any] | None = None) -> torch.nn.Module:
+def write_gguf(
+    name: str, out: Path, kind: str = "F32", metadata: dict[str, Any] | None = None, **changed: Any
+) -> torch.nn.Module:
     """Write the model ``name`` of `MODELS` to ``out``, its matrices as ``kind``; returns transformers' model with the
-    dequantised weights. ``metadata``: further keys, or None to leave one out."""
+    dequantised weights. ``metadata``: further keys, or None to leave one out; ``changed``: settings."""
     import gguf
     from transformers import AutoConfig, AutoModelForCausalLM
 
     architecture, model_type, settings, extra = MODELS[name]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **settings})
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **settings, **changed})
     attention = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
     folder = save_random(AutoModelForCausalLM, config, name, out.parent / f"{out.stem}-{name}-source")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **attention).eval()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import struct
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -47,6 +48,28 @@ def test_logits_of_each_family(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_logits_of_each_type(kind: str, tmp_path: Path) -> None:
     assert_same_logits(tmp_path / "m.gguf", write_gguf("llama-bias", tmp_path / "m.gguf", kind))
+
+
+LOAD = """
+import sys, psutil, torch
+from transformers import AutoModelForCausalLM
+from transformers.models.{family} import modeling_{family}
+from wisparse.converter.gguf_source import gguf_weights, open_source
+from wisparse.converter.source import load_source
+before = psutil.Process().memory_info().rss
+source = open_source(sys.argv[1], None, None)
+model = load_source(source.folder, torch.float32, "cpu", weights=gguf_weights(source)).model
+peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print((peak - before) / sum(4 * one.numel() for one in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("gemma", True)])
+def test_memory_of_a_load(family: str, tied: bool, tmp_path: Path) -> None:
+    write_gguf(family, tmp_path / "m.gguf", "F16", vocab_size=160_000, tie_word_embeddings=tied)
+    command = [sys.executable, "-c", LOAD.replace("{family}", family), str(tmp_path / "m.gguf")]
+    assert float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) < 1.3
 
 
 def small_files(path: Path, name: str = "llama", **metadata: Any) -> dict[str, Any]:
