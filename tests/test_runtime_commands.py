@@ -198,7 +198,7 @@ def test_options_of_the_answer(tmp_path: Path, run: Run, monkeypatch: pytest.Mon
     assert re.fullmatch(r"'.*' +-\d\.\d{3}  '.*' \d+\.\d%, '.*' \d+\.\d%", first), first
     code, out, err = run("generate", "--prompt", "x = ", "--max-new-tokens", 3, "--n", 2, "--seed", 1, "--json")
     assert [one["seed"] for one in json.loads(out)] == [1, 2]
-    assert {one["sampling"] for one in json.loads(out)} == {"sampling: temperature 1"}
+    assert {one["sampling"] for one in json.loads(out)} == {"temperature 1"}
     code, out, err = run("generate", "--prompt", "x = ", "--max-new-tokens", 3, "--n", 2)
     assert (code, out.count("--- 1 of 2 ---"), out.count("--- 2 of 2 ---")) == (0, 1, 1)
     for options, words in (

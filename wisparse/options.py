@@ -284,7 +284,7 @@ def describe_sampling(model: Model, given: dict[str, Any]) -> str:
         from_file = name in model.sampling_defaults and given.get(name) is None
         parts[from_file].append("greedy" if greedy and name == "temperature" else text)
     texts = ", ".join(parts[False]), f"{', '.join(parts[True])} ({FILE})" if parts[True] else ""
-    return f"sampling: {'; '.join(filter(None, texts))}"
+    return "; ".join(filter(None, texts))
 
 
 def score_lines(answers: Sequence[Generation], model: Model) -> Iterable[str]:
@@ -311,7 +311,7 @@ def footer(answer: Generation, model: Model, given: dict[str, Any]) -> str:
         parts.append(f"realised sparsity {answer.realised_sparsity:.1%}" if model.bits is None else read)
     if answer.drafts.drafts:
         parts.append(str(answer.drafts))
-    return " | ".join([*parts, describe_sampling(model, given), backend_of(model)])
+    return " | ".join([*parts, f"sampling: {describe_sampling(model, given)}", backend_of(model)])
 
 
 def folders_to_save(bundles: Sequence[str], sparsity: float | None, bits: float | None = None) -> list[Path]:

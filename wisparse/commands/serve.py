@@ -112,7 +112,7 @@ def command(
         serving = (
             f"{decoder.name} on {decoder.device}, {decoder.max_batch} requests at a time, context {model.max_seq_len}\n"
             f"KV cache {decoder.cache}; {'an' if key else 'no'} API key\n"
-            f"{describe_sampling(model, {})}\n"
+            f"sampling: {describe_sampling(model, {})}\n"
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 (Ctrl-C stops it)"
         )
         if decoder.device.type == "cuda":
