@@ -155,11 +155,24 @@ def test_a_lock_on_a_file_that_was_taken_away_is_none(tmp_path: Path, monkeypatc
 _CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
 
 
+def forked(action: Callable[[], object]) -> int:
+    """Run ``action`` in a child, which this returns; it exits with status 0 if ``action`` returns, else with 1."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
 def killed_at(number: int, action: Callable[[], object], *, interrupt: bool = False) -> int:
     """Run ``action`` in a child that kills itself, or is interrupted, at its n-th call that changes a disk; its exit
     status, 0 only if it came to the end."""
-    child = os.fork()
-    if child == 0:
+
+    def counted_action() -> None:
         calls = itertools.count()
 
         def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,13 +187,9 @@ def killed_at(number: int, action: Callable[[], object], *, interrupt: bool = Fa
 
         for name in _CALLS:
             setattr(os, name, counted(getattr(os, name)))
-        status = 1
-        try:
-            action()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        action()
+
+    return os.waitstatus_to_exitcode(os.waitpid(forked(counted_action), 0)[1])
 
 
 @pytest.fixture
