@@ -94,6 +94,15 @@ def model(chat_bundle: Path) -> Iterator[Model]:
         yield model
 
 
+@pytest.fixture(scope="module")
+def quick_conversion() -> Iterator[None]:
+    """Conversions in this process try three alphas and draw no figures: most of a tiny model's conversion otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wisparse.converter.search.allocation.ALPHAS", (0.0, 0.5, 1.0))
+        patch.setattr("wisparse.converter.report.render_figures", lambda report: {})
+        yield
+
+
 @pytest.fixture(params=[False, True])
 def stream(request: pytest.FixtureRequest) -> bool:
     """Whether a server's answer comes in pieces."""

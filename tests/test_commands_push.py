@@ -151,6 +151,7 @@ def test_what_is_pushed_and_what_not_is_said(
     assert said.rstrip().endswith(f"repeat with: wisparse push {mine} alice/tiny-50")
 
 
+@pytest.mark.usefixtures("quick_conversion")
 def test_from_hub_id_to_hub_id(standin: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """From a Hub id to a Hub id, with an upload that breaks off half-way and is repeated as the message says."""
     monkeypatch.chdir(tmp_path)

@@ -30,10 +30,7 @@ FAST |= {"num_samples": 2, "seq_len": 16, "device": "cpu"}
 FLAGS = [str(word) for name, value in FAST.items() for word in ("--" + name.replace("_", "-"), value)]
 
 
-@pytest.fixture(autouse=True)
-def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer than the rest of a conversion; tests/test_converter_report.py draws them."""
-    monkeypatch.setattr("wisparse.converter.report.render_figures", lambda report: {})
+pytestmark = pytest.mark.usefixtures("quick_conversion")
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ from wisparse.runtime import forecast
 from wisparse.runtime.benchmark import Workload
 from wisparse.runtime.decoding.decoder import Decoder
 
+pytestmark = pytest.mark.usefixtures("quick_conversion")
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:

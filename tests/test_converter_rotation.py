@@ -162,6 +162,7 @@ def test_a_changed_model_is_refused(damage: str, words: str, tmp_path: Path, mon
         rotate(*opened(folder), tokens, lambda: tokens)
 
 
+@pytest.mark.usefixtures("quick_conversion")
 @pytest.mark.parametrize("weights", ["native", "int8"])
 def test_a_conversion_turns_first(weights: str, tmp_path: Path) -> None:
     """The bundle is the rotated model: masked at 0 it says what the source says, and its recipe says what was done."""

@@ -21,12 +21,13 @@ import torch
 from test_formats_folder import forked, killed_at
 from tiny_bundle import digests, tiny_config, write_tiny_model
 
-from wisparse.converter import processes, report
+from wisparse.converter import processes
 from wisparse.converter.pipeline import convert
-from wisparse.converter.search import allocation
 from wisparse.converter.state import Stages, check_folder, remove_state
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.machine import Place, torchrun_place
+
+pytestmark = pytest.mark.usefixtures("quick_conversion")
 
 FINGERPRINT = {"model": "abc", "sparsity": [0.5]}
 VALUE = {"scale": torch.arange(3.0), "rows": [[1, 2], [3]], "name": "x"}
@@ -158,9 +159,8 @@ SEARCHES: dict[str, dict[str, Any]] = {
     ("search", "step"),
     [("refine", 30), *(pytest.param(search, 7, marks=pytest.mark.exhaustive) for search in SEARCHES)],
 )
-def test_killed_runs_end_alike(search: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_runs_end_alike(search: str, step: int, tmp_path: Path) -> None:
     """Killed again and again, ever later: while stages are saved, while the bundle is written, while the state is removed."""
-    monkeypatch.setattr(report, "render_figures", lambda report: {})  # they take longer than the rest of a conversion
     model = write_tiny_model(tmp_path / "model", tiny_config(num_hidden_layers=3))
     settings = {"search": search, "num_samples": 4, "seq_len": 24, "device": "cpu", "progress": False}
     settings |= SEARCHES[search]
@@ -268,8 +268,6 @@ def test_three_processes_write_the_bytes_of_one(
     search: str, options: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Three: the micro-batches, blocks and candidates do not divide evenly, and one process may have nothing.
-    monkeypatch.setattr(report, "render_figures", lambda report: {})
-    monkeypatch.setattr(allocation, "ALPHAS", (0.0, 0.5, 1.0))
     model = write_tiny_model(tmp_path / "model", tiny_config(num_hidden_layers=4))
     settings = f"--search {search} {options} --sparsity 0.2,0.15 --device cpu --seq-len 24 -o"
     command = ["convert", model, *settings.split()]

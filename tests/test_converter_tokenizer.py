@@ -182,10 +182,8 @@ def test_the_bundles_tokenizer_is_the_one_of_calibration(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["plain", "added_tokens_decoder", "gpt2"])
-def test_a_conversion_writes_the_tokenizer_and_the_templates(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("wisparse.converter.report.render_figures", lambda report: {})
+@pytest.mark.usefixtures("quick_conversion")
+def test_a_conversion_writes_the_tokenizer_and_the_templates(name: str, tmp_path: Path) -> None:
     model, config = tmp_path / "model", {**tiny_config(), "vocab_size": 400}
     write_tiny_model(model, config)
     SOURCES[name][0](model)

@@ -24,6 +24,7 @@ from wisparse.formats.weight_types import quantise
 from wisparse.runtime.backends import make_decoder
 
 Run = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("quick_conversion")
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 

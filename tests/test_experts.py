@@ -33,6 +33,8 @@ from wisparse.runtime.onnx_export import export_onnx
 
 PROMPT = torch.randint(3, VOCAB, (20,), generator=torch.Generator().manual_seed(5))
 
+pytestmark = pytest.mark.usefixtures("quick_conversion")
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:

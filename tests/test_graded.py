@@ -35,6 +35,8 @@ Run = Callable[..., tuple[int, str, str]]
 TOKENS = torch.tensor([5, 17, 250, 3, 99, 101, 7, 7, 30, 31])
 O_PROJ = "model.layers.1.self_attn.o_proj"
 
+pytestmark = pytest.mark.usefixtures("quick_conversion")
+
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
