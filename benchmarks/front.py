@@ -7,7 +7,7 @@
 ``quality`` turns the model, quantises every projection (int4 by GPTQ on the calibration text) and searches the masks on
 the quantised model, as a conversion does, and measures all together against the source's own dense model, on files that
 nothing was chosen on. int4 is measured in the source's coordinates too; of both the better stands in each row. Speeds
-are those of one H200 and the 8B shape, made by ``gpu_weights.py``.
+are those of one H200 and the 8B shape, made by ``gpu.py weights``.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ part() { # GPU, name, command...
 # The first of these compiles the kernels, which the sanitizer would slow down.
 part 0 kernels python3 -m pytest -q -p no:cacheprovider -n 8 tests/triton_cases.py tests/triton_decoder_cases.py \
     tests/triton_runtime_cases.py tests/triton_codes_cases.py tests/triton_experts_cases.py
-part 2 sanitize-memory python3 benchmarks/gpu_sanitize.py memcheck &
-part 3 sanitize-races python3 benchmarks/gpu_sanitize.py racecheck &
+part 2 sanitize-memory python3 benchmarks/gpu.py sanitize memcheck &
+part 3 sanitize-races python3 benchmarks/gpu.py sanitize racecheck &
 part 0 gpu-tests python3 -m pytest -q -p no:cacheprovider -n 0 -m gpu &
 wait
 if [ -f "$failed" ]; then

@@ -1,17 +1,7 @@
-"""NVIDIA's compute-sanitizer over the kernel tests, on our own kernels alone.
-
-    PYTHONPATH=. python benchmarks/gpu_sanitize.py memcheck racecheck
-
-memcheck looks for reads and writes beyond a tensor, racecheck for threads of a program that use shared memory without a
-barrier between them. PyTorch's and cuDNN's kernels run unwatched; that ours are watched is tried first, with a kernel
-given too little memory. The cases are dealt to as many processes as there are cores, each under a sanitizer of its own:
-what takes time is Python and the compiler, not the GPU. Prints a line of JSON for each tool; fails on any finding, and
-if not every case ran. Under ``$OUT`` each tool's whole output, with the name of every case.
-"""
+"""NVIDIA's compute-sanitizer over the kernel tests, on our own kernels alone."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -23,7 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from gpu_models import need_gpu
+import click
+from gpu_models import need_gpu, out_option, save
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -82,7 +73,7 @@ def select(tool: str, only: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def check(tool: str, limit: int, processes: int, only: str) -> dict:
+def check(tool: str, limit: int, processes: int, only: str, out: Path | None) -> dict:
     """Run one tool over all its cases; what it counted."""
     cases = select(tool, only)
     environment = dict(os.environ)
@@ -111,23 +102,16 @@ def check(tool: str, limit: int, processes: int, only: str) -> dict:
                 process.wait()
         outputs = [log.read_text(errors="replace") for _, log in running]
     output = "\n".join(outputs)
-    if os.environ.get("OUT"):
-        Path(os.environ["OUT"], f"sanitizer-{tool}.log").write_text(output)
-    passed = len(re.findall(r"^.*::.* PASSED", output, re.MULTILINE))
-    skipped = len(re.findall(r"^.*::.* SKIPPED", output, re.MULTILINE))
+    save(out, f"sanitizer-{tool}.log", output)
+    passed, skipped = (len(re.findall(rf"^.*::.* {word}", output, re.MULTILINE)) for word in ("PASSED", "SKIPPED"))
+    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", output)
     return {
-        "tool": tool,
-        "processes": processes,
-        "cases": len(cases),
-        "passed": passed,
-        "skipped": skipped,
-        "finished": finished and passed + skipped == len(cases),
-        "summaries": sorted(set(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", output))),
-        "summed_up": len(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: ", output)),
-        "findings": len(re.findall("========= (?:Error:|Warning:|Invalid)", output)),
+        "tool": tool, "processes": processes, "cases": len(cases), "passed": passed, "skipped": skipped,
+        "finished": finished and passed + skipped == len(cases), "summaries": sorted(set(summaries)),
+        "summed_up": len(summaries), "findings": len(re.findall("========= (?:Error:|Warning:|Invalid)", output)),
         "failed": [process.returncode for process, _ in running if process.returncode],
         "seconds": round(time.perf_counter() - began, 1),
-    }
+    }  # fmt: skip
 
 
 def _clean(row: dict) -> bool:
@@ -136,24 +120,30 @@ def _clean(row: dict) -> bool:
     return row["finished"] and said and not row["findings"] and not row["failed"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tools", nargs="+", choices=SELECTION)
-    parser.add_argument("--limit", type=int, default=180, help="seconds for each tool")
-    parser.add_argument("--only", default="", help="cases whose names pytest's -k finds by this, such as graded")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
-    arguments = parser.parse_args()
-    need_gpu(parser)
+@click.command(context_settings={"show_default": True})
+@click.argument("tools", nargs=-1, required=True, type=click.Choice(list(SELECTION)))
+@click.option("--limit", default=180, help="Seconds for each tool.")
+@click.option("--only", default="", help="Cases whose names pytest's -k finds by this, such as graded.")
+@click.option("--processes", default=max(1, (os.cpu_count() or 2) - 2))
+@out_option
+def sanitize(tools: tuple[str, ...], limit: int, only: str, processes: int, out: Path | None) -> None:
+    """compute-sanitizer over the kernel tests: memcheck, racecheck.
+
+    memcheck looks for reads and writes beyond a tensor, racecheck for threads of a program that use shared memory without
+    a barrier between them. PyTorch's and cuDNN's kernels run unwatched; that ours are watched is tried first, with a
+    kernel given too little memory. The cases are dealt to as many processes as there are cores, each under a sanitizer of
+    its own: what takes time is Python and the compiler, not the GPU.
+
+    Printed: a line of JSON for each tool; exit status 1 on any finding, and if not every case ran. Each tool's whole
+    output, with the name of every case, is written to sanitizer-TOOL.log.
+    """
+    need_gpu()
     if shutil.which("compute-sanitizer") is None:
-        parser.error("expected NVIDIA's compute-sanitizer, found no such program; it comes with the CUDA toolkit")
+        raise click.UsageError("expected NVIDIA's compute-sanitizer, found none; it comes with the CUDA toolkit")
     watched = control()
     print(json.dumps(watched), flush=True)
     rows = []
-    for tool in arguments.tools:
-        rows.append(check(tool, arguments.limit, arguments.processes, arguments.only))
+    for tool in tools:
+        rows.append(check(tool, limit, processes, only, out))
         print(json.dumps(rows[-1]), flush=True)
     sys.exit(0 if watched["watched"] and all(_clean(row) for row in rows) else 1)
-
-
-if __name__ == "__main__":
-    main()

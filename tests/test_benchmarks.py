@@ -1,6 +1,8 @@
-"""The scripts in benchmarks/: baselines against twins written out here, tables, and what they say without a GPU."""
+"""The scripts in benchmarks/: baselines against twins written out here, tables, their help, and what they say without a GPU."""
 
+import importlib
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,10 +13,12 @@ import front
 import pytest
 import tables
 import torch
+from click.testing import CliRunner
 from quality import Evaluator
 from tiny_source import tiny_source, tiny_tokens
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
 
 
 # KL and realised sparsity, as these methods gave them when the search itself made them and bundles held them.
@@ -42,36 +46,54 @@ def test_figures_are_those_of_before(
     assert torch.equal(source.model(input_ids=ids).logits, dense)
 
 
-# By script; where one has several ways in, which stands behind a dot.
-COMMANDS = {
-    "gpu_decode": ["--shape", "llama-3.1-8b", "--parts", "baseline", "decode"],
-    "gpu_tiles": ["sweep"],
-    "gpu_tiles.check": ["check"],
-    "gpu_sanitize": ["memcheck"],
-    **{f"gpu_{script}": [] for script in ("first", "tokens", "vllm", "weights")},
-}
+CASES = [["weights"], ["first"], ["experts"], ["tokens"], ["tiles"], ["sanitize", "memcheck"], ["vllm"]]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_without_a_gpu_they_say_so(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("command", CASES, ids=lambda command: command[0])
+def test_without_a_gpu_they_say_so(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    gpu = importlib.import_module("gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for start in ("subprocess.run", "subprocess.Popen"):
         monkeypatch.setattr(start, lambda *_, **__: pytest.fail("began to work"))
     monkeypatch.setenv("OUT", str(tmp_path / "results"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    script = command.partition(".")[0]
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *COMMANDS[command]])
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(BENCHMARKS / f"{script}.py"), run_name="__main__")
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert not said.out
-    assert "GPU" in said.err.splitlines()[-1]
+    said = CliRunner().invoke(gpu.cases, command)
+    assert said.exit_code == 2
+    assert not said.stdout
+    assert "GPU" in said.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", BENCHMARKS / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMED = {
+    match.group(2, 3)
+    for page in PAGES
+    for match in re.finditer(r"(benchmarks/|`)([a-z]\w+\.(?:py|sh))(?: ([a-z]+))?\b", page.read_text("utf-8"))
+    if match[1] == "benchmarks/" or page.parent == BENCHMARKS
+}
+
+
+@pytest.mark.parametrize(("script", "case"), sorted(NAMED, key=str), ids=str)
+def test_every_script_that_a_page_names_exists_and_has_help(
+    script: str, case: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (BENCHMARKS / script).read_text("utf-8")
+    if '__name__ == "__main__"' not in text or ("argparse" not in text and "import click" not in text):
+        return
+    if script == "gpu.py":
+        pytest.importorskip("triton")
+    case_of = [case] if case and script == "gpu.py" else []
+    monkeypatch.setattr(sys, "argv", [script, *case_of, "--help"])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("anthropic", "openai", "psutil"):
+            raise
+        pytest.skip(f"needs {missing.name}")
+    assert ended.value.code == 0
+    assert "usage" in capsys.readouterr().out.lower()
 
 
 def test_the_published_tables_are_what_their_rows_say() -> None:
