@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from wisparse.cli import _VERBS, load_verb
+from wisparse.cli import VERBS, load_verb
 
 page = Path(sys.argv[1], "cli", "index.html").read_text("utf-8")
 sections = re.split(r'<h2 id="wisparse-([\w-]+)"', page)
@@ -19,7 +19,7 @@ text = {
 }
 missing = [
     f"wisparse {verb} {option}"
-    for verb in _VERBS
+    for verb in VERBS
     for parameter in load_verb(verb).params
     for option in (*parameter.opts, *parameter.secondary_opts)
     if option.startswith("-") and not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text.get(verb, ""))

@@ -252,12 +252,12 @@ def write_calibration(
         raise CalibrationError(f"calibration 'self': {lack}; give text instead: --calibration PATH")
     eos = end_ids(model, tokenizer)
     turns = _turns(tokenizer, bos, eos)
-    rows: list[_Row] = []
+    rows: list[Row] = []
     for num_samples, seq_len, seed in texts:
         generator = torch.Generator(device=device).manual_seed(seed)
         for index in range(num_samples):
             question, answer = turns if turns and index < num_samples // 2 else ([bos], None)
-            rows.append(_Row(seq_len, eos, question, answer, generator))
+            rows.append(Row(seq_len, eos, question, answer, generator))
     longest = max(row.seq_len for row in rows)
     # The KV cache has at most about 4 GB, or 8 with more than 24 GB free.
     cache_bytes = (8 if available_bytes(device) > 24 << 30 else 4) << 30
@@ -278,7 +278,7 @@ def write_calibration(
 
 
 @dataclass
-class _Row:
+class Row:
     """A sequence of the batch. Its tokens are forced (the template's, or the document's first) or sampled."""
 
     seq_len: int
@@ -313,7 +313,7 @@ class _Row:
         return sampled
 
 
-def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
+def _write(model: Any, rows: list[Row], stage: Stage) -> None:
     device, seq_len = input_device(model), max(row.seq_len for row in rows)
     cache: dict[str, Any] = {cache_argument(model): _preallocated_cache(model.config, seq_len)}
     groups = [(generator, len(list(group))) for generator, group in groupby(row.generator for row in rows)]

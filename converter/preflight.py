@@ -41,7 +41,7 @@ _log = logging.getLogger("wisparse")
 _log = logging.getLogger("wisparse")
 
 # Memory of a Python process with torch and transformers, without a model.
-_BASE_BYTES = 600 << 20
+BASE_BYTES = 600 << 20
 
 
 @dataclass(frozen=True)
@@ -249,14 +249,14 @@ def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSett
     # The KV cache while the model generates its calibration text.
     kv_bytes = tokens * config.kv_size * dtype.itemsize
     cache = min(2 * kv_bytes, 4 << 30) * 5 // 4 if settings.calibration == ("self",) else 0
-    return max(states, attention + logits + channels, cache) + _BASE_BYTES
+    return max(states, attention + logits + channels, cache) + BASE_BYTES
 
 
 def _spread_over(device: torch.device, free: int, working: int) -> dict[int | str, int] | None:
     """accelerate's ``max_memory``: bytes for weights on all GPUs, then in memory; None if ``working`` does not fit."""
     if working >= free:
         return None
-    memory = available_bytes(torch.device("cpu")) - _BASE_BYTES
+    memory = available_bytes(torch.device("cpu")) - BASE_BYTES
     if device.type == "cpu":
         return {"cpu": max(0, min(memory, free) - working)}
     gpus = dict.fromkeys((device.index or 0, *range(torch.cuda.device_count())))

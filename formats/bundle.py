@@ -178,7 +178,7 @@ class Bundle:
             raise BundleError(f"{name}: weights that are not part of the bundle; remove the file")
         for name in (INDEX, *SMALL_FILES):
             if name in manifest.sha256:
-                data = _read_checked(folder, name, manifest)
+                data = read_checked(folder, name, manifest)
                 document = guard.parse_json(data, name, BundleError) if name in _JSON else None
                 if name == "config.json" and not document == checkpoint.config_dict == config_dict:
                     raise BundleError(f"{name}: changed while the bundle was opened; open it again")
@@ -205,14 +205,14 @@ class Bundle:
                 codes = "int8 codes in groups without zero points, pack-quantized, as plane_bits says"
                 raise BundleError(f"{name}: expected {codes}, found {packing or 'plain numbers'}; convert again")
         hidden_size = checkpoint.config.hidden_size
-        levels, rotation = read_masks(_read_checked(folder, SIDECAR, manifest), shapes, manifest, hidden_size)
+        levels, rotation = read_masks(read_checked(folder, SIDECAR, manifest), shapes, manifest, hidden_size)
         return cls(
             folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest, rotation
         )
 
     def read_bytes(self, name: str) -> bytes | None:
         """The bytes of a small file, verified by sha256; None if the bundle does not have it."""
-        return _read_checked(self.folder, name, self.manifest) if name in self.manifest.sha256 else None
+        return read_checked(self.folder, name, self.manifest) if name in self.manifest.sha256 else None
 
 
 def is_document(name: str) -> bool:
@@ -220,7 +220,7 @@ def is_document(name: str) -> bool:
     return _DOCUMENT.fullmatch(name) is not None
 
 
-def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
+def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     data = guard.read_bounded(folder, name, _LIMITS.get(name, MAX_CONFIG_BYTES), BundleError)
     found = hashlib.sha256(data).hexdigest()
     if found != manifest.sha256[name]:

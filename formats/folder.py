@@ -97,7 +97,7 @@ def replaced_folder(out: Path, kind: Kind, files: Iterable[str], *, overwrite: b
                 # Delete the old folder only after the new one is in place.
                 if not os.path.lexists(out):
                     os.rename(partial, out)
-                elif _exchange(partial, out):
+                elif exchange(partial, out):
                     os.rename(partial, previous)
                 else:
                     os.rename(out, previous)
@@ -241,7 +241,7 @@ def _busy(partial: Path, kind: Kind) -> UsageError:
     return UsageError(f"{partial}: another {kind.maker} is writing there; wait for it or choose another output folder")
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def exchange(one: Path, other: Path) -> bool:
     """Atomically exchange the names of two folders; False, and no change, if the system (other than Linux) or the file
     system does not support it."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)

@@ -153,13 +153,13 @@ def _write_hashed(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
             # Hash and write concurrently; both take about the same time.
             hashed = hasher.submit(digest.update, piece)
             try:
-                _write_all(file, piece)
+                write_all(file, piece)
             finally:
                 hashed.result()
     return digest.hexdigest()
 
 
-def _write_all(file: FileIO, piece: bytes | memoryview) -> None:
+def write_all(file: FileIO, piece: bytes | memoryview) -> None:
     view = memoryview(piece)
     while len(view):
         view = view[file.write(view) :]

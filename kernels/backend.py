@@ -59,7 +59,7 @@ def triton_compiling(count: int) -> Iterator[None]:
         compilation.listener = before
 
 
-class _Forked(Executor):
+class ForkedCompilations(Executor):
     """Runs tasks whose result is a file in as many forked processes as there are cores; tasks that children ran are
     then repeated here, where they find the file. In threads a third of a compilation, Python code, would hold the
     GIL."""
@@ -124,7 +124,7 @@ def compiling_side_by_side() -> Iterator[None]:
     import triton
     from triton.runtime import JITFunction
 
-    run, kernels = JITFunction.run, _Forked()
+    run, kernels = JITFunction.run, ForkedCompilations()
 
     def compile_only(self: Any, *given: Any, warmup: bool, **options: Any) -> Any:
         if getattr(self, "is_probe", False):  # in a context without AsyncCompileMode: compiled now

@@ -31,7 +31,7 @@ from .benchmark import Workload, time_run
 from .decoding.cache import bytes_per_position
 from .decoding.decoder import Decoder, weight_bytes
 
-_ROUNDS, _STEPS = 5, 8  # steps of a smaller model; the complete model has 200, as in `wisparse bench`
+ROUNDS, _STEPS = 5, 8  # steps of a smaller model; the complete model has 200, as in `wisparse bench`
 # Upper bound of a step's fixed part in seconds; a larger one is noise, which the extrapolation would multiply.
 _MOST_FIXED = 3e-4
 _GPU_BLOCK_SECONDS = 30e-6  # fixed time of a block on an H200: benchmarks/results/gpu-h200-weights.md
@@ -122,7 +122,7 @@ def forecast(
             kinds += other if device.type == "cpu" else []
         # Rounds alternate between the levels, so that a change of the machine's speed affects all.
         times: dict[float, list[list[float]]] = {level: [] for level in timed}
-        for count in range(1 + _ROUNDS):
+        for count in range(1 + ROUNDS):
             for level, rounds in times.items():
                 for decoder, bundle in zip(decoders, bundles, strict=True):
                     decoder.set_masks(bundle.levels[level])

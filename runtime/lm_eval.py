@@ -146,7 +146,7 @@ class WisparseLM(TemplateLM):
             groups.setdefault(str(request.args[1]), []).append(index)
         bar = tqdm(total=len(requests), desc="wisparse: answers", disable=disable_tqdm or None)
         for members in groups.values():
-            options = self._options(requests[members[0]].args[1])
+            options = self.generation_options(requests[members[0]].args[1])
             most = self.model.max_seq_len - options["max_new_tokens"]
             prompts = {index: self.tok_encode(requests[index].args[0])[-most:] for index in members}
             order = sorted(members, key=lambda index: len(prompts[index]))
@@ -158,7 +158,7 @@ class WisparseLM(TemplateLM):
         bar.close()
         return result
 
-    def _options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def generation_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         left = {name: value for name, value in settings.items() if name != "num_return_sequences"}
         until = left.pop("until", None) or []
         names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_length")
@@ -190,7 +190,7 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     from lm_eval import simple_evaluate
 
-    manager, names = _task_manager(tasks, include_path), ", ".join(tasks)
+    manager, names = task_manager(tasks, include_path), ", ".join(tasks)
     configs = [getattr(manager.task_index.get(task), "cfg", None) or {} for task in tasks]
     unsafe = UsageError(
         f"task {names} runs code that the model writes, on this machine and unguarded: do so in a container and "
@@ -235,7 +235,7 @@ def evaluate_tasks(
         raise AccessError(f"the data of {names} {reason}") from error
     results: dict[str, dict[str, float]] = {}
     for name, values in outcome["results"].items():
-        results[name] = {"num_questions": _questions(outcome, name)}
+        results[name] = {"num_questions": count_questions(outcome, name)}
         for key, value in values.items():
             metric, _, filtered = key.partition(",")
             if isinstance(value, int | float) and not isinstance(value, bool) and not metric.startswith("sample_"):
@@ -258,7 +258,7 @@ def _offline() -> Iterator[None]:
         yield
 
 
-def _questions(outcome: Mapping[str, Any], name: str) -> int:
+def count_questions(outcome: Mapping[str, Any], name: str) -> int:
     """Number of samples of a task's metrics; of a group, the sum over its tasks."""
     own, groups = outcome["n-samples"], outcome.get("group_subtasks") or {}
 
@@ -268,7 +268,7 @@ def _questions(outcome: Mapping[str, Any], name: str) -> int:
     return sum(int(own[leaf]["effective"]) for leaf in leaves(name))
 
 
-def _task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike[str]]) -> Any:
+def task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike[str]]) -> Any:
     """The index of tasks; the harness's own, which takes seconds, is read only if needed."""
     import lm_eval.tasks
 

@@ -20,7 +20,7 @@ from .detokenizer import CANNOT_RUN, Detokenizer, LibraryDetokenizer, TokenBytes
 
 _FILE = "tokenizer.json"
 # Gemma's, with 262,144 tokens and 515,000 merges, has 33 MB.
-_MAX_BYTES = 96 << 20
+MAX_BYTES = 96 << 20
 # A token has at most about this many characters, so a prefix of a too long text suffices to refuse it.
 _CHARACTERS_PER_TOKEN = 8
 # The number of tokens at the end of a prefix that may be tokenized otherwise within the longer text.
@@ -42,8 +42,8 @@ class Tokenizer:
         special_tokens_map: Mapping[str, Any] | None = None,
     ) -> None:
         """``template``: the default one, or by name; None for those in ``tokenizer_config``."""
-        if len(tokenizer_json) > _MAX_BYTES:
-            raise BundleError(f"{_FILE}: expected at most {_MAX_BYTES:,} bytes, found {len(tokenizer_json):,}")
+        if len(tokenizer_json) > MAX_BYTES:
+            raise BundleError(f"{_FILE}: expected at most {MAX_BYTES:,} bytes, found {len(tokenizer_json):,}")
         with library_errors("not a tokenizer of the tokenizers library"):
             self._library = tokenizers.Tokenizer.from_buffer(tokenizer_json)
             # Settings from training, which would change prompts.

@@ -25,7 +25,7 @@ from tiny_bundle import digests, write_tiny_bundle, write_tiny_model
 
 from wisparse import cli
 from wisparse.commands import convert
-from wisparse.commands.eval import _print_task_table
+from wisparse.commands.eval import print_task_table
 from wisparse.converter.settings import ConvertOptions, ConvertSettings
 from wisparse.formats import errors
 
@@ -79,7 +79,7 @@ def test_usage_errors_have_a_hint(run: Run) -> None:
         assert (code, hint in err) == (2, True), err
 
 
-@pytest.mark.parametrize("verb", cli._VERBS)
+@pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_verb_has_help_with_an_example(verb: str, run: Run) -> None:
     code, out, _ = run(verb, "--help")
     assert code == 0
@@ -99,7 +99,7 @@ def test_a_variable_of_torchrun_alone_silences_nothing(
     # The command's clock and not the module's: others may wait for compilers of kernels.
     waits = Mock(side_effect=AssertionError("waits for a first process that nobody started"))
     monkeypatch.setattr(cli, "time", types.SimpleNamespace(sleep=waits))
-    monkeypatch.setattr("wisparse.runtime.forecast._ROUNDS", 1)
+    monkeypatch.setattr("wisparse.runtime.forecast.ROUNDS", 1)
     code, _, err = run("convert")
     assert (code, "Missing argument 'MODEL'" in err) == (2, True)
     text = tmp_path / "text.txt"
@@ -130,7 +130,7 @@ def _shell(command: str) -> subprocess.CompletedProcess[str]:
     [
         ("wisparse", "exp", "plain,export-onnx"),
         ("wisparse", "push --pri", "plain,--private"),
-        *(("wisparse", f"{verb} ex", "dir,ex") for verb in cli._VERBS),
+        *(("wisparse", f"{verb} ex", "dir,ex") for verb in cli.VERBS),
         ("wisparse", "convert model --calibration ", "file,"),
         ("wisparse", "convert model -o ou", "file,ou"),
         ("wisparse", "eval one two ", "dir,"),
@@ -175,11 +175,11 @@ def test_threads_wait_briefly_and_are_no_more_than_the_quota(monkeypatch: pytest
         ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active", threads: "2"}),
     ):
         monkeypatch.setattr(os, "environ", dict(given))
-        cli._limit_threads()
+        cli.limit_threads()
         assert os.environ == found
     quota = 64
     monkeypatch.setattr(os, "environ", {})
-    cli._limit_threads()
+    cli.limit_threads()
     assert threads not in os.environ
 
 
@@ -189,7 +189,7 @@ def test_a_conversion_leaves_busy_cores_alone_unless_the_user_says_so(monkeypatc
         monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
         monkeypatch.setattr(convert, "idle_cores", lambda idle=idle: idle)
         monkeypatch.delitem(sys.modules, "torch", raising=False)  # it would be too late otherwise
-        convert._limit_threads_to_idle_cores()
+        convert.limit_threads_to_idle_cores()
         assert os.environ.get("OMP_NUM_THREADS") == found
 
 
@@ -219,7 +219,7 @@ def test_streams_and_folders_that_are_not_there(tmp_path: Path) -> None:
 def test_a_tasks_table_shows_questions_and_standard_errors_and_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
     found = {"masks off": (0.0556, 0.05), "half": (0.2222, 0.1)}
     tasks = {name: {"t": {"num_questions": 1319, "acc": acc, "acc_stderr": e}} for name, (acc, e) in found.items()}
-    _print_task_table([{"bundle": "out", "tasks": tasks, "generation": {}}])
+    print_task_table([{"bundle": "out", "tasks": tasks, "generation": {}}])
     text = capsys.readouterr().out
     [line] = [" ".join(line.split()) for line in text.splitlines() if " acc " in line]
     assert line == "out t acc 1,319 0.0556 ± 0.0500 0.2222 ± 0.1000"
@@ -275,7 +275,7 @@ def _parameters(verb: str) -> dict[str, click.Parameter]:
     return {max(one.opts, key=len): one for one in cli.load_verb(verb).params}
 
 
-PARAMETERS = [(verb, name) for verb in cli._VERBS for name in _parameters(verb)]
+PARAMETERS = [(verb, name) for verb in cli.VERBS for name in _parameters(verb)]
 
 
 def _line(verb: str, name: str, value: str) -> list[str]:
@@ -322,7 +322,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def places(made: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """Names of what was made; no network, and of the harness's tasks none, whose index takes ten seconds."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("wisparse.runtime.forecast._ROUNDS", 1)
+    monkeypatch.setattr("wisparse.runtime.forecast.ROUNDS", 1)
     # A server that has come so far would answer for ever.
     monkeypatch.setattr("wisparse.runtime.serve.app.serve", lambda model, settings, listener, ready: model.close())
     monkeypatch.chdir(tmp_path)
@@ -427,7 +427,7 @@ def test_options_of_tasks_are_refused_without_tasks(option: str, places: dict[st
 def test_what_the_terminal_cannot_show_is_spelled_out(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr("sys.stdout", shown)
-    cli._encode_everything()
+    cli.encode_everything()
     print("é☃\udcff", end="", flush=True)
     assert shown.buffer.getvalue() == b"\xe9\\u2603\xff"
 

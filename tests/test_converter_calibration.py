@@ -12,7 +12,7 @@ from tiny_bundle import write_tiny_model
 from tokenizers import processors
 
 from wisparse.converter import calibration, documents
-from wisparse.converter.calibration import _Row, conversation_renderer, load_calibration, write_calibration
+from wisparse.converter.calibration import Row, conversation_renderer, load_calibration, write_calibration
 from wisparse.converter.documents import document_of, is_dataset_id, path_documents
 from wisparse.converter.processes import Progress
 from wisparse.converter.source import load_source
@@ -326,5 +326,5 @@ def test_self_without_any_first_token(source) -> None:
 def test_a_row_forces_openings_and_takes_what_is_drawn(
     ends: int, question: list[int], answer: list[int] | None, drawn: list[int], written: list[int]
 ) -> None:
-    row = _Row(32, {ends}, question, answer)
+    row = Row(32, {ends}, question, answer)
     assert [row.accept(token) for token in drawn] == written

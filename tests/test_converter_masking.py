@@ -209,4 +209,3 @@ def test_clear_close_and_an_error_within_leave_the_dense_model() -> None:
     masked.set_threshold("p", 9.0)
     masked.close()
     assert torch.equal(linear(x), dense)
-    assert not linear._forward_pre_hooks

@@ -147,7 +147,7 @@ def test_misuse_is_one_sentence_and_leaves_nothing(model: Path, out: Path, run: 
 
 def test_interrupt_says_how_to_go_on(model: Path, out: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "_search", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(pipeline, "SparsityLevels", Mock(side_effect=KeyboardInterrupt))
         patched.setattr("sys.argv", ["wisparse-convert", str(model), "-o", str(out)])
         code, _, error = run(model, "-o", out, *FLAGS)
     assert (code, "Traceback" in error) == (130, False)
@@ -266,13 +266,11 @@ def test_every_file_of_the_source_counts(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_that_changes_under_way_is_an_error(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = pipeline._search
-
     def change(*arguments: Any) -> Any:
         (model / "generation_config.json").write_text('{"eos_token_id": 5}')
-        return plain(*arguments)
+        return search_module.SparsityLevels(*arguments)
 
-    monkeypatch.setattr(pipeline, "_search", change)
+    monkeypatch.setattr(pipeline, "SparsityLevels", change)
     with pytest.raises(UnsupportedModelError, match=r"generation_config\.json: changed while the model was converted"):
         convert(model, out, **FAST)
     assert not out.exists()
@@ -285,7 +283,7 @@ def test_a_killed_overwrite_starts_over(changed: str, model: Path, out: Path) ->
     convert(model, out, **FAST)
     (model / changed).write_text('{"eos_token_id": 2}')
     # All is written, the mark too, and nothing is in place.
-    interrupt("wisparse.formats.folder._exchange", model, out, overwrite=True)
+    interrupt("wisparse.formats.folder.exchange", model, out, overwrite=True)
     assert (out / changed).read_text() == '{"eos_token_id": 1}'
     convert(model, out, **FAST, overwrite=True)
     assert ((out / changed).read_text(), names(out.parent)) == ('{"eos_token_id": 2}', ["bundle"])

@@ -180,7 +180,7 @@ def larger(settings: ConvertSettings, three_blocks: Path) -> ConvertSettings:
 
 def give_room(patch: pytest.MonkeyPatch, room: int) -> None:
     """To the weights, beside what the work needs."""
-    patch.setattr("wisparse.converter.preflight._BASE_BYTES", 0)
+    patch.setattr("wisparse.converter.preflight.BASE_BYTES", 0)
     patch.setattr("wisparse.converter.preflight.working_bytes", lambda *_: 1 << 20)
     patch.setattr("wisparse.converter.preflight.available_bytes", lambda device: (1 << 20) + room)
 
@@ -241,7 +241,7 @@ LEVELS = (0.0, 0.3, 0.4, 0.5)
 def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a model its configuration only, and no network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(forecast, "_ROUNDS", 1)
+    monkeypatch.setattr(forecast, "ROUNDS", 1)
     folder = tmp_path / "a model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tiny_config(hidden_size=64, intermediate_size=128, head_dim=16)))

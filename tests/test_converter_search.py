@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from quality import evaluate
-from tiny_source import tiny_source, tiny_tokens
+from tiny_source import has_hooks, tiny_source, tiny_tokens
 
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
@@ -86,7 +86,7 @@ def test_the_seed_decides_what_is_drawn_and_the_model_is_left_as_it_was(source) 
     results = [flat(search(source, tiny_tokens(8), SearchSettings(seed=seed, **SMALL))) for seed in (0, 0, 1)]
     assert results[0] == results[1] != results[2]
     assert torch.equal(source.model(input_ids=ids).logits, before)
-    assert not any(module._forward_pre_hooks for module in source.projections.values())
+    assert not has_hooks(source)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 from family_cases import make_source
 from runtime_models import FAMILIES, HYBRIDS, SMALL
-from tiny_source import tiny_source, tiny_tokens
+from tiny_source import has_hooks, tiny_source, tiny_tokens
 
 from wisparse.converter import sensitivity
 from wisparse.converter.calibration import CalibrationTokens
@@ -254,7 +254,7 @@ def test_the_gradient_is_that_of_the_straight_through_mask() -> None:
     assert int(found[-1]) == int(tokens.keep.sum())
     assert dict(zip(kept, found_kept.tolist(), strict=True)) == kept
     assert measured == pytest.approx([*kept.values(), float(found_kl), float(found[-1])], rel=1e-5)
-    assert not any(module._forward_pre_hooks for module in source.projections.values())
+    assert not has_hooks(source)
     for name, expected in zip(leaves, gradients, strict=True):
         assert expected.abs().max() > 1e-3
         torch.testing.assert_close(channels.split(at_u)[name].float(), expected, rtol=1e-3, atol=1e-4)

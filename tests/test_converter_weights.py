@@ -183,7 +183,7 @@ def test_the_lower_kl_decides(better: str, plain: Path, tmp_path: Path, run: Run
 
 def test_only_int4_is_measured_and_only_where_nobody_chose(plain: Path, tmp_path: Path, run: Run, monkeypatch):
     monkeypatch.setattr(pipeline, "compare_coordinates", None)
-    monkeypatch.setattr("wisparse.runtime.forecast._ROUNDS", 1)
+    monkeypatch.setattr("wisparse.runtime.forecast.ROUNDS", 1)
     for number, changes in enumerate((["--weights", "int8"], ["--rotation", "pca"], ["--rotation", "none"])):
         assert run("convert", plain, "-o", tmp_path / str(number), *OPTIONS, *changes, "-q")[0] == 0
     _, plan, _ = run("convert", plain, "-o", tmp_path / "dry", *OPTIONS, "--dry-run", "--json")

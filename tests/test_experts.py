@@ -258,7 +258,7 @@ def test_experts_larger_than_memory_are_mapped_from_a_file(
     folder = tmp_path / "disk"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr("wisparse.runtime.cpu.weights._SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr("wisparse.runtime.cpu.weights.SEGMENT_BYTES", 1 << 20)
     for weights in ("native", "int8"):
         found = []
         for free in (1 << 40, 600_000):

@@ -359,7 +359,7 @@ sys.path.insert(0, {tests!r})
 import hostile
 from wisparse.formats import bundle
 bundle.is_document = lambda name: True
-bundle._read_checked = lambda *file: bundle.guard.read_bounded(*file[:2], 1 << 30, bundle.BundleError)
+bundle.read_checked = lambda *file: bundle.guard.read_bounded(*file[:2], 1 << 30, bundle.BundleError)
 hostile.MUTATIONS = {{kind: hostile.MUTATIONS[kind] for kind in ("swap_tensors", "flip_bits", "bad_tokenizer")}}
 print(json.dumps(hostile.run([f"0:{{index}}" for index in range(60)], seconds=20)))
 """

@@ -197,13 +197,13 @@ def one_step(tmp_path: Path) -> None:
     """Skips where folders cannot change names in one step."""
     for name in ("one", "other"):
         (tmp_path / "probe" / name).mkdir(parents=True)
-    if not folder._exchange(tmp_path / "probe" / "one", tmp_path / "probe" / "other"):
+    if not folder.exchange(tmp_path / "probe" / "one", tmp_path / "probe" / "other"):
         pytest.skip("this system or disk does not exchange folders in one step")
 
 
 @pytest.fixture
 def two_renames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folder, "exchange", lambda one, other: False)
 
 
 @pytest.mark.parametrize("how", ["new", "one_step", "two_renames"])

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,14 +192,14 @@ def test_what_could_not_be_read_is_not_left_behind(change: Any, message: str, mo
 
 def _fail_after(monkeypatch: pytest.MonkeyPatch, pieces: int, error: BaseException) -> None:
     """The n-th piece handed to the disk fails."""
-    plain, left = write_room._write_all, iter(range(pieces))
+    plain, left = write_room.write_all, iter(range(pieces))
 
     def write_all(file: Any, piece: Any) -> None:
         if next(left, None) is None:
             raise error
         plain(file, piece)
 
-    monkeypatch.setattr(write_room, "_write_all", write_all)
+    monkeypatch.setattr(write_room, "write_all", write_all)
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -231,7 +232,7 @@ def test_failure_leaves_nothing(
 
 def test_too_little_room_is_seen_before_any_work(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = sum(map(len, files_of(write_tiny_bundle(tmp_path / "probe", model)).values()))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ResourceError, match=r"expected [\d,]+ bytes of free disk, found 1,000") as caught:
         write_tiny_bundle(tmp_path / "out", model)
     assert written <= int(str(caught.value).split("expected ")[1].split()[0].replace(",", "")) <= written + (2 << 20)
@@ -239,14 +240,14 @@ def test_too_little_room_is_seen_before_any_work(model: Path, tmp_path: Path, mo
 
 
 def test_damage_on_the_way_to_disk_is_seen(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = write_room._write_all
+    plain = write_room.write_all
 
     def flip(file: Any, piece: Any) -> None:
         damaged = bytearray(piece)
         damaged[-1] ^= 1
         plain(file, damaged if file.name.endswith("of-00001.safetensors") else piece)
 
-    monkeypatch.setattr(write_room, "_write_all", flip)
+    monkeypatch.setattr(write_room, "write_all", flip)
     with pytest.raises((BundleError, ResourceError)):
         write_tiny_bundle(tmp_path / "out", model)
     assert not list(tmp_path.glob("out*"))

@@ -121,9 +121,9 @@ def test_forbidden_tokens_are_not_generated(field: str, configured: Callable[...
             assert not forbidden(changed.generate("x = ", temperature=1.0, seed=seed, **FIXED).token_ids)
         # An argument replaces the file's, also of one request among others.
         own = changed.request(changed.tokenizer.encode("x = "), max_new_tokens=12)
-        with changed._submitted([own], lambda *_: None, final_only=True):
-            assert changed.generate(["x = "] * 2, **FIXED)[1].token_ids == answer.token_ids
-            changed.engine.drive(lambda: own.done)
+        changed.engine.submit(own, lambda item: None)
+        assert changed.generate(["x = "] * 2, **FIXED)[1].token_ids == answer.token_ids
+        changed.engine.drive(lambda: own.done)
         assert tuple(own.output_token_ids) == free
         assert changed.generate("x = ", **{field: []}, **FIXED).token_ids == free
     scored = model.generate("x = ", **{field: values[field][:1]}, logprobs=2, max_new_tokens=2)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wisparse.kernels.backend import _Forked, choose_backend, compiling_side_by_side
+from wisparse.kernels.backend import ForkedCompilations, choose_backend, compiling_side_by_side
 from wisparse.kernels.reference import keep_mask, scores, sparse_linear
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_side_by_side_kernels_are_compiled_and_not_run(monkeypatch: pytest.Monke
     from triton.runtime import JITFunction
     from triton.runtime._async_compile import active_mode
 
-    from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel
+    from wisparse.kernels.gpu.packed_gemv import subnormal_kernel
 
     seen: list[tuple[object, ...]] = []
 
@@ -51,10 +51,10 @@ def test_side_by_side_kernels_are_compiled_and_not_run(monkeypatch: pytest.Monke
     with compiling_side_by_side():
         JITFunction.run("kernel", 7, grid=(1,), warmup=False, num_warps=4)
         # What it finds decides whether quantised weights are multiplied on the tensor cores.
-        JITFunction.run(_subnormal_kernel, grid=(1,), warmup=False)
+        JITFunction.run(subnormal_kernel, grid=(1,), warmup=False)
     assert seen == [
         ("kernel", 7, {"grid": (1,), "warmup": True, "num_warps": 4}, True),
-        (_subnormal_kernel, {"grid": (1,), "warmup": False}, False),
+        (subnormal_kernel, {"grid": (1,), "warmup": False}, False),
     ]
     assert JITFunction.run is run
 
@@ -69,7 +69,7 @@ def test_compilations_run_in_processes_and_leave_what_is_found_here(
         return index // (index - 5)
 
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    pool = _Forked()
+    pool = ForkedCompilations()
     futures = [pool.submit(partial(compile_one, index)) for index in range(6)]
     pool.run()
     assert [future.result() for future in futures[:5]] == [index // (index - 5) for index in range(5)]

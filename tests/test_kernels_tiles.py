@@ -89,7 +89,7 @@ def test_a_tuned_tile_is_taken_before_the_table():
     plan_module.remember_tiles({KEY: tile})
     assert choose_tile(H200, SQUARE, 1) == (tile, "tuned here")
     # Not for what it was not measured with.
-    assert choose_tile(H200, SQUARE._replace(dtype=torch.float16), 1)[0] == table
+    assert choose_tile(H200, shape_of(4096, (4096,), dtype=torch.float16), 1)[0] == table
     assert choose_tile(H200, SQUARE, 2)[0] != tile
     assert list(tuned_file().parent.iterdir()) == [tuned_file()]  # no temporary file is left
 
@@ -131,7 +131,9 @@ def test_a_launch_whose_programs_would_wait_for_ever_is_refused(reducers, multip
         with pytest.raises(ValueError, match=f"at most {multiprocessors} programs .* found {2 * reducers}"):
             plan(shape, 1, Gpu(90, multiprocessors), tile=tile)
     with pytest.raises(ValueError, match="at most 1 programs that wait for each other on cpu"):
-        plan(shape._replace(device=torch.device("cpu")), 1, tile=tile)  # the interpreter runs one after the other
+        plan(
+            shape_of(64, (40, 40), device=torch.device("cpu")), 1, tile=tile
+        )  # the interpreter runs one after the other
 
 
 def test_a_plan_follows_the_environment_also_after_the_first(monkeypatch):

@@ -1,5 +1,6 @@
 """Keys and values: those stored in 8 bits, and the pages that slots take and give back."""
 
+import ctypes
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -50,11 +51,11 @@ def test_back_ends_store_and_read_the_same(variant_bundle: Callable[[str], Path]
         expected, found = (decoder.decode(tokens).clone() for decoder in (plain, fast))
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         tokens = expected.argmax(-1)
-    for index, ours in fast._cache.attention.items():
-        for own, other in zip(ours[:2], plain._cache.attention[index][:2], strict=True):
+    for index, ours in fast.cache.attention.items():
+        for own, other in zip(ours[:2], plain.cache.attention[index][:2], strict=True):
             same = own[0, :, :52].float() == other[0, :, :52].float()
             assert same.float().mean() > 0.999  # but for numbers that lie between two codes
-    assert all(state.state.dtype == torch.float32 for state in fast._cache.recurrent.values())
+    assert all(state.state.dtype == torch.float32 for state in fast.cache.recurrent.values())
 
 
 @pytest.mark.parametrize(("stored", "most"), [("int8", 0.001), ("fp8", 0.015)])
@@ -141,18 +142,18 @@ class FakeDriver:
         self.existing: set[int] = set()
 
     def cuMemGetAllocationGranularity(self, size: Any, *_: Any) -> int:
-        size._obj.value = 2 << 20
+        size.contents.value = 2 << 20
         return 0
 
     def cuMemAddressReserve(self, address: Any, size: Any, *_: Any) -> int:
-        address._obj.value, self.reserved = 1 << 40, size.value
+        address.contents.value, self.reserved = 1 << 40, size.value
         return 0
 
     def cuMemCreate(self, handle: Any, *_: Any) -> int:
         if len(self.existing) == self.left:
             return 2
-        handle._obj.value = 1 + max(self.existing, default=0)
-        self.existing.add(handle._obj.value)
+        handle.contents.value = 1 + max(self.existing, default=0)
+        self.existing.add(handle.contents.value)
         return 0
 
     def cuMemMap(self, address: Any, size: Any, offset: Any, handle: Any, flags: Any) -> int:
@@ -179,7 +180,7 @@ class FakeDriver:
         return 0
 
     def cuGetErrorName(self, code: int, name: Any) -> int:
-        name._obj.value = b"CUDA_ERROR_INVALID_VALUE"
+        name.contents.value = b"CUDA_ERROR_INVALID_VALUE"
         return 0
 
 
@@ -190,6 +191,7 @@ def test_pages_of_a_gpu_are_where_they_are_counted(
     """``left``: pages that the device has; the cache thinks of 25. In the end all are free."""
     driver, device = FakeDriver(left), torch.device("cuda", 0)
     monkeypatch.setattr(pages, "load_driver", lambda: driver)
+    monkeypatch.setattr(pages.ctypes, "byref", ctypes.pointer)  # what it points at can be written
     for name in ("init", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
 

@@ -277,10 +277,10 @@ def test_a_fresh_clone_goes_through_the_readme_in_its_order(
 
 
 def test_pages_are_up_to_date() -> None:
-    from wisparse.cli import _VERBS, load_verb
+    from wisparse.cli import VERBS, load_verb
 
     known = {"--help", "--version", "--nproc-per-node"}
-    for parameter in (parameter for verb in _VERBS for parameter in load_verb(verb).params):
+    for parameter in (parameter for verb in VERBS for parameter in load_verb(verb).params):
         known.update(parameter.opts, parameter.secondary_opts)
     for page in PAGES:
         for block in _blocks(page, "console"):

@@ -100,8 +100,8 @@ def test_the_baseline_is_the_dense_model(kind: str | None, tmp_path: Path, monke
 def test_one_table_of_all_weights_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)  # a minute: the next test
     shown: list[Any] = []
-    printed = bench_module._print_tables
-    monkeypatch.setattr(bench_module, "_print_tables", lambda *given: [shown.append(given), printed(*given)])
+    printed = bench_module.print_tables
+    monkeypatch.setattr(bench_module, "print_tables", lambda *given: [shown.append(given), printed(*given)])
     result = bench(bundle, "--runs", "2", "--baseline", "torch.compile", "--all-weights")
     assert result.exit_code == 0, result.output
     ((found, baseline, _),) = shown

@@ -84,6 +84,10 @@ def before_steps(model: Model, monkeypatch: pytest.MonkeyPatch, hook: Callable[[
     monkeypatch.setattr(model.decoder, "step", hooked)
 
 
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "wisparse-engine"]
+
+
 def in_threads(work: Callable[[int], object], count: int) -> None:
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for thread in threads:
@@ -108,7 +112,6 @@ def test_submitting_and_cancelling_at_once_leaves_nothing_behind(model: Model, e
     in_threads(client, 4)
     engine.call(lambda: None)
     assert (engine.state, engine.scheduler.slots) == (IDLE, [None] * 3)
-    assert (engine._open, list(engine._tasks), engine._waiting) == (set(), [], [])
     assert (list(engine.scheduler.waiting), engine.scheduler.prefilling) == ([], None)
     assert len(answer_of(model, "import", 3)) == 3
 
@@ -134,7 +137,7 @@ def test_the_queue_has_a_bound(model: Model) -> None:
 def test_stopping_finishes_what_is_under_way_unless_told_not_to(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[bool] = []
     for name in ("prepare_prompts", "prepare_batches"):
-        monkeypatch.setattr(model.decoder, name, lambda: prepared.append(model.engine._thread is None))
+        monkeypatch.setattr(model.decoder, name, lambda: prepared.append(not engine_threads()))
     model.engine.start(max_queue=10)
     assert prepared == [True] * (2 + len(model.bundle.levels))  # what later requests need is there before a server runs
     readers = [ask(model, "def f(x):", 12)[0] for _ in range(5)]
@@ -325,7 +328,7 @@ def test_calls_from_several_threads_are_decoded_together(model: Model, monkeypat
         if number == 1:  # the first waits until the others have asked
             inside.set()
             until = time.monotonic() + 60
-            while len(model.engine._open) < 3 and time.monotonic() < until:
+            while sum(model.engine.state) < 3 and time.monotonic() < until:
                 time.sleep(0.001)
 
     before_steps(model, monkeypatch, counting)
@@ -420,7 +423,8 @@ def test_a_model_that_is_closed_ends_what_is_under_way(bundle: Path, served: boo
     model = wisparse.load(bundle, backend="torch", max_seq_len=64)
     if served:
         model.engine.start(max_queue=5)
-    thread, stream = model.engine._thread, model.stream("import", max_new_tokens=50)
+    threads, stream = engine_threads(), model.stream("import", max_new_tokens=50)
+    assert len(threads) == served
     next(stream)
     reader, _ = ask(model, "def f(x):", 50)
     model.close()
@@ -430,7 +434,7 @@ def test_a_model_that_is_closed_ends_what_is_under_way(bundle: Path, served: boo
     with pytest.raises(UsageError, match="the model was closed: load it again"):
         model.generate("x")
     model.close()
-    if thread is not None:
+    for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
         model.engine.stop()

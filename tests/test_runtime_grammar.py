@@ -193,11 +193,14 @@ def test_what_is_kept_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyP
     for number in range(5):
         assert "does not compile" in _refused(grammars, f"start: /({number}/")
         grammars.begin(good[number])
-    assert (len(grammars._refused), len(grammars._compiled)) == (3, 3)
     assert [grammars.known(one) is not None for one in good] == [False, False, True, True, True]
     monkeypatch.setattr(grammar_module, "_CACHE_BYTES", 0)
     grammars.begin(good[0])
-    assert not grammars._compiled
+    assert grammars.known(good[0]) is None
+    monkeypatch.setattr(grammar_module.GrammarProcess, "compile", lambda *_: pytest.fail("tried again"))
+    for number in range(5):
+        with pytest.raises(UsageError if number > 1 else pytest.fail.Exception):
+            grammars.begin(Grammar("grammar", f"start: /({number}/", False))
 
 
 def test_what_was_accepted_fits_a_small_stack(grammars: Grammars) -> None:

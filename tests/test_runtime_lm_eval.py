@@ -35,7 +35,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from wisparse.runtime import lm_eval as adapter
-from wisparse.runtime.lm_eval import PAPER_TASKS, WisparseLM, _questions, _task_manager, evaluate_tasks
+from wisparse.runtime.lm_eval import PAPER_TASKS, WisparseLM, count_questions, evaluate_tasks, task_manager
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +100,14 @@ def test_choices_of_one_question_are_one_pass(model: Model, seen: list[tuple[int
 
 def test_long_contexts_lose_their_beginning(model: Model, seen: list[tuple[int, int]]) -> None:
     limit = model.max_seq_len
-    long = [5 + i % 90 for i in range(limit + 50)]
-    lm = WisparseLM(model, prefill="all")
-    asked = [(("", "a"), long, [7, 8]), (("", "b"), long[-(limit - 1) :], [7, 8])]
-    (cut, _), (short, _) = lm._loglikelihood_tokens(asked, disable_tqdm=True)
+    lm, line = WisparseLM(model, prefill="all"), "x = 1\n"
+    assert len(model.text.encode(line)) * 90 > limit
+    (long, _), (short, _) = ask(lm, "loglikelihood", (line * 100, "y = 2"), (line * 90, "y = 2"))
     assert seen == [(limit, 0)]  # the same tokens: one pass
-    assert cut == short
-    assert lm._loglikelihood_tokens([(("x", ""), [5, 6], [])], disable_tqdm=True) == [(0.0, True)]
-    with pytest.raises(UsageError, match="306 tokens, the context holds 256"):
-        lm._loglikelihood_tokens([(("", ""), [5], long)], disable_tqdm=True)
+    assert long == short
+    assert ask(lm, "loglikelihood", ("x", "")) == [(0.0, True)]
+    with pytest.raises(UsageError, match=r"\d+ tokens, the context holds 256"):
+        ask(lm, "loglikelihood", ("x", line * 100))
 
 
 @pytest.mark.parametrize("policy", ["dense", "half", "all"])
@@ -166,12 +165,12 @@ def test_settings_prompts_and_texts(model: Model, bundle: Path) -> None:
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }  # also where generation_config.json has them
-    assert lm._options({"until": "\n"}) == {"stop": ["\n"], "max_new_tokens": 255, "temperature": 0.0, **off}
-    sampled = lm._options({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5})
+    assert lm.generation_options({"until": "\n"}) == {"stop": ["\n"], "max_new_tokens": 255, "temperature": 0.0, **off}
+    sampled = lm.generation_options({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5})
     assert sampled == {"stop": [], "max_new_tokens": 5, "temperature": 1.0, **off, "top_p": 0.9}
-    assert lm._options({"do_sample": False, "temperature": 0.7})["temperature"] == 0.0
+    assert lm.generation_options({"do_sample": False, "temperature": 0.7})["temperature"] == 0.0
     with pytest.raises(UsageError, match="does not have: num_beams"):
-        lm._options({"num_beams": 4})
+        lm.generation_options({"num_beams": 4})
     prompt = "x = 1\n" * 200 + "y ="
     request = prompt, {"until": ["\n"], "max_gen_toks": 8}
     (text,) = ask(WisparseLM(model, prefill="all"), "generate_until", request)
@@ -264,7 +263,7 @@ def test_the_questions_of_a_group_are_those_of_its_tasks() -> None:
         "n-samples": {name: {"original": 100, "effective": n} for name, n in (("mmlu_algebra", 3), ("mmlu_law", 4))},
         "group_subtasks": {"mmlu": ["mmlu_stem", "mmlu_law"], "mmlu_stem": ["mmlu_algebra"]},
     }
-    assert [_questions(outcome, name) for name in outcome["results"]] == [7, 3, 3, 4]
+    assert [count_questions(outcome, name) for name in outcome["results"]] == [7, 3, 3, 4]
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -329,7 +328,7 @@ def test_without_a_network_the_cache_serves(model: Model, monkeypatch: pytest.Mo
 
 def test_the_papers_tasks_have_these_names() -> None:
     # Indexed from their own folders in the harness; its whole index takes 10 s and more.
-    manager = _task_manager(list(PAPER_TASKS), [])
+    manager = task_manager(list(PAPER_TASKS), [])
     for task in PAPER_TASKS:
         assert manager.match_tasks([task]) == [task]
 

@@ -179,7 +179,7 @@ def test_chunks_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkey
 def test_others_go_on_beside_scoring(bundles: dict[str, Bundle], scored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token after each chunk, and never more positions between two tokens than beside a prompt that is only read."""
     decoder = small_chunks(bundles["llama"], max_batch=2)
-    monkeypatch.setattr("wisparse.runtime.generation.scheduler._SCORE_CHUNK", 6)
+    monkeypatch.setattr("wisparse.runtime.generation.scheduler.SCORE_CHUNK", 6)
     read, between = watch_prefill(decoder, monkeypatch), []
     scheduler = Scheduler(decoder)
     stream = scheduler.add(Request(tokens_of(3, 3), 40))

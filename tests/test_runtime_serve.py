@@ -890,15 +890,15 @@ def test_keys_and_origins_that_serve_takes(bundle: Path, tmp_path: Path, monkeyp
     for host in ("", "http://a.example", "a.example:80", "a b", "::1"):
         assert "--allowed-host: expected * or a host name" in refused("--allowed-host", host)
     monkeypatch.delenv("WISPARSE_API_KEY", raising=False)
-    assert serve_verb._api_key(None) is None
+    assert serve_verb.read_api_key(None) is None
     monkeypatch.setenv("WISPARSE_API_KEY", "sesame\n")
-    assert serve_verb._api_key(None) == "sesame"
+    assert serve_verb.read_api_key(None) == "sesame"
     for key in ("", "  \n", "zwölf", "a\x01b"):
         (tmp_path / "key").write_text(key)
         assert "expected a key" in refused("--api-key-file", str(tmp_path / "key"))
         monkeypatch.setenv("WISPARSE_API_KEY", key)
         with pytest.raises(UsageError, match="WISPARSE_API_KEY: expected a key"):
-            serve_verb._api_key(None)
+            serve_verb.read_api_key(None)
 
 
 def test_a_server_says_that_it_serves_once_all_is_prepared(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

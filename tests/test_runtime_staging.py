@@ -131,7 +131,7 @@ def quantised(kind: str, group: int | None, zeros: bool) -> list[QuantizedMatrix
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_was_put_in_is_dequantized_as_its_file_says(kind, group, zeros, dtype, monkeypatch):
     """Also where only one projection has zero points, and where a scale serves several groups."""
-    monkeypatch.setattr("wisparse.kernels.gpu.weights._CHUNK", 1000)  # several chunks
+    monkeypatch.setattr("wisparse.kernels.gpu.weights.CHUNK", 1000)  # several chunks
     weight = empty_weight(kind, K, WIDTHS, group, torch.float32 if kind == "none" else dtype, "cpu", zeros=bool(zeros))
     if kind == "none":
         expected = [torch.randn(width, K) for width in WIDTHS]

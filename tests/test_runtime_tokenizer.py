@@ -538,6 +538,6 @@ def test_texts_and_files_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ContextLengthError, match=r"the first .* of them are"):
         tokenizer.encode("a b " * 50_000, most=100)
     assert len(tokenizer.encode("a b " * 20, most=100)) <= 100
-    monkeypatch.setattr("wisparse.runtime.tokenizer._MAX_BYTES", 1000)
+    monkeypatch.setattr("wisparse.runtime.tokenizer.MAX_BYTES", 1000)
     with pytest.raises(BundleError, match=r"tokenizer\.json: expected at most 1,000 bytes"):
         make_text()

@@ -33,7 +33,7 @@ from wisparse.formats.write import write_bundle
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 from wisparse.runtime.vllm import settings as vllm_settings
-from wisparse.runtime.vllm.plugin import _with_bundles, register
+from wisparse.runtime.vllm.plugin import register, with_bundles
 from wisparse.runtime.vllm.product import Layer, mask_ahead, mask_tensors, products
 from wisparse.runtime.vllm.settings import MaskedRows, Settings, may_mask
 
@@ -216,7 +216,7 @@ def test_quantised_experts_run_dense_by_vllms_own_kernels(
 
     exists = SimpleNamespace(file_or_path_exists=lambda *_: True)
     monkeypatch.setitem(sys.modules, "vllm.transformers_utils.repo_utils", exists)
-    found, _ = _with_bundles(Parser)().parse(tmp_path, False)
+    found, _ = with_bundles(Parser)().parse(tmp_path, False)
     if sentence is None:
         assert found["quantization_config"] is stored
         assert "masks off: vLLM's kernels for quantised experts run this bundle dense" in caplog.text

@@ -81,10 +81,10 @@ def test_light_imports_stay_light() -> None:
 
 
 def test_what_computes_nothing_imports_no_torch(bundle: Path, tmp_path: Path) -> None:
-    from wisparse.cli import _VERBS as verbs
+    from wisparse.cli import VERBS
 
-    calls: list[tuple[int, list[str]]] = [(0, ["--help"]), *((0, [verb, "--help"]) for verb in verbs)]
-    calls += [(2, [verb]) for verb in verbs] + [(2, [verb, str(bundle), "--wrong"]) for verb in verbs]
+    calls: list[tuple[int, list[str]]] = [(0, ["--help"]), *((0, [verb, "--help"]) for verb in VERBS)]
+    calls += [(2, [verb]) for verb in VERBS] + [(2, [verb, str(bundle), "--wrong"]) for verb in VERBS]
     calls += [(0, ["inspect", str(bundle)]), (0, ["inspect", str(bundle), "--json"])]
     run = [str(bundle), "--sparsity", "0.123"]
     calls += [

@@ -29,3 +29,7 @@ def tiny_source(kind: str = "llama", **changes: object) -> SourceModel:
 def tiny_tokens(num_samples: int = 6, seq_len: int = 24, seed: int = 0) -> CalibrationTokens:
     ids = torch.randint(64, (num_samples, seq_len), generator=torch.Generator().manual_seed(seed))
     return CalibrationTokens.from_rows(ids.tolist(), "random", seed)
+
+
+def has_hooks(source: SourceModel) -> bool:
+    return any(module._forward_pre_hooks for module in source.projections.values())

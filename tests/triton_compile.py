@@ -51,7 +51,7 @@ from wisparse.kernels.gpu.experts import (
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
-from wisparse.kernels.gpu.packed_gemv import _subnormal_kernel, sum_source
+from wisparse.kernels.gpu.packed_gemv import subnormal_kernel, sum_source
 from wisparse.kernels.gpu.plan import GemvTile, Gpu
 from wisparse.kernels.gpu.reduction import Beside, launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
@@ -445,7 +445,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),
         "mask gemm": partial(mask_gemm, many, qkv, by_row, GemvTile(64, 64, stages=4)),
         "subnormals": partial(
-            _subnormal_kernel[(1,)], empty(128, dtype=FP32), 0x6F806F80, *sum_source("bfloat16"), num_warps=1
+            subnormal_kernel[(1,)], empty(128, dtype=FP32), 0x6F806F80, *sum_source("bfloat16"), num_warps=1
         ),
     }  # fmt: skip
     for name, launch in cases.items():

@@ -21,7 +21,7 @@ from . import __version__
 from .formats.errors import WisparseError
 
 # Sub-commands and their short help. Their modules are imported when they are used, so that `wisparse --help` is quick.
-_VERBS = {
+VERBS = {
     "advise": "Estimate speed, memory and quality of a converted model on this machine.",
     "convert": "Convert a Hugging Face model into a sparse bundle.",
     "inspect": "Show a bundle's recipe.",
@@ -61,7 +61,7 @@ def load_verb(name: str) -> click.Command:
 
 @click.group(
     cls=_Verbs,
-    commands={name: click.Command(name, short_help=text) for name, text in _VERBS.items()},
+    commands={name: click.Command(name, short_help=text) for name, text in VERBS.items()},
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="wisparse")
@@ -102,7 +102,7 @@ def _open_closed_streams() -> None:
             setattr(sys, name, null)
 
 
-def _encode_everything() -> None:
+def encode_everything() -> None:
     """On stdout, write undecodable bytes of file names unchanged, and escape other characters it cannot encode."""
 
     def encodable(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -116,7 +116,7 @@ def _encode_everything() -> None:
         sys.stdout.reconfigure(errors="wisparse")
 
 
-def _limit_threads() -> None:
+def limit_threads() -> None:
     """Limit torch's threads to the usable cores, and how long idle ones spin, which takes the core from working threads.
     OpenMP reads both variables when torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -128,8 +128,8 @@ def _limit_threads() -> None:
 
 def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
     _open_closed_streams()
-    _encode_everything()
-    _limit_threads()
+    encode_everything()
+    limit_threads()
     try:
         os.getcwd()  # torch's import fails without one
     except FileNotFoundError:

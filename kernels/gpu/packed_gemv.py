@@ -162,7 +162,7 @@ def _mma(dtype: str, d: str, a: str, b: str, c: str) -> str:
 
 
 @triton.jit
-def _subnormal_kernel(out_ptr, X: tl.constexpr, TOTAL: tl.constexpr, CONSTRAINTS: tl.constexpr):
+def subnormal_kernel(out_ptr, X: tl.constexpr, TOTAL: tl.constexpr, CONSTRAINTS: tl.constexpr):
     thread = tl.arange(0, 32)
     x = tl.full((32,), X, tl.int32)
     zero = thread.to(tl.float32) * 0.0
@@ -172,7 +172,7 @@ def _subnormal_kernel(out_ptr, X: tl.constexpr, TOTAL: tl.constexpr, CONSTRAINTS
         tl.store(out_ptr + i * 32 + thread, sums[i])
 
 
-_subnormal_kernel.is_probe = True  # run within ``compiling_side_by_side`` too
+subnormal_kernel.is_probe = True  # run within ``compiling_side_by_side`` too
 
 
 @cache
@@ -182,7 +182,7 @@ def keeps_subnormals(device: torch.device, dtype: torch.dtype) -> bool:
     name = str(dtype).removeprefix("torch.")
     bits = torch.tensor([VALUE_SCALE[name]] * 2, dtype=dtype).view(torch.int32)
     out = torch.empty(128, device=device)
-    _subnormal_kernel[(1,)](out, int(bits), *sum_source(name), num_warps=1)
+    subnormal_kernel[(1,)](out, int(bits), *sum_source(name), num_warps=1)
     return bool((out == 16 * code_unit("int8", name)).all())
 
 

@@ -26,7 +26,7 @@ BITS = {"int4": 4, "int8": 8, "fp8": 8}
 ZERO = {"int4": 8, "int8": 0, "fp8": 0}  # default zero points
 COLUMN_BLOCK = 256
 _UNQUANTIZED_BLOCK = 16
-_CHUNK = 8 << 20  # weights stored or dequantized at a time, which bounds temporary memory
+CHUNK = 8 << 20  # weights stored or dequantized at a time, which bounds temporary memory
 BLOCK = tl.constexpr(COLUMN_BLOCK)
 INT4_ZERO = tl.constexpr(float(ZERO["int4"]))
 
@@ -154,7 +154,7 @@ def store_columns(
             raise ValueError("zeros: the weight was made without zero points")
         weight.zeros[:, columns] = zeros.T.to(weight.zeros)
     raw = weight.data.view(torch.uint8)
-    step = max(COLUMN_BLOCK, _CHUNK // k // COLUMN_BLOCK * COLUMN_BLOCK)
+    step = max(COLUMN_BLOCK, CHUNK // k // COLUMN_BLOCK * COLUMN_BLOCK)
     for start in range(0, width, step):
         chunk = codes[start : start + step].to(raw.device)
         if weight.quant == "int4":
@@ -172,7 +172,7 @@ def dequantize(weight: DeviceWeight, index: int, out: Tensor, *, low: bool = Fal
     assert weight.scales is not None
     raw, k, bits = weight.data.view(torch.uint8), len(weight.data), BITS[weight.quant]
     width, first = weight.widths[index], weight.first(index)
-    columns, step = slice(first, first + width), max(1, _CHUNK // width) * weight.planes
+    columns, step = slice(first, first + width), max(1, CHUNK // width) * weight.planes
     for begin in range(0, k, step):
         rows = slice(begin, min(k, begin + step))
         codes = raw[rows, first * bits // 8 : (first + padded_width(width)) * bits // 8]

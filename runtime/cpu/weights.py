@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 # Weights are dequantized in spans of this size, for which the allocator reuses memory instead of mapping new pages.
 _SPAN_BYTES = 8 << 20
 _CHUNK_BYTES = 4 << 20  # of a weight read at a time
-_SEGMENT_BYTES = 256 << 20  # the smallest size of a mapped file
+SEGMENT_BYTES = 256 << 20  # the smallest size of a mapped file
 _COLD_BYTES = 1 << 20  # of a read that measures the disk's speed
 _ROW_STEP = 64  # chunks are multiples of this many rows: whole cache lines of the transposed weight, for every type
 # Types of stored scales; the first that represents them exactly is used.
@@ -88,7 +88,7 @@ class MappedMemory:
         size = -(-count * dtype.itemsize // CACHE_LINE) * CACHE_LINE
         with self._lock:
             if self._at + size > self._size:
-                self._at, self._size = 0, max(size, _SEGMENT_BYTES)
+                self._at, self._size = 0, max(size, SEGMENT_BYTES)
                 try:
                     file, name = tempfile.mkstemp(prefix="wisparse-", dir=self.folder)
                     os.unlink(name)

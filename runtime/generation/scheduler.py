@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _IDLE = SamplingParams()  # sampling of idle rows
 # Positions of a prefill chunk whose logits are scored.
-_SCORE_CHUNK = 256
+SCORE_CHUNK = 256
 # Longest time of decoding one sparsity level while requests of another level wait.
 TURN_SECONDS = 0.25
 
@@ -281,7 +281,7 @@ class Scheduler:
             only = len(self.running) == 1
             size = self.decoder.prefill_chunk // (1 if only else self.decoder.pieces_under_load)
             if self.prefilling.needs_prompt_scores:
-                size = min(size, _SCORE_CHUNK)
+                size = min(size, SCORE_CHUNK)
             if only or self._prefilled < size:
                 advanced = self._prefill_together(size) or self._prefill_chunk(self.prefilling, size)
                 self._step_ended = time.perf_counter()

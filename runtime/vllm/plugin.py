@@ -29,7 +29,7 @@ def register() -> None:
             register_quantization_config(NAME)(WisparseConfig)
         parser = type(get_config_parser("hf"))
         if not getattr(parser, "knows_bundles", False):
-            register_config_parser("hf")(_with_bundles(parser))
+            register_config_parser("hf")(with_bundles(parser))
     except (ImportError, AttributeError):
         try:
             require_known_version(vllm.__version__)
@@ -39,7 +39,7 @@ def register() -> None:
         raise
 
 
-def _with_bundles(parser: Any) -> type:
+def with_bundles(parser: Any) -> type:
     """vLLM's parser of ``config.json``, which also recognises bundles."""
     from vllm.transformers_utils.repo_utils import file_or_path_exists
 

@@ -115,7 +115,7 @@ def command(
         optional = {"baseline": compiled and asdict(compiled), "speculation": drafts}
         click.echo(json.dumps({**document, **{name: value for name, value in optional.items() if value}}))
     else:
-        _print_tables(comparisons, compiled, all_weights)
+        print_tables(comparisons, compiled, all_weights)
         if drafts is not None:
             ratio = drafts["tok_per_s"] / drafts["plain_tok_per_s"]
             click.echo(
@@ -140,7 +140,7 @@ def _finding(comparison: Comparison) -> Finding:
     return Finding("tok/s", conditions, comparison.sparsity, dense, sparse)
 
 
-def _print_tables(comparisons: Mapping[str, Comparison], compiled: CompiledSpeed | None, all_weights: bool) -> None:
+def print_tables(comparisons: Mapping[str, Comparison], compiled: CompiledSpeed | None, all_weights: bool) -> None:
     first = comparisons["native"] if all_weights else next(iter(comparisons.values()))
     work, baseline = first.workload, compiled or first.dense
     click.echo(", ".join(f"{key} {value}" for key, value in first.machine.items()))

@@ -108,7 +108,7 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
         require_place(settings.model)
         require_supported(settings.model)
     if not silent:
-        _limit_threads_to_idle_cores()
+        limit_threads_to_idle_cores()
     from wisparse.converter.processes import Progress
 
     progress = Progress(False if quiet or silent else None)
@@ -151,7 +151,7 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
         _print_conversion(conversion)
 
 
-def _limit_threads_to_idle_cores() -> None:
+def limit_threads_to_idle_cores() -> None:
     """Set OMP_NUM_THREADS, unless the user has, to the number of idle cores: threads that share cores with other programs
     delay all. OpenMP reads the variable when torch is imported."""
     is_set = "OMP_NUM_THREADS" in os.environ or "torch" in sys.modules

@@ -150,7 +150,7 @@ def command(
         if text_facts is not None:
             _print_text_table(text_facts, rows)
         if task_rows:
-            _print_task_table(task_rows)
+            print_task_table(task_rows)
     for folder, row in zip(to_save, task_rows, strict=True) if save else ():
         save_to(folder, _findings(row))
 
@@ -296,7 +296,7 @@ def _metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, str, int, dict[str, 
                 yield task, metric, metrics[_QUESTIONS], values
 
 
-def _print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
+def print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
     lines, notes = [], []
     for row in rows:
         for task, metric, count, values in _metrics(row):

@@ -85,7 +85,7 @@ def command(
     set_up_logging(verbose)
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         raise UsageError('the server needs more packages: pip install ".[serve]" in a clone of wisparse')
-    key = _api_key(api_key_file)
+    key = read_api_key(api_key_file)
     name = alias if alias is not None else Path(bundle).resolve().name if os.path.isdir(bundle) else bundle
     if not name.strip() or not name.isprintable():
         raise UsageError(f"--alias: expected a name, found {name!r:.80}")
@@ -126,7 +126,7 @@ def command(
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _api_key(file: str | None) -> str | None:
+def read_api_key(file: str | None) -> str | None:
     where, key = (_KEY, os.environ.get(_KEY)) if file is None else (shown(file), read_text(file, 4096))
     if key is None:
         return None
