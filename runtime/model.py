@@ -24,7 +24,7 @@ from .generation.engine import Engine
 from .generation.grammar import Grammar, Grammars
 from .generation.request import Chunk, Generation, GenerationArguments, GenerationSettings, Prompt, Request, as_prompts
 from .generation.speculation import SpeculativeConfig
-from .thoughts import HARMONY, ThinkingConstraint, find_format, template_variables
+from .thoughts import HARMONY, ThinkingConstraint, find_format, switch_of, template_variables
 from .tokenizer import Tokenizer, read_json, stop_ids
 
 log = logging.getLogger(__name__)
@@ -260,39 +260,42 @@ class Model(AbstractContextManager["Model"]):
         self.engine.validate(request)
         return request
 
-    def thinks(self, prompt: str, budget: int | None = None, *, visible: Iterable[int] = ()) -> dict[str, Any]:
-        """The arguments of :meth:`request` for an answer to a rendered ``prompt``: what separates the thought, and limits it
-        to ``budget`` tokens. ``visible``: further visible special tokens."""
-        if self.thoughts is None or self.text is None:
+    def thinks(
+        self, prompt: str, variables: Mapping[str, Any], budget: int | None = None, visible: Iterable[int] = ()
+    ) -> dict[str, Any]:
+        """The arguments of :meth:`request` for an answer to a ``prompt`` rendered with ``variables``: what separates the
+        thought, and limits it to ``budget`` tokens. ``visible``: further visible special tokens."""
+        if self.thoughts is None:
             return {"visible_special_tokens": frozenset(visible)}
-        begun, special = self.thoughts.begins(prompt), self.text.special_ids
+        begun, special = self.thoughts.begins(prompt), self.tokenizer.special_ids
+        if begun is None and variables.get(switch_of(self.tokenizer.template_reads) or "") is False:
+            begun = False
         markers = {special[marker] for marker in self.thoughts.markers if marker in special}
-        constraint = None if budget is None else self._thinking_constraint(begun, budget)
         return {
             "thoughts": self.thoughts.parser(begun),
             "visible_special_tokens": frozenset({*visible, *markers}),
-            "constraint": constraint,
+            "constraint": None if budget is None else self._thinking_constraint(begun, budget),
         }
 
     def constrain(self, request: Request, grammar: Grammar) -> None:
-        """Set the grammar of a request. A schema begins after the thought that the prompt opens; a grammar that the user
-        wrote is that of the whole answer."""
+        """Set the grammar of a request, which begins after the thought. One that the user wrote with a thought's markers, or
+        their ids, is that of the whole answer."""
         constraint = self.grammars.begin(grammar)
-        begun = request.thoughts is not None and request.thoughts.begun and grammar.field != "grammar"
-        if request.constraint is None and begun:
-            request.constraint = self._thinking_constraint(True, None)
-        if isinstance(request.constraint, ThinkingConstraint) and begun:
-            request.constraint.grammar = constraint
-        else:
+        markers = () if self.thoughts is None or grammar.schema else self.thoughts.markers
+        names = [*markers, *(f"<[{self.tokenizer.token_id(marker)}]>" for marker in markers)]
+        if request.thoughts is None or any(name in grammar.source for name in names):
             request.constraint = constraint
+            return
+        if request.constraint is None:
+            request.constraint = self._thinking_constraint(request.thoughts.begun)
+        assert isinstance(request.constraint, ThinkingConstraint)
+        request.constraint.grammar = constraint
 
-    def _thinking_constraint(self, begun: bool, budget: int | None) -> ThinkingConstraint:
+    def _thinking_constraint(self, begun: bool | None, budget: int | None = None) -> ThinkingConstraint:
         assert self.thoughts is not None
         markers = (self.thoughts.opens, self.thoughts.closes)
-        opens, closes = (self.tokenizer.encode(marker, add_special_tokens=False) for marker in markers)
-        return ThinkingConstraint(
-            opens, closes, self.thoughts.end.encode(), self.tokenizer.token_bytes, begun=begun, budget=budget
-        )
+        ids = (self.tokenizer.encode(marker, add_special_tokens=False) for marker in markers)
+        return ThinkingConstraint(self.thoughts, *ids, self.tokenizer.token_bytes, begun=begun, budget=budget)
 
     def sampling(self, given: Mapping[str, Any], n: int = 1) -> dict[str, Any]:
         """The arguments of one of ``n`` answers: those given, else generation_config.json's, else greedy or, for several
@@ -317,10 +320,12 @@ class Model(AbstractContextManager["Model"]):
         grammar = settings.parsed_grammar
         requests = []
         for prompt in prompts:
-            ids, rendered = self._encode(prompt, settings)
+            ids, rendered, variables = self._encode(prompt, settings)
             unused = next((name for name in _OF_CONVERSATIONS if getattr(settings, name) is not None), None)
             if rendered is None and unused is not None:
                 raise UsageError(f"{unused}: expected a conversation or the chat template, found a text to continue")
+            if self.thoughts is None and settings.thinking_budget is not None:
+                raise UsageError("thinking_budget: this model marks no thoughts: leave it out")
             for copy in range(settings.n):
                 seed = None if settings.seed is None else (settings.seed + copy) % 2**63
                 request = self.request(
@@ -332,7 +337,7 @@ class Model(AbstractContextManager["Model"]):
                     measure_sparsity=settings.measure_sparsity,
                     speculative=settings.speculative,
                     # A text that is continued has no thought apart from it.
-                    **({} if rendered is None else self.thinks(rendered, settings.thinking_budget)),
+                    **({} if rendered is None else self.thinks(rendered, variables, settings.thinking_budget)),
                 )
                 if grammar is not None:
                     self.constrain(request, grammar)
@@ -377,27 +382,27 @@ class Model(AbstractContextManager["Model"]):
             if measure:
                 self.engine.stop_measuring()
 
-    def _encode(self, prompt: Prompt, settings: GenerationSettings) -> tuple[list[int], str | None]:
-        """The token ids, and the rendered conversation or, if the chat template was not used, None."""
+    def _encode(self, prompt: Prompt, settings: GenerationSettings) -> tuple[list[int], str | None, dict[str, Any]]:
+        """The token ids, the rendered conversation or, if the chat template was not used, None, and its variables."""
         system_prompt, chat_template = settings.system_prompt, settings.chat_template
         if not isinstance(prompt, str) and isinstance(prompt[0], int):
             if system_prompt is not None or chat_template:
                 raise UsageError("token ids are used unchanged: they take no system prompt and no chat template")
-            return list(prompt), None  # type: ignore[arg-type]
+            return list(prompt), None, {}  # type: ignore[arg-type]
         tokenizer = self.tokenizer
         system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         if isinstance(prompt, str):
             if chat_template is False and system:
                 raise UsageError("a system prompt needs the chat template: drop one of the two")
             if not (self._chat or system if chat_template is None else chat_template):
-                return tokenizer.encode(prompt, most=self.max_seq_len), None
+                return tokenizer.encode(prompt, most=self.max_seq_len), None, {}
             prompt = [{"role": "user", "content": prompt}]
         named = chat_template if isinstance(chat_template, str) else None
         variables = template_variables(
             tokenizer.template_reads, settings.thinking, settings.reasoning_effort, settings.chat_template_kwargs
         )
         rendered = tokenizer.render([*system, *prompt], chat_template=named, **variables)
-        return tokenizer.encode(rendered, add_special_tokens=False, most=self.max_seq_len), rendered
+        return tokenizer.encode(rendered, add_special_tokens=False, most=self.max_seq_len), rendered, variables
 
 
 def _checked(request: Request, item: Chunk | WisparseError) -> Chunk:

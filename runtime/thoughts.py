@@ -16,6 +16,11 @@ from .tokenizer import partial_marker
 
 # Names of the template variable that switches thoughts on and off.
 _SWITCHES = ("enable_thinking", "thinking")
+# What a conversation is rendered with anyway, and arguments of transformers' ``apply_chat_template`` that are no variables.
+_NOT_VARIABLES = frozenset([
+    "self", "messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
+    "return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs",
+])  # fmt: skip
 
 
 class LogitsMask(Protocol):
@@ -27,10 +32,10 @@ class LogitsMask(Protocol):
 
 
 class ThoughtParser(Protocol):
-    """Separates the thought from the answer, token by token. ``begun``: the prompt opens the thought; ``tokens``: of the
+    """Separates the thought from the answer, token by token. ``begun``: see `ThoughtFormat.begins`; ``tokens``: of the
     thought, including its markers; ``closed``: whether the thought has ended, or there is none."""
 
-    begun: bool
+    begun: bool | None
     tokens: int
     closed: bool
 
@@ -45,18 +50,22 @@ class ThoughtFormat:
     opens: str
     closes: str
     markers: tuple[str, ...]
+    header: re.Pattern[bytes] | None = (
+        None  # the end of what stands before the answer, if it is not that of the thought
+    )
 
     @property
     def end(self) -> str:
         """The text that ends a thought."""
         return self.closes
 
-    def parser(self, begun: bool) -> ThoughtParser:
-        """``begun``: the prompt ends with ``opens``."""
+    def parser(self, begun: bool | None) -> ThoughtParser:
         return TagParser(self.opens, self.closes, begun)
 
-    def begins(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(self.opens)
+    def begins(self, prompt: str) -> bool | None:
+        """Whether a prompt opens the thought. False: it closes one; None: the answer may open it."""
+        ends = prompt.rstrip().endswith
+        return True if ends(self.opens) else False if ends(self.closes) else None
 
 
 class HarmonyFormat(ThoughtFormat):
@@ -65,7 +74,7 @@ class HarmonyFormat(ThoughtFormat):
 
     end = "<|end|>"
 
-    def parser(self, begun: bool) -> ThoughtParser:
+    def parser(self, begun: bool | None) -> ThoughtParser:
         return HarmonyParser(begun)
 
 
@@ -76,6 +85,7 @@ def _tags(opens: str, closes: str, *markers: str) -> ThoughtFormat:
 HARMONY = HarmonyFormat(
     "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
     ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"),
+    re.compile(rb"<\|channel\|>final[^<]*(<\|constrain\|>[^<]*)?<\|message\|>$"),
 )  # fmt: skip
 # Qwen3, QwQ, DeepSeek R1, GLM-4.5, SmolLM3, EXAONE 4, Hunyuan, ERNIE; Magistral; Seed-OSS; Gemma 4.
 FORMATS = (
@@ -106,10 +116,10 @@ def switch_of(reads: Set[str]) -> str | None:
 class TagParser:
     """A thought between two markers at the beginning of the answer; each part without surrounding white space."""
 
-    def __init__(self, opens: str, closes: str, begun: bool) -> None:
+    def __init__(self, opens: str, closes: str, begun: bool | None) -> None:
         self._opens, self._closes, self.begun = opens, closes, begun
         self._text = ""  # not returned yet
-        self._opened = begun
+        self._opened = bool(begun)
         self._strips = True  # only white space since the thought or the answer began
         self.closed = False
         self._num_tokens = self.tokens = 0
@@ -150,7 +160,7 @@ class HarmonyParser:
     _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
     _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
-    def __init__(self, begun: bool) -> None:
+    def __init__(self, begun: bool | None) -> None:
         self.begun = begun
         self._text = HARMONY.opens if begun else ""  # not parsed yet
         self._header: str | None = None  # of the message whose body is read; None: between messages
@@ -204,42 +214,54 @@ _ENDING = ("end", "start", "channel", "call", "return")
 
 
 class ThinkingConstraint:
-    """A grammar that begins after the thought, and a limit of the thought's tokens: then its closing tokens are forced."""
+    """A grammar that begins with the answer, and a limit of the thought's tokens: then its closing tokens are forced."""
 
     def __init__(
         self,
+        form: ThoughtFormat,
         opens: Sequence[int],
         closes: Sequence[int],
-        end: bytes,
         spell: Callable[[int], bytes],
         *,
-        begun: bool,
-        budget: int | None,
+        begun: bool | None,
+        budget: int | None = None,
     ) -> None:
-        """``opens``, ``closes``: token ids of the markers; ``end``: the text that ends a thought, which may be a part of
-        tokens (``spell``: their bytes); ``begun``: ``opens`` ends the prompt. A thought that the answer itself opens is
-        limited, and excluded by a grammar."""
+        """``opens``, ``closes``: token ids of the markers; ``spell``: a token's bytes, as the end of a thought may be a part
+        of tokens; ``begun``: see `ThoughtFormat.begins`."""
         self._opens, self._closes, self._budget = list(opens), list(closes), budget
-        self._end, self._spell = end, spell
+        self._end, self._header, self._spell = form.end.encode(), form.header, spell
         self.grammar: LogitsMask | None = None
-        self._state = "thinking" if begun else "before"
+        # "before": the answer or a thought may begin; "header": that of the answer has to follow.
+        self._state = "before" if begun is None else "thinking" if begun else "answer"
         self._recent: list[int] = []  # tokens that may be a part of a marker
-        self._tail = b""  # the thought's newest bytes, which may be a part of its end
+        self._tail = b""  # the newest bytes, which may be a part of the thought's end, or of the header
         self._forced: list[int] = []
         self._count = 0  # of the thought
 
     def mask(self, logits: Tensor) -> None:
-        if self._state != "thinking":
-            if self.grammar is not None:
-                self.grammar.mask(logits)
-            return
-        if self._budget is not None and self._count >= self._budget and not self._forced:
-            self._forced = self._closes[self._matched() :]
-        if self._forced:
-            token = self._forced[0]
-            kept = logits[token].clone()
-            logits.fill_(-torch.inf)
-            logits[token] = torch.where(kept > -torch.inf, kept, 0.0)
+        if self._state == "before" and self.grammar is not None:
+            self._mask_beginning(logits, self.grammar)
+        elif self._state == "answer" and self.grammar is not None:
+            self.grammar.mask(logits)
+        elif self._state == "thinking":
+            if self._budget is not None and self._count >= self._budget and not self._forced:
+                self._forced = self._closes[self._matched() :]
+            if self._forced:
+                _allow_only(self._forced[0], logits)
+
+    def _mask_beginning(self, logits: Tensor, grammar: LogitsMask) -> None:
+        opening = self._opens[len(self._recent)]
+        if self._header is None and not self._recent:
+            wanted, kept = int(logits.argmax()), logits[opening].clone()
+            grammar.mask(logits)
+            # Among the few tokens that a grammar allows, one that the model did not want would begin a thought by chance.
+            # What the grammar itself may begin with is no marker.
+            if wanted != opening or logits[opening] > -torch.inf:
+                self._state = "answer"
+            else:
+                logits[opening] = kept
+        elif self._header is None or not self._recent:
+            _allow_only(opening, logits)
 
     def _matched(self) -> int:
         """How many of the closing tokens the newest tokens are."""
@@ -247,28 +269,44 @@ class ThinkingConstraint:
         return next((n for n in lengths if self._recent[-n:] == self._closes[:n]), 0)
 
     def take(self, token: int) -> None:
-        if self._state != "thinking" and self.grammar is not None:
-            self.grammar.take(token)
-        self._recent = [*self._recent, token][-max(len(self._opens), len(self._closes)) :]
-        if self._state == "thinking":
-            self._take_thought(token)
-        elif self._state == "before":
-            seen = self._recent
-            if seen != self._opens[: len(seen)]:
-                self._state = "done"
-            elif len(seen) == len(self._opens):
-                self._state, self._recent = "thinking", []
-
-    def _take_thought(self, token: int) -> None:
-        self._count += 1
-        if self._forced:
-            del self._forced[0]
-            self._state = "thinking" if self._forced else "done"
+        if self._state == "answer":
+            if self.grammar is not None:
+                self.grammar.take(token)
             return
-        self._tail += self._spell(token)
-        if self._end in self._tail:
-            self._state = "done"
-        self._tail = self._tail[-len(self._end) :]
+        self._tail = (self._tail + self._spell(token))[-_MAX_HEADER:]
+        self._recent = [*self._recent, token][-max(len(self._opens), len(self._closes)) :]
+        if self._state == "before":
+            if self._recent == self._opens:
+                self._state, self._recent, self._tail = "thinking", [], b""
+            elif self._recent != self._opens[: len(self._recent)]:
+                self._state = "answer" if self._header is None else "header"
+                if self._header is None and self.grammar is not None:
+                    self.grammar.take(token)
+        elif self._state == "thinking":
+            self._count += 1
+            if self._forced:
+                del self._forced[0]
+                ended = not self._forced
+            else:
+                ended = self._end in self._tail
+            if ended:
+                self._state = "answer" if self._header is None else "header"
+        if self._state == "header" and self._header is not None and self._header.search(self._tail):
+            self._state = "answer"
+
+
+_MAX_HEADER = 200  # bytes of a thought's end or an answer's header
+
+
+def _allow_only(token: int, logits: Tensor) -> None:
+    kept = logits[token].clone()
+    logits.fill_(-torch.inf)
+    logits[token] = torch.where(kept > -torch.inf, kept, 0.0)
+
+
+def not_variable(given: Mapping[Any, Any]) -> Any | None:
+    """A key that cannot be a further variable of a chat template, or None."""
+    return next((key for key in given if not isinstance(key, str) or key in _NOT_VARIABLES), None)
 
 
 def template_variables(
@@ -276,6 +314,8 @@ def template_variables(
 ) -> dict[str, Any]:
     """The variables for a chat template that reads those of these names; UsageError if it has no switch for thoughts."""
     found = dict(given or {})
+    if (wrong := not_variable(found)) is not None:
+        raise UsageError(f"chat_template_kwargs: expected further variables of the template, found {wrong!r:.80}")
     if thinking is not None:
         switch = switch_of(reads)
         if switch is None:

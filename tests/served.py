@@ -8,15 +8,17 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
 from bundle_maker import make_bundle
 
 import wisparse
+from wisparse.runtime.generation.logits import LogitsProcessor
 from wisparse.runtime.serve.app import ServeSettings, make_app
 from wisparse.runtime.serve.transport import http_server, open_socket
 from wisparse.runtime.torch.decoder import TorchDecoder
@@ -114,8 +116,36 @@ def function(**more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **more}}
 
 
-def with_template(source: Path, folder: Path, template: str, *levels: float) -> Path:
-    """A bundle of ``source`` with another chat template; ``folder`` is empty."""
+def wants(monkeypatch: pytest.MonkeyPatch, token_ids: list[int]) -> None:
+    """From now on these tokens are by far the most likely of each answer with settings that change logits."""
+    process, take = LogitsProcessor.process, LogitsProcessor.take
+    taken: dict[int, int] = {}
+
+    def processed(self: Any, logits: torch.Tensor) -> None:
+        if (at := taken.get(id(self), 0)) < len(token_ids):
+            logits[token_ids[at]] += 1000
+        process(self, logits)
+
+    def took(self: Any, token: int) -> None:
+        taken[id(self)] = taken.get(id(self), 0) + 1
+        take(self, token)
+
+    monkeypatch.setattr(LogitsProcessor, "process", processed)
+    monkeypatch.setattr(LogitsProcessor, "take", took)
+
+
+def with_template(source: Path, folder: Path, template: str, *levels: float, special: Sequence[str] = ()) -> Path:
+    """A bundle of ``source`` with another chat template; ``folder`` is empty. ``special``: tokens in place of the last ones."""
     copy = shutil.copytree(source, folder / "source")
     (copy / "chat_template.jinja").write_text(template)
+    if special:
+        file = copy / "tokenizer.json"
+        tokenizer = json.loads(file.read_text())
+        vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+        for name, (token, index) in zip(special, list(vocabulary.items())[-len(special) :], strict=True):
+            del vocabulary[token]
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            tokenizer["added_tokens"].append({"id": index, "content": name, "special": True, **flags})
+        tokenizer["model"]["merges"] = merges[: -len(special)]
+        file.write_text(json.dumps(tokenizer))
     return make_bundle(copy, folder / NAME, *(levels or (0.4,)))

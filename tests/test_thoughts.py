@@ -10,16 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from served import with_template
+from served import NAME, Running, wants, with_template
 
 import wisparse
 from wisparse import UsageError
 from wisparse.formats.chat_template import ChatTemplate
+from wisparse.runtime.protocol.requests import ApiError, ChatRequest, validated
 from wisparse.runtime.thoughts import (
     FORMATS,
     HARMONY,
     HarmonyParser,
     ThinkingConstraint,
+    ThoughtFormat,
     find_format,
     switch_of,
     template_variables,
@@ -133,14 +135,15 @@ SPELLED = ["", "a", "b", "", "", "{", "</t", ">", "<t>", ">\n\n"]
 
 
 def thinking(opens: list[int], closes: list[int], **more: Any) -> ThinkingConstraint:
-    return ThinkingConstraint(opens, closes, b"</t>", lambda token: SPELLED[token].encode(), **more)
+    form = ThoughtFormat("<t>", "</t>", ())
+    return ThinkingConstraint(form, opens, closes, lambda token: SPELLED[token].encode(), **more)
 
 
 def test_a_thought_ends_at_its_budget_and_the_grammar_begins_behind_it() -> None:
     opens, closes = [8], [6, 7]
     assert follow(thinking(opens, closes, begun=True, budget=3), [1] * 7) == [1, 1, 1, 6, 7, 1, 1]
-    assert follow(thinking(opens, closes, begun=False, budget=2), [8, 1, 1, 1, 1, 1]) == [8, 1, 1, 6, 7, 1]
-    assert follow(thinking(opens, closes, begun=False, budget=2), [1] * 4) == [1] * 4  # no thought
+    assert follow(thinking(opens, closes, begun=None, budget=2), [8, 1, 1, 1, 1, 1]) == [8, 1, 1, 6, 7, 1]
+    assert follow(thinking(opens, closes, begun=None, budget=2), [1] * 4) == [1] * 4  # no thought
     assert follow(thinking(opens, closes, begun=True, budget=2), [1, 6, 7, 2]) == [1, 6, 7, 2]  # half closed
     assert follow(thinking(opens, closes, begun=True, budget=0), [1, 1, 1]) == [6, 7, 1]
     # The end may be merged with the white space behind it.
@@ -152,6 +155,19 @@ def test_a_thought_ends_at_its_budget_and_the_grammar_begins_behind_it() -> None
     constraint.grammar = grammar = Only(5)
     assert follow(constraint, [1, 6, 1, 6, 7, 1, 1]) == [1, 6, 1, 6, 7, 5, 5]
     assert grammar.taken == [5, 5]
+
+
+def test_a_grammar_begins_after_the_thought_that_the_answer_opens() -> None:
+    def said(wanted: list[int], opens: list[int], token: int = 5, begun: bool | None = None) -> list[int]:
+        constraint = thinking(opens, [6, 7], begun=begun)
+        constraint.grammar = Only(token)
+        return follow(constraint, wanted)
+
+    assert said([8, 1, 6, 7, 1], [8]) == [8, 1, 6, 7, 5]
+    assert said([2, 1, 4, 1, 6, 7, 1], [2, 3, 4]) == [2, 3, 4, 1, 6, 7, 5]  # spelled by several tokens
+    assert said([1, 1], [8]) == [5, 5]  # no thought
+    assert said([8, 8], [8], 8) == [8, 8]  # what the grammar begins with is no marker
+    assert said([8, 1], [8], begun=False) == [5, 5]  # thoughts are off
 
 
 def test_a_budget_of_channels_ends_with_the_thought() -> None:
@@ -169,12 +185,17 @@ def test_a_budget_of_channels_ends_with_the_thought() -> None:
     opens, closes = [4, 8, 6], [1, 2, 3, 4, 5, 6]
 
     def limited() -> ThinkingConstraint:
-        end, spell = HARMONY.end.encode(), lambda token: spelled[token].encode()
-        return ThinkingConstraint(opens, closes, end, spell, begun=False, budget=2)
+        return ThinkingConstraint(HARMONY, opens, closes, lambda token: spelled[token].encode(), begun=None, budget=2)
 
     call = [*opens, 0, 1, 2, 3, 4, 7, 6, 0, 0, 0]
     assert follow(limited(), call) == call  # what follows the thought is no part of it
     assert follow(limited(), [*opens, *[0] * 9]) == [*opens, 0, 0, *closes, 0]
+    constraint = limited()
+    constraint.grammar = Only(5)
+    assert follow(constraint, [4, 5, 0, 6, 0]) == [4, 5, 0, 6, 5]  # behind the answer's header, whatever it says
+    constraint = limited()
+    constraint.grammar = Only(5)
+    assert follow(constraint, [*opens, *[0] * 9]) == [*opens, 0, 0, *closes, 5]
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {% if thinking is not defined or thinking %}<think>{% endif %}"
@@ -220,3 +241,101 @@ def test_python_and_terminal_keep_thought_and_answer_apart(
         "generate", model.bundle.folder, "--prompt", "2 + 2?", "--chat-template", "--grammar", said["grammar"], "--json"
     )
     assert (json.loads(out)["thought"], json.loads(out)["text"]) == ("two and two", "four")
+
+
+HM = "<think>hm, 2</think>\n\n"
+ROLES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% set closes = '</think>' %}assistant:"
+CHANNELS = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+# special tokens, template, what a model says before its answer
+OPENED_BY_THE_ANSWER: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "text": ((), ROLES, HM),
+    "special": (("<think>", "</think>"), ROLES, HM),
+    "gpt-oss": (
+        ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|return|>"),
+        CHANNELS,
+        "<|channel|>analysis<|message|>hm, 2<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPENED_BY_THE_ANSWER)
+def test_a_schema_begins_after_the_thought_that_the_answer_opens(
+    name: str, example_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    special, template, before = OPENED_BY_THE_ANSWER[name]
+    schema: Any = {"type": "integer", "minimum": 3, "maximum": 5}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    ask = [{"role": "user", "content": "2 + 2?"}]
+    with Running(with_template(example_model, tmp_path, template, 0.3, special=special)) as server:
+        wants(monkeypatch, server.text.encode(f"{before}It is four.", add_special_tokens=False))
+        found = server.chat(ask, response_format=wanted, max_tokens=60).choices[0]
+        assert (found.message.reasoning_content, found.finish_reason) == ("hm, 2", "stop")
+        assert int(found.message.content) in (3, 4, 5)
+        deltas = [one.choices[0].delta for one in server.chat(ask, response_format=wanted, max_tokens=60, stream=True)]
+        assert "".join(getattr(one, "reasoning_content", None) or "" for one in deltas) == "hm, 2"
+        assert "".join(one.content or "" for one in deltas) == found.message.content
+        folder = tmp_path / NAME
+        with wisparse.load(folder, dtype="float32", backend="torch", max_seq_len=256) as model:
+            answer = model.generate(ask, json_schema=schema, max_new_tokens=60)
+            assert (answer.thought, answer.text) == ("hm, 2", found.message.content)
+            grammar = model.generate(ask, grammar='root ::= "four"', max_new_tokens=60)
+            assert (grammar.thought, grammar.text) == ("hm, 2", "four")
+
+
+def warning_of(server: Running, path: str, **body: Any) -> tuple[int, str]:
+    sent = json.dumps({"messages": [{"role": "user", "content": "2 + 2?"}], "max_tokens": 3, **body}).encode()
+    answer = server.request("POST", f"/v1/{path}", sent, headers={"content-type": "application/json"})
+    text = answer.read().decode()
+    return answer.status, answer.getheader("x-wisparse-warning") or (text if answer.status != 200 else "")
+
+
+def test_a_model_without_thoughts_says_so(
+    example_model: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    folder = with_template(example_model, tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}:", 0.3)
+    with Running(folder) as server:
+        code, said = warning_of(server, "chat/completions", thinking_token_budget=5)
+        assert (code, json.loads(said)["error"]["param"]) == (400, "thinking_token_budget")
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        assert warning_of(server, "messages", thinking=thinking) == (200, "thinking: this model marks no thoughts")
+        assert warning_of(server, "messages/count_tokens", thinking=thinking)[0] == 200
+        for path in ("chat/completions", "messages"):
+            assert warning_of(server, path) == (200, "")
+    code, _, noted = run("generate", folder, "--prompt", "a", "--chat-template", "--thinking-budget", "5")
+    said = "wisparse: thinking_budget: this model marks no thoughts: leave it out"
+    assert (code, noted.splitlines()[-1]) == (2, said)
+
+
+@pytest.mark.parametrize("key", ["messages", "chat_template", "add_generation_prompt", "tokenize", "self", "padding"])
+def test_what_is_no_variable_of_a_template(key: str, model: Any, run: Callable[..., tuple[int, str, str]]) -> None:
+    for wrong in ({key: True}, {"ok": 1, key: []}, {5: 1}):
+        with pytest.raises(
+            UsageError, match=r"^chat_template_kwargs: expected further variables of the template, found"
+        ):
+            model.generate([{"role": "user", "content": "a"}], chat_template_kwargs=wrong)
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {key: 1}}
+    with pytest.raises(ApiError, match=f"chat_template_kwargs: expected further template variables, found '{key}'"):
+        validated(ChatRequest, body)
+    options = ("--prompt", "a", "--chat-template", "--chat-template-kwargs", json.dumps({key: 1}))
+    code, _, noted = run("generate", model.bundle.folder, *options)
+    assert (code, noted.count("\n")) == (2, 1)
+
+
+def test_a_thought_that_does_not_end_is_reported(
+    model: Any, caplog: pytest.LogCaptureFixture, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    said = "a thought did not end: it has no answer, and calls in it were not read"
+    with Running(model.bundle.folder) as server:
+        for path in ("chat/completions", "messages"):
+            assert warning_of(server, path) == (
+                200,
+                "" if path == "messages" else said,
+            )  # Anthropic's default: no thought
+        assert warning_of(server, "messages", thinking={"type": "enabled"}) == (200, said)
+        assert warning_of(server, "chat/completions", stream=True) == (200, "")  # the header is sent before
+        assert warning_of(server, "chat/completions", chat_template_kwargs={"thinking": False}) == (200, "")
+    assert caplog.text.count(said) == 1
+    options = ("--prompt", "a", "--chat-template", "--max-new-tokens", "3")
+    code, out, noted = run("generate", model.bundle.folder, *options)
+    assert (code, out.strip()) == (0, "")
+    assert "the thought did not end, so there is no answer" in noted

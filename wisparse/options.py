@@ -311,6 +311,8 @@ def footer(answer: Generation, model: Model, given: dict[str, Any]) -> str:
         parts.append(f"realised sparsity {answer.realised_sparsity:.1%}" if model.bits is None else read)
     if answer.drafts.drafts:
         parts.append(str(answer.drafts))
+    if not answer.thought_closed:
+        parts.append("the thought did not end, so there is no answer")
     return " | ".join([*parts, f"sampling: {describe_sampling(model, given)}", backend_of(model)])
 
 

@@ -144,11 +144,15 @@ class CountTokensRequest(GenerationRequest):
             raise invalid("tool_choice", "tools, one of which has to be called", "none")
         return self
 
+    @property
+    def thinks(self) -> bool:
+        return self.thinking.type != "disabled"
+
     def as_chat(self) -> ChatRequest:
         """Convert to a chat completion; raises ApiError with the chat's field names."""
         body = self.model_dump(exclude_unset=True, by_alias=True, include=set(GenerationRequest.model_fields))
         body["messages"] = self._messages()
-        thinks = self.thinking.type != "disabled"
+        thinks = self.thinks
         switches = {"enable_thinking": thinks, "thinking": thinks}
         given = self.chat_template_kwargs
         body["chat_template_kwargs"] = given if switches.keys() & given.keys() else {**switches, **given}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence, Set
@@ -17,6 +16,7 @@ from wisparse.formats.guard import parse_json
 
 from ..generation.engine import QueueFullError
 from ..generation.grammar import Grammar
+from ..thoughts import not_variable
 
 T = TypeVar("T", bound=BaseModel)
 log = logging.getLogger(__name__)
@@ -176,11 +176,6 @@ class ResponseFormat(Strict):
         return self
 
 
-@functools.lru_cache(256)
-def _log_unknown(warning: str) -> None:
-    log.warning("a client's request: %s", warning)
-
-
 class GenerationRequest(Strict):
     """The fields of all endpoints. Omitted sampling fields have the generation config's values. Unknown fields are allowed."""
 
@@ -226,16 +221,13 @@ class GenerationRequest(Strict):
 
     @property
     def warning(self) -> str:
-        """The body's unknown fields, which are logged once; empty if there are none. Printable ASCII."""
+        """The body's unknown fields; empty if there are none. Printable ASCII."""
         unknown = [field for field in self.model_extra or () if field not in self.unsupported.keys() | self.ignored]
         found = []
         for field in unknown[:10]:
             near = difflib.get_close_matches(field, self.__class__.model_fields, 1)
             found.append(f"{field!a:.40}" + (f" (did you mean {near[0]}?)" if near else ""))
-        warning = f"unknown fields are ignored: {', '.join(found)}" if found else ""
-        if warning:
-            _log_unknown(warning)
-        return warning
+        return f"unknown fields are ignored: {', '.join(found)}" if found else ""
 
     @property
     def formatted(self) -> bool:
@@ -407,8 +399,8 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise invalid("logprobs", "true, as top_logprobs asks for some", False)
         variables = self.chat_template_kwargs
-        if {"self", "messages", "add_generation_prompt"} & set(variables):
-            raise invalid("chat_template_kwargs", "further template variables", variables)
+        if (wrong := not_variable(variables)) is not None:
+            raise invalid("chat_template_kwargs", "further template variables", wrong)
         if self.tools and "tools" in variables:
             raise invalid("chat_template_kwargs", "no tools beside those of the request", variables)
         names = [tool.function.name for tool in self.tools]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import resource
 import socket
 import sys
@@ -44,6 +45,7 @@ _SWITCH_SECONDS = 0.0005
 # Before a grammar's refusal is sent: a client that sends such grammars one after another takes little of the others' time.
 _REFUSAL_SECONDS = 0.25
 _GRAMMAR_THREADS = 4  # grammars that are compiled concurrently
+log = logging.getLogger(__name__)
 _UNSUPPORTED_PATHS = ("embeddings", "images/{rest:path}", "audio/{rest:path}", "moderations", "responses/{rest:path}")
 
 
@@ -117,7 +119,10 @@ class Encoder:
             raise _unsupported("tools", why)
         if syntax is not None and syntax.short_ids:
             short_ids(messages)
-        rendered = self._model.tokenizer.render(messages, **body.template_variables())
+        if self._model.thoughts is None and body.thinking_token_budget is not None:
+            raise _unsupported("thinking_token_budget", "chat template marks no thoughts; leave it out")
+        variables = body.template_variables()
+        rendered = self._model.tokenizer.render(messages, **variables)
         if self._model.thoughts is HARMONY and body.forced:
             raise _unsupported("tool_choice", "calls are messages on a channel, which cannot be required; set auto")
         ids = self._encode(rendered, add_special_tokens=False)
@@ -127,7 +132,7 @@ class Encoder:
             names = [function["name"] for function in functions]
             parser = functools.partial(ToolCallParser, syntax, names, one=not body.several_calls)
             visible = frozenset(self._special.values())
-        thinks = functools.partial(self._model.thinks, rendered, body.thinking_token_budget, visible=visible)
+        thinks = functools.partial(self._model.thinks, rendered, variables, body.thinking_token_budget, visible)
         requests = self._requests(body, ids, max_new_tokens=max_new_tokens, thinks=thinks)
         return requests, self._context(body.n, len(ids), call_parser=parser)
 
@@ -149,6 +154,23 @@ class Encoder:
             sparsity = self._model.bundle.at(body.sparsity, body.bits).sparsity
         common = {"stop": body.stop, "sparsity": sparsity, "speculative": body.speculative, **fields}
         return [self._model.request(ids, sampling=replace(sampling, seed=seed), **common, **thinks()) for seed in seeds]
+
+
+@functools.lru_cache(256)
+def _log_warning(warning: str) -> None:
+    log.warning("a client's request: %s", warning)
+
+
+def warn(http: HttpRequest, warning: str) -> None:
+    """Log a warning, once, and add it to the response's header, if that was not sent."""
+    if warning:
+        _log_warning(warning)
+        http.scope[WARNING] = "; ".join(filter(None, (http.scope.get(WARNING), warning)))
+
+
+def warn_of_thoughts(http: HttpRequest, answers: Sequence[Generation]) -> None:
+    if not all(answer.thought_closed for answer in answers):
+        warn(http, "a thought did not end: it has no answer, and calls in it were not read")
 
 
 def _unsupported(field: str, why: str) -> ApiError:
@@ -256,27 +278,32 @@ class Server:
             self._grammars.shutdown(cancel_futures=True)
 
     async def chat(self, body: ChatRequest, http: HttpRequest) -> Response:
-        http.scope[WARNING] = body.warning
+        warn(http, body.warning)
         return await self._answer(http, body, functools.partial(ChatFormatter, body))
 
     async def complete(self, body: CompletionRequest, http: HttpRequest) -> Response:
-        http.scope[WARNING] = body.warning
+        warn(http, body.warning)
         return await self._answer(http, body, functools.partial(CompletionFormatter, body))
 
     async def respond(self, body: ResponsesRequest, http: HttpRequest) -> Response:
-        http.scope[WARNING] = body.warning
+        warn(http, body.warning)
         try:
             return await self._answer(http, body.as_chat(), functools.partial(ResponsesFormatter, body))
         except (ApiError, WisparseError) as error:
             raise renamed(as_api_error(error)) from error
 
     async def message(self, body: MessagesRequest, http: HttpRequest) -> Response:
-        http.scope[WARNING] = body.warning
-        return await self._answer(http, body.as_chat(), functools.partial(MessagesFormatter, body))
+        warn(http, body.warning)
+        chat = body.as_chat()
+        if body.thinks and self._model.thoughts is None:  # Anthropic's clients ask all models for thoughts
+            warn(http, "thinking: this model marks no thoughts")
+            chat.thinking_token_budget = None
+        return await self._answer(http, chat, functools.partial(MessagesFormatter, body))
 
     async def count_tokens(self, body: CountTokensRequest, http: HttpRequest) -> dict[str, int]:
         self._check_name(body.model)
-        count = asyncio.get_running_loop().run_in_executor(self._texts, self._encoder.count, body.as_chat())
+        chat = body.as_chat().model_copy(update={"thinking_token_budget": None})
+        count = asyncio.get_running_loop().run_in_executor(self._texts, self._encoder.count, chat)
         return {"input_tokens": await unless_disconnected(http.receive, count)}
 
     async def _answer(
@@ -312,7 +339,7 @@ class Server:
         self.metrics.first_token.observe(time.perf_counter() - began)
         self.metrics.prompt_tokens.inc(context.prompt_tokens)
         if body.stream:
-            events = self._events(answers, first, formatter, body.n)
+            events = self._events(http, answers, first, formatter, body.n)
             return EventStream(events, answers.cancel, formatter.failure, self.metrics)
 
         async def collect() -> None:
@@ -323,6 +350,7 @@ class Server:
             await unless_disconnected(http.receive, collect())
         finally:
             answers.cancel()
+        warn_of_thoughts(http, answers.answers)
         self.metrics.cached_tokens.inc(cached_tokens(answers.answers, body.n))
         # In a thread: formatting the log-probabilities of a long prompt takes 0.1 s, which would block other streams.
         complete = functools.partial(formatter.complete, first, answers.answers)
@@ -334,7 +362,12 @@ class Server:
             raise ApiError(404, f"model: expected {name!r}, found {found!r:.80}", param="model", code="model_not_found")
 
     async def _events(
-        self, answers: AnswerQueue, items: list[tuple[int, Chunk]], formatter: Formatter, copies: int
+        self,
+        http: HttpRequest,
+        answers: AnswerQueue,
+        items: list[tuple[int, Chunk]],
+        formatter: Formatter,
+        copies: int,
     ) -> AsyncIterator[bytes]:
         self._streams += 1
         try:
@@ -344,6 +377,7 @@ class Server:
                 gather_seconds = max(FLUSH_SECONDS, self._streams * _EVENT_SECONDS)
                 yield formatter.events(await answers.next(gather_seconds))
             self.metrics.cached_tokens.inc(cached_tokens(answers.answers, copies))
+            warn_of_thoughts(http, answers.answers)
             yield formatter.end(answers.answers)
         except Exception as error:  # the status has been sent
             yield formatter.failure(as_api_error(error))
