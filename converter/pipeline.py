@@ -38,6 +38,7 @@ from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration, write_calibration
 from .checks import require_centred_weights, require_finite_logits, warn_of_absurd_perplexity
+from .cpu_kernels import start_compiling, wait_for_compilers
 from .gguf_source import gguf_weights, open_checkpoint, open_source
 from .gptq import LONGEST, SAMPLES, compare_coordinates, quantise_weights
 from .measurement import Budget, Choice, choose, fresh_text, measure
@@ -148,6 +149,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
     if plan.source.commit is not None and processes.is_main:
         for note in checkpoint.notes:
             _log.warning("%s: %s", fetched.name, note)
+    compilers = start_compiling(settings, checkpoint) if processes.is_main else []
     stages, small_files, complete = Stages(processes=processes, progress=progress), {}, False
     if processes.is_main:
         small_files = small_digests(checkpoint.folder, checkpoint.error)
@@ -206,6 +208,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
                 overwrite=settings.overwrite,
                 before_swap=stages.mark_bundle,
             )
+        wait_for_compilers(compilers, progress)
     return Conversion(settings.output_dir, plan, report, progress.seconds, choice)
 
 

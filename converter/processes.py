@@ -48,7 +48,7 @@ _PARTS = (
     ("Principal directions", "Rotating", "Quantising"),
     ("Quantiles", "Sensitivities", "Predicted damage", "Block search", "Refinement", "Thresholds", "Trying"),
     ("Measuring", "Block sensitivity"),
-    ("Writing the bundle", "Uploading"),
+    ("Writing the bundle", "Compiling CPU kernels", "Uploading"),
 )
 
 

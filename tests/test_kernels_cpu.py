@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import logging
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -189,7 +190,7 @@ def test_a_region_is_compiled_once_into_the_cache(
 ) -> None:
     launch.prepare(REGION)
     told = "compiling 1 kernel for the CPU, which takes some seconds; it happens once, later runs find it on disk"
-    assert [message for message in caplog.messages if "still" not in message] == [told]
+    assert [message for message in caplog.messages if "done" not in message] == [told]
     # Loaded, also the first time: what this process compiled itself might compute other bits than what later ones load.
     assert launch._regions[REGION].cache_hits == 1
     assert [file.name.partition("-")[0] for file in (cache / "wisparse-cpu").iterdir()] == [REGION]
@@ -226,20 +227,47 @@ def test_a_region_is_compiled_once_into_the_cache(
     assert launch._cache_folder().parent == cache / "home" / ".cache" / "wisparse"
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
 def test_damaged_code_is_deleted_and_compiled_again(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damage: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launch.prepare(REGION)
     (file,) = (cache / "wisparse-cpu").iterdir()
-    code = file.read_bytes()
-    flipped = code[:5000] + bytes([code[5000] ^ 1]) + code[5001:]
-    file.write_bytes({"empty": b"", "cut": code[: len(code) // 2], "flipped": flipped}[damage])
-    monkeypatch.setattr(launch, "_regions", {})
+    whole, other = file.read_bytes(), pickle.dumps("not code")
+    flipped = whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:]
+    (cache / "whole").write_bytes(whole)  # what the compiler would write, to save its time
+    copy = f"import shutil; shutil.copy({str(cache / 'whole')!r}, {str(file)!r})"
+    monkeypatch.setattr(launch, "_COMPILER", copy)
+    for damaged in (b"", whole[:1000], whole[:-1], flipped, hashlib.sha256(other).digest() + other):
+        file.write_bytes(damaged)
+        caplog.clear()
+        monkeypatch.setattr(launch, "_regions", {})
+        launch.prepare(REGION)
+        assert [f"{file} is damaged: deleted, and compiled again" in one for one in caplog.messages] == [True]
+        assert launch._regions[REGION].cache_hits == 1
+        assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("others", ["all may write", "another user's"])
+def test_code_that_others_could_have_written_is_not_loaded(
+    others: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = cache / "wisparse-cpu"
+    folder.mkdir()
+    if others == "all may write":
+        folder.chmod(0o777)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     launch.prepare(REGION)
-    assert f"{file} is damaged: deleted, and compiled again" in caplog.messages
-    assert launch._regions[REGION].cache_hits == 1
-    assert hashlib.sha256(file.read_bytes()[32:]).digest() == file.read_bytes()[:32]
+    assert "belongs to another user, or all users may write to it" in caplog.text
+    assert list(folder.iterdir()) == []
+
+
+def test_regions_compiled_ahead_are_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (compiler,) = launch.start_compiling([REGION])
+    assert compiler.wait() == 0
+    assert launch.start_compiling([REGION]) == []
+    monkeypatch.setattr(launch, "_COMPILER", "raise SystemExit('compiled again')")
+    launch.prepare(REGION)
 
 
 @intrinsics.exact
@@ -299,7 +327,7 @@ def test_a_compiler_that_takes_long_and_fails_is_told_with_its_words(
     monkeypatch.setattr(launch, "_COMPILER", code)
     with pytest.raises(RuntimeError, match=rf"{REGION} could not be compiled for this CPU, .*: this is why"):
         launch.prepare(REGION)
-    assert "still compiling after 0 s" in caplog.messages
+    assert "compiling CPU kernels: 0 of 1 done" in caplog.messages
 
 
 @pytest.mark.exhaustive  # compiles a whole decode step

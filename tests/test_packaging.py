@@ -231,7 +231,7 @@ def _words(text: str) -> str:
     enough to be named, and that kernels are compiled, which only a machine's first run says."""
     line = " ".join(re.sub(r"\d[\d,.]*(?:e-\d+)?", "0", text).split())
     line = re.sub(r"compiling 0 kernels? for the \w+, which takes some seconds; [^;]*? on disk ", "", line)
-    line = line.replace("still compiling after 0 s ", "")
+    line = line.replace("compiling CPU kernels: 0 of 0 done ", "")
     return re.sub(r"\btime (?:[a-z]+ )+0 s(?:, (?:[a-z]+ )+0 s)*", "time", line)
 
 

@@ -17,6 +17,8 @@ from family_cases import PLAIN
 from runtime_models import HYBRIDS, SMALL
 from torch import Tensor
 
+from wisparse.converter.cpu_kernels import start_compiling
+from wisparse.converter.settings import ConvertSettings
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.weight_types import group_of, round_weight
@@ -279,3 +281,18 @@ print(json.dumps([(after - before) * 1024, sum(info.nbytes for info in bundle.ch
         assert size > 130e6
         # Beside the weights: pieces in flight.
         assert grown < share * size + 60e6
+
+
+@pytest.mark.parametrize("weights", ["native", "int8", "int4"])
+def test_a_conversion_compiles_what_its_bundle_runs(
+    weights: str, variant_bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[str] = []
+    needed: list[str] = []
+    monkeypatch.setattr(cpu_team, "start_compiling", lambda names: ahead.extend(names) or [])
+    monkeypatch.setattr(cpu_step, "prepare", lambda *names: needed.extend(names))
+    bundle = Bundle.open(variant_bundle("llama"))
+    start_compiling(ConvertSettings(str(bundle.folder), weights=weights), bundle.checkpoint)
+    CpuDecoder(bundle, device=torch.device("cpu"), dtype=bundle.checkpoint.dtype, max_seq_len=16, weights=weights)
+    assert needed
+    assert set(needed) == set(ahead)

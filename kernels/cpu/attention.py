@@ -17,6 +17,7 @@ import numpy as np
 from .intrinsics import (
     ONE,
     ZERO,
+    bits_to_float,
     dot,
     exact,
     exp32,
@@ -98,12 +99,10 @@ def store_row(x, dim, cache, scales, at, kind, tag):
         for d in range(dim):
             target[d] = narrow(x_[d], tag)
         return
-    largest = ZERO
+    largest_bits = np.int32(0)  # as integers, of which a NaN's are the largest
     for d in range(dim):
-        largest = largest if largest >= abs(x_[d]) else abs(x_[d])  # keeps a NaN
-        if x_[d] != x_[d]:
-            largest = x_[d]
-            break
+        largest_bits = max(largest_bits, float_to_bits(abs(x_[d])))
+    largest = bits_to_float(largest_bits)
     limit = np.float32(127) if kind == _CODED_AS_INT8 else np.float32(448)
     factor = limit / max(largest, np.float32(1e-30))
     floats(scales)[at] = largest * (ONE / limit)

@@ -21,6 +21,7 @@ import logging
 import os
 import pickle
 import platform
+import stat
 import subprocess
 import sys
 import tempfile
@@ -42,8 +43,8 @@ from numba.core.compiler import CompileResult
 
 from ..backend import warn_compiling
 from . import linear
-from .intrinsics import SYMBOLS
-from .layout import TeamField
+from .intrinsics import HAS_TILES, SYMBOLS
+from .layout import NAMES, TeamField
 from .mlp import DENSE, EXPERTS
 from .product import product
 from .step import step
@@ -117,6 +118,31 @@ REGIONS = {
 }
 
 
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch multiplies matrices of ``dtype`` fastest on this CPU. torch 2.13 takes 80 times as long
+    for a transposed bfloat16 matrix as for a row-major one without AVX-512; with AVX-512 but without its bfloat16
+    instructions twice as long as for float32 including the conversion."""
+    fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_avx512_bf16_supported()
+    return dtype if fast and dtype == torch.bfloat16 else torch.float32
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether this process may use AMX tiles, for which Linux requires a permission request."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return HAS_TILES and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+def regions_of(dtype: torch.dtype, *, experts: bool, int4: bool) -> list[str]:
+    """The regions that a model's decoder runs; ``int4``: weights are stored so, or in planes."""
+    names = [f"{'experts' if experts else 'step'}_{NAMES[dtype]}"]
+    if int4:
+        names.append(f"dequantize_{NAMES[product_dtype(dtype)]}")
+    if dtype == torch.bfloat16 and has_tiles():
+        names.append("product_bfloat16")
+    return names
+
+
 def prepare(*names: str) -> None:
     """Compile the regions that are not on disk, in parallel, and load all; RuntimeError if one cannot be compiled."""
     with _lock:
@@ -143,18 +169,15 @@ def _compiled(names: Sequence[str]) -> list[Any]:
 
 def _through_disk(names: Sequence[str], folder: Path) -> list[Any]:
     """Load regions from a folder, after other processes have compiled the missing ones into it."""
-    missing = [name for name in names if _read_code(_file(REGIONS[name], folder)) is None]
+    regions = {name: _found(REGIONS[name], folder) for name in names}
+    missing = [name for name, region in regions.items() if region is None]
     if missing and folder == _cache_folder():  # else ``_warn`` has been logged
         warn_compiling("CPU", len(missing))
     if missing and not sys.executable:
         raise OSError("sys.executable is not set, as this Python is embedded in another program")
     with contextlib.ExitStack() as running:
-        compilers = []
-        for name in missing:
-            arguments = json.dumps([sys.path, REGIONS[name].__module__, name, str(folder)])
-            command = [sys.executable, "-c", _COMPILER, arguments]
-            compilers.append(running.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        outputs = [_output(compiler) for compiler in compilers]
+        compilers = [running.enter_context(_start_compiler(name, folder)) for name in missing]
+        outputs = [_output(compiler, compilers) for compiler in compilers]
     for compiler, name, output in zip(compilers, missing, outputs, strict=True):
         reason = output.strip().rpartition("\n")[2]
         if reason.startswith(_NOT_WRITTEN):
@@ -163,17 +186,42 @@ def _through_disk(names: Sequence[str], folder: Path) -> list[Any]:
             raise RuntimeError(
                 f"{name} could not be compiled for this CPU, exit status {compiler.returncode}: {reason}"
             )
-    return [_load(REGIONS[name], folder) for name in names]
+    return [regions[name] or _load(REGIONS[name], folder) for name in names]
 
 
-def _output(compiler: subprocess.Popen[str]) -> str:
+def start_compiling(names: Sequence[str]) -> list[subprocess.Popen[str]]:
+    """Start a process for each region that is not on disk; `prepare` tells why one failed. The processes outlive this
+    one, and each leaves its region on disk when it has ended."""
+    folder = _cache_folder()
+    if folder is None or not sys.executable:
+        return []
+    missing = [name for name in names if not _file(REGIONS[name], folder).exists()]
+    return [_start_compiler(name, folder, stderr=subprocess.DEVNULL) for name in missing]
+
+
+def _start_compiler(name: str, folder: Path, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    arguments = json.dumps([sys.path, REGIONS[name].__module__, name, str(folder)])
+    return subprocess.Popen([sys.executable, "-c", _COMPILER, arguments], stderr=stderr, text=True)
+
+
+def _found(region: Any, folder: Path) -> Any:
+    """A region from its file; None if there is none, or none that loads, which is deleted."""
+    file = _file(region, folder)
+    try:
+        return _load(region, folder) if file.exists() else None
+    except Exception as error:  # cut or changed on the disk; in unpickling anything can fail
+        log.warning("%s is damaged: deleted, and compiled again (%s)", file, error or type(error).__name__)
+        file.unlink(missing_ok=True)
+        return None
+
+
+def _output(compiler: subprocess.Popen[str], all_: Sequence[subprocess.Popen[str]]) -> str:
     """The standard error of a compiling process; logs a line every ten seconds."""
-    began = time.monotonic()
     while True:
         try:
             return compiler.communicate(timeout=_LINE_S)[1]
         except subprocess.TimeoutExpired:
-            log.warning("still compiling after %.0f s", time.monotonic() - began)
+            log.warning("compiling CPU kernels: %d of %d done", sum(x.poll() is not None for x in all_), len(all_))
 
 
 def compile_here(module: str, name: str, folder: str) -> None:
@@ -186,30 +234,22 @@ def compile_here(module: str, name: str, folder: str) -> None:
         sys.exit(f"{_NOT_WRITTEN}{error}")
 
 
-def _read_code(file: Path) -> bytes | None:
-    """A region's code; None if there is no file. A damaged file is deleted, so that the region is compiled again."""
-    try:
-        stored = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-    if hashlib.sha256(code).digest() == digest:
-        return code
-    log.warning("%s is damaged: deleted, and compiled again", file)
-    file.unlink(missing_ok=True)
-    return None
-
-
 class _OnDisk:
-    """numba's cache interface of a function, backed by one file: the sha256 digest of the compiled code, then the code."""
+    """numba's cache interface of a function, backed by one file: the sha256 digest of the compiled code, then the code.
+    The digest finds damage; that unpickling is safe, as no other user could write the file, is `_cache_folder`'s part."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
 
     def load_overload(self, signature: object, target: Any) -> Any:
         target.refresh()
-        code = _read_code(self.file)
-        return None if code is None else CompileResult._rebuild(target, *pickle.loads(code))
+        if not self.file.exists():
+            return None
+        stored = self.file.read_bytes()
+        digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+        if hashlib.sha256(code).digest() != digest:
+            raise ValueError("its digest differs")
+        return CompileResult._rebuild(target, *pickle.loads(code))
 
     def save_overload(self, signature: object, compiled: Any) -> None:
         temporary = self.file.with_suffix(f".{uuid.uuid4().hex}")  # other processes may write the same file
@@ -244,11 +284,15 @@ def _file(region: Any, folder: Path) -> Path:
 
 @functools.cache
 def _cache_folder() -> Path | None:
-    """The folder of compiled code, under NUMBA_CACHE_DIR or the user's cache; None, with a warning, if not writable."""
+    """The folder of compiled code, under NUMBA_CACHE_DIR or the user's cache; None, with a warning, if it cannot be
+    written, or others could put code there: it is another user's, or all may write to it."""
     try:
         parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wisparse"
         folder = Path(_config.CACHE_DIR or parent) / "wisparse-cpu"
         folder.mkdir(parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+            raise OSError(f"{folder} belongs to another user, or all users may write to it")
         tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         _warn(str(error))

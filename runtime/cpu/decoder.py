@@ -18,9 +18,8 @@ from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.machine import available_bytes, usable_cores
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
-from wisparse.kernels.cpu.launch import Team, prepare, team_size
+from wisparse.kernels.cpu.launch import Team, has_tiles, prepare, product_dtype, regions_of, team_size
 from wisparse.kernels.cpu.layout import (
-    NAMES,
     BlockField,
     DeltaField,
     FloatField,
@@ -38,7 +37,7 @@ from ..decoding.rotary import query_scales, switch_length
 from ..decoding.sampling import SamplingParams, choose, sample
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
-from .weights import CpuProjection, MappedMemory, Matrix, has_tiles, product_dtype, read_matrix
+from .weights import CpuProjection, MappedMemory, Matrix, read_matrix
 
 _EMBEDDING = "model.embed_tokens.weight"
 # With fewer bytes of weights for each thread, waiting at barriers costs more than an additional thread gains.
@@ -75,12 +74,8 @@ class CpuDecoder(TorchDecoder):
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
         config, dtype = self.config, self.dtype
         stored = {stored.packing.kind for stored in bundle.checkpoint.quantised.values()}
-        regions = [step_region(config, dtype)]
-        if weights == "int4" or (weights == "native" and ("int4" in stored or planes_of(bundle.masks) > 1)):
-            regions.append(f"dequantize_{NAMES[product_dtype(dtype)]}")
-        if dtype == torch.bfloat16 and has_tiles():
-            regions.append("product_bfloat16")
-        prepare(*regions)
+        int4 = weights == "int4" or (weights == "native" and ("int4" in stored or planes_of(bundle.masks) > 1))
+        prepare(*regions_of(dtype, experts=config.has_experts, int4=int4))
         names = [f"{part}.weight" for projection in config.projections() for part in projection.parts]
         of_experts = [projection for projection in config.projections() if projection.experts]
         routed = {f"{part}.weight" for projection in of_experts for part in projection.parts}
@@ -246,14 +241,10 @@ class CpuDecoder(TorchDecoder):
         return finish_logits(self.config, self._head.linear(x.to(self.dtype), None).float())
 
 
-def step_region(config: ModelConfig, dtype: torch.dtype) -> str:
-    return f"{'experts' if config.has_experts else 'step'}_{NAMES[dtype]}"
-
-
 class Step:
     def __init__(self, decoder: CpuDecoder) -> None:
         config, embedding, output, blocks = decoder.config, decoder._embedding, decoder._head, decoder._blocks
-        self._region, self._config = step_region(config, decoder.dtype), config
+        (self._region, *_), self._config = regions_of(decoder.dtype, experts=config.has_experts, int4=False), config
         self._per_layer, self._dtype = decoder._per_layer, decoder.dtype
         self._kept_alive: list[Tensor] = []
         self._team = Team()

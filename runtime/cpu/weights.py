@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import logging
 import math
 import mmap
@@ -31,8 +29,7 @@ from wisparse.formats.weight_types import (
     round_weight,
     unpack_int4,
 )
-from wisparse.kernels.cpu.intrinsics import HAS_TILES
-from wisparse.kernels.cpu.launch import launch, team_size
+from wisparse.kernels.cpu.launch import has_tiles, launch, product_dtype, team_size
 from wisparse.kernels.cpu.layout import (
     CACHE_LINE,
     NAMES,
@@ -55,21 +52,6 @@ _COLD_BYTES = 1 << 20  # of a read that measures the disk's speed
 _ROW_STEP = 64  # chunks are multiples of this many rows: whole cache lines of the transposed weight, for every type
 # Types of stored scales; the first that represents them exactly is used.
 _SCALE_TYPES = {torch.bfloat16: ScaleType.BFLOAT16, torch.float16: ScaleType.FLOAT16, torch.float32: ScaleType.FLOAT32}
-
-
-def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch multiplies matrices of ``dtype`` fastest on this CPU. torch 2.13 takes 80 times as long
-    for a transposed bfloat16 matrix as for a row-major one without AVX-512; with AVX-512 but without its bfloat16
-    instructions twice as long as for float32 including the conversion."""
-    fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.cpu._is_avx512_bf16_supported()
-    return dtype if fast and dtype == torch.bfloat16 else torch.float32
-
-
-@functools.cache
-def has_tiles() -> bool:
-    """Whether this process may use AMX tiles, for which Linux requires a permission request."""
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return HAS_TILES and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 class MappedMemory:
