@@ -374,7 +374,7 @@ def _run(*command: str) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("cases", "seed"), [(150, 0), pytest.param(850, 1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("cases", "seed"), [(75, 0), pytest.param(850, 1, marks=pytest.mark.exhaustive)])
 def test_hostile_bundles(cases: int, seed: int) -> None:
     summary, stderr = _run(str(TESTS / "hostile.py"), *(f"{seed}:{index}" for index in range(cases)))
     assert summary["failures"] == [], stderr[-3000:]
