@@ -71,7 +71,7 @@ def find_rotation(
         projection.name: projection.chosen for projection in config.projections() if projection.role in first_roles
     }
     outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
-    norms = {name: _norm(checkpoint, input_norms[name], "cpu") for name in first}
+    norms = {name: norm_factors(checkpoint, input_norms[name], "cpu") for name in first}
     flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH_SIZE)
     batch = 0
 
@@ -110,7 +110,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
 
     @cache  # many experts share a norm
     def norm_of(name: str) -> Tensor:
-        return _norm(checkpoint, name, device)
+        return norm_factors(checkpoint, name, device)
 
     def embedding(name: str, weight: Tensor | float) -> Tensor:
         stored = checkpoint.tensor(name)
@@ -179,7 +179,7 @@ def _input_norms(config: ModelConfig) -> dict[str, str]:
     return norms
 
 
-def _norm(checkpoint: Checkpoint, name: str, device: str | torch.device) -> Tensor:
+def norm_factors(checkpoint: Checkpoint, name: str, device: str | torch.device) -> Tensor:
     """The factors of a norm, (hidden_size,) float32."""
     weight = checkpoint.tensor(name, device).float()
     return 1.0 + weight if checkpoint.config.architecture.norm_offset else weight

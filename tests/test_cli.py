@@ -347,9 +347,10 @@ def _tree(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("verb", "name"), PARAMETERS)
 def test_odd_values(verb: str, name: str, places: dict[str, str], tmp_path: Path) -> None:
-    home = Path(places["BUNDLE"]).parent
-    # The harness reads its tasks anew for each value.
-    for value in TEXTS if name in FREE else ODD[::2] if "--tasks" in _line(verb, name, "") else ODD:
+    home, values = Path(places["BUNDLE"]).parent, TEXTS if name in FREE else ODD
+    # Some are enough where an earlier verb has the parameter, and where the harness reads its tasks anew for each value.
+    first = next(earlier for earlier, other in PARAMETERS if other == name)
+    for value in values if verb == first and "--tasks" not in _line(verb, name, "") else values[::3]:
         before = _tree(home), _tree(tmp_path)
         line = [places.get(word, word) for word in _line(verb, name, value)]
         code, out, err, seconds = _call(line)

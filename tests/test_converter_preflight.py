@@ -23,9 +23,11 @@ from wisparse.converter import pipeline
 from wisparse.converter.preflight import preflight
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
 from wisparse.converter.source import SourceModel, load_source
+from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.model_config import ModelConfig
 from wisparse.runtime import forecast
 from wisparse.runtime.benchmark import Workload
+from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.decoding.decoder import Decoder
 
 pytestmark = pytest.mark.usefixtures("quick_conversion")
@@ -320,10 +322,14 @@ def test_parts_of_a_model_tell_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
     def timed(decoder: Decoder, work: Workload) -> tuple[float, float]:
         asked.append(decoder.config.num_blocks)
-        masks = (any(projection.thresholds) for projection in decoder._projections)  # type: ignore[attr-defined]
-        return 0.0, work.new_tokens * seconds(decoder.config, 0.5 if any(masks) else 0.0)
+        return 0.0, work.new_tokens * seconds(decoder.config, sparsities[decoder])
+
+    def set_masks(decoder: Decoder, masks: dict[str, ProjectionMask]) -> None:
+        sparsities[decoder] = max(mask.sparsity for mask in masks.values())
 
     asked: list[int] = []
+    sparsities: dict[Decoder, float] = {}
+    monkeypatch.setattr(CpuDecoder, "set_masks", set_masks)
     monkeypatch.setattr(forecast, "time_run", timed)
     monkeypatch.setattr(forecast, "_cache_bytes", lambda: 2000)
     found = forecast.forecast(config, torch.device("cpu"), (0.0, 0.5), 100)

@@ -152,7 +152,7 @@ def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_changed_model_is_refused(damage: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_source("llama", tmp_path / "source")
     if damage == "norms":
-        monkeypatch.setattr("wisparse.converter.rotation._norm", lambda *_: torch.full((64,), 3.0))
+        monkeypatch.setattr("wisparse.converter.rotation.norm_factors", lambda *_: torch.full((64,), 3.0))
     else:
         tensors = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
         tensors["lm_head.weight"].fill_(60000.0)
