@@ -48,10 +48,10 @@ def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
         except OSError as error:
             raise _unreadable(file, error) from error
         except UnicodeDecodeError as error:
-            raise CalibrationError(f"calibration file {file} is no UTF-8 text (byte {error.start})") from error
+            raise CalibrationError(f"text file {file} is no UTF-8 text (byte {error.start})") from error
         if not text.strip():
             if named:
-                raise CalibrationError(f"calibration file {file} is empty; expected text")
+                raise CalibrationError(f"text file {file} is empty; expected text")
         elif file.suffix not in (".jsonl", ".ndjson"):
             yield text
         else:
@@ -100,13 +100,13 @@ def dataset_documents(name: str | Path, seed: int) -> Iterator[Document]:
         first = list(islice(records, 1))
     except Exception as error:
         # datasets, huggingface_hub, the HTTP client and the file readers each raise errors of their own.
-        failed = f"calibration data set {identifier} cannot be read"
+        failed = f"data set {identifier} cannot be read"
         if path:
             raise CalibrationError(f"{failed}: {first_line(error)}") from error
         advice = "check the name and the network, or calibrate with --calibration self or a local path"
         raise AccessError(f"{failed} from the Hub: {first_line(error)}; {advice}") from error
     if not first:
-        raise CalibrationError(f"calibration data set {identifier}{f', split {split},' if split else ''} is empty")
+        raise CalibrationError(f"data set {identifier}{f', split {split},' if split else ''} is empty")
     yield from (document_of(record, path.name if path else identifier) for record in chain(first, records))
 
 
@@ -146,21 +146,21 @@ def _files(path: str) -> list[Path]:
     root = Path(path)
     if not os.path.exists(path):  # also False for names that are not valid
         wanted = "expected self, paper, a Hub data set (owner/name) or a path"
-        raise CalibrationError(f"calibration source {path}: no such file or folder; {wanted}")
+        raise CalibrationError(f"{path}: no such file or folder; {wanted}")
     if not root.is_file() and not root.is_dir():
         found = "a pipe or a device, which cannot be read twice; save the text to a file"
-        raise CalibrationError(f"calibration source {path}: expected a file or a folder, found {found}")
+        raise CalibrationError(f"{path}: expected a file or a folder, found {found}")
     if _is_dataset(root):
         return [root]
     if root.is_file():
         if _is_binary(root):
-            raise CalibrationError(f"calibration file {path} is binary; expected UTF-8 text, JSONL or source code")
+            raise CalibrationError(f"text file {path} is binary; expected UTF-8 text, JSONL or source code")
         return [root]
     names = {file.relative_to(root): file for file in root.rglob("*") if file.is_file()}
     candidates = [names[name] for name in sorted(names, key=Path.as_posix) if not _is_hidden(name)]
     texts = [file for file in candidates if _is_dataset(file) or (file.stat().st_size and not _is_binary(file))]
     if not texts:
-        raise CalibrationError(f"calibration folder {path} holds no text; expected text, JSONL or source files")
+        raise CalibrationError(f"{path}: the folder holds no text; expected text, JSONL or source files")
     tables = sum(file.suffix in _TEXT_TABLES for file in texts)
     datasets = sum(_is_dataset(file) for file in texts) - tables
     counts = (

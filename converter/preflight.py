@@ -136,7 +136,9 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         context = config.max_position_embeddings
         settings = replace(settings, seq_len=settings.seq_len or auto_seq_len(device.type, context))
         if settings.length > context:
-            raise UsageError(f"--seq-len {settings.seq_len}: the model's context is {context} tokens")
+            raise UsageError(
+                f"--seq-len: expected at most the model's context, {context} tokens, found {settings.length}"
+            )
         placed = settings.resume and placed_bundle(settings.state_dir, settings.output_dir) is not None
         if not placed:
             check_output(settings.output_dir, settings.overwrite, source=source.folder)

@@ -123,7 +123,7 @@ class Bundle:
         graded, value = bool(self.recipe.plane_bits), sparsity if bits is None else bits
         if bits is not None and (sparsity is not None or not graded):
             both = "bits, sparsity: expected one of them" if graded else "bits: expected a graded bundle"
-            raise UsageError(f"{both}, found {'both' if graded else 'one with sparsity levels: choose a sparsity'}")
+            raise UsageError(f"{both}, found {'both' if graded else 'one with sparsity levels; choose a sparsity'}")
         # Compare before the subtraction: an int may be too large for a float.
         if isinstance(value, int | float) and not isinstance(value, bool) and -1 < value < 10:
             requested = value if bits is None else unread(value)
@@ -151,8 +151,10 @@ class Bundle:
         # lexists: a dangling symlink means a damaged bundle.
         if not os.path.lexists(folder / MANIFEST):
             kind = guard.folder_kind(folder)
-            how = shlex.quote(where) if kind is None else f"from a model (this is {kind})"
-            raise BundleError(f"{where}: not a bundle: no {MANIFEST}; make one with wisparse-convert {how}")
+            found = "one without it" if kind is None else kind.partition(":")[0]
+            how = shlex.quote(where) if kind is None else "MODEL"
+            expected = f"expected a bundle, a folder with {MANIFEST}"
+            raise BundleError(f"{where}: {expected}, found {found}; make one with wisparse-convert {how}")
         manifest = Manifest.read(folder)
         recipe = manifest.recipe
         config_dict = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)

@@ -197,7 +197,7 @@ def _beside(out: Path) -> tuple[Path, Path]:
 
 def _check_out(out: Path, kind: Kind, overwrite: bool) -> None:
     if os.path.lexists(out):
-        if not overwrite:
+        if not overwrite and not out.is_file():  # a file is never replaced, which `_owned` says
             raise UsageError(f"{out}: already exists; choose another output folder or pass --overwrite")
         # Its files will be deleted; check now that this is possible.
         for inside in sorted({(out / name).parent for name in (*_owned(out, kind), kind.manifest)}):

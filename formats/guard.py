@@ -49,7 +49,9 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
             found = operator.index(value)
     if found < least or (most is not None and found > most):
         words = {0: "an integer, 0 or more", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
-        expect(False, name, words if most is None else f"an integer from {least} to {most:,}", value)
+        # Settings whose only limit is that of 64 bits are described without it, unless it is exceeded.
+        unlimited = most is None or (most == 2**63 - 1 and found < least)
+        expect(False, name, words if unlimited else f"an integer from {least} to {most:,}", value)
     return found
 
 
@@ -330,7 +332,8 @@ def find_gguf(model: str | os.PathLike[str], gguf_file: str | None = None) -> Pa
             return path / gguf_file
     except OSError as error:
         raise AccessError(f"{str(path)!r:.200}: cannot be opened: {error.strerror}") from None
-    raise AccessError(f"{quoted(gguf_file)}: missing from {str(path)!r:.200}")
+    found = ", ".join(sorted(file.name for file in path.glob("*.gguf"))) or "none"
+    raise AccessError(f"--gguf-file: {quoted(gguf_file)} is not in {str(path)!r:.200}; its GGUF files: {found:.500}")
 
 
 def shown(folder: str | os.PathLike[str]) -> str:

@@ -298,7 +298,7 @@ def _repo_id(model: str | os.PathLike[str], must_have_owner: bool = False) -> st
         if not _OWNER_AND_NAME.fullmatch(text):
             raise UsageError(f"expected a Hub repository as USER/NAME, found {quoted(text)}")
     elif not isinstance(model, str) or not (_OWNER_AND_NAME.fullmatch(text) or _NAME.fullmatch(text)):
-        neither = "there is no such folder, and it is not a Hub id of the form USER/NAME"
+        neither = "there is no such file or folder, and it is not a Hub id of the form USER/NAME"
         raise AccessError(f"cannot open model {quoted(text)}: {neither}")
     return text
 

@@ -132,7 +132,7 @@ def parse_size(size: str | int) -> int:
     """Parse a number of bytes, or a text such as ``5GB`` (powers of 1000) or ``500MiB`` (powers of 1024)."""
     match = re.fullmatch(r"(\d{1,40}(?:\.\d{1,40})?)\s*([KMGT]?I?B?)", str(size).strip().upper())
     if match is None or match[2] not in _UNITS or not (value := int(float(match[1]) * _UNITS[match[2]])):
-        raise UsageError(f"max_shard_size: expected a size such as 5GB, found {size!r:.40}")
+        raise UsageError(f"--max-shard-size: expected a size such as 5GB or 500MiB, found {size!r:.40}")
     return value
 
 

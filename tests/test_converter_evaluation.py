@@ -231,7 +231,7 @@ def test_command_tells_rounding_from_masks(bundle: Path, run: Run) -> None:
 def test_command_refuses(bundle: Path, run: Run, tmp_path: Path) -> None:
     for args, message in (
         ((bundle, bundle), "add --compare"),
-        ((bundle, "--seq-len", 4096), "context has 2048 tokens"),
+        ((bundle, "--seq-len", 4096), "--seq-len: expected at most the model's context, 2048 tokens, found 4096"),
         ((bundle, "--max-seq-len", 10, "--seq-len", 32, "--num-samples", 1), "below --seq-len 32"),
         ((bundle, "--tasks", " , "), "expected names"),
         ((bundle, "--text", tmp_path / "missing.txt"), "no such file"),

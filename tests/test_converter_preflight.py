@@ -102,7 +102,7 @@ OF_ITSELF |= {"calibration": (), "device": "tpu", "revision": "main"}
         ({"sparsity": (0.4, 0.4)}, "different numbers, found 0.4, 0.4"),
         ({"method": "wisparce"}, "did you mean 'wisparse'"),
         *(({name: value}, f"--{name.replace('_', '-')}") for name, value in OF_ITSELF.items()),
-        ({"seq_len": 4096}, "context is 128"),
+        ({"seq_len": 4096}, "--seq-len: expected at most the model's context, 128 tokens, found 4096"),
         ({"num_generations": 5, "search": "uniform"}, "--num-generations"),
         ({"num_offspring": 5, "search": "uniform"}, "--num-offspring"),
         ({"calibration": ("self", "paper")}, "stand alone"),
@@ -143,7 +143,7 @@ def test_what_the_machine_or_the_hub_refuses(settings: ConvertSettings, monkeypa
         ("available_bytes", {"return_value": 10}, {}, "MB of memory"),
         ("check_write_access", {"side_effect": AccessError("not me/x")}, {"upload_repo": "me/x"}, "me/x"),
         ("check_read_access", {"side_effect": AccessError("is gated")}, {"model": "org/gated"}, "gated"),
-        (None, None, {"model": "/nowhere/at/all"}, "no such folder"),
+        (None, None, {"model": "/nowhere/at/all"}, "no such file or folder"),
     ):
         with monkeypatch.context() as patched:
             if place is not None:
@@ -298,7 +298,7 @@ def test_all_experts_are_held_and_the_chosen_are_read(run: Run, described: Path)
     [
         ({"model_type": "dbrx"}, 3, "unsupported architecture: "),
         ({"hidden_size": -1}, 3, "config.json: "),
-        (None, 4, "no such folder"),
+        (None, 4, "no such file or folder"),
     ],
 )
 def test_what_is_refused_is_one_sentence(

@@ -224,7 +224,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, names: str) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         wisparse.convert(folder, tmp_path / "out")
     assert str(caught.value).startswith(f"{folder} {FOLDERS[names]}")  # named as it was typed
-    with pytest.raises(BundleError, match=r"no wisparse\.json; make one with wisparse-convert from a model \(this is "):
+    with pytest.raises(BundleError, match=r"with wisparse\.json, found .*; make one with wisparse-convert MODEL$"):
         wisparse.load(folder)
 
 
@@ -283,7 +283,7 @@ def test_errors_name_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"^up/bundle: already a sparse bundle"):
         wisparse.convert("up/bundle", "out")
-    with pytest.raises(BundleError, match=r"^up/model: not a bundle: .* make one with wisparse-convert up/model$"):
+    with pytest.raises(BundleError, match=r"^up/model: expected a bundle, .* make one with wisparse-convert up/model$"):
         wisparse.load("up/model")
     assert shown("/cache/models--org--name/snapshots/0123abc") == "org/name"
 

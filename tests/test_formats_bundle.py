@@ -222,7 +222,7 @@ UNSIGNED: dict[str, tuple[Change, str]] = {
     "edited template": (other_space("chat_template.jinja"), "expected sha256"),
     "another recipe": (recipe(base_model="another/model"), "do not belong together"),
     **{
-        f"no {name}": (lambda folder, name=name: (folder / name).unlink(), r"missing|not a bundle|no weights")
+        f"no {name}": (lambda folder, name=name: (folder / name).unlink(), r"missing|expected a bundle|no weights")
         for name in ("config.json", SHARD, INDEX, SIDECAR, "tokenizer.json", "wisparse.json")
     },
     **{
@@ -310,7 +310,7 @@ def test_verify_tries_the_chat_template(bundle: Path) -> None:
 
 def test_no_bundle(bundle: Path, tmp_path: Path) -> None:
     for folder, error, words in (
-        (tmp_path, BundleError, r"not a bundle: no wisparse\.json; make one with wisparse-convert"),
+        (tmp_path, BundleError, r"expected a bundle, a folder with wisparse\.json, found .*; make one with"),
         (tmp_path / "nope", AccessError, "expected a folder"),
         (bundle.rename(bundle.with_name("x.partial")), BundleError, "an unfinished conversion"),
     ):

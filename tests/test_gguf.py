@@ -325,7 +325,7 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ConvertSettings(model, gguf_file=gguf_file).output_dir == Path("m-wisparse")
     with pytest.raises(UnsupportedModelError, match=r"is GGUF files, llama[.]cpp's format: give one of the files"):
         wisparse.convert("folder", "out")
-    with pytest.raises(AccessError, match=r"'other\.gguf': missing from 'folder'"):
+    with pytest.raises(AccessError, match=r"'other\.gguf' is not in '\S*folder'; its GGUF files: m\.gguf"):
         wisparse.convert("folder", "out", gguf_file="other.gguf")
     for wrong in ("m.bin", "../m.gguf", "/m.gguf"):
         with pytest.raises(UsageError, match=r"expected the name of a \.gguf file"):

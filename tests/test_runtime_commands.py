@@ -91,7 +91,7 @@ def test_generate_refuses_in_one_sentence(bundle: Path, example_model: Path, tmp
         assert (found, out, message in err, "Traceback" in err) == (code, "", True, False), err
     assert run("generate", "--prompt", "x", bundle=tmp_path / "nowhere")[0] == 4
     code, _, err = run("generate", "--prompt", "x", bundle=example_model)
-    assert (code, "not a bundle" in err) == (6, True)
+    assert (code, "expected a bundle" in err) == (6, True)
 
 
 def test_chat_keeps_and_forgets_the_conversation(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_options_of_the_answer(tmp_path: Path, run: Run, monkeypatch: pytest.Mon
     code, out, err = run("generate", "--prompt", "x = ", "--max-new-tokens", 3, "--n", 2)
     assert (code, out.count("--- 1 of 2 ---"), out.count("--- 2 of 2 ---")) == (0, 1, 1)
     for options, words in (
-        (("--json-schema", "{"), "json_schema: "), (("--grammar", f"@{tmp_path / 'none'}"), "none"),
+        (("--json-schema", "{"), "--json-schema: "), (("--grammar", f"@{tmp_path / 'none'}"), "none"),
         (("--repetition-penalty", 0), "--repetition-penalty"), (("--n", 0), "--n"),
         (("--json-schema", "{}", "--grammar", "x"), "found both"),
     ):  # fmt: skip

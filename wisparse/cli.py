@@ -52,6 +52,17 @@ class _Verbs(click.Group):
         name, known, rest = super().resolve_command(ctx, args)
         return name, known and load_verb(str(name)), rest
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except WisparseError as error:  # may name an argument of the Python API: name the option
+            argument, colon, rest = str(error).partition(":")
+            options = [parameter.name for parameter in load_verb(str(ctx.invoked_subcommand)).params]
+            option = {"speculative": "speculative_config"}.get(argument, argument)
+            if not colon or option not in options:
+                raise
+            raise type(error)(f"--{option.replace('_', '-')}:{rest}") from error
+
 
 def load_verb(name: str) -> click.Command:
     module = importlib.import_module(f".commands.{_MODULES.get(name, name.replace('-', '_'))}", __package__)

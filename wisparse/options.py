@@ -70,6 +70,8 @@ class TextOrFile(click.ParamType):
 
 def read_text(file: str, limit: int = 1 << 28) -> str:
     path = Path(os.path.realpath(expand(file)))
+    if not path.exists():
+        raise UsageError(f"{file:.200}: there is no such file")
     try:  # utf-8-sig removes a byte order mark
         return read_bounded(path.parent, path.name, limit, UsageError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -224,14 +226,8 @@ def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Mode
     loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype")
     load_options = {name: options.pop(name) for name in loading}
     load_options["speculative"] = options.pop("speculative_config")
-    try:
-        GenerationSettings(**{name: value for name, value in options.items() if value is not None})
-        return load(opened, max_batch=max_batch, **load_options)
-    except UsageError as error:  # names an argument: show the option
-        name, colon, rest = str(error).partition(":")
-        if colon and name in {*options, *load_options}:
-            raise type(error)(f"--{name.replace('_', '-')}:{rest}") from error
-        raise
+    GenerationSettings(**{name: value for name, value in options.items() if value is not None})
+    return load(opened, max_batch=max_batch, **load_options)
 
 
 def set_up_logging(verbose: bool) -> None:

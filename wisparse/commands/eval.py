@@ -172,7 +172,7 @@ def _read_text(
             raise UsageError(f"--compare: {differ}, {advice}")
     limit = first.config.max_position_embeddings
     if seq_len > limit:
-        raise UsageError(f"--seq-len {seq_len}: the model's context has {limit} tokens")
+        raise UsageError(f"--seq-len: expected at most the model's context, {limit} tokens, found {seq_len}")
     if list(texts) != ["self"]:
         tokenizer = load_tokenizer(first.folder)
         return load_calibration(texts, tokenizer, None, num_samples, seq_len, seed, progress)

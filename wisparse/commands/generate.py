@@ -193,6 +193,8 @@ def command(
             prompt = sys.stdin.read()
         except UnicodeDecodeError as error:
             raise UsageError(f"standard input is not text in {error.encoding}: give the prompt in UTF-8") from error
+        if not prompt:
+            raise UsageError("no prompt: standard input is empty; give one with --prompt or --prompt-file")
     assert prompt is not None
     model = load_model(bundle, settings, settings["n"])
     answers = []

@@ -42,7 +42,12 @@ class BatchSize(click.IntRange):
         super().__init__(1, 64)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return None if value == "auto" else super().convert(value, param, ctx)
+        if value == "auto":
+            return None
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"expected auto or a number from {self.min} to {self.max}, found {value!r:.40}", param, ctx)
 
 
 @click.command("serve")
