@@ -58,7 +58,8 @@ def require_centred_weights(source: SourceModel, name: str) -> None:
     if shift > _LARGEST_SHIFT:
         wrong = f"the quantised weights' means are {shift:.2g} of their standard deviations (expected below 0.01)"
         advice = (
-            "their zero points are off by one or so: in quantization_config, try checkpoint_format 'gptq' or 'gptq_v2'"
+            "their zero points are off by one or so: in quantization_config, try checkpoint_format 'gptq' or 'gptq_v2' (of "
+            "AutoRound packing_format 'auto_round:auto_gptq' or 'auto_round:gptqmodel')"
         )
         raise UnsupportedModelError(f"{name}: {wrong}; {advice}, or take another checkpoint")
 

@@ -32,6 +32,7 @@ from .quantization import (
     Transposed,
     mxfp4_parts,
     read_quantisation,
+    state_zero_offset,
     widen_mxfp4,
 )
 from .weight_types import QuantizedMatrix
@@ -334,13 +335,17 @@ class Checkpoint:
                 raise self.error(f"{name}: {reason}") from None
             if fitted == packing:
                 break
-            given, form = self.config_dict["quantization_config"], "gptq" if fitted.zero_offset else "gptq_v2"
-            said = given.get("checkpoint_format", "gptq")
-            note = f"checkpoint_format is {said!r}, but sym is true and the stored zero points are those of {form!r}: read so"
+            given = self.config_dict["quantization_config"]
+            key, said, form = state_zero_offset(given, fitted.zero_offset)
+            note = f"{key} is {said!r}, but sym is true and the stored zero points are those of {form!r}: read so"
             return replace(
                 self,
-                config_dict={**self.config_dict, "quantization_config": {**given, "checkpoint_format": form}},
-                quantised={other: replace(one, packing=fitted) for other, one in self.quantised.items()},
+                config_dict={**self.config_dict, "quantization_config": {**given, key: form}},
+                quantised={
+                    other: replace(one, packing=replace(one.packing, zero_offset=fitted.zero_offset))
+                    for other, one in self.quantised.items()
+                    if isinstance(one.packing, Transposed)  # all are
+                },
                 notes=(*self.notes, note),
             )
         return self

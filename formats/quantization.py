@@ -257,7 +257,10 @@ def _scales(stored: Tensor, kind: Kind) -> Tensor:
 
 _KEY = "quantization_config"
 _HEAD = LM_HEAD.removesuffix(".weight")
-_KNOWN = "compressed-tensors (pack-quantized, int-quantized, float-quantized), fp8, gptq and awq"
+_KNOWN = "compressed-tensors (pack-quantized, int-quantized, float-quantized), fp8, gptq, awq and auto-round"
+_AUTO_ROUND = ("auto-round", "intel/auto-round")
+# AutoRound's packings: what is added to a stored zero point; None: AWQ's.
+_AUTO_ROUND_PACKINGS = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 0, "auto_round:auto_awq": None}
 _MAX_GROUPS, _MAX_NAMES, _MAX_NAME = 64, 100_000, 1000
 # Limits on regular expressions that bound their time: short names, few quantifiers, which apply to single characters or
 # sets, not to groups.
@@ -277,6 +280,7 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
     if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
         method = "bitsandbytes"
     readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+    readers |= dict.fromkeys(_AUTO_ROUND, _auto_round)
     if not isinstance(method, str) or method not in readers:
         name = str(method).replace("_fp4", "").lower()
         methods = refusals()["quantization"].items()
@@ -446,6 +450,46 @@ def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     require(isinstance(only, list), f"{_KEY}.modules_in_block_to_quantize", "a list", only)
     named = _strings("modules_in_block_to_quantize", [x for one in only for x in (one if type(one) is list else [one])])
     return {layer: packing for layer in layers if layer.endswith(tuple(f".{name}" for name in named))}
+
+
+def _auto_round(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
+    """GPTQ's or AWQ's packing in the blocks that are named, with exceptions by layer."""
+    form = given.get("packing_format", "auto_round:auto_gptq")
+    known = isinstance(form, str) and form in _AUTO_ROUND_PACKINGS
+    other = "; export it again as auto_round:auto_gptq or auto_round:auto_awq"
+    require(known, f"{_KEY}.packing_format", f"one of {', '.join(_AUTO_ROUND_PACKINGS)}", form, other)
+    offset = _AUTO_ROUND_PACKINGS[form]
+    blocks = given.get("block_name_to_quantize") or given.get("to_quant_block_names") or ["model.layers"]
+    blocks = _strings("block_name_to_quantize", blocks.split(",") if isinstance(blocks, str) else blocks)
+    own: Any = given.get("extra_config") or {}
+    valid = isinstance(own, dict) and len(own) <= _MAX_NAMES and all(isinstance(one, dict) for one in own.values())
+    require(valid, f"{_KEY}.extra_config", "an object of objects", own)
+    pattern = next((name for name in own if re.search(r"[][*+?^$|\\()]", name)), None)
+    require(pattern is None, f"{_KEY}.extra_config", "names of layers", pattern, ", a pattern")
+    # A model that reads images too names its text model's blocks so.
+    own, blocks = {_plain(name): one for name, one in own.items()}, [_plain(name) for name in blocks]
+    found: dict[str, Packing] = {}
+    for layer in layers:
+        in_blocks = any(f"{layer}.".startswith(f"{name.strip()}.") for name in blocks)
+        settings = {**given, **own.get(layer, {} if in_blocks else {"bits": 16})}
+        if settings.get("bits") in (16, 32):
+            continue
+        require(settings.get("data_type", "int") == "int", f"{_KEY}.data_type", "'int'", settings.get("data_type"))
+        group, symmetric = _group_of_4_bits(settings, ("bits",), ("group_size",)), settings.get("sym") is True
+        found[layer] = Transposed(group, True) if offset is None else Transposed(group, False, offset, symmetric)
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.replace("language_model.", "", 1)
+
+
+def state_zero_offset(given: Mapping[str, Any], offset: int) -> tuple[str, str, str]:
+    """The key of a ``quantization_config`` that says what is added to stored zero points, its value and the right one."""
+    if given.get("quant_method") in _AUTO_ROUND:
+        forms = {added: form for form, added in _AUTO_ROUND_PACKINGS.items()}
+        return "packing_format", given.get("packing_format", forms[1]), forms[offset]
+    return "checkpoint_format", given.get("checkpoint_format", "gptq"), "gptq" if offset else "gptq_v2"
 
 
 def _except(given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], packing: Packing) -> dict[str, Packing]:

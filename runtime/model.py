@@ -294,8 +294,8 @@ class Model(AbstractContextManager["Model"]):
     def _thinking_constraint(self, begun: bool | None, budget: int | None = None) -> ThinkingConstraint:
         assert self.thoughts is not None
         markers = (self.thoughts.opens, self.thoughts.closes)
-        ids = (self.tokenizer.encode(marker, add_special_tokens=False) for marker in markers)
-        return ThinkingConstraint(self.thoughts, *ids, self.tokenizer.token_bytes, begun=begun, budget=budget)
+        opens, closes = (self.tokenizer.encode(marker, add_special_tokens=False) for marker in markers)
+        return ThinkingConstraint(self.thoughts, opens, closes, self.tokenizer.token_bytes, begun=begun, budget=budget)
 
     def sampling(self, given: Mapping[str, Any], n: int = 1) -> dict[str, Any]:
         """The arguments of one of ``n`` answers: those given, else generation_config.json's, else greedy or, for several

@@ -145,6 +145,11 @@ def awq(weight: Tensor, group: int = 8) -> Parts:
     }
 
 
+_AUTO_ROUND = {
+    "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 8, "sym": True,
+    "data_type": "int", "act_bits": 16, "iters": 200, "autoround_version": "0.12.3", "block_name_to_quantize": "model.layers",
+    "extra_config": {"model.layers.0.mlp.gate": {"bits": 16}},
+}  # fmt: skip
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": True}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"}
 
@@ -201,4 +206,10 @@ PUBLISHED: Mapping[str, Callable[[], tuple[Pack, dict[str, Any]]]] = {
     "gptq, zero points": lambda: (lambda w: gptq(w, symmetric=False), _GPTQ | {"sym": False}),
     "gptq, second version": lambda: (lambda w: gptq(w, offset=0), _GPTQ | {"checkpoint_format": "gptq_v2"}),
     "awq": lambda: (awq, _AWQ),
+    "auto-round": lambda: (gptq, _AUTO_ROUND),
+    "auto-round, second version": lambda: (
+        lambda w: gptq(w, symmetric=False, offset=0),
+        _AUTO_ROUND | {"packing_format": "auto_round:gptqmodel", "sym": False},
+    ),
+    "auto-round, as awq": lambda: (awq, _AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}),
 }

@@ -54,7 +54,7 @@ def by_the_package(folder: Path, name: str) -> torch.Tensor:
     return BaseCompressor.get_value_from_registry(config.format).decompress(stored, scheme)["weight"]
 
 
-OF_THE_PACKAGE = [name for name in PUBLISHED if not name.startswith(("gptq", "awq")) and "s, as" not in name]
+OF_THE_PACKAGE = [name for name in PUBLISHED if not name.startswith(("gptq", "awq", "auto")) and "s, as" not in name]
 OF_THE_PACKAGE.remove("fp8 tensor, with activations' scales")
 
 
@@ -117,18 +117,50 @@ def test_projections_may_differ_where_they_read_different_inputs(plain: Path, tm
     assert {kind for name, kind in kinds.items() if "down_proj" not in name} == {"int4"}
 
 
+def test_auto_rounds_settings_by_layer(plain: Path, published: Callable[..., Path]) -> None:
+    folder, left = published("auto-round"), "model.layers.0.mlp.down_proj."
+    weight = Checkpoint.open(plain).tensor(f"{left}weight")
+
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("qweight", "qzeros", "scales", "g_idx"):
+            del tensors[left + part]
+        tensors[f"{left}weight"] = weight
+        other = "model.layers.1.mlp.down_proj."
+        tensors |= {other + part: one for part, one in gptq(Checkpoint.open(plain).tensor(f"{other}weight"), 4).items()}
+
+    change_tensors(folder, widen)
+    text = "model.language_model.layers"  # as of a model that reads images
+    own = {f"{text}.0.mlp.down_proj": {"bits": 16, "data_type": "float"}, f"{text}.1.mlp.down_proj": {"group_size": 4}}
+    changed = {"extra_config": own, "block_name_to_quantize": [text]}
+    change_config(folder, lambda d: d["quantization_config"].update(changed))
+    found = Checkpoint.open(folder)
+    assert found.quantised["model.layers.1.mlp.down_proj.weight"].packing.group == 4
+    assert len(found.quantised) == 13
+    assert torch.equal(found.tensor(f"{left}weight"), weight)
+
+
 Change = Callable[[Path], None]
 
 
 @pytest.mark.parametrize(
     ("offset", "said", "form"),
-    [(0, "gptq", "gptq_v2"), (0, ..., "gptq_v2"), (1, "gptq_v2", "gptq"), (1, "gptq", None), (0, "gptq_v2", None)],
+    [
+        (0, "auto_round:auto_gptq", "auto_round:gptqmodel"),
+        (1, "auto_round:gptqmodel", "auto_round:auto_gptq"),
+        (0, "gptq", "gptq_v2"),
+        (0, ..., "gptq_v2"),
+        (1, "gptq_v2", "gptq"),
+        (1, "gptq", None),
+        (0, "gptq_v2", None),
+    ],
 )
 def test_symmetric_zero_points_are_read_from_the_data(
     offset: int, said: Any, form: str | None, plain: Path, tmp_path: Path
 ) -> None:
     """Whatever ``checkpoint_format`` says, which a bundle then says right."""
-    settings = PUBLISHED["gptq"]()[1] | ({} if said is ... else {"checkpoint_format": said})
+    auto = str(said).startswith("auto")
+    key = "packing_format" if auto else "checkpoint_format"
+    settings = PUBLISHED["auto-round" if auto else "gptq"]()[1] | ({} if said is ... else {key: said})
     right = Checkpoint.open(quantise_model(plain, tmp_path / "right", *PUBLISHED["gptq"]()))
     folder = quantise_model(plain, tmp_path / "model", partial(gptq, offset=offset), settings)
     found = Checkpoint.open(folder)
@@ -136,7 +168,7 @@ def test_symmetric_zero_points_are_read_from_the_data(
         assert torch.equal(found.tensor(name), right.tensor(name))
     assert [f"are those of {form!r}: read so" in note for note in found.notes] == [True] * (form is not None)
     bundle = Bundle.open(write_tiny_bundle(tmp_path / "bundle", folder)).checkpoint
-    assert bundle.config_dict["quantization_config"].get("checkpoint_format", ...) == (said if form is None else form)
+    assert bundle.config_dict["quantization_config"].get(key, ...) == (said if form is None else form)
     assert torch.equal(bundle.tensor(f"{FIRST}weight"), right.tensor(f"{FIRST}weight"))
     last = "model.layers.1.mlp.down_proj."
     change_tensors(folder, lambda t: t[f"{last}qzeros"].view(-1)[1:2].fill_(0x11111111))
@@ -243,6 +275,16 @@ REFUSED: list[tuple[str, Change, str]] = [
     (_BLOCKS, _config(weight_block_size=[5, 7]), "groups of 7 do not divide"),
     ("gptq", _config(group_size=4), r"qzeros: expected shape \(4, 2\), found \(2, 2\)"),
     ("gptq", _config(desc_act=True), r"GPTQ with act-order is not supported.*desc_act=False, or .*--weights int4"),
+    (
+        "auto-round",
+        _config(packing_format="auto_round:exllamav2"),
+        "found 'auto_round:exllamav2'; export it again as auto_round",
+    ),
+    ("auto-round", _config(bits=3), "bits: expected 4, found 3"),
+    ("auto-round", _config(data_type="mx_fp"), "data_type: expected 'int', found 'mx_fp'"),
+    ("auto-round", _config(extra_config={".*proj": {"bits": 8}}), r"names of layers, found '\.\*proj', a pattern"),
+    ("auto-round", _config(extra_config={"model.layers.0.self_attn.q_proj": {"bits": 8}}), "bits: expected 4, found 8"),
+    ("auto-round", _config(block_name_to_quantize="model.layers.0"), "does not say what the files hold"),
     ("gptq", _config(bits=3), "bits: expected 4, found 3"),
     ("gptq", _config(dynamic={"x": {}}), "settings of their own"),
     ("gptq", _config(checkpoint_format="marlin"), "found 'marlin', which is packed"),
@@ -296,7 +338,7 @@ _inner = ["num_bits", "type", "strategy", "group_size", "symmetric", "block_stru
 
 
 @given(
-    name=st.sampled_from(["pack int4 groups", "fp8 blocks", "fp8 blocks, as DeepSeek's", "gptq", "awq"]),
+    name=st.sampled_from(["pack int4 groups", "fp8 blocks", "fp8 blocks, as DeepSeek's", "gptq", "awq", "auto-round"]),
     changes=st.dictionaries(st.sampled_from([*_keys, "modules_to_not_convert", "kv_cache_scheme"]), _junk, max_size=2),
     inner=st.dictionaries(st.sampled_from(_inner), _junk, max_size=2),
     beside=st.dictionaries(st.sampled_from(["targets", "input_activations", "format"]), _junk, max_size=1),
