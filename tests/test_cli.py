@@ -239,7 +239,8 @@ ODD += [ESCAPE, "x" * 300, "x" * 5000, "x/" + "y" * 300, "missing/below", "~nobo
 ODD += ["/dev/null/below", "/proc/nothing", "FILE", "EMPTY", "PIPE", "BUNDLE"]
 RUN = ["--backend", "torch", "--device", "cpu"]
 # Where any text will do, one of each kind is enough.
-FREE = ("--prompt", "--stop", "--system-prompt", "--alias", "--cors", "--allowed-host")
+FREE = ("--prompt", "--stop", "--system-prompt", "--alias", "--cors", "--allowed-host", "--grammar", "--json-schema")
+FREE += ("--reasoning-effort", "--chat-template")
 TEXTS = ["", " ", "0", "\udcff", ESCAPE, "x" * 5000]
 QUICK = ["--calibration", "TEXT", "--num-samples", "2", "--seq-len", "8", "--method", "teal", "--search", "uniform"]
 QUICK += ["--device", "cpu", "-q"]
