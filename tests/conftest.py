@@ -33,7 +33,7 @@ hypothesis.settings.load_profile("project")
 
 ROOT = Path(__file__).resolve().parent.parent
 # Files that take longest, longest first: a worker that begins one of them last would run alone for minutes.
-_LONG = ("test_cli", "test_kernels_triton", "test_every_family", "test_packaging", "test_converter_state", "test_runtime_cpu")
+_LONG = ("test_cli", "test_kernels_triton", "test_every_family", "test_packaging", "test_converter_state")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -446,22 +446,17 @@ def test_what_the_terminal_cannot_show_is_spelled_out(places: dict[str, str], mo
     assert shown.buffer.getvalue() == b"\xe9\\u2603\xff"
 
 
+MLX = {"quantization": {"group_size": 64, "bits": 4}}
+
+
 @pytest.mark.parametrize(
     ("config", "card", "words"),
     [
         ({"model_type": "vaultgemma"}, "", "the nearest known ones are gemma"),
         ({"model_type": None}, "", "model_type: expected a known one (docs/models.md), found None"),
-        (
-            {"quantization": {"group_size": 64, "bits": 4}},
-            "---\nbase_model: Qwen/Qwen3-8B\n---\n",
-            "convert Qwen/Qwen3-8B",
-        ),
-        (
-            {"quantization": {"group_size": 64, "bits": 4}},
-            "---\nbase_model:\n- Qwen/Qwen3-8B\n---\n",
-            "convert Qwen/Qwen3-8B",
-        ),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "no front matter", "convert the model that it was made from"),
+        (MLX, "---\nbase_model: Qwen/Qwen3-8B\n---\n", "convert Qwen/Qwen3-8B"),
+        (MLX, "---\nbase_model:\n- Qwen/Qwen3-8B\n---\n", "convert Qwen/Qwen3-8B"),
+        (MLX, "no front matter", "convert the model that it was made from"),
     ],
 )
 def test_models_that_are_not_supported_are_refused_before_torch_is_imported(

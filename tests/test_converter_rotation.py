@@ -142,13 +142,11 @@ def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         preflight(replace(settings, rotation="pca"))
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        ("norms", r"rotated, the model is .* --rotation none"),
-        ("large weights", r"lm_head.weight: .* beyond torch.float16's range"),
-    ],
-)
+DAMAGES = {"norms": "rotated, the model is .* --rotation none"}
+DAMAGES["large weights"] = r"lm_head.weight: .* beyond torch.float16's range"
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES.items())
 def test_a_changed_model_is_refused(damage: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_source("llama", tmp_path / "source")
     if damage == "norms":

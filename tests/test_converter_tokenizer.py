@@ -21,18 +21,10 @@ from wisparse.converter.turns import end_turns
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.tokenizer import Tokenizer, check_tokenizer, stop_ids
 
-LINES = [
-    "def add(a, b):\n    return a + b",
-    "The cat sat on the mat. It's 12345!",
-    "Brötchen – naïve 東京 😀",
-    "  a\t b",
-] * 9
-TURN = {
+LINES = ["def add(a, b):\n    return a + b", "The cat sat on the mat. It's 12345!", "Brötchen – naïve 東京 😀"]
+LINES = [*LINES, "  a\t b"] * 9
+TURN = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False) | {
     "content": "<|turn|>",
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": False,
-    "single_word": False,
     "special": True,
 }
 
@@ -103,13 +95,9 @@ def vocab_and_merges(folder: Path, name: str = "GPT2Tokenizer") -> None:
     byte_level(folder)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "tokenizer.json").unlink()
-    merges = "\n".join(" ".join(pair) for pair in model["merges"])
-    write(
-        folder,
-        vocab__json=model["vocab"],
-        merges__txt=f"#version: 0.2\n{merges}\n",
-        tokenizer_config__json={"tokenizer_class": name},
-    )
+    merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"]), ""])
+    config = {"tokenizer_class": name}
+    write(folder, vocab__json=model["vocab"], merges__txt=merges, tokenizer_config__json=config)
 
 
 def sentencepiece(folder: Path, **config: Any) -> None:

@@ -157,6 +157,7 @@ def test_a_bundle_is_told_by_its_own_files_and_not_by_an_entry_of_the_config(tmp
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_PARTIAL = {"model_type": "phi3", "rope_parameters": _ROPE | {"partial_rotary_factor": 0.3}}
 _LLAMA3 = _ROPE | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
 
@@ -177,10 +178,7 @@ _LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_
         ({"max_position_embeddings": 2**40}, "max_position_embeddings: expected at most"),
         ({"rope_parameters": _ROPE | {"rope_type": "linear"}}, "factor: expected a positive number, found None"),
         ({"rope_parameters": _ROPE | {"rope_theta": 1e40}}, "rope_theta: expected a positive number"),
-        (
-            {"model_type": "phi3", "rope_parameters": _ROPE | {"partial_rotary_factor": 0.3}},
-            "expected an even number of dimensions, found 1",
-        ),
+        (_PARTIAL, "expected an even number of dimensions, found 1"),
         ({"rope_parameters": _LLAMA3 | {"factor": -1}}, "rope_parameters.factor: expected a positive number"),
         ({"rope_parameters": _LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor: expected another number than high"),
         ({"rope_parameters": _LONGROPE | {"long_factor": [1.0]}}, "long_factor: expected 2 numbers"),

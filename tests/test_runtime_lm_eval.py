@@ -72,12 +72,8 @@ def by_hand(model: Model, prompt: list[int], answer: list[int], policy: str) -> 
 
 @pytest.mark.parametrize("policy", ["dense", "half", "all"])
 def test_loglikelihood(model: Model, policy: str) -> None:
-    pairs = [
-        ("def add(a, b):\n    return", " a + b\n"),
-        ("def add(a, b):\n    return", " 7"),
-        ("import ", "os"),
-        ("for i in range(", "10):\n        print(i)\n"),
-    ]
+    add = "def add(a, b):\n    return"
+    pairs = [(add, " a + b\n"), (add, " 7"), ("import ", "os"), ("for i in range(", "10):\n        print(i)\n")]
     found = ask(WisparseLM(model, prefill=policy), "loglikelihood", *pairs)
     for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
         # The harness hands spaces at the end of a context over to the continuation.
@@ -159,12 +155,8 @@ def test_generate_until_lets_no_slot_wait_for_another_answer(model: Model, monke
 
 def test_settings_prompts_and_texts(model: Model, bundle: Path) -> None:
     lm = WisparseLM(model)
-    off = {
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-    }  # also where generation_config.json has them
+    # Also where generation_config.json has them.
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     assert lm.generation_options({"until": "\n"}) == {"stop": ["\n"], "max_new_tokens": 255, "temperature": 0.0, **off}
     sampled = lm.generation_options({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5})
     assert sampled == {"stop": [], "max_new_tokens": 5, "temperature": 1.0, **off, "top_p": 0.9}

@@ -541,11 +541,7 @@ def test_fields_that_change_nothing_pass(server: Running) -> None:
 
 
 HABITS: list[tuple[str, dict[str, Any], str | None]] = [
-    (
-        "chat/completions",
-        {"stop": [f"s{number}" for number in range(64)], "reasoning_effort": "low", "user": "u"},
-        None,
-    ),
+    ("chat/completions", {"stop": [str(number) for number in range(64)], "reasoning_effort": "low", "user": "u"}, None),
     ("completions", {"prompt": "a", "stop": ["s"] * 17, "store": True}, None),
     ("messages", {"stop_sequences": ["s"] * 64, "metadata": {"user_id": "u"}, "context_management": {}}, None),
     ("responses", {"input": "a", "reasoning": {"effort": "low", "summary": "auto"}, "prompt_cache_key": "k"}, None),
@@ -559,17 +555,11 @@ HABITS: list[tuple[str, dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("path", "more", "unknown"), HABITS)
 def test_what_clients_send(
-    server: Running,
-    stream: bool,
-    path: str,
-    more: dict[str, Any],
-    unknown: str | None,
-    caplog: pytest.LogCaptureFixture,
+    server: Running, stream: bool, path: str, more: dict[str, Any], unknown: str | None, caplog: Any
 ) -> None:
     limit = "max_output_tokens" if path == "responses" else "max_tokens"
-    body = json.dumps(
-        {**({} if "prompt" in more or "input" in more else {"messages": _HI}), limit: 1, "stream": stream, **more}
-    )
+    asked = {} if "prompt" in more or "input" in more else {"messages": _HI}
+    body = json.dumps({**asked, limit: 1, "stream": stream, **more})
     for _ in range(2):
         answer = server.request("POST", f"/v1/{path}", body.encode(), headers={"content-type": "application/json"})
         assert answer.status == 200, answer.read()
@@ -589,11 +579,8 @@ def test_what_clients_send(
 )  # fmt: skip
 def test_calls_of_earlier_turns_are_read(arguments: Any, read: dict[str, Any]) -> None:
     call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
-    messages = [
-        *_HI,
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": None},
-    ]
+    answered = {"role": "tool", "tool_call_id": "1", "content": None}
+    messages = [*_HI, {"role": "assistant", "tool_calls": [call]}, answered]
     _, said, result = validated(ChatRequest, {"messages": messages}).conversation()
     assert (said["tool_calls"][0]["function"]["arguments"], result["content"]) == (read, "")
 
@@ -754,13 +741,9 @@ BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, Cou
 _FIELDS = sorted({field for kind in BODIES for field in kind.model_fields})
 _KEYS = st.sampled_from(["role", "content", "type", "text", "name", "id", "input", "format", "tool_use_id"])
 _WORDS = ["user", "assistant", "text", "tool_use", "tool_result", "thinking", "custom", "any"]
+_NUMBERS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 _VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.sampled_from(_WORDS)
-    | st.text(max_size=5),
+    _NUMBERS | st.sampled_from(_WORDS) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner),
     max_leaves=8,
 )
@@ -847,13 +830,10 @@ def test_a_signal_before_the_server_runs_ends_it(bundle: Path, number: int, code
 
 def test_a_second_interrupt_answers_what_waits_with_an_error(bundle: Path) -> None:
     asked: dict[str, Any] = {"max_tokens": 1500, "stop_token_ids": [], "logit_bias": {"0": -100}}
+    down = 'data: {"error":{"message":"the server is shutting down'
     cases = [
         ("/v1/completions", {"prompt": "def"}, '"code":"unavailable"'),
-        (
-            "/v1/completions",
-            {"prompt": "def", "stream": True},
-            'data: {"error":{"message":"the server is shutting down',
-        ),
+        ("/v1/completions", {"prompt": "def", "stream": True}, down),
         ("/v1/messages", {"messages": _HI, "stream": True}, "event: error\n"),
         ("/v1/responses", {"input": "def", "stream": True, "max_tokens": None}, "event: response.failed\n"),
     ]

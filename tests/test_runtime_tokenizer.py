@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,18 +34,8 @@ BYTE_LEVEL = Library.from_buffer(DATA)
 
 def sentencepiece(kind: str) -> Library:
     """A vocabulary of pieces with \u2581 for a space, and bytes where no piece fits, as Gemma, Llama 2 and Mistral have it."""
-    chunks = [
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "\u2581the",
-        "\u2581cat",
-        "s",
-        "\u2581",
-        "\u2581\u2581",
-        "\u00e9",
-        "</s>",
-    ]
-    vocab = {piece: i for i, piece in enumerate(chunks)}
+    pieces = ["\u2581the", "\u2581cat", "s", "\u2581", "\u2581\u2581", "\u00e9", "</s>"]
+    vocab = {piece: i for i, piece in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])}
     tokenizer = Library(models.BPE(vocab=vocab, merges=[], byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     if kind == "gemma":
@@ -98,11 +89,8 @@ def test_a_byte_that_begins_no_character_is_one_replacement_character() -> None:
         for ids, expected in (
             ([*smile, smile[0], *the], "😀\ufffd the"), ([*smile, smile[1], *smile], "😀\ufffd😀"), (smile[:3], "\ufffd"),
         ):  # fmt: skip
-            detokenizer = text.detokenizer()
-            assert "".join(map(detokenizer.add, ids)) + detokenizer.finish() == text.decode(ids) == expected, (
-                kind,
-                ids,
-            )
+            detokenizer, case = text.detokenizer(), (kind, ids)
+            assert "".join(map(detokenizer.add, ids)) + detokenizer.finish() == text.decode(ids) == expected, case
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -112,14 +100,9 @@ def test_log_probabilities_of_parts_of_characters(kind: str, stream: bool) -> No
     text = Tokenizer(library.to_str().encode(), {}, None, 8192)
     (name, end), *_ = text.special_ids.items()
     written, prompt = " the🦜 the naïve 東京 the", "é🎉 the"
-    ids = [
-        *library.encode(written, add_special_tokens=False).ids,
-        *library.encode("🦜", add_special_tokens=False).ids[:-1],
-    ]
-    asked = [
-        end,
-        *library.encode(prompt, add_special_tokens=False).ids,
-    ]  # a token before the prompt that is not in its text
+    encode = partial(library.encode, add_special_tokens=False)
+    ids = [*encode(written).ids, *encode("🦜").ids[:-1]]
+    asked = [end, *encode(prompt).ids]  # a token before the prompt that is not in its text
     detokenizer = text.detokenizer()
     scores = [TokenScore(token, -1.0, ((token, -1.0), (end, -2.0))) for token in ids]
     chunks = [Chunk(detokenizer.add(score.token_id), score.token_id, score=score) for score in scores]
@@ -142,16 +125,10 @@ def test_log_probabilities_of_parts_of_characters(kind: str, stream: bool) -> No
             before = b"".join(map(text.token_bytes, some[:number])).decode(errors="ignore")
             assert whole[base:begin] in (before, before[1:]), (number, begin)
 
-    chat = ChatFormatter(
-        ChatRequest(model="m", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2),
-        replace(context, echo=()),
-    )
-    entries = [
-        one
-        for some in pieces
-        for choice in chat.choices(0, some, stream)
-        for one in (choice["logprobs"] or {}).get("content", ())
-    ]
+    asking = ChatRequest(model="m", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2)
+    chat = ChatFormatter(asking, replace(context, echo=()))
+    told = [choice["logprobs"] or {} for some in pieces for choice in chat.choices(0, some, stream)]
+    entries = [entry for one in told for entry in one.get("content", ())]
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode(errors="replace").endswith(answer)
     assert [entry["top_logprobs"][1]["token"] for entry in entries] == [name] * len(ids)
 
@@ -364,12 +341,9 @@ NAMED = [{"name": "tool_use", "template": "no"}, {"name": [7]}, {"name": "defaul
 
 
 def test_the_template_is_found_where_it_may_stand() -> None:
-    for file, config, expected, with_tools in (
-        ("file", None, "file", "file"),
-        ("file", "config", "file", "file"),
-        (None, "config", "config", "config"),
-        (None, NAMED, "list", "no"),
-    ):
+    places = [("file", None, "file", "file"), ("file", "config", "file", "file")]
+    places += [(None, "config", "config", "config"), (None, NAMED, "list", "no")]
+    for file, config, expected, with_tools in places:
         text = make_text(file, {"chat_template": config})
         assert text.render([{"role": "user", "content": "x"}]) == expected
         assert text.render([{"role": "user", "content": "x"}], tools=[{}]) == text.template_source == with_tools
@@ -415,10 +389,8 @@ def test_contents_that_no_probe_explains_are_passed_as_they_are() -> None:
     needs_system = (
         "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[1].content }}"
     )
-    assert (
-        ChatTemplate(needs_system, {}).render([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
-        == "b"
-    )
+    talk = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert ChatTemplate(needs_system, {}).render(talk) == "b"
 
 
 def test_templates_by_name() -> None:
@@ -426,10 +398,8 @@ def test_templates_by_name() -> None:
     text, message = make_text(files, {"chat_template": "not this one"}), [{"role": "user", "content": "x"}]
     assert (text.render(message), text.render(message, tools=[{}])) == ("plain", "with tools")
     assert text.render(message, chat_template="rag", documents=[1, 2], tools=[{}]) == "2 documents"
-    with pytest.raises(
-        UsageError,
-        match=r"expected the name of one of the model's templates \('default', 'tool_use', 'rag'\), found 'x'",
-    ):
+    said = r"expected the name of one of the model's templates \('default', 'tool_use', 'rag'\), found 'x'"
+    with pytest.raises(UsageError, match=said):
         text.render(message, chat_template="x")
     text.select_template("rag")
     assert text.render(message, documents=[1], tools=[{}]) == "1 documents"

@@ -238,15 +238,9 @@ def test_what_a_request_tells_the_template() -> None:
 
 
 # As pydantic writes nested models.
-_NODE: dict[str, Any] = {
-    "properties": {
-        "value": {"enum": [1, 2]},
-        "next": {"$ref": "#/$defs/Node"},
-        "file": {"type": "string", "format": "path"},
-    },
-    **OBJECT,
-}
-_NODE["required"] = ["value"]
+_FIELDS: dict[str, Any] = {"value": {"enum": [1, 2]}, "next": {"$ref": "#/$defs/Node"}}
+_FIELDS["file"] = {"type": "string", "format": "path"}
+_NODE = {"properties": _FIELDS, **OBJECT, "required": ["value"]}
 LISTED = {"$defs": {"Node": _NODE}, "properties": {"first": {"$ref": "#/$defs/Node"}}, "required": ["first"], **OBJECT}
 
 
