@@ -30,20 +30,11 @@ from ..decoding.decoder import Decoder, OnLogits, verified_settings
 from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import Block, finish_logits
+from .blocks import position_tables, router_of
+from .eager import Observer, attention, head_products, lower_right, project, run_experts
 from .pages import CudaPages
-from .prefill import (
-    PIECE,
-    Observer,
-    PromptReader,
-    attention,
-    chunk_size,
-    head_products,
-    lower_right,
-    project,
-    run_experts,
-    too_little_memory,
-)
-from .step import MAX_ROWS, DecodeStep, capture, contexts_between, kv_splits_for, position_tables, router_of
+from .prefill import PIECE, PromptReader, chunk_size, too_little_memory
+from .step import MAX_ROWS, DecodeStep, capture, contexts_between, kv_splits_for
 from .weights import AnyLinear, CudaWeights, dense_linears, load_weights, put_masks, with_dense
 from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 

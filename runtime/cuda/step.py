@@ -25,7 +25,6 @@ from torch.nn import functional
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
 from wisparse.kernels.gpu.attention import (
-    AttentionShape,
     QKNorms,
     RotaryTables,
     Rows,
@@ -34,7 +33,7 @@ from wisparse.kernels.gpu.attention import (
 )
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
-from wisparse.kernels.gpu.experts import ExpertLinear, Router, launch_experts, launch_router, plan_experts
+from wisparse.kernels.gpu.experts import ExpertLinear, launch_experts, launch_router, plan_experts
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import GemvTile, KernelPlan, Scratch, gpu_of, launch_linear, plan
@@ -43,9 +42,9 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, lau
 
 from ..decoding.cache import KVCache
 from ..decoding.heads import DraftHead
-from ..decoding.rotary import Rotary, query_scales
 from ..decoding.sampling import SamplingParams
 from ..torch.block import LINEARS, SHARED, Block, Norm
+from .blocks import PositionTables, attention_shape, router_of
 from .weights import AnyLinear, CudaWeights
 
 MAX_ROWS = 16
@@ -68,43 +67,11 @@ def contexts_between(first: int, last: int) -> list[int]:
     return sorted({min(longest, last) for longest in KV_SPLITS if first <= longest})
 
 
-# By the index ``rotary`` of a block's spec; None: no rotary embedding.
-PositionTables = dict[int | None, RotaryTables]
-
-
-def position_tables(
-    config: ModelConfig, rotaries: Sequence[Rotary], max_seq_len: int, device: torch.device, dtype: torch.dtype
-) -> PositionTables:
-    scales = query_scales(config, 0, max_seq_len, device)
-    factors = None if scales is None else scales.to(dtype)
-    found: PositionTables = {i: RotaryTables(*one.step_tables(max_seq_len), factors) for i, one in enumerate(rotaries)}
-    return found | {None: RotaryTables(found[0].cos[:, :0], found[0].sin[:, :0], factors)}
-
-
 def attention_arguments(config: ModelConfig, block: Block[AnyLinear], rotary: RotaryTables) -> dict[str, Any]:
-    spec, norm = block.spec, config.architecture.qk_norm
-    norm_of = "whole" if norm and not norm.per_head else "rotated head" if norm and norm.after_rotary else "head"
-    shape = AttentionShape(
-        config.num_heads, spec.num_kv_heads, spec.head_dim, rotary.cos.shape[1] * 2, spec.window or 0,
-        config.rotaries[0].interleaved, config.attention_softcap or 0.0, norm_of,
-        config.architecture.attention_gate, spec.shared_values, config.architecture.value_norm,
-    )  # fmt: skip
+    shape = attention_shape(config, block, rotary)
     q_norm, k_norm = (None if norm is None else norm.factors for norm in (block.q_norm, block.k_norm))
     norms = QKNorms(q_norm, k_norm, config.rms_norm_eps)
     return {"shape": shape, "scale": config.attention_scale, "norms": norms, "sinks": block.sinks}
-
-
-def router_of(block: Block[AnyLinear]) -> Router:
-    experts, weight = block.spec.experts, block.router
-    assert experts is not None
-    assert weight is not None
-    assert isinstance(block.gate_up, ExpertLinear)
-    shared = block.gate_up.chosen - experts.chosen
-    multiplier = 1.0 if block.router_scale is None else weight.shape[1] ** -0.5
-    return Router(
-        weight, experts.count, experts.chosen, shared, experts.renormalised, multiplier, block.router_bias,
-        block.expert_scale,
-    )  # fmt: skip
 
 
 def capture(launch: Callable[[], object], device: torch.device, pool: Any = None) -> Callable[[], object]:

@@ -1,0 +1,241 @@
+"""A block's operations (``formats.block_ops``) as launches, for decode steps and prompts.
+
+`BlockLauncher.launch_block` goes through the list. Neighbours that one launch computes:
+
+    Norm -> Linear, Router, Experts   the reader norms its input (`DecodeStep`), or the Add before does
+    Linear -> Activate                `DecodeStep`
+    Linear, Experts -> Add            `DecodeStep`, unless the sum has a factor
+    Norm, Sum -> Add -> Scale, Norm   the residual-add launch
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wisparse.formats import block_ops as ops
+from wisparse.formats.model_config import ModelConfig
+from wisparse.kernels.gpu.attention import (
+    AttentionShape,
+    QKNorms,
+    RotaryTables,
+    Rows,
+    launch_attention,
+    launch_store_rows,
+)
+from wisparse.kernels.gpu.common import Input, KVSplits
+from wisparse.kernels.gpu.experts import ExpertLinear, Router, choose_experts
+from wisparse.kernels.gpu.kv_cache import KVSlots
+from wisparse.kernels.gpu.plan import gpu_of
+from wisparse.kernels.gpu.reduction import Beside, Mask, launch_activate, launch_residual_add
+
+from ..decoding.rotary import Rotary, query_scales
+from ..torch.block import Block, Norm
+from .eager import run_experts
+from .weights import AnyLinear, CudaWeights
+
+# By the index ``rotary`` of a block's spec; None: no rotary embedding.
+PositionTables = dict[int | None, RotaryTables]
+
+
+def position_tables(
+    config: ModelConfig, rotaries: Sequence[Rotary], max_seq_len: int, device: torch.device, dtype: torch.dtype
+) -> PositionTables:
+    scales = query_scales(config, 0, max_seq_len, device)
+    factors = None if scales is None else scales.to(dtype)
+    found: PositionTables = {i: RotaryTables(*one.step_tables(max_seq_len), factors) for i, one in enumerate(rotaries)}
+    return found | {None: RotaryTables(found[0].cos[:, :0], found[0].sin[:, :0], factors)}
+
+
+def attention_shape(config: ModelConfig, block: Block[AnyLinear], rotary: RotaryTables) -> AttentionShape:
+    spec, norm = block.spec, config.architecture.qk_norm
+    return AttentionShape(
+        config.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        rotary.cos.shape[1] * 2,
+        spec.window or 0,
+        config.rotaries[0].interleaved,
+        config.attention_softcap or 0.0,
+        "whole" if norm and not norm.per_head else "rotated head" if norm and norm.after_rotary else "head",
+        config.architecture.attention_gate,
+        spec.shared_values,
+        config.architecture.value_norm,
+    )
+
+
+def router_of(block: Block[AnyLinear]) -> Router:
+    experts, weight = block.spec.experts, block.router
+    assert experts is not None
+    assert weight is not None
+    assert isinstance(block.gate_up, ExpertLinear)
+    return Router(
+        weight,
+        experts.count,
+        experts.chosen,
+        block.gate_up.chosen - experts.chosen,
+        experts.renormalised,
+        1.0 if block.router_scale is None else weight.shape[1] ** -0.5,
+        block.router_bias,
+        block.expert_scale,
+    )
+
+
+def tensor_of(value: Input) -> Tensor:
+    assert value.x is not None
+    return value.x
+
+
+class BlockLauncher(ABC):
+    """Launches blocks on the residual stream of T rows. A value of the list is an `Input`: a tensor, and the norm that
+    its reader applies."""
+
+    weights: CudaWeights
+    config: ModelConfig
+    hidden: Tensor  # (T, H), the residual stream
+    # (T, H), the residual stream after the norm of its next reader; None: readers norm their input themselves.
+    normed: Tensor | None = None
+    pdl = False  # launches overlap by programmatic dependent launch
+    _last_norm: Norm | None = None  # after the last block; None: not computed with its last addition
+    _tables: PositionTables
+    _cache: dict[int, KVSlots]
+    _launches: dict[str, Callable[[], object]] | None = None  # by name, in place of being launched
+
+    def launch_block(self, index: int) -> None:
+        block = self.weights.blocks[index]
+        values: dict[str, Any] = {ops.HIDDEN: Input(self.hidden if self.normed is None else self.normed)}
+        role, parallel = "", None
+        for position, op in enumerate(block.ops):
+            x, *others = (values[name] for name in op.inputs)
+            match op:
+                case ops.Norm():
+                    x = self._norm(index, x, getattr(block, op.weight))
+                case ops.Linear():
+                    role = op.role
+                    x = Input(self._linear(index, role, x))
+                case ops.Activate():
+                    x = self._activate(block, x)
+                case ops.Attention():
+                    x = self._attend(index, x.x)
+                case ops.DeltaNet():
+                    x = Input(self._delta_net(index, x.x, others[0]))
+                case ops.Router():
+                    x = self._route(index, x)
+                case ops.Experts():
+                    role = "down"
+                    x = Input(self._experts(index, x, others[0]))
+                case ops.Sum():
+                    (other,) = others
+                    parallel = Beside(other.x, other.norm, x.norm)
+                    x = Input(x.x)
+                case ops.Add():
+                    if others[0].x is not self.hidden:  # else the linear's launch has added it
+                        self._add(index, role, others[0], parallel, op.multiplier, block.ops[position + 1 :])
+                case ops.Scale():  # with the addition
+                    pass
+                case _:
+                    raise TypeError(f"no launch of {op}")
+            values[op.output] = x
+
+    def _launch(self, name: str, launch: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        if self._launches is None:
+            launch(*arguments, **options)
+        else:
+            self._launches[name] = partial(launch, *arguments, **options)
+
+    def _norm(self, index: int, x: Input, norm: Norm) -> Input:
+        return x if x.x is self.normed else x._replace(norm=norm.factors)
+
+    def _sums(self, index: int, role: str) -> Tensor | None:
+        """Where the launch that adds the output of ``role`` stores sums of squares, for readers that norm their input."""
+        return None
+
+    @abstractmethod
+    def _linear(self, index: int, role: str, value: Input) -> Tensor:
+        """The projections of (T, K), side by side: (T, N)."""
+
+    def _activate(self, block: Block[AnyLinear], x: Input) -> Input:
+        if self.normed is None:  # gate and up's launch has computed it
+            return x
+        return Input(launch_activate(tensor_of(x), self.config.activation, self._mask(block, "down")))
+
+    def _mask(self, block: Block[AnyLinear], role: str) -> Mask | None:
+        """The mask of a linear that the launch before it applies; None: none."""
+        return None
+
+    @abstractmethod
+    def _attend(self, index: int, qkv: Tensor) -> Input:
+        """Attention of the rows, (T, heads * head_dim)."""
+
+    def _attend_rows(
+        self,
+        index: int,
+        qkv: Tensor,
+        rows: Rows,
+        out: KVSplits,
+        *,
+        stored: bool,
+        stages: int = 3,
+        pdl: bool = False,
+    ) -> Input:
+        """Attention of rows of any slots; ``stored``: they may be consecutive positions of one slot."""
+        block, cache = self.weights.blocks[index], self._cache[index]
+        rotary = self._tables[block.spec.rotary]
+        shape, norms = attention_shape(self.config, block, rotary), self._qk_norms(block)
+        if stored:
+            self._launch("store", launch_store_rows, qkv, cache, rows, rotary, shape, norms, pdl=pdl)
+        options = {"scale": self.config.attention_scale, "sinks": block.sinks, "stages": stages, "stored": stored}
+        self._launch(
+            "attention", launch_attention, qkv, cache, rows, rotary, out, shape, norms=norms, pdl=pdl, **options
+        )
+        return Input(None, attention=out)
+
+    def _qk_norms(self, block: Block[AnyLinear]) -> QKNorms:
+        q_norm, k_norm = (None if norm is None else norm.factors for norm in (block.q_norm, block.k_norm))
+        return QKNorms(q_norm, k_norm, self.config.rms_norm_eps)
+
+    def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
+        raise NotImplementedError
+
+    def _route(self, index: int, x: Input) -> Any:
+        return choose_experts(tensor_of(x), router_of(self.weights.blocks[index]))
+
+    def _experts(self, index: int, x: Input, routing: Any) -> Tensor:
+        n = tensor_of(x)
+        return run_experts(self.config, self.weights.blocks[index], n, routing, len(n), gpu_of(n.device))
+
+    def _add(
+        self, index: int, role: str, y: Input, parallel: Beside | None, multiplier: float, later: Sequence[ops.Op]
+    ) -> None:
+        """Add y, the output of ``role``, to the residual stream; ``later``: the operations after the Add."""
+        block = self.weights.blocks[index]
+        scaled = bool(later) and isinstance(later[0], ops.Scale)
+        norm = None if self.normed is None else self._next_norm(index, later[scaled:])
+        self._launch(
+            f"{role} add",
+            launch_residual_add,
+            y.x,
+            self.hidden,
+            self._sums(index, role),
+            beside=parallel,
+            norm=y.norm,
+            scalar=block.scalar if scaled else None,
+            next_norm=None if norm is None else norm.factors,
+            normed=self.normed,
+            eps=self.config.rms_norm_eps,
+            multiplier=multiplier,
+            pdl=self.pdl,
+        )
+
+    def _next_norm(self, index: int, later: Sequence[ops.Op]) -> Norm | None:
+        """The norm that the next reader of the residual stream applies."""
+        blocks = self.weights.blocks
+        if not later and index + 1 == len(blocks):
+            return self._last_norm
+        block, op = (blocks[index], later[0]) if later else (blocks[index + 1], blocks[index + 1].ops[0])
+        return getattr(block, op.weight) if isinstance(op, ops.Norm) else None

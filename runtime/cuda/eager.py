@@ -1,0 +1,128 @@
+"""Products, experts and attention of prompts without a graph: what ``runtime.torch.block`` calls for masked prompts, in
+float32, and for families that `PromptReader` refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wisparse.formats.model_config import ModelConfig
+from wisparse.kernels.gpu.attention import AttentionShape, launch_chunk_attention
+from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
+from wisparse.kernels.gpu.experts import ExpertLinear
+from wisparse.kernels.gpu.kv_cache import kv_slots
+from wisparse.kernels.gpu.plan import Gpu
+from wisparse.kernels.gpu.weights import FusedLinear, dequantize, widen
+from wisparse.kernels.reference import keep_mask
+
+from ..torch.block import Block, drop_channels
+from ..torch.block import attention as plain_attention
+from .weights import AnyLinear, CudaWeights
+
+# Up to this many positions after a cached prefix an explicit mask is faster than the import in ``lower_right``.
+_FEW = 64
+
+# Called with a linear, its input (T, K) and the first masked row.
+Observer = Callable[[FusedLinear, Tensor, int], None]
+
+
+def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor | None) -> tuple[Tensor, ...]:
+    """Each projection of x (T, K), masked from row ``first_sparse`` on; quantized weights are widened into
+    ``scratch``."""
+    weight, widths = linear.weight, linear.widths
+    dense = linear.dense or first_sparse >= len(x)
+    if dense and weight.quant == "none":  # one product for all projections
+        y = x @ weight.data[:, : linear.out_features]
+    else:
+        outputs = []
+        for i, width in enumerate(widths):
+            masked, first = [x], weight.first(i)
+            if not dense:
+                limits = linear.thresholds[i * weight.planes : (i + 1) * weight.planes]
+                keeps = (keep_mask(x[first_sparse:], linear.scales[i], limit) for limit in limits)
+                masked = [drop_channels(x, keep) for keep in keeps]
+            w = weight.data[:, first : first + width]
+            if weight.quant != "none":
+                assert scratch is not None
+                w = widen(weight, i, scratch[: weight.in_features * width].view(weight.in_features, width))
+            outputs.append(masked[0] @ w)
+            if len(masked) > 1:  # subtract the low plane of channels that keep the high plane only
+                outputs[-1] -= (masked[0] - masked[1]) @ dequantize(weight, i, w, low=True)
+        y = torch.cat(outputs, dim=-1)
+    return (y if linear.bias is None else y + linear.bias).split(widths, dim=-1)
+
+
+def run_experts(
+    config: ModelConfig, block: Block[AnyLinear], x: Tensor, routing: tuple[Tensor, Tensor], first_sparse: int, gpu: Gpu,
+    observe: Observer | None = None,
+) -> Tensor:  # fmt: skip
+    """A block's experts of x (T, H); rows from ``first_sparse`` on are masked. ``routing``: the chosen experts and their
+    weights; ``observe``: called for each expert's linears."""
+    gate_up, down, (expert, weight) = block.gate_up, block.down, routing
+    assert isinstance(gate_up, ExpertLinear)
+    assert isinstance(down, ExpertLinear)
+    groups, masked_from = sort_by_expert(expert, len(gate_up.scales)), first_sparse if first_sparse < len(x) else None
+    activated = x.new_empty(expert.numel(), down.in_features)
+    expert_gemm(
+        x, gate_up, groups, activated, gpu, activation=config.activation, clamp=config.clamp, first_sparse=masked_from
+    )
+    out = x.new_empty(len(x), expert.shape[1], down.out_features)
+    expert_gemm(activated, down, groups, out, gpu, weight=weight, first_sparse=masked_from)
+    offsets = pairwise(groups.offset.tolist() if observe is not None else ())
+    for index, (first, end) in enumerate(offsets):
+        assert observe is not None
+        rows = groups.order[first:end] // expert.shape[1]
+        dense = int((rows < first_sparse).sum())
+        observe(gate_up.one(index), x[rows], dense)
+        observe(down.one(index), activated[first:end], dense)
+    return out.sum(1)
+
+
+def head_products(weights: CudaWeights, x: Tensor) -> Tensor:
+    """The logits (T, V), in x's dtype, of normalized x (T, H)."""
+    if weights.head_scales is None:
+        return functional.linear(x, weights.head)
+    assert weights.dequantized is not None
+    # int8 codes are exact in every dtype; their scales multiply the products.
+    rows = max(1, weights.dequantized.numel() // x.shape[1])
+    parts = []
+    for codes, scales in zip(weights.head.split(rows), weights.head_scales.split(rows), strict=True):
+        w = weights.dequantized[: codes.numel()].view(codes.shape).copy_(codes)
+        parts.append((functional.linear(x, w) * scales).to(x.dtype))
+    return torch.cat(parts, dim=-1)
+
+
+def lower_right() -> Callable[[int, int], Tensor]:
+    """torch's causal mask for a prompt's later chunks. Imported here, as it imports torch._dynamo, which takes 2 to 3
+    s."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right
+
+
+def attention(
+    config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``runtime.torch.block.attention`` without an explicit mask where torch's kernels need none. These do not support
+    sinks; in half precision ``launch_chunk_attention`` does."""
+    count, stop = q.shape[1], keys.shape[1]
+    if sinks is not None and q.dtype != torch.float32:
+        queries, slots = q.transpose(0, 1).contiguous(), kv_slots(keys[None], values[None])
+        chunk, out = torch.tensor((0, start, count)).to(q.device, non_blocking=True), torch.empty_like(queries)
+        shape = AttentionShape(len(q), len(keys), q.shape[2], 0, window or 0)
+        launch_chunk_attention(queries, queries, chunk, slots, out, shape, config.attention_scale, sinks=sinks)
+        return out.transpose(0, 1)
+    later_chunk = start > 0 and count > 1
+    windowed = window is not None and stop > window
+    if config.attention_softcap is not None or sinks is not None or windowed or (later_chunk and count <= _FEW):
+        return plain_attention(config, q, keys, values, start, window, sinks)
+    mask = lower_right()(count, stop) if later_chunk else None
+    return functional.scaled_dot_product_attention(
+        q[None], keys[None], values[None], attn_mask=mask, is_causal=start == 0 and count > 1,
+        scale=config.attention_scale, enable_gqa=q.shape[0] != keys.shape[0],
+    )[0]  # fmt: skip
