@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from served import Running
@@ -183,6 +184,39 @@ def test_python_terminal_and_server_agree(configured: Callable[..., Path], run: 
         with Running(folder) as server:
             status, answer = server.post("/v1/completions", {"prompt": "x = ", "max_tokens": 12, "seed": 9, **own})
             assert (status, answer["choices"][0]["text"]) == (200, expected.text)
+
+
+@pytest.mark.parametrize("field", ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "min_p"])
+def test_the_server_keeps_to_the_file(field: str, configured: Callable[..., Path], model: Model) -> None:
+    """Streamed and not, greedy and sampled, completions and chats: as Python, and not as without the field."""
+    chat = [{"role": "user", "content": "x"}]
+    sampled = {"temperature": 1.5, "seed": 2}
+    settings: list[dict[str, Any]] = [sampled] if field == "min_p" else [{}, sampled]
+    asked = [(prompt, one) for prompt in ("x = ", chat) for one in settings]
+    plain = [model.generate(prompt, chat_template=None, **FIXED, **one) for prompt, one in asked]
+    first, second = plain[0].token_ids[:2]
+    values = {
+        "suppress_tokens": [first],
+        "begin_suppress_tokens": [first],
+        "bad_words_ids": [[first, second]],
+        "min_p": 0.5,
+    }
+    folder = configured(**{field: values[field]})
+    with load(folder) as changed:
+        expected = [changed.generate(prompt, **FIXED, **one).text for prompt, one in asked]
+    assert expected[0] != plain[0].text
+    with Running(folder) as server:
+        for (prompt, one), text in zip(asked, expected, strict=True):
+            more = {"max_tokens": 12, **(one or {"temperature": openai.omit})}
+            for stream in (False, True):
+                ask = server.complete if isinstance(prompt, str) else server.chat
+                found = ask(prompt, stream=stream, **more)
+                choices = [part.choices[0] for part in found] if stream else found.choices
+                if isinstance(prompt, str):
+                    parts = [choice.text for choice in choices]
+                else:
+                    parts = [(choice.delta if stream else choice.message).content or "" for choice in choices]
+                assert "".join(parts) == text
 
 
 @pytest.mark.parametrize(("name", "meant"), [
