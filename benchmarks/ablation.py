@@ -1,23 +1,18 @@
-"""What each part of a search is worth: the rows of the paper's ablation, the baselines and the default, on one model.
+"""What each part of a search is worth: the rows of the paper's ablation, the baselines and the default, on one model;
+``tables.py`` makes the table.
 
-    python benchmarks/ablation.py                              # the example model; minutes on a GPU, hours on two cores
-    python benchmarks/ablation.py --num-generations 20 --num-offspring 8 --num-samples 16      # half an hour
-    python benchmarks/ablation.py --model PATH --out DIR       # another one; writes ablation-NAME.{md,json}
-    python benchmarks/ablation.py --parts baselines            # some of the rows: baselines, paper, additive
-
-Calibrated on standard-library files, measured on other ones, every token sparse. KL in nats per token, to the dense
-model. ``seconds`` and ``KL evaluations`` are those of the search up to that row; an evaluation is one pass over the
-search's tokens, a pass over a part of them that part.
+``seconds`` and ``KL evaluations`` are those of the search up to that row; an evaluation is one pass over the search's
+tokens, a pass over a part of them that part.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from quality import Clock, describe_machine, opened, options_of, print_head, publish, row
+from quality import Clock, Evaluator, row
 
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.search.allocation import allocate, interpolate
@@ -38,21 +33,15 @@ ROWS = {
     "fisher": "loss-weighted norm and damage (fisher)",
     "refine": "the same, refined on the joint KL (refine)",
 }
-PARTS = ("baselines", "paper", "additive")
-
 Settings = Callable[[str, str], SearchSettings]
 Add = Callable[[str, SearchResult, Clock], None]
 
 
 def baselines(source: SourceModel, tokens: CalibrationTokens, settings: Settings, add: Add) -> None:
     """The rows that are one search each."""
-    for key, method, kind in (
-        ("uniform", "teal", "uniform"),
-        ("wina", "wina", "uniform"),
-        ("teal", "teal", "greedy"),
-        ("fisher", "wisparse", "fisher"),
-        ("refine", "wisparse", "refine"),
-    ):
+    searches = {"uniform": ("teal", "uniform"), "wina": ("wina", "uniform"), "teal": ("teal", "greedy")}
+    searches |= {kind: ("wisparse", kind) for kind in ("fisher", "refine")}
+    for key, (method, kind) in searches.items():
         with Clock() as clock:
             result = search(source, tokens, settings(method, kind))
         add(key, result, clock)
@@ -112,55 +101,27 @@ def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "of_uniform": row["kl"] / uniform["kl"] if uniform else None} for row in ordered]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sparsity", type=float, default=0.5)
-    parser.add_argument("--num-generations", type=int, default=400)
-    parser.add_argument("--num-offspring", type=int, default=64)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    options = options_of(parser)
+PARTS = {"baselines": baselines, "paper": paper, "additive": additive_table}
 
-    source, tokens, evaluator = opened(options)
-    facts = {
-        "model": options.model.name,
-        "sparsity": options.sparsity,
-        "calibration tokens": tokens.input_ids.numel(),
-        "search tokens": options.kl_tokens,
-        "evaluation tokens": evaluator.input_ids.numel(),
-        "evolution": f"{options.num_generations} generations x {options.num_offspring}, all on all search tokens",
-        **describe_machine(source.device),
-    }
-    print_head("Ablation", facts)
+
+@torch.no_grad()
+def measure(
+    parts: Sequence[str], source: SourceModel, tokens: CalibrationTokens, evaluator: Evaluator, options: argparse.Namespace
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of some parts, at 50%."""
     rows: list[dict[str, Any]] = []
 
     def settings(method: str, kind: str) -> SearchSettings:
+        kl_tokens = options.kl_tokens if kind not in ("fisher", "refine") else None
         return SearchSettings(
-            sparsity=options.sparsity,
-            method=method,
-            search=kind,
-            num_generations=options.num_generations,
-            num_offspring=options.num_offspring,
-            kl_tokens=options.kl_tokens if kind not in ("fisher", "refine") else None,
-            seed=options.seed,
-        )
+            sparsity=0.5, method=method, search=kind, num_generations=options.num_generations,
+            num_offspring=options.num_offspring, kl_tokens=kl_tokens, seed=0,
+        )  # fmt: skip
 
     def add(key: str, result: SearchResult, clock: Clock) -> None:
-        entry = row(ROWS[key], evaluator(result), clock.spent, result)
-        rows.append(entry)
-        print(
-            f"{ROWS[key]}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}, {clock.spent:.0f} s",
-            flush=True,
-        )
+        rows.append(row(ROWS[key], evaluator(result), clock.spent, result))
+        print(f"{ROWS[key]}: KL {rows[-1]['kl']:.4f}, {clock.spent:.0f} s", flush=True)
 
-    with torch.no_grad():
-        for part, make in zip(PARTS, (baselines, paper, additive_table), strict=True):
-            if part in options.parts:
-                make(source, tokens, settings, add)
-
-    rows = in_order(rows)
-    print(f"\ndense perplexity {rows[0]['dense_perplexity']:.3f}")
-    publish("ablation", "Ablation", options, facts, rows)
-
-
-if __name__ == "__main__":
-    main()
+    for part in parts:
+        PARTS[part](source, tokens, settings, add)
+    return rows

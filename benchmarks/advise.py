@@ -87,10 +87,8 @@ def main() -> None:
         rows = []
         for (kind, level), rates in measured.items():
             found, guess = statistics.median(rates), statistics.median(expected[kind, level])
-            rows.append(
-                {"weights": kind, "sparsity": level, "expected": guess, "measured": found, "ratio": guess / found}
-            )
-            rows[-1] |= {"expected_rounds": expected[kind, level], "measured_rounds": rates}
+            row = {"weights": kind, "sparsity": level, "expected": guess, "measured": found, "ratio": guess / found}
+            rows.append(row | {"expected_rounds": expected[kind, level], "measured_rounds": rates})
             print(
                 f"{shape} {kind} {level:.0%}: {guess:.1f} expected, {found:.1f} tok/s, {guess / found:.3f}", flush=True
             )

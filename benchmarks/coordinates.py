@@ -1,10 +1,11 @@
-"""KL by coordinates and by amount of calibration text: what ``--rotation auto`` and the defaults of the text rest on.
+"""KL by coordinates, weight type and amount of calibration text: what ``--rotation auto`` and the text's defaults rest on.
 
     python benchmarks/coordinates.py --device cuda                    # the example model, minutes on a GPU
     python benchmarks/coordinates.py --models PATH ... --parts fit --output results/coordinates.json
+    python benchmarks/coordinates.py --parts bits --tokens 8192 --search fisher    # on a CPU
 
 Parts: ``auto`` is each weight type in the source's and in rotated coordinates; ``rotation``, ``fit`` (GPTQ) and
-``thresholds`` vary the amount of text of that stage alone. Calibrated on every other file of Python's standard library,
+``thresholds`` vary the amount of text of that stage alone; ``bits`` is the KL over the bits read a weight. Calibrated on every other file of Python's standard library,
 or on the model's own text (``self``); measured on the other files (``library``) and on installed packages (``packages``).
 """
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,14 @@ from quality import EXAMPLE, Evaluator, describe_machine, print_document, stdlib
 from wisparse.converter.calibration import CalibrationTokens, pack, path_documents, write_calibration
 from wisparse.converter.config import full_config
 from wisparse.converter.gptq import quantise_weights
+from wisparse.converter.planes import read_in_planes
 from wisparse.converter.processes import SILENT
 from wisparse.converter.rotation import rotate
-from wisparse.converter.search.search import SearchResult, SearchSettings, search
+from wisparse.converter.search.allocation import MAX_SPARSITY, allocate
+from wisparse.converter.search.search import Run, SearchResult, SearchSettings, SparsityLevels, search
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.manifest import unread
 
 AMOUNTS = (4096, 8192, 16384, 32768, 65536, 131072, 262144)
 USUAL = 8192  # tokens of the stages that a part does not vary; half of it for the rotation
@@ -40,10 +45,11 @@ LEVELS = (0.3, 0.4, 0.5)
 class Trial:
     """One model, and the KL of what is made of it to the model as it was."""
 
-    def __init__(self, folder: Path, device: str, seq_len: int, eval_tokens: int, seed: int) -> None:
-        self.folder, self.device, self.seq_len, self.seed = folder, device, seq_len, seed
-        self.dense = load_source(folder, torch.float32, device)
-        count = eval_tokens // seq_len
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.folder, self.device, self.seq_len, self.seed = folder, options.device, options.seq_len, options.seed
+        self.tokens, self.search, self.scopes = options.tokens, options.search, options.scopes
+        self.dense = load_source(folder, torch.float32, self.device)
+        seq_len, seed, count = self.seq_len, self.seed, options.eval_tokens // self.seq_len
         packages = path_documents([str(Path(transformers.__file__).parent / "models")], 0)
         rows = pack(packages, self.dense.tokenizer, count, seq_len, seed, "packages")
         self.evaluators = {
@@ -148,15 +154,54 @@ def thresholds(trial: Trial) -> Rows:
                     yield about, trial.masked(source, trial.text(kind, amount), by, level)
 
 
+BITS = (5.0, 4.25, 3.75, 3.4, 2.95, 2.5)
+MASKS = {"native": (16, (0.5, 0.4, 0.3)), "int8": (8, ()), "int4": (4, (0.3,))}
+
+
+@torch.no_grad()
+def only(levels: SparsityLevels, scope: str, sparsity: float) -> SearchResult | None:
+    """``levels.at`` where channels are dropped in routed experts alone, or outside them alone, by `fisher`; None where
+    these are too few."""
+    run, sizes = Run(levels, replace(levels.settings, sparsity=sparsity)), levels.calib.sizes
+    curves = run.sensitivities()
+    inside = {name: size for name, size in sizes.items() if (".experts." in name) == (scope == "experts")}
+    if sparsity * sum(sizes.values()) > MAX_SPARSITY * sum(inside.values()):
+        return None
+    spread = allocate(
+        {name: curves[name] for name in inside}, inside, sparsity * sum(sizes.values()) / sum(inside.values())
+    )
+    return run.result(dict.fromkeys(sizes, 0.0) | spread)
+
+
+def bits_read(trial: Trial) -> Rows:
+    """Masks on weights of 16, 8 and 4 bits, and graded weights; scales are not counted. int4 is fitted to the text of the
+    rotation too, as in a conversion."""
+    amount, scopes = trial.tokens, trial.scopes
+    for turned in ("rotated", "source"):
+        tokens, rotation = trial.text("library", amount), trial.text("library", amount // 2, 1)
+        source = trial.source("library", amount // 2 if turned == "rotated" else 0)
+        for weights in (*MASKS, "graded"):
+            width, sparsities = MASKS.get(weights, (8, tuple(map(unread, sorted(BITS)))))
+            about = {"coordinates": turned, "weights": weights}
+            with trial.quantized(source, weights if weights != "graded" else "native", tokens.joined(rotation)):
+                if weights != "native":
+                    matrices = quantise_weights(source, tokens, weights, torch.bfloat16) if weights == "graded" else {}
+                    yield {**about, "bits": float(width)}, trial.kl(source)
+                read = read_in_planes(source, matrices) if weights == "graded" else source
+                with SparsityLevels(read, tokens, SearchSettings(search=trial.search, seed=trial.seed)) as levels:
+                    for scope, sparsity in product(scopes, sparsities):
+                        found = levels.at(sparsity) if scope == "all" else only(levels, scope, sparsity)
+                        inside = {"scope": scope} if len(scopes) > 1 else {}
+                        if found is not None:
+                            yield {**about, **inside, "bits": round(width * (1 - sparsity), 4)}, trial.kl(read, found)
+
+
 PARTS: Mapping[str, Callable[[Trial], Rows]] = {
-    "auto": auto,
-    "rotation": rotation,
-    "fit": fit,
-    "thresholds": thresholds,
-}
+    "auto": auto, "rotation": rotation, "fit": fit, "thresholds": thresholds, "bits": bits_read,
+}  # fmt: skip
 
 
-def timed_rows(head: dict[str, Any], found: Iterable[tuple[dict[str, Any], dict[str, float]]]) -> list[dict[str, Any]]:
+def timed_rows(head: dict[str, Any], found: Rows) -> list[dict[str, Any]]:
     """What was measured, each row printed when it is there."""
     rows, started = [], time.perf_counter()
     for about, kl in found:
@@ -172,6 +217,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="+", default=[EXAMPLE])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tokens", type=int, default=131072, help="of bits")
+    parser.add_argument("--search", default="refine", choices=("fisher", "refine"), help="of bits")
+    parser.add_argument("--scopes", nargs="+", default=["all"], choices=("all", "experts", "outside"), help="of bits")
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--eval-tokens", type=int, default=24576)
     parser.add_argument("--device", default="cpu")
@@ -185,7 +233,7 @@ def main() -> None:
     }
     for part in options.parts:
         for folder in options.models:
-            trial = Trial(folder, options.device, options.seq_len, options.eval_tokens, options.seed)
+            trial = Trial(folder, options)
             document["rows"] += timed_rows({"part": part, "model": folder.name}, PARTS[part](trial))
     print_document(document, options.output)
 

@@ -4,44 +4,53 @@
     python benchmarks/cpu.py --only examples prompts
     python benchmarks/cpu.py --cpu-time           # one thread, processor time: on a machine that is busy otherwise
 
-    llama-1b     decoding a random model of Llama-3.2-1B's shape, over transformers
-    examples     decoding the project's small models, over transformers dense in the same type
-    experts      decoding random mixtures of experts, over the fastest of transformers' ways to run these
-    prompts      prompts of 5, 32 and 512 tokens of that model, over transformers in the faster of its types
-    first-token  load and first token of the 1B bundle, over reading its files into memory
+    llama-1b  decoding a random model of Llama-3.2-1B's shape, over transformers
+    examples  decoding small models (``--models``), over transformers dense in the same type
+    experts   decoding random mixtures of experts, over the fastest of transformers' ways to run these
+    prompts   prompts of 5, 32 and 512 tokens of the 1B model, over transformers in the faster of its types
+    peers     decoding the 1B model, int8 and int4 at 50% and graded weights at 3.5 and 8 bits, over llama.cpp's Q4_0
+    busy      `wisparse bench` on the small example beside 0, 1, 2 and 4 processes that do nothing but spin
 
-Times are medians of interleaved repetitions, of first-token the least of them. Close other programs: half a busy core
-halves the slower side only.
+``peers`` needs ``pip install gguf xllamacpp`` (llama.cpp's own server; its milliseconds a token count, HTTP left out), and
+is run only if it is asked for, as ``busy`` is. Its file is Q4_0 throughout, twice: the output layer in Q8_0 (as ours,
+which is int8) and in Q4_0 too.
+
+Times are medians of interleaved repetitions. Close other programs: half a busy core halves the slower side only.
 Human-readable lines go to stderr, one JSON document to stdout, and to --output if given.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_models import EXPERTS, LLAMA_1B, calibrated_bundle, random_checkpoint
-from quality import describe_machine, print_document
+from cpu_models import EXPERTS, GRADED, LLAMA_1B, calibrated_bundle, make_gguf, random_checkpoint
+from quality import EXAMPLE, describe_machine, print_document
 from torch import Tensor
 
 from wisparse.converter.source import cache_argument
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.manifest import unread
 from wisparse.runtime.cpu.decoder import CpuDecoder
 
-ROOT = Path(__file__).resolve().parent.parent
-SECTIONS = ("llama-1b", "examples", "experts", "prompts", "first-token")
+USUAL = ("llama-1b", "examples", "experts", "prompts")
+SECTIONS = (*USUAL, "peers", "busy")
+KINDS = ("native", "int8", "int4")
 PROMPT_TOKENS = 32
 SPARSITY = 0.5
 
@@ -161,24 +170,6 @@ def decoding(source: Path, bundle_folder: Path, count: int, repetitions: int, ki
     return result
 
 
-def examples(work: Path, count: int, repetitions: int) -> dict[str, Any]:
-    """The project's small models."""
-    results = {}
-    sources = {"pycode-llama-6m": ROOT / "examples" / "pycode-llama-6m"}
-    packed = ROOT.parent / "shared" / "models" / "pycode-qwen2-37m"
-    unpacked = work / packed.name
-    if not unpacked.is_dir() and packed.is_dir():
-        subprocess.run([sys.executable, packed.parent / "pack.py", "unpack", packed, unpacked], check=True)
-    if unpacked.is_dir():
-        sources[packed.name] = unpacked
-    else:
-        say(f"{packed.name}: not beside this checkout, left out")
-    for name, source in sources.items():
-        bundle = calibrated_bundle(source, work / f"{name}-{SPARSITY:.0%}", SPARSITY)
-        results[name] = decoding(source, bundle, count, repetitions, ("native", "int8", "int4"))
-    return results
-
-
 def prompts(source: Path, bundle_folder: Path, repetitions: int) -> dict[str, Any]:
     """Seconds of prompts in every weight and activation type, and the ratio to the faster type of transformers."""
     from transformers import AutoModelForCausalLM
@@ -200,7 +191,7 @@ def prompts(source: Path, bundle_folder: Path, repetitions: int) -> dict[str, An
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
         measure(f"transformers {kind}", lambda ids, model=model: model(ids[None], logits_to_keep=1))
         del model
-        for weights in ("native", "int8", "int4"):
+        for weights in KINDS:
             decoder = CpuDecoder(bundle, device=torch.device("cpu"), dtype=dtype, max_seq_len=520, weights=weights)
             measure(f"{weights} {kind}", lambda ids, decoder=decoder: decoder.prefill(0, ids, len(ids)))
             decoder.close()
@@ -215,129 +206,149 @@ def prompts(source: Path, bundle_folder: Path, repetitions: int) -> dict[str, An
     }
 
 
-# --- the first token -------------------------------------------------------------------------------------------------
+# --- llama.cpp -------------------------------------------------------------------------------------------------------
 
 
-# Every figure comes from a process of its own, as a user starts one: memory once used and freed is not fresh.
-READ = """
-import sys, time
-from pathlib import Path
-import numpy as np
-files, kept, piece = [Path(name) for name in sys.argv[2:]], [], 1 << 20
-buffer = bytearray(piece)
-np.ones({memory}, np.uint8)
-start = time.{clock}()
-for file in files:
-    data = buffer if sys.argv[1] == "stream" else np.empty(file.stat().st_size, np.uint8)
-    kept.append(data)
-    view, filled = memoryview(data), 0
-    with file.open("rb", buffering=0) as stream:
-        while read := stream.readinto(view if sys.argv[1] == "stream" else view[filled : filled + piece]):
-            filled += read
-print(time.{clock}() - start)
-"""
-FIRST = """
-import sys, time
-import torch
-import wisparse.runtime.cpu.decoder
-from wisparse.runtime.backends import load
-torch.set_num_threads({threads})
-torch.ones({memory}, dtype=torch.uint8)
-start = time.{clock}()
-model = load(sys.argv[2], device="cpu", weights=sys.argv[1], max_seq_len=1024)
-model.generate({prompt}, max_new_tokens=1)
-print(time.{clock}() - start)
+_SERVER = """
+import sys, time, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.hostnames, params.port = sys.argv[1], ["127.0.0.1"], int(sys.argv[2])
+params.n_ctx, params.n_parallel, params.warmup = 1024, 1, True
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[3])
+server = xllamacpp.Server(params)
+while True:
+    time.sleep(60)
 """
 
 
-def first_token(bundle: Path, repetitions: int) -> dict[str, Any]:
-    """From ``load`` to the first token, over reading the bundle's files, all of which the system has in its cache.
+@contextlib.contextmanager
+def llama_cpp(model: Path, prompt: list[int], count: int) -> Iterator[Callable[[], float]]:
+    """A server of a model; calls give its own seconds a token."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    log = model.with_suffix(".log")
+    body = {"prompt": prompt, "ignore_eos": True, "temperature": 0, "cache_prompt": False, "n_predict": count}
+    asked = json.dumps(body).encode(), {"Content-Type": "application/json"}
 
-    Reading means into memory that stays, as a model's has to; what the cache gives to one reused buffer is told beside
-    it. In a virtual machine, memory that the host has not handed out yet costs several times more at first touch than
-    all the rest, at random. So each process first touches as much as it is going to need and gives it back, and the
-    least of the repetitions counts.
-    """
-    files = [file for file in bundle.iterdir() if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    words = {
-        "clock": "process_time" if _cpu_time else "perf_counter",
-        "threads": torch.get_num_threads(),
-        "prompt": list(range(100, 100 + PROMPT_TOKENS)),
-        "memory": 2 * size,
-    }
-    runs = {name: (READ, [name, *files]) for name in ("stream", "read")}
-    runs |= {name: (FIRST, [name, bundle]) for name in ("native", "int8")}
+    def run() -> float:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", *asked)
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            timings = json.load(answer)["timings"]
+        assert timings["predicted_n"] == count, timings
+        return timings["predicted_ms"] / count / 1e3
 
-    def run(script: str, arguments: list[object]) -> float:
-        command = [sys.executable, "-c", script.format(**words), *map(str, arguments)]
-        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    with log.open("w") as file:
+        command = [sys.executable, "-c", _SERVER, str(model), str(port), str(torch.get_num_threads())]
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        until = time.monotonic() + 120
+        while True:
+            try:
+                run()
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > until:
+                    raise SystemExit(f"llama.cpp's server did not start:\n{log.read_text()[-2000:]}") from None
+                time.sleep(0.5)
+        yield run
+    finally:
+        process.kill()
+        process.wait()
 
-    # The first of each fills the system's cache and compiles.
-    found = in_turns({name: partial(run, *given) for name, given in runs.items()}, repetitions)
-    times = {name: min(values) for name, values in found.items()}
-    result = {
-        "bundle_bytes": size,
-        "read_s": times["read"],
-        "read_gbps": size / times["read"] / 1e9,
-        "stream_s": times["stream"],
-        "first_token_s": {"native": times["native"], "int8": times["int8"]},
-        "runs": {name: [round(value, 3) for value in values] for name, values in found.items()},
-        "over_read": times["native"] / times["read"],
-        "over_read_int8": times["int8"] / times["read"],
-    }
-    say(
-        f"first token: reading {size / 1e9:.2f} GB into memory {times['read']:.2f} s, through one buffer "
-        f"{times['stream']:.2f} s; load and first token {times['native']:.2f} s "
-        f"({result['over_read']:.2f}x), int8 {times['int8']:.2f} s ({result['over_read_int8']:.2f}x)"
-    )
+
+def peers(source: Path, bundle: Bundle, graded: Bundle, work: Path, count: int, repetitions: int) -> dict[str, Any]:
+    """Tokens a second of ours and of llama.cpp, in turns on the same threads."""
+    ours = {f"{kind} 50%": (bundle, kind) for kind in KINDS[1:]}
+    ours |= {f"graded {bits:g} bits": (graded.at(unread(bits)), "native") for bits in (*GRADED, 8)}
+    prompt = torch.randint(0, bundle.config.vocab_size, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(1))
+    settings: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    settings["max_seq_len"] = PROMPT_TOKENS + count + 1
+    loops: dict[str, Callable[[], float]] = {}
+    with contextlib.ExitStack() as open_ones:
+        for name, (one, kind) in ours.items():
+            decoder = CpuDecoder(one, weights=kind, **settings)
+            open_ones.callback(decoder.close)
+            loops[f"wisparse {name}"] = decoder_loop(decoder, prompt, count)
+        for kind in ("Q8_0", "Q4_0"):
+            model = make_gguf(source, work / f"1b-q4_0-{kind}.gguf", kind)
+            loops[f"llama.cpp Q4_0, output {kind}"] = open_ones.enter_context(llama_cpp(model, prompt.tolist(), count))
+        times = in_turns(loops, repetitions)
+    rates = {name: 1 / statistics.median(values) for name, values in times.items()}
+    result: dict[str, Any] = {"xllamacpp": version("xllamacpp"), "tok_per_s": rates}
+    for kind in ("int4 50%", "graded 3.5 bits"):
+        result[f"{kind} over"] = {name: rates[f"wisparse {kind}"] / rate for name, rate in rates.items()}
+    for name, rate in rates.items():
+        say(f"{name}: {rate:.3g} tok/s; int4 at 50% {result['int4 50% over'][name]:.2f} of it")
     return result
+
+
+# --- other programs --------------------------------------------------------------------------------------------------
+
+
+def busy(bundle: Path) -> list[dict[str, Any]]:
+    """What `wisparse bench` prints beside spinning processes in sessions of their own, as other users start them; quiet
+    again at the end, which tells whether the machine kept its speed."""
+    command = [sys.executable, "-m", "wisparse", "bench", str(bundle), "--device", "cpu", "--runs", "3", "--json"]
+    rows: list[dict[str, Any]] = []
+    for count in (0, 1, 2, 4, 0):
+        spin = [sys.executable, "-S", "-c", "while True: pass"]
+        beside = [subprocess.Popen(spin, start_new_session=True) for _ in range(count)]
+        try:
+            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        finally:
+            for process in beside:
+                process.kill()
+                process.wait()
+        rate = json.loads(said.splitlines()[-1])["sparse"]["tok_per_s"]
+        rows.append({"busy": count, "tok_per_s": rate, "over_quiet": rate / (rows[0]["tok_per_s"] if rows else rate)})
+        say(f"beside {count} busy processes: {rate:.0f} tok/s, {rows[-1]['over_quiet']:.2f} of quiet")
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections to run")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=USUAL, help="sections to run")
+    parser.add_argument("--models", nargs="+", type=Path, default=[EXAMPLE], help="of the section examples")
     parser.add_argument("--output", type=Path, help="write the JSON document there too")
-    parser.add_argument(
-        "--work-dir", type=Path, help="keep the models made for this there; a temporary folder if absent"
-    )
+    parser.add_argument("--work-dir", type=Path, help="keep the models made for this there; temporary if absent")
     parser.add_argument("--repetitions", type=int, default=5, help="repetitions of every decoding loop")
     parser.add_argument("--threads", type=int, help="of torch and of ours; torch's own choice if absent")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="one thread, and its processor time only: for a busy machine"
-    )
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, its processor time: for a busy machine")
     arguments = parser.parse_args()
+    only = set(arguments.only)
+    if arguments.cpu_time and only & {"peers", "busy"}:
+        parser.error("--cpu-time: expected sections of this process alone, found peers or busy")
     global _cpu_time
     _cpu_time = arguments.cpu_time
     if _cpu_time or arguments.threads is not None:
         torch.set_num_threads(1 if _cpu_time else arguments.threads)
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "sparsity": SPARSITY,
-        "clock": "processor time" if _cpu_time else "wall",
-    }
+    result: dict[str, Any] = {"machine": machine(), "sparsity": SPARSITY}
+    result["clock"] = "processor time" if _cpu_time else "wall"
     say(json.dumps(result["machine"]))
+    repetitions = arguments.repetitions
     with tempfile.TemporaryDirectory(prefix="wisparse-bench-") as temporary:
         work = arguments.work_dir or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        if "examples" in arguments.only:
-            result["examples"] = examples(work, 64, arguments.repetitions)
-        if "experts" in arguments.only:
-            for name, shape in EXPERTS.items():
-                source = random_checkpoint(shape, work / name)
-                bundle = calibrated_bundle(source, work / f"{name}-{SPARSITY:.0%}", SPARSITY)
-                found = decoding(source, bundle, 32, arguments.repetitions, ("native", "int8", "int4"))
-                result.setdefault("experts", {})[name] = found
-        if {"llama-1b", "prompts", "first-token"} & set(arguments.only):
+        for source in arguments.models if "examples" in only else ():
+            bundle = calibrated_bundle(source, work / f"{source.name}-{SPARSITY:.0%}", SPARSITY)
+            result.setdefault("examples", {})[source.name] = decoding(source, bundle, 64, repetitions, KINDS)
+        for name, shape in EXPERTS.items() if "experts" in only else ():
+            source = random_checkpoint(shape, work / name)
+            bundle = calibrated_bundle(source, work / f"{name}-{SPARSITY:.0%}", SPARSITY)
+            result.setdefault("experts", {})[name] = decoding(source, bundle, 32, repetitions, KINDS)
+        if only & {"llama-1b", "prompts", "peers"}:
             say("making the 1B model: about a minute")
             source = random_checkpoint(LLAMA_1B, work / "llama-1b")
             bundle = calibrated_bundle(source, work / f"llama-1b-{SPARSITY:.0%}", SPARSITY)
-            if "llama-1b" in arguments.only:
-                result["llama_1b"] = decoding(source, bundle, 16, arguments.repetitions, ("native", "int8", "int4"))
-            if "prompts" in arguments.only:
-                result["prompts"] = prompts(source, bundle, min(3, arguments.repetitions))
-            if "first-token" in arguments.only:
-                result["first_token"] = first_token(bundle, arguments.repetitions)
+        if "llama-1b" in only:
+            result["llama_1b"] = decoding(source, bundle, 16, repetitions, KINDS)
+        if "prompts" in only:
+            result["prompts"] = prompts(source, bundle, min(3, repetitions))
+        if "peers" in only:
+            graded = Bundle.open(calibrated_bundle(source, work / "llama-1b-graded", SPARSITY, graded=GRADED))
+            result["peers"] = peers(source, Bundle.open(bundle), graded, work, 32, repetitions)
+        if "busy" in only:
+            result["busy"] = busy(calibrated_bundle(EXAMPLE, work / f"{EXAMPLE.name}-{SPARSITY:.0%}", SPARSITY))
     print_document(result, arguments.output)
 
 

@@ -59,12 +59,9 @@ def random_checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> Pa
 
 @torch.inference_mode()
 def calibrated_bundle(
-    source: Path,
-    out: Path,
-    sparsity: float,
-    num_tokens: int = 128,
+    source: Path, out: Path, sparsity: float, num_tokens: int = 128,
     graded: Mapping[float, tuple[float, float]] | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """A bundle whose every projection drops ``sparsity`` of its channels on random tokens; written once. ``graded``: one
     of graded weights, as GRADED.
 
@@ -101,11 +98,11 @@ def calibrated_bundle(
     generator = torch.Generator().manual_seed(0)
     model(torch.randint(0, checkpoint.config.vocab_size, (1, num_tokens), generator=generator), use_cache=False)
     if graded:
+        modules = {p.name: model.get_submodule(p.name) for p in projections}
+        how = {"scale_dtype": torch.bfloat16, "graded": True}
         matrices = {
-            name: quantise(
-                "int8", module.weight, group=group_of(module.in_features), scale_dtype=torch.bfloat16, graded=True
-            )
-            for name, module in ((p.name, model.get_submodule(p.name)) for p in projections)
+            name: quantise("int8", module.weight, group=group_of(module.in_features), **how)
+            for name, module in modules.items()
         }
         checkpoint = checkpoint.quantize(matrices, torch.bfloat16)
 
@@ -113,46 +110,54 @@ def calibrated_bundle(
         masks = levels[level]
         return tuple(ProjectionRecipe(p.name, level, 0.5, masks[p.name].threshold, level) for p in projections)
 
+    blocks = checkpoint.config.num_blocks
     recipe = Recipe(
-        base_model=source.name,
-        base_revision=None,
-        method="benchmark",
-        default=min(levels),
-        levels=tuple(
-            SparsityLevel(level, entries(level), (level,) * checkpoint.config.num_blocks) for level in sorted(levels)
-        ),
+        base_model=source.name, base_revision=None, method="benchmark", default=min(levels),
+        levels=tuple(SparsityLevel(level, entries(level), (level,) * blocks) for level in sorted(levels)),
         calibration=CalibrationRecord("random tokens", 1, num_tokens, num_tokens, 0, "0" * 64),
-        versions={"torch": torch.__version__},
-        plane_bits=PLANE_BITS if graded else (),
-    )
+        versions={"torch": torch.__version__}, plane_bits=PLANE_BITS if graded else (),
+    )  # fmt: skip
     return write_bundle(checkpoint, recipe, dict(sorted(levels.items())), out)
 
 
-def gguf_writer(config: dict[str, Any], out: Path) -> Any:
-    """A writer of a Llama model for llama.cpp that has told all of its configuration, but no words and no tensors."""
+def make_gguf(source: Path, out: Path, output_type: str) -> Path:
+    """A random checkpoint of ``LLAMA_1B`` in Q4_0 for llama.cpp, its tied embedding and output layer in another type; its
+    words are made up. Written once."""
+    if out.is_file():
+        return out
     import gguf
+    from safetensors import safe_open
 
-    heads = config["num_attention_heads"]
-    writer = gguf.GGUFWriter(str(out), "llama")
+    config, part = LLAMA_1B, out.with_suffix(".part")
+    writer = gguf.GGUFWriter(str(part), "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
+    writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
-    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)
-    return writer
-
-
-def finish_gguf(writer: Any) -> None:
+    writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    writer.add_token_merges(["t 1"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    with safe_open(source / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no mapping)
+            weight, to = file.get_tensor(name).float().numpy(), names.get_name(name, try_suffixes=(".weight",))
+            if weight.ndim == 1:
+                writer.add_tensor(to, weight)
+                continue
+            kind = gguf.GGMLQuantizationType[output_type if "embed" in name else "Q4_0"]
+            writer.add_tensor(to, gguf.quants.quantize(weight, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return part.rename(out)

@@ -79,13 +79,8 @@ def run(command: str, typed: str | None, folder: Path) -> dict[str, Any]:
         raise click.ClickException(f"{command}\n{output}")
     seconds = time.perf_counter() - began
     peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {
-        "command": command,
-        "output": output,
-        "seconds": seconds,
-        "processor_seconds": used.ru_utime + used.ru_stime,
-        "peak_bytes": peak,
-    }
+    times = {"seconds": seconds, "processor_seconds": used.ru_utime + used.ru_stime}
+    return {"command": command, "output": output, **times, "peak_bytes": peak}
 
 
 def block(found: dict[str, Any]) -> str:

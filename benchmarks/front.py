@@ -53,13 +53,9 @@ _Speeds = dict[_Point, float]
 
 def quality(options: argparse.Namespace) -> None:
     """Measure every model; what is done is written after each kind."""
-    document: dict[str, Any] = {
-        "benchmark": "front",
-        "search": options.search,
-        "calibration": f"{options.num_samples} x {options.seq_len}",
-        "machine": describe_machine(torch.device(options.device)),
-        "models": {},
-    }
+    calibration, machine = f"{options.num_samples} x {options.seq_len}", describe_machine(torch.device(options.device))
+    document: dict[str, Any] = {"benchmark": "front", "search": options.search, "calibration": calibration}
+    document |= {"machine": machine, "models": {}}
     for model in options.models:
         rows: list[dict[str, Any]] = []
         document["models"][model.name] = rows
@@ -156,12 +152,8 @@ def table(quality: dict[str, Any], speed: dict[str, Any]) -> str:
     """Every point that was measured on all models, as Markdown."""
     names, points, kls, speeds = _measured(quality, speed)
     base = speed["baseline"]["tok_per_s"]
-    lines = [
-        "| weights | sparsity or bits | "
-        + " | ".join(f"KL, {name}" for name in names)
-        + " | tok/s | over torch.compile |",
-        "|---|---" + "|---:" * (len(names) + 2) + "|",
-    ]
+    heads = ["weights", "sparsity or bits", *(f"KL, {name}" for name in names), "tok/s", "over torch.compile"]
+    lines = ["| " + " | ".join(heads) + " |", "|---|---" + "|---:" * (len(names) + 2) + "|"]
     for kind, sparsity in points:
         rate = speeds.get((kind, sparsity))
         cells = [_rounded(kls[name][kind, sparsity]) for name in names]
@@ -189,12 +181,8 @@ def _measured(quality: dict[str, Any], speed: dict[str, Any]) -> tuple[list[str]
     kls = {
         name: {(row["weights"], row["sparsity"]): row["kl"] for row in rows} for name, rows in quality["models"].items()
     }
-    points = [
-        (kind, sparsity)
-        for kind in KINDS
-        for sparsity in (0.0, *LEVELS[kind])
-        if all((kind, sparsity) in of_model for of_model in kls.values())
-    ]
+    points = [(kind, sparsity) for kind in KINDS for sparsity in (0.0, *LEVELS[kind])]
+    points = [point for point in points if all(point in of_model for of_model in kls.values())]
     speeds = {(row["weights"], row["level"]): row["tok_per_s"] for row in speed["rows"]}
     return list(kls), points, kls, speeds
 

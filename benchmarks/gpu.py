@@ -26,27 +26,10 @@ from typing import Any
 from unittest import mock
 
 import click
+import gpu_models as models
 import torch
 from gpu_baseline import Baseline
-from gpu_models import (
-    LEVELS,
-    SHAPES,
-    GradedSource,
-    Several,
-    blocks_option,
-    calibrate,
-    endless_source,
-    masks_by_sparsity,
-    masks_of,
-    need_gpu,
-    out_option,
-    random_bundle,
-    save,
-    set_sparsity,
-    shape_option,
-    tiny,
-    write_random_bundle,
-)
+from gpu_models import Several, blocks_option, need_gpu, out_option, save, shape_option
 from gpu_sanitize import sanitize
 from gpu_serve import first, free_port, server
 from gpu_tiles import tiles
@@ -75,7 +58,7 @@ def cases() -> None:
 @cases.command()
 @shape_option
 @blocks_option
-@click.option("--weights", "kinds", type=Several(LEVELS), default=",".join(LEVELS))
+@click.option("--weights", "kinds", type=Several(models.LEVELS), default=",".join(models.LEVELS))
 @click.option("--levels", type=Several(float), help="Sparsities, instead of all levels of each type.")
 @click.option("--rows", type=Several(int), default="1", help="Sequences in a batch, of masks that are as for one.")
 @click.option("--prompt", default=PROMPT, help="Tokens of the prompt.")
@@ -102,7 +85,8 @@ def weights(
         need_gpu()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float16 if is_tiny else torch.bfloat16  # the interpreter rounds bf16 in ways of its own
-    bundle = random_bundle(tiny(SHAPES[shape]) if is_tiny else shape, num_blocks=blocks, dtype=dtype)
+    config = models.tiny(models.SHAPES[shape]) if is_tiny else shape
+    bundle = models.random_bundle(config, num_blocks=blocks, dtype=dtype)
     bandwidth = read_bandwidth_gbps(device)
     result: dict[str, Any] = {
         "shape": "tiny" if is_tiny else shape + (f", {blocks} blocks" if blocks else ""),
@@ -116,11 +100,11 @@ def weights(
         key = "baseline" if batch == 1 else f"baseline_{batch}"
         result[key] = {"tok_per_s": statistics.median(rates), "runs": rates}
         print(json.dumps({key: result[key]}), flush=True)
-    masks = masks_by_sparsity(bundle, device, dtype)
+    masks = models.masks_by_sparsity(bundle, device, dtype)
     name = "gpu-h200-weights" + ("" if shape == "llama-3.1-8b" else f"-{shape}")
     for kind in kinds:
-        bundle.masks = masks_of(kind, 0.0, masks)
-        source = GradedSource if kind == "graded" else cuda_weights._Source
+        bundle.masks = models.masks_of(kind, 0.0, masks)
+        source = models.GradedSource if kind == "graded" else cuda_weights._Source
         began = time.perf_counter()
         with mock.patch.object(cuda_weights, "_Source", source):
             decoder = CudaDecoder(
@@ -128,8 +112,8 @@ def weights(
                 weights="native" if kind == "graded" else kind,
             )  # fmt: skip
         load_s = time.perf_counter() - began
-        for level in LEVELS[kind] if levels is None else levels:
-            decoder.set_masks(masks_of(kind, level, masks))
+        for level in models.LEVELS[kind] if levels is None else levels:
+            decoder.set_masks(models.masks_of(kind, level, masks))
             about = {"weights": kind, "level": level, "load_s": load_s, **compared(decoder, tokens)}
             for batch in rows:
                 work = Workload(prompt, tokens, batch, runs)
@@ -253,7 +237,7 @@ def experts(
     for kind in kinds:
         began = time.perf_counter()
         decoder = CudaDecoder(
-            random_bundle(shape, num_blocks=blocks, dtype=dtype), device=device, dtype=dtype, weights=kind,
+            models.random_bundle(shape, num_blocks=blocks, dtype=dtype), device=device, dtype=dtype, weights=kind,
             max_seq_len=min(4096, prompt + 512), max_batch=max(rows),
         )  # fmt: skip
         wait(device)
@@ -276,10 +260,10 @@ def experts(
             f"{best * scale:.1f} ms scaled", flush=True,
         )  # fmt: skip
         level = max(sparsities)
-        settings = calibrate(decoder, [level], min(1024, prompt), alpha=0.0, dense=True)[level]
+        settings = models.calibrate(decoder, [level], min(1024, prompt), alpha=0.0, dense=True)[level]
         inside, head = decoder.bytes_read()
         for sparsity in sparsities:
-            set_sparsity(decoder, {sparsity: settings}, sparsity)
+            models.set_sparsity(decoder, {sparsity: settings}, sparsity)
             realised = 0.0
             with side_by_side():
                 for count in rows:
@@ -342,7 +326,7 @@ def peer_experts(command: str, rows: list[int], prompt: int) -> dict[str, Any]:
     dice, vocab_size, port = random.Random(1), QWEN3_30B_A3B["vocab_size"], free_port()
     ids = partial(dice.choices, range(10, vocab_size - 10))
     with tempfile.TemporaryDirectory() as folder:
-        model = endless_source(Path(folder, "model"), vocab_size)
+        model = models.endless_source(Path(folder, "model"), vocab_size)
         (model / "config.json").write_text(json.dumps(QWEN3_30B_A3B | {"torch_dtype": "bfloat16"}), "utf-8")
         words = shlex.split(command.format(model=model, port=port))
         with server(words, port, Path(folder, "log")) as (client, ready):
@@ -362,7 +346,7 @@ def peer_experts(command: str, rows: list[int], prompt: int) -> dict[str, Any]:
 @click.option("--device", default="cuda")
 def bundle(shape: str, blocks: int | None, folder: Path, device: str) -> None:
     """Write a random bundle at 50%; `first` runs this in a process of its own, which gives the GPU's memory back."""
-    write_random_bundle(shape, blocks, folder, device, 0.5)
+    models.write_random_bundle(shape, blocks, folder, device, 0.5)
 
 
 for case in (first, tokens_case, sanitize, tiles, vllm):

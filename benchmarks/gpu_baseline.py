@@ -24,26 +24,19 @@ class Baseline(torch.nn.Module):
         self.config: ModelConfig = bundle.config
         config = self.config
         read = lambda name: bundle.checkpoint.tensor(name, device).to(dtype)  # noqa: E731
-        self.embedding, self.head = read("model.embed_tokens.weight"), read("lm_head.weight")
-        self.norm = read("model.norm.weight")
+        names = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
+        self.embedding, self.head, self.norm = map(read, names)
+        shape = (batch, config.num_kv_heads, length, config.head_dim)
         self.blocks = []
         for index in range(config.num_blocks):
             prefix = f"model.layers.{index}."
             names = [prefix + f"self_attn.{r}_proj" for r in "qkv"]
-            self.blocks.append(
-                {
-                    "n1": read(prefix + "input_layernorm.weight"),
-                    "n2": read(prefix + "post_attention_layernorm.weight"),
-                    "qkv": torch.cat([read(f"{name}.weight") for name in names]),
-                    "bias": torch.cat([read(f"{name}.bias") for name in names]) if config.qkv_bias else None,
-                    "o": read(prefix + "self_attn.o_proj.weight"),
-                    "gate": read(prefix + "mlp.gate_proj.weight"),
-                    "up": read(prefix + "mlp.up_proj.weight"),
-                    "down": read(prefix + "mlp.down_proj.weight"),
-                    "k": torch.zeros(batch, config.num_kv_heads, length, config.head_dim, device=device, dtype=dtype),
-                    "v": torch.zeros(batch, config.num_kv_heads, length, config.head_dim, device=device, dtype=dtype),
-                }
-            )
+            block = {role: read(f"{prefix}mlp.{role}_proj.weight") for role in ("gate", "up", "down")}
+            block |= {"n1": read(prefix + "input_layernorm.weight"), "o": read(prefix + "self_attn.o_proj.weight")}
+            block |= {"n2": read(prefix + "post_attention_layernorm.weight")}
+            block |= {"qkv": torch.cat([read(f"{name}.weight") for name in names])}
+            block |= {"bias": torch.cat([read(f"{name}.bias") for name in names]) if config.qkv_bias else None}
+            self.blocks.append(block | {one: torch.zeros(shape, device=device, dtype=dtype) for one in "kv"})
         half = config.head_dim // 2
         inverse = config.rotaries[0].theta ** (-torch.arange(half, device=device) / half)
         angle = torch.arange(length, device=device)[:, None] * inverse
@@ -60,11 +53,8 @@ class Baseline(torch.nn.Module):
         mask = (self.steps <= position)[None, None, None]
         for block in self.blocks:
             qkv = functional.linear(self._norm(x, block["n1"]), block["qkv"], block["bias"])
-            q, k, v = (
-                qkv.view(batch, 1, -1, config.head_dim)
-                .transpose(1, 2)
-                .split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-            )
+            heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+            q, k, v = qkv.view(batch, 1, -1, config.head_dim).transpose(1, 2).split(heads, dim=1)
             q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
             block["k"][:, :, position] = k
             block["v"][:, :, position] = v
@@ -78,9 +68,8 @@ class Baseline(torch.nn.Module):
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)).to(
-            x.dtype
-        )
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return weight * (wide * scale).to(x.dtype)
 
     @staticmethod
     def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ def select(tool: str, only: str) -> list[str]:
 def check(tool: str, limit: int, processes: int, only: str, out: Path | None) -> dict:
     """Run one tool over all its cases; what it counted."""
     cases = select(tool, only)
+    processes = min(processes, max(1, len(cases)))
     environment = dict(os.environ)
     if tool == "memcheck":  # every tensor its own allocation, so that the end of one is not the start of another
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -105,19 +106,15 @@ def check(tool: str, limit: int, processes: int, only: str, out: Path | None) ->
     save(out, f"sanitizer-{tool}.log", output)
     passed, skipped = (len(re.findall(rf"^.*::.* {word}", output, re.MULTILINE)) for word in ("PASSED", "SKIPPED"))
     summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", output)
-    return {
+    row = {
         "tool": tool, "processes": processes, "cases": len(cases), "passed": passed, "skipped": skipped,
         "finished": finished and passed + skipped == len(cases), "summaries": sorted(set(summaries)),
-        "summed_up": len(summaries), "findings": len(re.findall("========= (?:Error:|Warning:|Invalid)", output)),
+        "findings": len(re.findall("========= (?:Error:|Warning:|Invalid)", output)),
         "failed": [process.returncode for process, _ in running if process.returncode],
         "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
-
-
-def _clean(row: dict) -> bool:
-    """Every case ran and passed, and every process's sanitizer says that it found nothing."""
-    said = row["summed_up"] == row["processes"] and all(summary.startswith("0 ") for summary in row["summaries"])
-    return row["finished"] and said and not row["findings"] and not row["failed"]
+    said = len(summaries) == processes and all(summary.startswith("0 ") for summary in summaries)
+    return row | {"clean": row["finished"] and said and not row["findings"] and not row["failed"]}
 
 
 @click.command(context_settings={"show_default": True})
@@ -146,4 +143,4 @@ def sanitize(tools: tuple[str, ...], limit: int, only: str, processes: int, out:
     for tool in tools:
         rows.append(check(tool, limit, processes, only, out))
         print(json.dumps(rows[-1]), flush=True)
-    sys.exit(0 if watched["watched"] and all(_clean(row) for row in rows) else 1)
+    sys.exit(0 if watched["watched"] and all(row["clean"] for row in rows) else 1)

@@ -252,19 +252,9 @@ def first(
         folder = Path(temporary)
         bundle = folder / "bundle"
         if is_tiny:
-            text = ("--calibration", ROOT / "converter", "--num-samples", 1, "--seq-len", 128, "--search", "uniform")
-            make = [
-                "-m",
-                "wisparse",
-                "convert",
-                endless_source(folder / "source"),
-                "-o",
-                bundle,
-                "--sparsity",
-                0.5,
-                *text,
-            ]
-            make += ["--device", device, "-q"]
+            source = endless_source(folder / "source")
+            make = ["-m", "wisparse", "convert", source, "-o", bundle, "--sparsity", 0.5, "--device", device, "-q"]
+            make += ["--calibration", ROOT / "converter", "--num-samples", 1, "--seq-len", 128, "--search", "uniform"]
         else:
             make = [ROOT / "benchmarks" / "gpu.py", "bundle", "--shape", shape, "--folder", bundle, "--device", device]
             make += ["--blocks", blocks] if blocks else []

@@ -15,17 +15,8 @@ import torch
 from gpu_models import Several, calibrate, mask_bundle, need_gpu, random_bundle, shape_option
 from triton.runtime.errors import OutOfResources
 
-from wisparse.kernels.gpu.plan import (
-    GemvTile,
-    Gpu,
-    count_tiles,
-    gpu_of,
-    most_reducers,
-    regime,
-    remember_tiles,
-    tile_key,
-    tuned_key,
-)
+from wisparse.kernels.gpu import plan
+from wisparse.kernels.gpu.plan import GemvTile, Gpu, count_tiles, regime
 from wisparse.kernels.gpu.weights import BITS, LinearShape
 from wisparse.runtime.cuda import kernel_times
 from wisparse.runtime.cuda.decoder import CudaDecoder
@@ -64,9 +55,9 @@ def tiles(shape: str, kinds: list[str], sparsities: list[float], rows: list[int]
 
 def tune(setting: Setting, best: int, blocks: int) -> dict[str, str]:
     rows, decoder, found = setting[3], decoder_of(setting, blocks), dict[str, str]()
-    gpu, chosen = gpu_of(decoder.device), {}
-    for role, plan in kernel_times._step(decoder, rows).plans[0].items():
-        chosen[role] = plan.tile
+    gpu, chosen = plan.gpu_of(decoder.device), {}
+    for role, launch in kernel_times._step(decoder, rows).plans[0].items():
+        chosen[role] = launch.tile
     us = before = kernel_times._time(decoder, rows, chosen)
     for role in (role for role in ROLES if role in chosen):
         linear = getattr(decoder.weights.blocks[0], role).shape
@@ -79,8 +70,8 @@ def tune(setting: Setting, best: int, blocks: int) -> dict[str, str]:
             f"{setting} {role}: {us:.1f} us with {chosen[role]} ({[round(row[0], 1) for row in ranked[:6]]})",
             flush=True,
         )
-        found[tile_key(gpu, linear, regime(rows, dense=linear.dense))] = f"{chosen[role]}"
-        remember_tiles({tuned_key(gpu, linear, rows): chosen[role]})
+        found[plan.tile_key(gpu, linear, regime(rows, dense=linear.dense))] = f"{chosen[role]}"
+        plan.remember_tiles({plan.tuned_key(gpu, linear, rows): chosen[role]})
     decoder.close()
     torch.cuda.empty_cache()
     return found | {f"{setting}": f"{us:.1f} us for {blocks} blocks, before {before:.1f} us"}
@@ -168,7 +159,7 @@ def candidates(linear: LinearShape, rows: int, gpu: Gpu) -> list[GemvTile]:
                         found.append(
                             GemvTile(block_n, 1, splits, warps, stages, group or 64, unroll, trigger=2, early=not wide)
                         )
-    spinning = [replace(tile, reducers=most_reducers(gpu, widths, tile)) for tile in found]
+    spinning = [replace(tile, reducers=plan.most_reducers(gpu, widths, tile)) for tile in found]
     if kind == "none":
         return list(dict.fromkeys([*found, *spinning]))
     return list(dict.fromkeys(found if wide else spinning))

@@ -74,15 +74,10 @@ def vllm(
         (work / "dense").mkdir()
         (work / "dense" / "config.json").write_text(json.dumps(config))
         for model in models:
-            command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *sys.argv[1:], "--part", str(work / model)]
+            command = ["timeout", "-k", "10", str(seconds), sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
+            command += [*sys.argv[1:], "--part", str(work / model)]
             with open(work / f"{model}.log", "w+", encoding="utf-8") as log:
-                process = subprocess.Popen(
-                    ["timeout", "-k", "10", str(seconds), *command],
-                    env=environment(work, model),
-                    stdout=log,
-                    stderr=log,
-                )
-                code = process.wait()
+                code = subprocess.run(command, env=environment(work, model), stdout=log, stderr=log).returncode
                 log.seek(0)
                 text = log.read()
             save(out, f"gpu-vllm-{model}.log", text)

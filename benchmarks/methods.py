@@ -1,7 +1,4 @@
-"""Methods against sparsities, on one model: KL(dense || sparse), perplexity, top-1 agreement.
-
-    python benchmarks/methods.py                               # the example model, 30% to 60%
-    python benchmarks/methods.py --model PATH --out DIR        # another one; writes methods-NAME.{md,json}
+"""Methods against sparsities, on one model: KL(dense || sparse), perplexity, top-1 agreement; ``tables.py`` makes the table.
 
 All methods share the tokens, the final thresholds' rule and the protocol: calibrated on standard-library files,
 measured on other ones, every token sparse, the realised sparsity beside the target.
@@ -21,11 +18,13 @@ measured on other ones, every token sparse, the realised sparsity beside the tar
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 from baselines import BASELINES, Baseline
-from quality import Clock, describe_machine, opened, options_of, print_head, publish, row, turned
+from quality import Clock, Evaluator, row, turned
 
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.search.search import SearchSettings, search
@@ -58,50 +57,34 @@ def made(
     if method in BASELINES:
         return BASELINES[method](source, tokens, sparsity, options.kl_tokens)
     settings = SearchSettings(
-        sparsity=sparsity,
-        method=method,
-        search=kind,
+        sparsity=sparsity, method=method, search=kind, batch_size=options.batch_size, seed=0,
         kl_tokens=None if kind in ("fisher", "refine") else options.kl_tokens,
-        batch_size=options.batch_size,
-        seed=options.seed,
-    )
+    )  # fmt: skip
     return nullcontext(Baseline(source.projections, search(source, tokens, settings)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.3, 0.4, 0.5, 0.6])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    options = options_of(parser)
-
-    source, tokens, evaluator = opened(options)
-    models = {False: (source, evaluator)}
-    if any(label.endswith(_ROTATED) for label in options.methods):
-        model = turned(load_source(options.model, device=options.device), options.model, tokens, options.seed + 1)
+def measure(
+    labels: Sequence[str], sparsity: float, folder: Path, source: SourceModel, tokens: CalibrationTokens,
+    evaluator: Evaluator, options: argparse.Namespace,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of some methods at one sparsity; ``folder``: of the model."""
+    models, rows = {False: (source, evaluator)}, []
+    if any(label.endswith(_ROTATED) for label in labels):
+        model = turned(load_source(folder, device=options.device), folder, tokens, 1)
         models[True] = (model, evaluator.against(model))
-    facts = {
-        "model": options.model.name,
-        "calibration tokens": tokens.input_ids.numel(),
-        "evaluation tokens": evaluator.input_ids.numel(),
-        **describe_machine(source.device),
-    }
-    print_head("Methods and sparsities", facts)
-    rows: list[dict[str, Any]] = []
-    for sparsity in options.sparsities:
-        for label in options.methods:
-            model, measure = models[label.endswith(_ROTATED)]
-            try:
-                with ExitStack() as stack:
-                    with Clock() as clock:
-                        making = made(label, model, tokens, sparsity, options)
-                        found = stack.enter_context(making)
-                    entry = row(f"{label} {100 * sparsity:g}%", found.measure(measure), clock.spent, found.result)
-            except UsageError as refused:  # cats: up and down alone are not enough
-                print(f"{label} {sparsity}: {refused}", flush=True)
-                continue
-            rows.append({"method": label, "sparsity": sparsity, **entry})
-            print(f"{label} {sparsity}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}", flush=True)
-    publish("methods", "Methods", options, facts, of_uniform(rows))
+    for label in labels:
+        model, own = models[label.endswith(_ROTATED)]
+        try:
+            with ExitStack() as stack:
+                with Clock() as clock:
+                    found = stack.enter_context(made(label, model, tokens, sparsity, options))
+                entry = row(f"{label} {100 * sparsity:g}%", found.measure(own), clock.spent, found.result)
+        except UsageError as refused:  # cats: up and down alone are not enough
+            print(f"{label} {sparsity}: {refused}", flush=True)
+            continue
+        rows.append({"method": label, "sparsity": sparsity, **entry})
+        print(f"{label} {sparsity}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}", flush=True)
+    return rows
 
 
 def of_uniform(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -110,7 +93,3 @@ def of_uniform(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = sorted(rows, key=lambda row: (row["sparsity"], order.index(row["method"])))
     uniform = {row["sparsity"]: row["kl"] for row in rows if row["method"] == UNIFORM}
     return [{**row, "of_uniform": row["kl"] / uniform[row["sparsity"]]} if uniform else row for row in rows]
-
-
-if __name__ == "__main__":
-    main()

@@ -50,15 +50,8 @@ def optimum_tokens(folder: str, prompts: list[list[int]], count: int) -> list[li
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    lengths = {"max_new_tokens": count, "min_new_tokens": count, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, **lengths)
     return out[:, longest:].tolist()
 
 

@@ -1,11 +1,10 @@
-"""What the quality benchmarks share: options, text no model here was trained on, an evaluation, tables, the machine.
+"""What the quality benchmarks share: text no model here was trained on, an evaluation, tables, the machine.
 
 Calibration and evaluation text are different files of the Python standard library: every other one, by name.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from wisparse.converter.config import full_config
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.rotation import rotate
 from wisparse.converter.search.search import SearchResult
-from wisparse.converter.source import SourceModel, load_source
+from wisparse.converter.source import SourceModel
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.runtime.benchmark import machine
 
@@ -90,27 +89,17 @@ class Divergence:
 
 @torch.no_grad()
 def evaluate(
-    model: Any,
-    masked: MaskedModel,
-    input_ids: Tensor,
-    thresholds: dict[str, float],
-    *,
-    prefill: str = "all",
-    batch_size: int = 4,
+    model: Any, masked: MaskedModel, input_ids: Tensor, thresholds: dict[str, float], *, batch_size: int = 4,
     dense_log_probs: list[Tensor] | None = None,
-) -> Divergence:
-    """Run the model dense and masked over whole sequences without padding.
+) -> Divergence:  # fmt: skip
+    """Run the model dense and masked, every token sparse, over whole sequences without padding.
 
     Args:
         input_ids: (S, L) int64.
         thresholds: per projection; their scales are on ``masked`` already.
-        prefill: ``all``: every token is sparse (the first one too); ``half``: the last L // 2 tokens are, and only
-            their predictions are measured.
         dense_log_probs: a list that keeps the dense model's (B, L, V) per batch: filled if empty, used if filled. Same
-            tokens, prefill and batch size every time.
+            tokens and batch size every time.
     """
-    length = input_ids.shape[1]
-    first = 0 if prefill == "all" else length - length // 2
     sizes = {name: module.weight.numel() for name, module in masked.projections.items()}
     device = next(model.parameters()).device
     kl = agree = loss = dense_loss = 0.0
@@ -124,15 +113,14 @@ def evaluate(
             if known:
                 dense = known[index]
             else:
-                dense = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
+                dense = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
                 if dense_log_probs is not None:
                     dense_log_probs.append(dense)
-            dense_tokens = (torch.arange(length, device=device) < first).expand_as(ids) if first else None
-            with masked.masking(thresholds), masked.during(dense_tokens=dense_tokens):
-                sparse = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
+            with masked.masking(thresholds):
+                sparse = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
             kl += float((dense.exp() * (dense - sparse)).sum(dtype=torch.float64))
             agree += int((dense.argmax(-1) == sparse.argmax(-1)).sum())
-            labels = ids[:, first + 1 :, None]
+            labels = ids[:, 1:, None]
             dense_loss -= float(dense[:, :-1].gather(-1, labels).sum(dtype=torch.float64))
             loss -= float(sparse[:, :-1].gather(-1, labels).sum(dtype=torch.float64))
             tokens += sparse.shape[0] * sparse.shape[1]
@@ -174,23 +162,15 @@ class Evaluator:
         """``places`` are what the result's masks are put on, where these are others than the projections."""
         with MaskedModel(places or self.source.projections) as masked:
             return evaluate(
-                self.source.model,
-                masked,
-                self.input_ids,
-                result.apply_to(masked),
-                batch_size=self.batch_size,
+                self.source.model, masked, self.input_ids, result.apply_to(masked), batch_size=self.batch_size,
                 dense_log_probs=self._dense,
-            )
+            )  # fmt: skip
 
 
 def row(label: str, found: Divergence, seconds: float, result: SearchResult) -> dict[str, Any]:
     """One line of a table."""
-    return {
-        "recipe": label,
-        **asdict(found),
-        "seconds": round(seconds, 1),
-        "kl_evaluations": result.details["kl_evaluations"],
-    }
+    evaluations = result.details["kl_evaluations"]
+    return {"recipe": label, **asdict(found), "seconds": round(seconds, 1), "kl_evaluations": evaluations}
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:
@@ -209,51 +189,8 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Machine and versions, for the head of an output."""
-    return {
-        **machine(device),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "wisparse": wisparse.__version__,
-        "transformers": metadata.version("transformers"),
-    }
-
-
-def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The parser's own options, and those that every table of quality has."""
-    parser.add_argument("--model", type=Path, default=EXAMPLE)
-    parser.add_argument("--num-samples", type=int, default=256)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--kl-tokens", type=int, default=2048, help="for the searches that compare candidates")
-    parser.add_argument("--eval-tokens", type=int, default=24576)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences of a search's pass")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
-
-
-def opened(options: argparse.Namespace) -> tuple[SourceModel, CalibrationTokens, Evaluator]:
-    """The model, the text to calibrate on, and an evaluation on other text."""
-    source = load_source(options.model, device=options.device)
-    tokens = stdlib_tokens(source, "calibration", options.num_samples, options.seq_len, options.seed)
-    held_out = stdlib_tokens(source, "evaluation", options.eval_tokens // options.seq_len, options.seq_len, 1)
-    return source, tokens, Evaluator(source, held_out.input_ids)
-
-
-def publish(
-    kind: str, title: str, options: argparse.Namespace, facts: Mapping[str, Any], rows: list[dict[str, Any]]
-) -> None:
-    """Print table and JSON; write them to ``--out``, as KIND-MODEL.md and .json."""
-    table = markdown_table(rows)
-    print(f"\n{table}\n")
-    document = {"benchmark": kind, **facts, "rows": rows}
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        name = options.out / f"{kind}-{options.model.name}"
-        head = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-        name.with_suffix(".md").write_text(f"# {title}: {options.model.name}\n\n{head}\n\n{table}\n")
-        name.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    versions = {"wisparse": wisparse.__version__, "transformers": metadata.version("transformers")}
+    return {**machine(device), "cores": os.cpu_count(), "threads": torch.get_num_threads(), **versions}
 
 
 class Clock:
@@ -269,11 +206,3 @@ class Clock:
 
     def __exit__(self, *_: object) -> None:
         self.spent += time.perf_counter() - (self._began or 0.0)
-
-
-def print_head(title: str, facts: Mapping[str, Any]) -> None:
-    """Title and facts, one line each."""
-    print(f"# {title}\n")
-    for name, value in facts.items():
-        print(f"- {name}: {value}")
-    print()

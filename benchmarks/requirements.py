@@ -20,16 +20,15 @@ from wisparse.converter.settings import ConvertSettings, auto_seq_len
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime.decoding.cache import bytes_per_position
 
-_QWEN3 = dict(model_type="qwen3", vocab_size=151936, max_position_embeddings=40960, head_dim=128, num_key_value_heads=8)
+_QWEN3 = dict(
+    model_type="qwen3", hidden_size=5120, vocab_size=151936, max_position_embeddings=40960, head_dim=128,
+    num_key_value_heads=8,
+)  # fmt: skip
 # Published shapes: what stands in the config.json of these models.
 SHAPES = {
     "Llama-3.2-1B": LLAMA_1B, "Llama-3.2-3B": LLAMA_3B, "Llama-3.1-8B": LLAMA_8B,
-    "Qwen3-14B": dict(
-        _QWEN3, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
-    ),
-    "Qwen3-32B": dict(
-        _QWEN3, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
-    ),
+    "Qwen3-14B": _QWEN3 | dict(intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40),
+    "Qwen3-32B": _QWEN3 | dict(intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64),
 }  # fmt: skip
 
 

@@ -39,10 +39,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": LLAMA_8B | _ENDS,
     "llama-3.2-1b": LLAMA_1B | _ENDS,
     "qwen3-30b-a3b": QWEN3_30B_A3B | _ENDS,
-    "tiny-experts": QWEN3_30B_A3B | _ENDS | dict(
-        hidden_size=256, moe_intermediate_size=128, num_experts=32, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, vocab_size=512, max_position_embeddings=512,
-    ),
     "tiny": LLAMA | _ENDS | dict(
         hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=512, max_position_embeddings=512,
@@ -93,9 +89,8 @@ class Meter(Progress):
         self.device = device
         self.peaks: dict[str, tuple[int, int]] = {}
         self.ends: list[tuple[str, float]] = []
-        self.own_bytes: dict[
-            str, int
-        ] = {}  # by stage, at most: memory without files' pages, which the system takes back
+        # By stage, at most: memory without files' pages, which the system takes back.
+        self.own_bytes: dict[str, int] = {}
         self._title = "between stages"
         self._began = time.perf_counter()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -138,9 +133,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--folder", type=Path, required=True, help="where the model is made, and kept for a next run")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument(
-        "--sparsity", type=float, nargs="+", default=[0.5], help="several: a bundle with sparsity levels"
-    )
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5], help="several: levels of one bundle")
     parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     parser.add_argument("--search", default="auto")
     parser.add_argument("--weights", default="native", help="int4: the time of GPTQ as well; graded: its default bits")
@@ -148,8 +141,6 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--calibration", nargs="+", default=["self"])
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--make", action="store_true", help="make the model, and no more")
-    parser.add_argument("--keep", action="store_true", help="go on with the run that was interrupted")
     args = parser.parse_args()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     gpu = torch.cuda.is_available() and args.device != "cpu"
@@ -162,10 +153,8 @@ def main() -> None:
         print(f"model made in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     while not model.exists():
         time.sleep(0.2)
-    if args.make:
-        return
     out = args.folder / f"out-{size}"
-    if rank == 0 and not args.keep:
+    if rank == 0:
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(out.with_name(out.name + ".work"), ignore_errors=True)
     if gpu:
@@ -173,53 +162,33 @@ def main() -> None:
         torch.cuda.empty_cache()
     meter = Meter(device)
     began = time.perf_counter()
-    conversion = run(
-        ConvertSettings(
-            model=str(model),
-            output_dir=out,
-            sparsity=() if args.weights == "graded" else tuple(args.sparsity),
-            search=args.search,
-            weights=args.weights,
-            num_samples=args.num_samples,
-            seq_len=args.seq_len,
-            calibration=tuple(args.calibration),
-            device=args.device,
-        ),
-        meter,
-    )
+    settings = ConvertSettings(
+        model=str(model), output_dir=out, sparsity=() if args.weights == "graded" else tuple(args.sparsity),
+        search=args.search, weights=args.weights, num_samples=args.num_samples, seq_len=args.seq_len,
+        calibration=tuple(args.calibration), device=args.device,
+    )  # fmt: skip
+    conversion = run(settings, meter)
     seconds = time.perf_counter() - began
     if conversion is None:
         return
-    weights = conversion.plan.num_parameters * conversion.plan.dtype.itemsize
-    stages = conversion.seconds
-    recipe = json.dumps(conversion.report.recipe.to_dict(), sort_keys=True)
+    plan, recipe = conversion.plan, json.dumps(conversion.report.recipe.to_dict(), sort_keys=True)
+    weights, in_gb = plan.num_parameters * plan.dtype.itemsize, lambda size: round(size / 1e9, 2)
     result: dict[str, Any] = {
-        "shape": args.shape + (f", {args.blocks} blocks" if args.blocks else ""),
-        "sparsities": conversion.plan.settings.levels,
-        "device": torch.cuda.get_device_name(device) if gpu else "CPU",
-        "processes": size,
-        "torch": torch.__version__,
+        "shape": args.shape + (f", {args.blocks} blocks" if args.blocks else ""), "sparsities": plan.settings.levels,
+        "device": torch.cuda.get_device_name(device) if gpu else "CPU", "processes": size, "torch": torch.__version__,
         "calibration": f"{args.calibration[0]}, {args.num_samples} x {args.seq_len}",
-        "search": conversion.plan.settings.chosen_search,
-        "weights": args.weights,
-        "rotation": conversion.plan.settings.rotation,
-        "seconds": round(seconds, 1),
-        "search_seconds": round(meter.search_seconds(), 2),
-        "stage_seconds": {name: round(value, 2) for name, value in stages.items()},
-        "weights_gb": round(weights / 1e9, 2),
-        "host_own_gb": {name: round(value / 1e9, 2) for name, value in meter.own_bytes.items()},
-        "host_with_mapped_files_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+        "search": plan.settings.chosen_search, "weights": args.weights, "rotation": plan.settings.rotation,
+        "seconds": round(seconds, 1), "search_seconds": round(meter.search_seconds(), 2),
+        "stage_seconds": {name: round(value, 2) for name, value in conversion.seconds.items()},
+        "weights_gb": in_gb(weights), "host_own_gb": {name: in_gb(value) for name, value in meter.own_bytes.items()},
+        "host_with_mapped_files_gb": in_gb(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
         "recipe_sha256": hashlib.sha256(recipe.encode()).hexdigest(),
-    }
+    }  # fmt: skip
     if gpu:
         allocated, reserved = (max(peak[i] for peak in meter.peaks.values()) for i in (0, 1))
-        result |= {
-            "gpu_peak_over_weights_gb": round((allocated - weights) / 1e9, 2),
-            "gpu_reserved_over_weights_gb": round((reserved - weights) / 1e9, 2),
-            "stage_peak_over_weights_gb": {
-                name: [round((value - weights) / 1e9, 2) for value in peak] for name, peak in meter.peaks.items()
-            },
-        }
+        peaks = {name: [in_gb(value - weights) for value in peak] for name, peak in meter.peaks.items()}
+        result |= {"gpu_peak_over_weights_gb": in_gb(allocated - weights), "stage_peak_over_weights_gb": peaks}
+        result["gpu_reserved_over_weights_gb"] = in_gb(reserved - weights)
     args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

@@ -54,12 +54,8 @@ WEATHER: Any = {
     "type": "function",
     "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS},
 }
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "boolean"}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+_CHOICES = {"a": {"enum": ["x", "y"]}, "b": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": _CHOICES, "required": ["a", "b"], "additionalProperties": False}
 LONG = "x = 1\n" * 3000
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}]}]
 SYSTEM = {"role": "system", "content": "Count."}

@@ -59,15 +59,9 @@ GUIDED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 ANSWERED = ("completion", *GUIDED, "echo", "message")  # one half of them streamed, but for ``echo``
 KINDS = (*ANSWERED, "slow", "cancelled", "disconnected", "malformed", "hostile")
 MALFORMED = (
-    b"{",
-    b"[]",
-    b'{"prompt": 5}',
-    b'{"prompt": "a", "n": 0}',
-    b"\xff",
-    b'{"prompt": "a", "temperature": "hot"}',
-    b'{"prompt": "a", "sparsity": 0.123}',
-    b'{"prompt": "a", "grammar": "start: /(/"}',
-)
+    b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "a", "n": 0}', b"\xff", b'{"prompt": "a", "temperature": "hot"}',
+    b'{"prompt": "a", "sparsity": 0.123}', b'{"prompt": "a", "grammar": "start: /(/"}',
+)  # fmt: skip
 SECONDS = 120.0
 _PREEMPTIONS = "wisparse:num_preemptions_total"
 
@@ -146,13 +140,8 @@ def direct_answers(bundle: str) -> dict[str, list[Case]]:
             for prompt in PROMPTS:
                 # ``Model.generate`` does not score prompts; the engine does, without HTTP.
                 sampling = SamplingParams(temperature=0, logprobs=0)
-                request = model.request(
-                    model.tokenizer.encode(prompt),
-                    max_new_tokens=8,
-                    sampling=sampling,
-                    score_prompt=True,
-                    sparsity=level,
-                )
+                asked = {"max_new_tokens": 8, "sampling": sampling, "score_prompt": True, "sparsity": level}
+                request = model.request(model.tokenizer.encode(prompt), **asked)
                 chunks: list[Any] = []
                 model.engine.submit(request, chunks.append)
                 model.engine.drive(lambda request=request: request.done)  # type: ignore[misc]

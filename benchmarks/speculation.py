@@ -1,6 +1,6 @@
-"""Speculation against plain decoding: a copying task and fresh text by lookup, heads' drafts, and equal greedy tokens.
+"""Speculation against plain decoding: a copying task and fresh text by lookup, and heads' drafts.
 
-    python benchmarks/speculation.py BUNDLE --prompts 1000          # a bundle with a tokenizer, on any device
+    python benchmarks/speculation.py BUNDLE          # on any device
     PYTHONPATH=. python benchmarks/speculation.py --shape llama-3.1-8b --weights int4 --runs 1  # random, NVIDIA GPUs
     TRITON_INTERPRET=1 PYTHONPATH=. python benchmarks/speculation.py --shape llama-3.1-8b --tiny   # does it run
 
@@ -36,13 +36,11 @@ from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.heads import HeadWeights
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation import scheduler as scheduling
-from wisparse.runtime.generation import speculation
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import METHODS, Drafter, Lookup, SpeculativeConfig
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = SpeculativeConfig()
+ROOT, CONFIG = Path(__file__).resolve().parent.parent, SpeculativeConfig()
 RATES = {"eagle3": 0.7, "mtp": 0.7, "self": 0.85}  # of drafted tokens that are right behind right ones
 PROMPT = 600  # of fresh text: steps at least so far into a context all have the same splits of it
 
@@ -163,32 +161,29 @@ def speeds(decoder: Decoder, count: int, runs: int) -> dict[str, Any]:
     decoder.speculates = True
     margin, decoder.verify_margin = decoder.verify_margin, 0.0  # random weights have no clear favourites
     for name, (prompt, text) in tasks(decoder.config.vocab_size, count).items():
-        plain: list[float] = []
-        lookup: list[float] = []
+        times: list[tuple[float, float]] = []  # plain, lookup
         for run in range(runs + 1):  # the first one, which compiles, is short
             length = len(text) - 16 if run else min(len(text) - 16, 64)
             seconds, _, request = answer(decoder, prompt, length)
             known = request.output_token_ids + [0] * 32
             replayed = Replayed(decoder.verify_costs, prompt, text, known)
             other, scheduler, again = answer(decoder, prompt, length, replayed)
-            if run:
-                plain.append(seconds)
-                lookup.append(other)
-        tokens = len(text) - 17
-        same = next(
-            (i for i, (a, b) in enumerate(zip(known, again.output_token_ids, strict=False)) if a != b), tokens + 1
-        )
+            times += [(seconds, other)] if run else []
+        tokens, pairs = len(text) - 17, enumerate(zip(known, again.output_token_ids, strict=False))
+        plain, lookup = map(statistics.median, zip(*times, strict=True))
         found[name] = {
-            "plain_tok_per_s": round(tokens / statistics.median(plain), 1),
-            "lookup_tok_per_s": round(tokens / statistics.median(lookup), 1),
-            "ratio": round(statistics.median(a / b for a, b in zip(plain, lookup, strict=True)), 3),
-            "acceptance": round(scheduler.stats.drafts.acceptance_rate, 3),
-            "mean_length": round(scheduler.stats.drafts.mean_length, 2), "drafts": scheduler.stats.drafts.drafts,
-            "equal_tokens": same,
+            "plain_tok_per_s": round(tokens / plain, 1), "lookup_tok_per_s": round(tokens / lookup, 1),
+            "ratio": round(statistics.median(a / b for a, b in times), 3), **draft_counts(scheduler),
+            "drafts": scheduler.stats.drafts.drafts, "equal_tokens": next((i for i, (a, b) in pairs if a != b), tokens + 1),
         }  # fmt: skip
         print(name, json.dumps(found[name]), flush=True)
     decoder.verify_margin = margin
     return found
+
+
+def draft_counts(scheduler: Scheduler) -> dict[str, float]:
+    drafts = scheduler.stats.drafts
+    return {"acceptance": round(drafts.acceptance_rate, 3), "mean_length": round(drafts.mean_length, 2)}
 
 
 def drawn_speeds(decoder: Any, opened: Any, count: int, runs: int) -> dict[str, Any]:
@@ -240,108 +235,70 @@ def drawn_speeds(decoder: Any, opened: Any, count: int, runs: int) -> dict[str, 
         speed = (count - 1) / statistics.median(times)
         found[method] = {
             "plain_tok_per_s": round(1 / step, 1), "tok_per_s": round(speed, 1), "ratio": round(speed * step, 3),
-            "acceptance": round(scheduler.stats.drafts.acceptance_rate, 3),
-            "mean_length": round(scheduler.stats.drafts.mean_length, 2), "draft_cost": round(decoder.draft_cost, 3),
-            "draft_ms": round(1e3 * statistics.median(drafting), 3),
-            "equal": again.output_token_ids == known[:count],
+            **draft_counts(scheduler), "draft_cost": round(decoder.draft_cost, 3),
+            "draft_ms": round(1e3 * statistics.median(drafting), 3), "equal": again.output_token_ids == known[:count],
         }  # fmt: skip
         print(method, json.dumps(found[method]), flush=True)
     decoder.verify_margin = margin
     return found
 
 
-def equality(bundle: str, count: int, length: int, head: str | None, **loading: Any) -> dict[str, Any]:
-    """Greedy answers to beginnings of lines of this repository, with and without speculation."""
-    lines = [
-        line
-        for file in sorted((ROOT / "runtime").rglob("*.py"))
-        for line in re.findall(r"(?:^.*\S.*\n){4}", file.read_text(), re.M)
-    ]
-    prompts = [lines[i * len(lines) // count] for i in range(count)]
-    found, speeds = [], []
-    for speculative in (None, {"method": "eagle3", "model": head} if head else {"method": "ngram"}):
-        with wisparse.load(bundle, max_seq_len=512, speculative=speculative, **loading) as model:
-            found.append(
-                [model.generate(prompt, max_new_tokens=length, chat_template=False).token_ids for prompt in prompts]
-            )
-            drafts = model.engine.scheduler.stats.drafts
-            speeds.append(round(model.engine.scheduler.stats.tok_per_s, 1))
-    equal = sum(a == b for a, b in zip(*found, strict=True))
-    known = {"prompts": count, "equal": equal, "tokens": sum(map(len, found[0])), "tok_per_s": speeds}
-    return known | {
-        "accepted": drafts.accepted_tokens, "acceptance": drafts.acceptance_rate, "mean_length": drafts.mean_length
-    }  # fmt: skip
-
-
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.argument("bundle", required=False)
 @click.option("--shape", help="Random weights of a shape that gpu_models.py lists, instead of a bundle.")
 @click.option("--device", default="auto")
 @click.option("--weights", default=["native"], multiple=True, help="Several with a shape.")
 @click.option("--tiny", is_flag=True, help="A shape of the same family that an interpreter gets through.")
-@click.option("--sparsity", type=float, default=None)
-@click.option("--tokens", default=2000, show_default=True, help="Of the file that is copied.")
-@click.option("--runs", default=3, show_default=True, help="0: greedy answers alone.")
-@click.option("--prompts", default=0, help="Greedy answers to compare.")
-@click.option("--head", help="Compare those of an EAGLE-3 head, of four tokens in every step, instead of lookup's.")
+@click.option("--sparsity", type=float)
+@click.option("--tokens", default=2000, help="Of the file that is copied.")
+@click.option("--runs", default=3)
 def main(
-    bundle: str | None,
-    shape: str | None,
-    device: str,
-    weights: Sequence[str],
-    tiny: bool,
-    sparsity: float | None,
-    tokens: int,
-    runs: int,
-    prompts: int,
-    head: str | None,
-) -> None:
+    bundle: str | None, shape: str | None, device: str, weights: Sequence[str], tiny: bool, sparsity: float | None,
+    tokens: int, runs: int,
+) -> None:  # fmt: skip
     """Print both speeds and their ratio for each task, JSON last."""
     result: dict[str, Any] = {"bundle": bundle or shape, "weights": weights, "sparsity": sparsity}
-    if shape is not None:
-        import gpu_models
-
-        from wisparse.runtime.cuda.decoder import CudaDecoder
-
-        on_gpu = torch.cuda.is_available()
-        if not (on_gpu or tiny):
-            raise click.UsageError("--shape: expected an NVIDIA GPU, or --tiny and TRITON_INTERPRET=1")
-        dtype = torch.bfloat16 if on_gpu else torch.float32
-        of = gpu_models.tiny(gpu_models.SHAPES[shape]) | {"num_hidden_layers": 1} if tiny else shape
-        opened = gpu_models.random_bundle(of)
-        opened.recipe = SimpleNamespace(graded=None)
-        predictable(opened.checkpoint)
-        settings: dict[str, Any] = {"device": torch.device("cuda" if on_gpu else "cpu"), "dtype": dtype}
-        settings["most_drafted"] = METHODS["eagle3"][1]
-        settings |= {"max_seq_len": min(2 * tokens + PROMPT, opened.config.max_position_embeddings)}
-        if sparsity:
-            decoder = CudaDecoder(opened, **settings)
-            gpu_models.mask_bundle(opened, decoder, gpu_models.calibrate(decoder, [sparsity]), sparsity)
-            decoder.close()
-        for kind in weights:
-            began, decoder = time.perf_counter(), CudaDecoder(opened, weights=kind, **settings)
-            decoder.speculates = True
-            if on_gpu:
-                last = decoder.max_seq_len
-                with torch.inference_mode(), compiling_side_by_side():
-                    for step in (decoder.step_for(1, last), *decoder._all_verifying(last, last)):
-                        step.prepare(compile_only=True)
-            ready = time.perf_counter()
-            result[kind] = speeds(decoder, tokens, runs) | drawn_speeds(decoder, opened, tokens, runs)
-            result[kind]["seconds"] = [round(ready - began), round(time.perf_counter() - ready)]
-            decoder.close()
-            print(kind, json.dumps(result[kind]), flush=True)
-    else:
-        assert bundle is not None
-        loading = {"device": device, "weights": weights[0], "sparsity": sparsity}
+    if bundle is not None:
+        loading: dict[str, Any] = {"device": device, "weights": weights[0], "sparsity": sparsity}
         context = wisparse.load(bundle, **loading).max_seq_len
         with wisparse.load(bundle, max_seq_len=min(context, 2 * tokens + 64), **loading) as model:
             result |= {"backend": model.decoder.name}
-            if head is None and runs:
-                result |= speeds(model.decoder, min(tokens, (context - 64) // 2), runs)
-        if prompts:  # with drafts, whether they gain or not
-            speculation._MIN_SPEEDUP, speculation._CREDIT, speculation._MAX_CREDIT = 0.0, 1e9, 1e9
-            result["greedy"] = equality(bundle, prompts, 48, head, **loading)
+            result |= speeds(model.decoder, min(tokens, (context - 64) // 2), runs)
+        print(json.dumps(result))
+        return
+    import gpu_models
+
+    from wisparse.runtime.cuda.decoder import CudaDecoder
+
+    on_gpu = torch.cuda.is_available()
+    if shape is None or not (on_gpu or tiny):
+        raise click.UsageError("expected a bundle, or --shape on an NVIDIA GPU or with --tiny and TRITON_INTERPRET=1")
+    of = gpu_models.tiny(gpu_models.SHAPES[shape]) | {"num_hidden_layers": 1} if tiny else shape
+    opened = gpu_models.random_bundle(of)
+    opened.recipe = SimpleNamespace(graded=None)
+    predictable(opened.checkpoint)
+    settings: dict[str, Any] = {
+        "device": torch.device("cuda" if on_gpu else "cpu"), "dtype": torch.bfloat16 if on_gpu else torch.float32,
+        "most_drafted": METHODS["eagle3"][1],
+        "max_seq_len": min(2 * tokens + PROMPT, opened.config.max_position_embeddings),
+    }  # fmt: skip
+    if sparsity:
+        decoder = CudaDecoder(opened, **settings)
+        gpu_models.mask_bundle(opened, decoder, gpu_models.calibrate(decoder, [sparsity]), sparsity)
+        decoder.close()
+    for kind in weights:
+        began, decoder = time.perf_counter(), CudaDecoder(opened, weights=kind, **settings)
+        decoder.speculates = True
+        if on_gpu:
+            last = decoder.max_seq_len
+            with torch.inference_mode(), compiling_side_by_side():
+                for step in (decoder.step_for(1, last), *decoder._all_verifying(last, last)):
+                    step.prepare(compile_only=True)
+        ready = time.perf_counter()
+        result[kind] = speeds(decoder, tokens, runs) | drawn_speeds(decoder, opened, tokens, runs)
+        result[kind]["seconds"] = [round(ready - began), round(time.perf_counter() - ready)]
+        decoder.close()
+        print(kind, json.dumps(result[kind]), flush=True)
     print(json.dumps(result))
 
 

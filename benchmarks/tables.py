@@ -1,31 +1,33 @@
 """Every table of quality: the ablation and the methods against sparsities, on the models given, and a summary of both.
 
     python benchmarks/tables.py examples/pycode-llama-6m PATH... --jobs 12      # minutes on four large GPUs
+    python benchmarks/tables.py --only ablation --num-generations 20 --num-offspring 8 --num-samples 16  # half an hour
 
-Each table is made in pieces, one process per piece and `--jobs` of them at a time, dealt out over all GPUs that are
-visible. A piece that is there already, made with the same options, is not made again. If a piece fails, the others are
-still made, nothing is written, and the exit status is 1: run the same command again. Written to --out
-(benchmarks/results): ablation-NAME, methods-NAME and summary as .md and .json.
+Calibrated on standard-library files, measured on other ones, every token sparse. KL in nats per token, to the dense
+model. Each table is made in pieces, ``--jobs`` processes at a time, dealt out over all GPUs that are visible. Written to
+``--out`` (benchmarks/results): ablation-NAME, methods-NAME and summary as .md and .json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import queue
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ablation
+import methods
 import torch
 from ablation import PARTS, ROWS, in_order
 from methods import METHODS, of_uniform
-from quality import EXAMPLE, markdown_table
+from quality import EXAMPLE, Evaluator, describe_machine, markdown_table, stdlib_tokens
+
+from wisparse.converter.source import load_source
 
 HERE = Path(__file__).resolve().parent
 _PER_ROW = ("rows", "benchmark")
@@ -40,42 +42,31 @@ GROUPS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """One process's share of the tables, in a folder of its own."""
+    """One process's share of a table: some parts of the ablation, or some methods at one sparsity."""
 
-    folder: Path
-    script: str
-    arguments: tuple[str, ...]
+    kind: str
+    model: Path
+    labels: tuple[str, ...]
+    sparsity: float = 0.5
 
-    def found(self) -> dict[str, Any] | None:
-        """What it made, if that was with these options."""
-        asked, files = self.folder / "asked", list(self.folder.glob("*.json"))
-        if not files or not asked.is_file() or asked.read_text() != self._asked():
-            return None
-        document: dict[str, Any] = json.loads(files[0].read_text())
-        return document
-
-    def make(self, gpu: str | None) -> bool:
-        """Run it, on one GPU; what it prints is kept beside its result. Returns whether it succeeded."""
-        if self.found() is not None:
-            return True
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for old in self.folder.glob("*.json"):
-            old.unlink()
-        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
-        command = [sys.executable, str(HERE / self.script), *self.arguments, "--out", str(self.folder)]
+    def make(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Its rows, and how they were made."""
         began = time.perf_counter()
-        with open(self.folder / "log", "w") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
-        (self.folder / "asked").write_text(self._asked())
-        made = code == 0 and self.found() is not None
-        if not made:
-            print((self.folder / "log").read_text()[-2000:], flush=True)
-        told = "made" if made else f"FAILED, exit status {code}"
-        print(f"{self.folder.name}: {told} in {time.perf_counter() - began:.0f} s", flush=True)
-        return made
-
-    def _asked(self) -> str:
-        return json.dumps([self.script, *self.arguments])
+        source = load_source(self.model, device=options.device)
+        tokens = stdlib_tokens(source, "calibration", options.num_samples, 512)
+        evaluator = Evaluator(source, stdlib_tokens(source, "evaluation", options.eval_tokens // 512, 512, 1).input_ids)
+        facts = {
+            "benchmark": self.kind, "model": self.model.name, "calibration tokens": tokens.input_ids.numel(),
+            "evaluation tokens": evaluator.input_ids.numel(), **describe_machine(source.device),
+        }  # fmt: skip
+        if self.kind == "ablation":
+            evolution = f"{options.num_generations} generations x {options.num_offspring}, all on all search tokens"
+            facts |= {"sparsity": 0.5, "search tokens": options.kl_tokens, "evolution": evolution}
+            rows = ablation.measure(self.labels, source, tokens, evaluator, options)
+        else:
+            rows = methods.measure(self.labels, self.sparsity, self.model, source, tokens, evaluator, options)
+        print(f"{self.model.name} {self.kind} {self.labels[0]}: {time.perf_counter() - began:.0f} s", flush=True)
+        return {**facts, "rows": rows}
 
 
 def visible_gpus(device: str) -> list[str]:
@@ -86,33 +77,26 @@ def visible_gpus(device: str) -> list[str]:
     return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
-def make_all(pieces: list[Piece], jobs: int, gpus: list[str]) -> bool:
-    """Some pieces at a time, the first ones first; each GPU gets its turn. Returns whether all succeeded."""
-    places: queue.Queue[str | None] = queue.Queue()
-    for job in range(jobs):
+def take_gpu(places: Any) -> None:
+    """The GPU of a process, before it uses one."""
+    if (gpu := places.get()) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+
+
+def make_all(pieces: list[Piece], options: argparse.Namespace) -> dict[Piece, dict[str, Any]]:
+    """Some pieces at a time, the first ones first."""
+    gpus, context = visible_gpus(options.device), multiprocessing.get_context("spawn")
+    places = context.Manager().Queue()
+    for job in range(options.jobs):
         places.put(gpus[job % len(gpus)] if gpus else None)
-
-    def one(piece: Piece) -> bool:
-        place = places.get()
-        try:
-            return piece.make(place)
-        finally:
-            places.put(place)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return all(list(pool.map(one, pieces)))
+    with ProcessPoolExecutor(options.jobs, context, take_gpu, (places,)) as pool:
+        return dict(zip(pieces, pool.map(Piece.make, pieces, [options] * len(pieces)), strict=True))
 
 
-def merged(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """One document from those of several pieces, which tell the same of themselves.
-
-    Raises:
-        ValueError: pieces made on different machines, or with different versions.
-    """
-    heads = [{key: value for key, value in document.items() if key != "rows"} for document in documents]
-    if any(head != heads[0] for head in heads):
-        raise ValueError(f"pieces that do not belong together, remove --pieces and make all: {heads}")
-    return {**heads[0], "rows": [row for document in documents for row in document["rows"]]}
+def merged(documents: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """One document from those of several pieces."""
+    shared = {"made by": f"benchmarks/tables.py, up to {options.jobs} processes at a time: compare seconds roughly"}
+    return {**documents[0], **shared, "rows": [row for document in documents for row in document["rows"]]}
 
 
 def across(rows: list[dict[str, Any]]) -> str:
@@ -170,69 +154,40 @@ def main() -> None:
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.3, 0.4, 0.5, 0.6])
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time; three on a GPU are well fed")
     parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--pieces", type=Path, default=Path("tables.pieces"), help="where unfinished tables lie")
-    parser.add_argument("--num-samples", default="256", help="of 512 tokens, to calibrate on")
-    parser.add_argument("--eval-tokens", default="24576")
-    parser.add_argument("--num-generations", default="400")
-    parser.add_argument("--num-offspring", default="64")
-    parser.add_argument("--batch-size", default="4", help="sequences of a search's pass, for what methods.py makes")
+    parser.add_argument("--num-samples", type=int, default=256, help="of 512 tokens, to calibrate on")
+    parser.add_argument("--eval-tokens", type=int, default=24576)
+    parser.add_argument("--kl-tokens", type=int, default=2048, help="for the searches that compare candidates")
+    parser.add_argument("--num-generations", type=int, default=400)
+    parser.add_argument("--num-offspring", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences of a search's pass, for the methods")
     parser.add_argument("--only", choices=("methods", "ablation"), help="one kind of table, and no summary")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-
-    common = ("--num-samples", options.num_samples, "--eval-tokens", options.eval_tokens, "--device", options.device)
-    evolution = ("--num-generations", options.num_generations, "--num-offspring", options.num_offspring)
-    ablation_pieces: dict[str, list[Piece]] = {}
-    methods_pieces: dict[str, list[Piece]] = {}
-    for model in options.models:
-        name, arguments = model.name, ("--model", str(model), *common)
-        ablation_pieces[name] = [
-            Piece(options.pieces / f"ablation-{name}-{part}", "ablation.py", (*arguments, *evolution, "--parts", part))
-            for part in PARTS
-        ]
-        methods_pieces[name] = [
-            Piece(
-                options.pieces / f"methods-{name}-{s:g}-{group[0]}",
-                "methods.py",
-                (*arguments, "--batch-size", options.batch_size, "--sparsities", f"{s:g}", "--methods", *group),
-            )
-            for group in GROUPS
-            for s in sorted(options.sparsities, reverse=True)
-        ]
     # The long ones first: the paper's evolution, of the largest model first; high sparsities before low ones.
-    size = {model.name: sum(file.stat().st_size for file in model.glob("*.safetensors")) for model in options.models}
-    names = sorted(size, key=lambda name: -size[name])
-    paper = PARTS.index("paper")
-    pieces = [ablation_pieces[name][paper] for name in names]
-    pieces += [piece for together in zip(*(methods_pieces[name] for name in names), strict=True) for piece in together]
-    pieces += [piece for name in names for i, piece in enumerate(ablation_pieces[name]) if i != paper]
-    pieces = [piece for piece in pieces if options.only in (None, piece.script.removesuffix(".py"))]
-    gpus = visible_gpus(options.device)
-    began = time.perf_counter()
-    if not make_all(pieces, options.jobs, gpus):
-        sys.exit(1)
-    print(f"all pieces in {time.perf_counter() - began:.0f} s", flush=True)
-
-    where = f"{len(gpus)} GPU(s)" if gpus else "one CPU"
-    shared = {"made by": f"benchmarks/tables.py, up to {options.jobs} processes on {where}: compare seconds roughly"}
+    models = sorted(options.models, key=lambda model: -sum(file.stat().st_size for file in model.glob("*.safetensors")))
+    ranked = sorted(options.sparsities, reverse=True)
+    pieces = [Piece("ablation", model, ("paper",)) for model in models]
+    pieces += [Piece("methods", model, group, s) for group in GROUPS for s in ranked for model in models]
+    pieces += [Piece("ablation", model, (part,)) for model in models for part in PARTS if part != "paper"]
+    made = make_all([piece for piece in pieces if options.only in (None, piece.kind)], options)
     options.out.mkdir(parents=True, exist_ok=True)
-    methods: dict[str, dict[str, Any]] = {}
-    ablations: dict[str, dict[str, dict[str, Any]]] = {}
+    tables: dict[str, dict[str, Any]] = {"methods": {}, "ablation": {}}
     for model in options.models:
-        name = model.name
-        if options.only != "methods":
-            whole = merged([piece.found() or {} for piece in ablation_pieces[name]]) | shared
-            whole["rows"] = in_order(whole["rows"])
-            by_label = {row["recipe"]: row for row in whole["rows"]}
-            ablations[name] = {key: by_label[label] for key, label in ROWS.items()}
-            write(options.out, f"ablation-{name}", f"Ablation: {name}", whole, markdown_table(whole["rows"]))
-        if options.only != "ablation":
-            methods[name] = whole = merged([piece.found() or {} for piece in methods_pieces[name]]) | shared
-            whole["rows"] = of_uniform(whole["rows"])
-            tables = (f"KL, and of uniform |x|:\n\n{across(whole['rows'])}", markdown_table(whole["rows"]))
-            write(options.out, f"methods-{name}", f"Methods: {name}", whole, *tables)
+        for kind in ("ablation", "methods") if options.only is None else (options.only,):
+            whole = merged([one for piece, one in made.items() if (piece.kind, piece.model) == (kind, model)], options)
+            name, title = model.name, f"{kind.capitalize()}: {model.name}"
+            if kind == "ablation":
+                whole["rows"] = in_order(whole["rows"])
+                by_label = {row["recipe"]: row for row in whole["rows"]}
+                tables[kind][name] = {key: by_label[label] for key, label in ROWS.items()}
+                write(options.out, f"{kind}-{name}", title, whole, markdown_table(whole["rows"]))
+            else:
+                whole["rows"] = of_uniform(whole["rows"])
+                tables[kind][name] = whole
+                kls = f"KL, and of uniform |x|:\n\n{across(whole['rows'])}"
+                write(options.out, f"{kind}-{name}", title, whole, kls, markdown_table(whole["rows"]))
     if 0.5 in options.sparsities and options.only is None:
-        document = summary(methods, ablations) | shared
+        document = summary(tables["methods"], tables["ablation"])
         write(options.out, "summary", "Summary of quality", document, summary_table(document["rows"]))
         print(summary_table(document["rows"]))
 

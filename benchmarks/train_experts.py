@@ -65,10 +65,8 @@ def main() -> None:
         max_position_embeddings=2048, bos_token_id=0, eos_token_id=0, pad_token_id=3,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config).to(options.device)
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     began, step, loss = time.monotonic(), 0, torch.zeros(())
     while (share := (time.monotonic() - began) / (60 * options.minutes)) < 1:
