@@ -99,7 +99,7 @@ def _parameters_on_meta() -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

@@ -153,8 +153,8 @@ class Bundle:
             kind = guard.folder_kind(folder)
             found = "one without it" if kind is None else kind.partition(":")[0]
             how = shlex.quote(where) if kind is None else "MODEL"
-            expected = f"expected a bundle, a folder with {MANIFEST}"
-            raise BundleError(f"{where}: {expected}, found {found}; make one with wisparse-convert {how}")
+            wanted = f"expected a bundle, a folder with {MANIFEST}"
+            raise BundleError(f"{where}: {wanted}, found {found}; make one with wisparse-convert {how}")
         manifest = Manifest.read(folder)
         recipe = manifest.recipe
         config_dict = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
@@ -164,9 +164,10 @@ class Bundle:
         require_version(entry.get("format_version"), "config.json")
         expected = {"sidecar": SIDECAR, "sparsity": recipe.default, "sparsities": list(recipe.sparsities)}
         for key, value in expected.items():
-            found = entry.get(key)
-            if found != value or any(isinstance(one, bool) for one in (found if isinstance(found, list) else [found])):
-                raise BundleError(f"config.json: wisparse.{key}: expected {value!r}, found {found!r:.80}")
+            stated = entry.get(key)
+            each = stated if isinstance(stated, list) else [stated]
+            if stated != value or any(isinstance(one, bool) for one in each):
+                raise BundleError(f"config.json: wisparse.{key}: expected {value!r}, found {stated!r:.80}")
         checkpoint = Checkpoint.open(folder, error=BundleError)
         # Manifest, index and folder must have the same files.
         required = {"config.json", INDEX, SIDECAR, *checkpoint.files}

@@ -75,11 +75,12 @@ def command(
     folders = folders_to_save([bundle], loading["sparsity"], loading["bits"]) if save else []
     opened = open_bundle(bundle, *(loading.pop(name) for name in ("revision", "sparsity", "bits")))
     if loading["max_seq_len"] is None:
-        loading["max_seq_len"], context = prompt_length + max_new_tokens, opened.config.max_position_embeddings
-        if loading["max_seq_len"] > context:
+        length, context = prompt_length + max_new_tokens, opened.config.max_position_embeddings
+        if length > context:
             both = "--prompt-length and --max-new-tokens"
             expected = f"expected at most the model's context of {context} together"
-            raise UsageError(f"{both}: {expected}, found {loading['max_seq_len']}")
+            raise UsageError(f"{both}: {expected}, found {length}")
+        loading["max_seq_len"] = length
     if all_weights and opened.recipe.graded:
         raise UsageError("--all-weights: expected a bundle that is not graded; a graded one holds its weights one way")
     from wisparse.runtime.backends import load
