@@ -83,12 +83,12 @@ def onnx_tokens(decoder: OnnxDecoder, prompts: list[list[int]], count: int) -> l
 def test_tokens_are_our_runtimes(variant_bundle: Callable[[str], Path], tmp_path: Path, variant: str) -> None:
     # 24 tokens take the sliding window (7) and LongRoPE's switch (32 positions) along; prompts of one batch are of
     # different lengths, so LongRoPE's would switch at different times: one by one.
-    bundle = variant_bundle(variant)
+    bundle, prompts = variant_bundle(variant), PROMPTS[::2]
     decoder = OnnxDecoder(export(bundle, tmp_path / "out"))
-    expected = [runtime_tokens(bundle, prompt, 24) for prompt in PROMPTS]
-    assert [onnx_tokens(decoder, [prompt], 24)[0] for prompt in PROMPTS] == expected
+    expected = [runtime_tokens(bundle, prompt, 24) for prompt in prompts]
+    assert [onnx_tokens(decoder, [prompt], 24)[0] for prompt in prompts] == expected
     if Bundle.open(bundle).config.rotaries[0].rope_type != "longrope":
-        assert onnx_tokens(decoder, PROMPTS, 24) == expected
+        assert onnx_tokens(decoder, prompts, 24) == expected
     half = export(bundle, tmp_path / "half", dtype="float16")
     assert check_export(half, Bundle.open(bundle), "float16")["dense_error"] < 1e-2
 
