@@ -224,10 +224,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def mxfp4_parts(shape: tuple[int, ...]) -> dict[str, Part]:
     """The tensors of a weight (E, K, N) in transformers' layout; the codes are transposed."""
     experts, k, n = shape
-    return {
-        MXFP4[0]: Part(((experts, n, k // 32, 16),), ("U8",)),
-        MXFP4[1]: Part(((experts, n, k // 32),), ("U8",)),
-    }
+    return {MXFP4[0]: Part(((experts, n, k // 32, 16),), ("U8",)), MXFP4[1]: Part(((experts, n, k // 32),), ("U8",))}
 
 
 def widen_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -362,12 +362,7 @@ class Server:
             raise ApiError(404, f"model: expected {name!r}, found {found!r:.80}", param="model", code="model_not_found")
 
     async def _events(
-        self,
-        http: HttpRequest,
-        answers: AnswerQueue,
-        items: list[tuple[int, Chunk]],
-        formatter: Formatter,
-        copies: int,
+        self, http: HttpRequest, answers: AnswerQueue, items: list[tuple[int, Chunk]], formatter: Formatter, copies: int
     ) -> AsyncIterator[bytes]:
         self._streams += 1
         try:
@@ -390,8 +385,7 @@ class Server:
     async def metrics_page(self) -> Response:
         realised = await asyncio.wrap_future(self._engine.ask(self._model.decoder.realised_sparsity))
         return Response(
-            self.metrics.page(realised, self._engine.scheduler),
-            media_type="text/plain; version=0.0.4; charset=utf-8",
+            self.metrics.page(realised, self._engine.scheduler), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
     async def models(self) -> dict[str, Any]:
