@@ -87,7 +87,7 @@ class GemvTile:
     unroll: int = 4  # loads of block_k rows in flight; packed: mma steps of 16 channels in a stage, at most 4
     trigger: int = 1  # griddepcontrol.launch_dependents: 1 at the start of a program, 2 after its product
     early: bool = True  # launch with programmatic dependent launch
-    lead: int = 0  # dense: steps of unroll * block_k rows that are loaded before x is ready
+    lead: int = 0  # dense: steps of unroll * block_k rows loaded before the inputs arrive
     reducers: int = 0  # spinning reducers of a tile, a power of two; 0: the last program to arrive reduces
 
     def __post_init__(self) -> None:
