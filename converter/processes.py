@@ -215,10 +215,8 @@ def joined(device: str) -> Iterator[tuple[Processes, str]]:
         torch.cuda.set_device(place.local)
         device = f"cuda:{place.local}"
     store, _, _ = next(distributed.rendezvous("env://", timeout=_TIMEOUT))
-    distributed.init_process_group(
-        "nccl" if cuda else "gloo", store=distributed.PrefixStore("all", store), rank=rank, world_size=world_size,
-        timeout=_TIMEOUT,
-    )  # fmt: skip
+    backend, store = "nccl" if cuda else "gloo", distributed.PrefixStore("all", store)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     processes = Processes(rank, world_size, distributed.new_group(backend="gloo", timeout=_TIMEOUT) if cuda else None)
     if cuda:
         processes.add(torch.ones(1, dtype=torch.int64, device=device))  # NCCL connects at its first collective

@@ -71,10 +71,9 @@ def end_turns(source: SourceModel, folder: Path) -> dict[str, bytes]:
     found, other = probability_of_end(source, closing, ends)
     says = f"the chat template ends turns with {source.tokenizer.decode([closing])}, which no configuration names as an end"
     if found < max(other, _SMALLEST_PROBABILITY):
-        _log.warning(
-            "%s, and which the model does not predict after an answer (probability %.2g): conversations end there, but "
-            "`generate` continues texts without the template, as for a base model", says, found,
-        )  # fmt: skip
+        unlikely = f"which the model does not predict after an answer (probability {found:.2g})"
+        so = "conversations end there, but `generate` continues texts without the template, as for a base model"
+        _log.warning("%s, and %s: %s", says, unlikely, so)
         return {}
     _log.warning(
         "%s; the model predicts it after an answer (probability %.2g): the bundle's %s names it", says, found, _FILE

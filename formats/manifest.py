@@ -132,14 +132,13 @@ class Recipe:
         recipe: Recipe = _decode(cls, document, "")
         found, listed = recipe.sparsities, ", ".join(f"{one!r:.20}" for one in recipe.sparsities)
         ascending = all(low < high for low, high in pairwise(found))
+        planes = f"{[*PLANE_BITS]}, the high plane first, which are the {sum(PLANE_BITS)} bits of a code"
         checks = [
             (1 <= len(found) <= MAX_LEVELS, "sparsity levels", f"1 to {MAX_LEVELS}", f"{len(found)}"),
             (ascending, "sparsity levels", "ascending sparsities, none twice", listed),
             (recipe.default in found, "default", f"one of the sparsity levels {listed}", f"{recipe.default!r:.20}"),
-            (recipe.plane_bits in ((), PLANE_BITS), "plane_bits",
-             f"{[*PLANE_BITS]}, the high plane first, which are the {sum(PLANE_BITS)} bits of a code",
-             f"{[*recipe.plane_bits]!r:.60}"),
-        ]  # fmt: skip
+            (recipe.plane_bits in ((), PLANE_BITS), "plane_bits", planes, f"{[*recipe.plane_bits]!r:.60}"),
+        ]
         for one in recipe.levels[0].projections if found and not found[0] else ():
             where = f"{one.name:.200}: sparsity"
             checks.append((not one.sparsity, where, "0 at the sparsity level 0", f"{one.sparsity!r:.20}"))

@@ -205,11 +205,12 @@ thinking_options = stacked(
     ),
 )  # fmt: skip
 
-template_option = click.option(
-    "--chat-template", is_flag=False, flag_value="default", metavar="[NAME]",
-    help="Use the chat template, or the model's template of this name.  "
-    "[default: the template, for a text if it ends an answer with a token the model stops at]",
-)  # fmt: skip
+_TEMPLATE = (
+    "Use the chat template, or the model's template of this name.  "
+    "[default: the template, for a text if it ends an answer with a token the model stops at]"
+)
+_NAMED: dict[str, Any] = {"is_flag": False, "flag_value": "default", "metavar": "[NAME]"}
+template_option = click.option("--chat-template", help=_TEMPLATE, **_NAMED)
 
 
 def open_bundle(bundle: str, revision: str | None, sparsity: float | None, bits: float | None = None) -> Bundle:

@@ -356,9 +356,7 @@ def delta_net(p, table, thread, threads, x, mixed, out, scratch, tag):
             _scale_to(q, key_dim, ONE / np.float32(math.sqrt(np.float32(key_dim))))
             _scale_to(k, key_dim, ONE)
             for h in range(group * share, (group + 1) * share):
-                _convolve(
-                    new, inputs, shifted, kernel, taps, width, 2 * key_size + h * value_dim, value_dim, v, tag
-                )  # fmt: skip
+                _convolve(new, inputs, shifted, kernel, taps, width, 2 * key_size + h * value_dim, value_dim, v, tag)
                 beta = ONE / (ONE + exp32(-_product(x + 4 * b * hidden, field[DeltaField.B] + 4 * h * hidden, hidden)))
                 step = _product(x + 4 * b * hidden, field[DeltaField.A] + 4 * h * hidden, hidden) + dt_bias[h]
                 # softplus(x); x from 20 on, as in PyTorch

@@ -290,9 +290,7 @@ def _attention_kernel(
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if split == 0:
         stores = (row_position >= 0) & (not STORED)
-        k_new, v_new = _store_new_kv(
-            query_ptr, kv_head, slot, p, stores, cos, sin, norms, cache, shape, config, dtype
-        )  # fmt: skip
+        k_new, v_new = _store_new_kv(query_ptr, kv_head, slot, p, stores, cos, sin, norms, cache, shape, config, dtype)
         m = _scores(tl.sum(q.to(tl.float32) * k_new[None, :], axis=1), scale_log2, shape)
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
         acc += v_new[None, :]

@@ -163,9 +163,7 @@ def drops(given, x, channels, row, LOW: tl.constexpr = False):
 
 
 @triton.jit
-def load_input(
-    given, row, channels, problem: tl.constexpr, dtype: tl.constexpr, PAIRED: tl.constexpr = False
-):  # fmt: skip
+def load_input(given, row, channels, problem: tl.constexpr, dtype: tl.constexpr, PAIRED: tl.constexpr = False):
     """A row's x at the program's channels, without norm, or attention's combined KV splits in ``dtype``. Each KV split
     is a tensor of its own: reducing a second dimension would exchange data between threads."""
     k = channels.k if PAIRED else channel_of(channels.k, problem)

@@ -172,7 +172,7 @@ def _accumulate(acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k, 
 @triton.jit
 def _weight_block(
     weights, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr, dtype: tl.constexpr, LOW: tl.constexpr
-):  # fmt: skip
+):
     """A projection's weights (BLOCK_K, BLOCK_N), LOW: of the low plane; undefined for columns from N on."""
     # Copies of the fields, as in sparse_gemv_kernel.
     K: tl.constexpr = config.k

@@ -329,7 +329,7 @@ def plan_experts(
     tile = tile or expert_tile(gpu, shape, rows * chosen, adds)
     return plan(
         shape, 1, output=output, ssq_parts=ssq_parts, tile=tile, pdl=pdl, pairs=rows * chosen, experts=adds, clamp=clamp
-    )  # fmt: skip
+    )
 
 
 def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile:

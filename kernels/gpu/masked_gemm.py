@@ -145,7 +145,7 @@ class _MaskGemm(NamedTuple):
 @triton.jit(do_not_specialize=["M"])
 def _mask_gemm_kernel(
     x_ptr, weight_ptr, bias_ptr, scale_ptr, threshold_ptr, row_mask_ptr, out_ptr, M, config: tl.constexpr
-):  # fmt: skip
+):
     K: tl.constexpr = config.k
     BLOCK_M: tl.constexpr = config.block_m
     BLOCK_N: tl.constexpr = config.block_n

@@ -130,7 +130,7 @@ def _limits(state, token_ptr, row, V):
 @triton.jit
 def _count_kernel(
     logits, choice, state, V, head_tiles, HEAD_PAD: tl.constexpr, finish: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+):
     tile = tl.program_id(0)
     row = tl.program_id(1)
     gdc_wait(PDL)

@@ -21,9 +21,7 @@ _RENAMED = (
     ("].function.parameters", "].input_schema"), ("].function", "]"), ("response_format", "output_config.format"),
 )  # fmt: skip
 _STATUS = {429: 529, 501: 400}  # clients retry after 5xx
-_ERROR_TYPES = {
-    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 529: "overloaded_error",
-}  # fmt: skip
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 529: "overloaded_error"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}  # kind of delta -> type of block
 
@@ -71,13 +69,12 @@ class ToolResultBlock(Strict):
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 # By role, the types of blocks that its messages may have.
+_THOUGHTS: Mapping[str, type[Block]] = dict.fromkeys(("thinking", "redacted_thinking"), ThinkingBlock)
 _BLOCKS: Mapping[str, Mapping[str, type[Block]]] = {
     "system": {"text": TextBlock},
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
-    "assistant": {
-        "text": TextBlock, "thinking": ThinkingBlock, "redacted_thinking": ThinkingBlock, "tool_use": ToolUseBlock,
-    },
-}  # fmt: skip
+    "assistant": {"text": TextBlock, **_THOUGHTS, "tool_use": ToolUseBlock},
+}
 
 
 class InputMessage(Strict):

@@ -24,10 +24,8 @@ from .requests import (
 from .tools import Delta
 
 # Chat completions' field -> this API's field, for errors.
-_RENAMED = {
-    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}  # fmt: skip
+_RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+_RENAMED |= {"response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 
 # Item type -> prefix of its id, name of its text events, further fields of these.
 _ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {

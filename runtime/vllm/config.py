@@ -210,7 +210,5 @@ class WisparseLinearMethod(linear.UnquantizedLinearMethod):
         ready = self._ahead and torch.compiler.is_compiling()
         if ready:
             x = mask_ahead(x, layer.wisparse_scales[0], layer.wisparse_thresholds[0], layer.wisparse_masked)
-        return torch.ops.wisparse.masked_linear(
-            x, layer.weight, bias, layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked,
-            self._widths, ready,
-        )  # fmt: skip
+        masks = layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked
+        return torch.ops.wisparse.masked_linear(x, layer.weight, bias, *masks, self._widths, ready)

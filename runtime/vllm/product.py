@@ -139,9 +139,8 @@ def masked_inputs(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     copies = [width // piece for width in layer.widths]
     batched = len(set(copies)) > 1 and len(x) <= BATCHED_ROWS
     inputs = mask_rows(
-        x, layer.scales, layer.thresholds, masked,
-        copies=copies if batched else None, pdl=gpu_of(x.device).arch >= 90,
-    )  # fmt: skip
+        x, layer.scales, layer.thresholds, masked, copies=copies if batched else None, pdl=gpu_of(x.device).arch >= 90
+    )
     return products(inputs, layer)
 
 

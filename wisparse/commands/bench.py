@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from ..compiled import CompiledSpeed
 
+_BASELINE = "Also time the dense model in transformers under torch.compile, with a static cache and CUDA graphs."
+
 
 @click.command("bench", context_settings={"show_default": True})
 @click.argument("bundle", type=FOLDER_OR_ID)
@@ -43,10 +45,7 @@ if TYPE_CHECKING:
 @click.option("--kernels", is_flag=True, help="Also time every kernel of a block (NVIDIA GPUs).")
 @click.option("--explain", is_flag=True, help="Print which kernel computes each linear, and why (NVIDIA GPUs).")
 @click.option("--all-weights", is_flag=True, help="One table over all weight types of the back end: native, int8, …")
-@click.option(
-    "--baseline", type=click.Choice(["torch.compile"]),
-    help="Also time the dense model in transformers under torch.compile, with a static cache and CUDA graphs.",
-)  # fmt: skip
+@click.option("--baseline", type=click.Choice(["torch.compile"]), help=_BASELINE)
 @click.option("--tune", is_flag=True, help="First tune tile sizes for this GPU and model, and save them.")
 @speculative_option("off")
 @save_option

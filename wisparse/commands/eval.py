@@ -40,32 +40,29 @@ if TYPE_CHECKING:
 
 _TASK_OPTIONS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")
 _QUESTIONS = "num_questions"  # a key of `evaluate_tasks`, whose module imports the harness
+_TEXT = (
+    "Evaluate on a file, a folder or a data set; may be given several times.  "
+    "[default: self, text that the model writes, unless --tasks is given]"
+)
+_PREFILL = (
+    "Which tokens of a text or prompt are sparse: none, the last half, all; may be given several times.  "
+    "[default: half and all for texts, half for tasks]"
+)
+_TASKS = "Run tasks of lm-evaluation-harness, or wisparse's own: interpreter_lines, interpreter_chains, greedy_loops."
 _PROMPTS = {"dense": "prompts dense", "half": "the last half of each prompt sparse", "all": "prompts sparse"}
 
 
 @click.command("eval")
 @click.argument("bundles", type=FOLDER_OR_ID, metavar="BUNDLE...", nargs=-1, required=True)
 @click.option("--compare", is_flag=True, help="One table over several bundles, on the same tokens.")
-@click.option(
-    "--text", "texts", type=FILE_OR_ID, multiple=True, metavar="PATH|HUB_ID",
-    help="Evaluate on a file, a folder or a data set; may be given several times.  "
-    "[default: self, text that the model writes, unless --tasks is given]",
-)  # fmt: skip
+@click.option("--text", "texts", type=FILE_OR_ID, multiple=True, metavar="PATH|HUB_ID", help=_TEXT)
 @option_table(
     ("--num-samples", click.IntRange(min=1), 16, "Sequences of the text."),
     ("--seq-len", click.IntRange(min=2), 512, "Tokens per sequence."),
     ("--seed", click.IntRange(0, 2**32 - 1), 1, "Seed of the choice of passages, or of sampling."),
 )
-@click.option(
-    "--prefill", "policies", type=click.Choice(PREFILL_POLICIES), multiple=True,
-    help="Which tokens of a text or prompt are sparse: none, the last half, all; may be given several times.  "
-    "[default: half and all for texts, half for tasks]",
-)  # fmt: skip
-@click.option(
-    "--tasks", metavar="NAME,...",
-    help="Run tasks of lm-evaluation-harness, or those that ship with wisparse: interpreter_lines, interpreter_chains, "
-    "greedy_loops.",
-)  # fmt: skip
+@click.option("--prefill", "policies", type=click.Choice(PREFILL_POLICIES), multiple=True, help=_PREFILL)
+@click.option("--tasks", metavar="NAME,...", help=_TASKS)
 @click.option("--include-path", type=FOLDER_OR_ID, multiple=True, metavar="DIR", help="Folder with more YAML tasks.")
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples per question.  [default: the task's]")
 @click.option("--limit", type=click.IntRange(1, 2**63 - 1), help="Most questions per task.")

@@ -50,6 +50,12 @@ class BatchSize(click.IntRange):
             self.fail(f"expected auto or a number from {self.min} to {self.max}, found {value!r:.40}", param, ctx)
 
 
+_ALLOWED = (
+    "Host name that clients may use, beside localhost, 127.0.0.1 and [::1]; * for any; may be given several times.  "
+    "[default: none on a loopback address, else any]"
+)
+
+
 @click.command("serve")
 @click.argument("bundle", type=FOLDER_OR_ID)
 @option_table(
@@ -63,11 +69,7 @@ class BatchSize(click.IntRange):
     ("--api-key-file", click.Path(exists=True, dir_okay=False), None,
      f"File with the API key that clients have to send.  [default: the variable {_KEY}, else none]"),
 )  # fmt: skip
-@click.option(
-    "--allowed-host", "hosts", multiple=True,
-    help="Host name that clients may use, beside localhost, 127.0.0.1 and [::1]; * for any; may be given several times.  "
-    "[default: none on a loopback address, else any]",
-)  # fmt: skip
+@click.option("--allowed-host", "hosts", multiple=True, help=_ALLOWED)
 @speculative_option("auto")
 @click.option("--cors", multiple=True, help="Origin whose pages may send requests, * for any; can be repeated.")
 @template_option
@@ -107,9 +109,8 @@ def command(
 
     with open_socket(host, port) as listener:
         settings = ServeSettings(name, max_queue, key, allowed_hosts(listener, hosts), cors)
-        model = load(
-            opened, max_batch=max_batch, kv_cache_memory_bytes=kv_cache_memory_bytes, speculative=speculative_config, **loading
-        )  # fmt: skip
+        sizes: dict[str, Any] = {"max_batch": max_batch, "kv_cache_memory_bytes": kv_cache_memory_bytes}
+        model = load(opened, speculative=speculative_config, **sizes, **loading)
         if chat_template is not None:
             model.tokenizer.select_template(chat_template)
         address = f"[{host}]" if ":" in host else host
