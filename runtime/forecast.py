@@ -31,7 +31,7 @@ from .benchmark import Workload, time_run
 from .decoding.cache import bytes_per_position
 from .decoding.decoder import Decoder, weight_bytes
 
-ROUNDS, _STEPS = 5, 8  # steps of a smaller model; the complete model has 200, as in `wisparse bench`
+ROUNDS, _STEPS, _COMPLETE_STEPS = 5, 8, 24  # steps of a smaller model, and of the complete one
 # Upper bound of a step's fixed part in seconds; a larger one is noise, which the extrapolation would multiply.
 _MOST_FIXED = 3e-4
 _GPU_BLOCK_SECONDS = 30e-6  # fixed time of a block on an H200: benchmarks/results/gpu-h200-weights.md
@@ -86,15 +86,15 @@ def forecast(
     device: torch.device,
     levels: Sequence[float],
     context: int,
-    on_type: Callable[[str], None] = lambda weights: None,
+    on_type: Callable[[str], None] = lambda note: None,
 ) -> list[Forecast]:
     """Forecasts for each weight type of the device's back end and each of ``levels``, ascending from 0. On a CPU the first
     and the last level are timed and the others interpolated, as bytes are linear in sparsity. ``context``: positions of the
-    KV cache in ``memory_bytes``. ``on_type`` is called before a type is timed."""
+    KV cache in ``memory_bytes``. ``on_type`` is called before a type is timed, with its name and its number of how many."""
     dtype = getattr(torch, config.dtype, torch.float32)
     configs = _timed_configs(config, device, dtype)
     complete = len(configs) == 1
-    work = Workload(1, min(200, config.max_position_embeddings - 2) if complete else _STEPS)
+    work = Workload(1, min(_COMPLETE_STEPS, config.max_position_embeddings - 2) if complete else _STEPS)
     # On a GPU the kernels of all types and levels would take minutes to compile: see `_by_bytes`.
     timed = (levels[0], levels[-1]) if device.type == "cpu" else (levels[0],)
     bundles = [_random_bundle(timed_config, dtype, levels) for timed_config in configs]
@@ -111,7 +111,6 @@ def forecast(
     forecasts: list[Forecast] = []
     kinds, other = ["native"], list[str]()
     for kind in kinds:
-        on_type(kind)
         decoders: list[Decoder] = []
         for bundle in bundles:
             length = work.prompt_length + work.new_tokens + 1
@@ -120,6 +119,7 @@ def forecast(
         if kind == "native":
             other = [one for one in decoder.weight_types if one != kind and (grouped or not WEIGHT_TYPES[one].grouped)]
             kinds += other if device.type == "cpu" else []
+        on_type(f"{kind}, {kinds.index(kind) + 1} of {len(kinds)}")
         # Rounds alternate between the levels, so that a change of the machine's speed affects all.
         times: dict[float, list[list[float]]] = {level: [] for level in timed}
         for count in range(1 + ROUNDS):

@@ -27,7 +27,7 @@ def command(model: str, device: str, context: int, revision: str | None, gguf_fi
     weight type and sparsity, and recommend a command.
 
     No weights are read or downloaded. Speed is measured on blocks of the model's shape with random weights, which takes
-    5 to 20 seconds on a CPU and about 45 on a GPU the first time, most of it to compile kernels.
+    5 to 20 seconds on two idle cores and about 45 on a GPU the first time, most of it to compile kernels.
 
     \b
     wisparse advise meta-llama/Llama-3.1-8B-Instruct
