@@ -71,7 +71,7 @@ def test_a_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(UsageError, match="folder on disk"):
         fetch_source("user/name", "main")
     for text in ("./nowhere", "/nowhere/at/all", "a/b/c", "spaces in it", Path("nowhere")):  # neither folder nor Hub id
-        with pytest.raises(AccessError, match="no such folder"):
+        with pytest.raises(AccessError, match="no such file or folder"):
             fetch_source(text)
 
 

@@ -348,7 +348,7 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
     asked: list[tuple[Path, dict[str, Any], dict[str, str], str]] = [
         (no_sidecar, {}, {}, "wisparse.safetensors"),
         (quantised, {}, {}, "found weights quantised by fp8: vLLM's kernels for them cannot leave channels unread"),
-        (dense, {"quantization": "wisparse"}, {}, "not a bundle"),
+        (dense, {"quantization": "wisparse"}, {}, "expected a bundle, a folder with wisparse.json"),
         (no_entry, {}, {}, "config.json: expected an object under 'wisparse'"),
         (bundle, {"enable_lora": True}, {}, "does not run with LoRA adapters in vLLM yet; leave the option out"),
         (bundle, {"quantization": "fp8"}, {}, "expected wisparse or nothing for a bundle, found fp8"),
