@@ -91,6 +91,16 @@ def tensor_of(value: Input) -> Tensor:
     return value.x
 
 
+def added_by_linears(listed: Sequence[ops.Op]) -> set[str]:
+    """Roles of the linears whose launch may add its output to the residual stream: the sum has no factor."""
+    found = set()
+    for op, add, after in zip(listed, listed[1:], (*listed[2:], None), strict=False):
+        added = isinstance(add, ops.Add) and add.multiplier == 1.0 and not isinstance(after, ops.Scale)
+        if added and isinstance(op, ops.Linear | ops.Experts):
+            found.add(op.role if isinstance(op, ops.Linear) else "down")
+    return found
+
+
 class BlockLauncher(ABC):
     """Launches blocks on the residual stream of T rows. A value of the list is an `Input`: a tensor, and the norm that
     its reader applies."""
@@ -109,12 +119,17 @@ class BlockLauncher(ABC):
     def launch_block(self, index: int) -> None:
         block = self.weights.blocks[index]
         values: dict[str, Any] = {ops.HIDDEN: Input(self.hidden if self.normed is None else self.normed)}
+        last = index - 1, "down"  # the linear whose output was added last: its block and role
         role, parallel = "", None
         for position, op in enumerate(block.ops):
             x, *others = (values[name] for name in op.inputs)
             match op:
                 case ops.Norm():
-                    x = self._norm(index, x, getattr(block, op.weight))
+                    factors = getattr(block, op.weight).factors
+                    if x.x is self.hidden:
+                        x = Input(x.x, self._sums(*last), factors)
+                    elif x.x is not self.normed:
+                        x = x._replace(norm=factors)
                 case ops.Linear():
                     role = op.role
                     x = Input(self._linear(index, role, x))
@@ -136,6 +151,7 @@ class BlockLauncher(ABC):
                 case ops.Add():
                     if others[0].x is not self.hidden:  # else the linear's launch has added it
                         self._add(index, role, others[0], parallel, op.multiplier, block.ops[position + 1 :])
+                    last = index, role
                 case ops.Scale():  # with the addition
                     pass
                 case _:
@@ -147,9 +163,6 @@ class BlockLauncher(ABC):
             launch(*arguments, **options)
         else:
             self._launches[name] = partial(launch, *arguments, **options)
-
-    def _norm(self, index: int, x: Input, norm: Norm) -> Input:
-        return x if x.x is self.normed else x._replace(norm=norm.factors)
 
     def _sums(self, index: int, role: str) -> Tensor | None:
         """Where the launch that adds the output of ``role`` stores sums of squares, for readers that norm their input."""

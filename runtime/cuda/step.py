@@ -25,11 +25,7 @@ from torch.nn import functional
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
 from wisparse.kernels.gpu.attention import (
-    QKNorms,
-    RotaryTables,
     Rows,
-    launch_attention,
-    launch_store_rows,
 )
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
@@ -37,14 +33,13 @@ from wisparse.kernels.gpu.experts import ExpertLinear, launch_experts, launch_ro
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.plan import GemvTile, KernelPlan, Scratch, gpu_of, launch_linear, plan
-from wisparse.kernels.gpu.reduction import Beside, launch_residual_add
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, launch_sample
 
 from ..decoding.cache import KVCache
 from ..decoding.heads import DraftHead
 from ..decoding.sampling import SamplingParams
-from ..torch.block import LINEARS, SHARED, Block, Norm
-from .blocks import PositionTables, attention_shape, router_of
+from ..torch.block import LINEARS, SHARED, Block
+from .blocks import BlockLauncher, PositionTables, added_by_linears, router_of
 from .weights import AnyLinear, CudaWeights
 
 MAX_ROWS = 16
@@ -67,13 +62,6 @@ def contexts_between(first: int, last: int) -> list[int]:
     return sorted({min(longest, last) for longest in KV_SPLITS if first <= longest})
 
 
-def attention_arguments(config: ModelConfig, block: Block[AnyLinear], rotary: RotaryTables) -> dict[str, Any]:
-    shape = attention_shape(config, block, rotary)
-    q_norm, k_norm = (None if norm is None else norm.factors for norm in (block.q_norm, block.k_norm))
-    norms = QKNorms(q_norm, k_norm, config.rms_norm_eps)
-    return {"shape": shape, "scale": config.attention_scale, "norms": norms, "sinks": block.sinks}
-
-
 def capture(launch: Callable[[], object], device: torch.device, pool: Any = None) -> Callable[[], object]:
     """A function that replays the launches of ``launch`` as a CUDA graph, asynchronously. ``launch`` runs once before
     the capture, which compiles its kernels. The caller keeps alive the tensors that ``launch`` uses but does not
@@ -91,7 +79,15 @@ def capture(launch: Callable[[], object], device: torch.device, pool: Any = None
     return graph.replay
 
 
-class DecodeStep:
+GATE_UP = ("gate_up", "shared_gate_up")
+
+
+def _num_sums(chosen: KernelPlan | None) -> int:
+    """Partial sums of squares of a row that a linear's launch, or the addition after it, writes."""
+    return chosen.ssq_parts if chosen is not None and chosen.problem.output == "residual" else 1
+
+
+class DecodeStep(BlockLauncher):
     """A step of ``rows`` rows, each of any slot."""
 
     def __init__(
@@ -115,13 +111,6 @@ class DecodeStep:
         padded = -(-rows // 4) * 4
         self._positions_slots = torch.zeros(2, padded, dtype=torch.int32, device=device)[:, :rows]
         self.positions, self.slots = self._positions_slots  # (rows,): of each row's input token; its cache slot
-        # Linears whose outputs are added to the residual stream by a launch of their own.
-        norms, multiplied = config.architecture.norms, config.residual_multiplier != 1.0
-        scaled = config.architecture.block_scalar is not None
-        self._separate_add = {
-            "o": multiplied or norms.attention_output is not None,
-            "down": multiplied or scaled or norms.mlp_output is not None,
-        }
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._scratch = Scratch(device, dtype)
         self.plans: list[dict[str, KernelPlan]] = []
@@ -132,12 +121,11 @@ class DecodeStep:
 
         self._ids = torch.full((2, padded), -1, dtype=torch.int64, device=device)[:, :rows]
         self._buffer = 0  # of ``_ids`` and of ``counts``
-        self.hidden, self._half = empty(rows, config.hidden_size), empty(rows, config.hidden_size)
+        self.hidden = empty(rows, config.hidden_size)
         self._taps = empty(rows, len(head.taps) if head else 0, config.hidden_size)
         # Partial sums of squares: of down and the embedding for the first norm of a block, of o for the second.
         parts = max((one.ssq_parts for plans in self.plans for one in plans.values()), default=1)
         self._ssq = empty(2, rows * parts, kind=torch.float32)
-        self._qkv = empty(rows * max(block.qkv.out_features for block in weights.blocks))
         self._recalled = empty(rows, config.delta_net.value_size if config.delta_net is not None else 0)
         splits = (rows, config.num_heads, kv_splits)
         sums = empty(*splits, kind=torch.float32), empty(*splits, kind=torch.float32)
@@ -147,10 +135,20 @@ class DecodeStep:
         long = gpu.arch == 90 and dtype != torch.float32 and kv_splits * rows > min(KV_SPLITS.values())
         self._attention_stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
         chosen = max(map(self._pairs, weights.blocks)) // rows
-        beside = [one.in_features for block in weights.blocks if (one := block.shared_down) is not None]
-        widths = [self._pairs(block) * block.down.in_features for block in weights.blocks]
-        self._activated = empty(max(*widths, rows * max(beside, default=0)))
-        self._of_experts = empty(rows, config.hidden_size if beside else 0)  # output of experts beside a dense MLP
+        beside = any(block.shared_down is not None for block in weights.blocks)
+        # Outputs of linears that are not added to the residual stream at once.
+        sizes = [
+            math.prod(self._shape(block, role)) for block in weights.blocks for role in GATE_UP if getattr(block, role)
+        ]
+        activated, added = empty(max(sizes)), empty(rows * config.hidden_size)
+        self._outputs = {
+            "qkv": empty(rows * max(block.qkv.out_features for block in weights.blocks)),
+            "o": added,
+            "gate_up": activated,
+            "down": empty(rows * config.hidden_size) if beside else added,
+            "shared_gate_up": activated,
+            "shared_down": added,
+        }
         self._routing = Routing(empty(rows, chosen, kind=torch.int32), empty(rows, chosen, kind=torch.float32))
         routers = [block.router for block in weights.blocks if block.router is not None]
         self._router_logits = empty(rows, max(map(len, routers), default=0), kind=torch.float32)
@@ -167,6 +165,7 @@ class DecodeStep:
 
     def _plan_block(self, block: Block[AnyLinear], tiles: dict[str, GemvTile], kv_splits: int) -> None:
         chosen: dict[str, KernelPlan] = {}
+        added = added_by_linears(block.ops)
 
         def choose(role: str, output: str, ssq_parts: int = 1, **attention: Any) -> None:
             linear = getattr(block, role)
@@ -174,24 +173,21 @@ class DecodeStep:
                 chosen[role] = plan_experts(
                     linear, self.rows, output=output, ssq_parts=ssq_parts, pdl=self.pdl, clamp=self.config.clamp
                 )
-                self._scratch.reserve(chosen[role])
-                return
-            tile = tiles.get(role) if linear.widths == getattr(self.weights.blocks[0], role).widths else None
-            chosen[role] = plan(
-                linear.shape, self.rows, output=output, ssq_parts=ssq_parts, tile=tile, pdl=self.pdl, **attention
-            )
+            else:
+                tile = tiles.get(role) if linear.widths == getattr(self.weights.blocks[0], role).widths else None
+                chosen[role] = plan(
+                    linear.shape, self.rows, output=output, ssq_parts=ssq_parts, tile=tile, pdl=self.pdl, **attention
+                )
             self._scratch.reserve(chosen[role])
 
         splits = {} if block.delta is not None else {"kv_splits": kv_splits, "head_dim": block.spec.head_dim}
         for role, reads in (("o", splits), ("down", {})):
-            choose(role, "plain" if self._separate_add[role] else "residual", **reads)
+            choose(role, "residual" if role in added else "plain", **reads)
         # qkv reads the partial sums of squares of the previous block's down. The embedding writes as many as block 0's.
-        before = self.plans[-1]["down"] if self.plans else chosen["down"]
-        choose("qkv", "plain", 1 if self._separate_add["down"] else before.ssq_parts)
-        beside = block.shared_down is not None
-        for role in ("gate_up", "shared_gate_up") if beside else ("gate_up",):
-            choose(role, self.config.activation, 1 if self._separate_add["o"] else chosen["o"].ssq_parts)
-        if beside:
+        choose("qkv", "plain", _num_sums((self.plans[-1] if self.plans else chosen)["down"]))
+        for role in GATE_UP[: 1 if block.shared_down is None else 2]:
+            choose(role, self.config.activation, _num_sums(chosen["o"]))
+        if block.shared_down is not None:
             choose("shared_down", "plain")
         self.plans.append({role: chosen[role] for role in (*LINEARS, *SHARED) if role in chosen})
 
@@ -217,10 +213,10 @@ class DecodeStep:
         self._buffer = 1 - self._buffer
 
     def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
+        self._counts_now = count
         for index in indices:
             self._tap(index)
-            for launch in self.block_launches(index, count=count).values():
-                launch()
+            self.launch_block(index)
 
     def _tap(self, index: int) -> None:
         """Copy a block's input for the draft head, if it reads that."""
@@ -228,83 +224,66 @@ class DecodeStep:
             if tap == index:
                 self._taps[:, at] = self.hidden
 
-    def block_launches(self, index: int, *, count: bool = False) -> dict[str, Callable[[], object]]:
+    def block_launches(self, index: int) -> dict[str, Callable[[], object]]:
         """One block's launches by name, in order."""
-        config, block, plans, pdl = self.config, self.weights.blocks[index], self.plans[index], self.pdl
-        eps, separate = config.rms_norm_eps, self._separate_add
-        rows = Rows(self.tokens, self.positions, self.slots)
-        width = block.qkv.out_features
-        qkv = self._qkv[: self.rows * width].view(self.rows, width)
-        launches: dict[str, Callable[[], object]] = {}
+        self._counts_now, self._launches = False, {}
+        try:
+            self.launch_block(index)
+            return self._launches
+        finally:
+            self._launches = None
 
-        def linear(role: str, given: Input, output: Output) -> None:
-            counting, one = self.counts.of(index, role, self._buffer) if count else None, getattr(block, role)
-            launch = launch_linear
-            if isinstance(one, ExpertLinear):
-                launch = partial(launch_experts, routing=self._routing)
-            launches[role] = partial(
-                launch, one, given, output, self._scratch, plans[role], eps=eps, counting=counting
-            )  # fmt: skip
-
-        def into_residual(
-            role: str, given: Input, norm: Norm | None, scalar: Tensor | None, beside: Beside | None = None
-        ) -> None:
-            half = role.removeprefix("shared_")
-            ssq = self._sums(index, half)
-            linear(role, given, Output(self._half) if separate[half] else Output(self.hidden, ssq))
-            if separate[half]:
-                launches[f"{role} add"] = partial(
-                    launch_residual_add, self._half, self.hidden, ssq, beside=beside, scalar=scalar, eps=eps,
-                    norm=norm.factors if norm else None, multiplier=config.residual_multiplier, pdl=pdl,
-                )  # fmt: skip
-
-        ssq, norm = self._sums(index - 1, "down"), block.attention_input
-        linear("qkv", self._normed(norm, ssq), Output(qkv))
-        if block.delta is not None:
-            delta = block.delta
-            launches["attention"] = partial(
-                launch_delta_net,
-                DeltaInput(qkv, self.hidden, ssq if norm else None, norm.factors if norm else None),
-                DeltaTensors(delta.a, delta.b, delta.kernel, delta.log_rate, delta.dt_bias, delta.norm),
-                self._states[index], rows, self._recalled, key_heads=delta.config.key_heads, eps=eps, pdl=pdl,
-                in_order=self._verifies,
-            )  # fmt: skip
-            attended = Input(self._recalled)
+    def _linear(self, index: int, role: str, value: Input) -> Tensor:
+        block, chosen = self.weights.blocks[index], self.plans[index][role]
+        linear, launch = getattr(block, role), launch_linear
+        if isinstance(linear, ExpertLinear):
+            launch = partial(launch_experts, routing=self._routing)
+        if chosen.problem.output == "residual":
+            output = Output(self.hidden, self._sums(index, role))
         else:
-            rotary, cache = self._tables[block.spec.rotary], self._cache[index]
-            arguments = attention_arguments(config, block, rotary)
-            if self._verifies:
-                launches["store"] = partial(
-                    launch_store_rows, qkv, cache, rows, rotary, arguments["shape"], arguments["norms"], pdl=pdl
-                )
-            launches["attention"] = partial(
-                launch_attention, qkv, cache, rows, rotary, self._attended[index], **arguments,
-                stages=self._attention_stages[index], stored=self._verifies, pdl=pdl,
-            )  # fmt: skip
-            attended = Input(None, attention=self._attended[index])
-        into_residual("o", attended, block.attention_output, None)
-        ssq, pairs, width = self._sums(index, "o"), self._pairs(block), block.down.in_features
-        n = self._normed(block.mlp_input, ssq)
-        if isinstance(block.gate_up, ExpertLinear):
-            scored = n if block.router_scale is None else Input(self.hidden, ssq, block.router_scale)
-            launches["router"] = partial(
-                launch_router, scored, router_of(block), self._router_logits, self._router_counter, self._routing,
-                eps=eps, pdl=pdl,
-            )  # fmt: skip
-        activated = self._activated[: pairs * width].view(pairs, width)
-        linear("gate_up", self._normed(block.experts_input, ssq) if block.experts_input else n, Output(activated))
-        if block.shared_down is None:
-            into_residual("down", Input(activated), block.mlp_output, block.scalar)
-            return launches
-        linear("down", Input(activated), Output(self._of_experts))
-        width = block.shared_down.in_features
-        activated = self._activated[: self.rows * width].view(self.rows, width)
-        linear("shared_gate_up", n, Output(activated))
-        assert block.experts_output is not None
-        assert block.shared_output is not None
-        beside = Beside(self._of_experts, block.experts_output.factors, block.shared_output.factors)
-        into_residual("shared_down", Input(activated), block.mlp_output, block.scalar, beside)
-        return launches
+            rows, width = self._shape(block, role)
+            output = Output(self._outputs[role][: rows * width].view(rows, width))
+        counting = self.counts.of(index, role, self._buffer) if self._counts_now else None
+        eps = self.config.rms_norm_eps
+        self._launch(role, launch, linear, value, output, self._scratch, chosen, eps=eps, counting=counting)
+        return output.out
+
+    def _attend(self, index: int, qkv: Tensor) -> Input:
+        stages, pdl, out = self._attention_stages[index], self.pdl and self.normed is None, self._attended[index]
+        return self._attend_rows(index, qkv, self._inputs, out, stored=self._verifies, stages=stages, pdl=pdl)
+
+    def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
+        delta, pdl = self.weights.blocks[index].delta, self.pdl and self.normed is None
+        assert delta is not None
+        if self.normed is not None:  # the kernel norms its input itself
+            norm = self._next_norm(index - 1, ())
+            x = Input(self.hidden, self._sums(index - 1, "down"), norm.factors) if norm else Input(self.hidden)
+        self._launch(
+            "attention",
+            launch_delta_net,
+            DeltaInput(projected, self.hidden, x.ssq, x.norm),
+            DeltaTensors(delta.a, delta.b, delta.kernel, delta.log_rate, delta.dt_bias, delta.norm),
+            self._states[index],
+            self._inputs,
+            self._recalled,
+            key_heads=delta.config.key_heads,
+            eps=self.config.rms_norm_eps,
+            pdl=pdl,
+            in_order=self._verifies,
+        )
+        return self._recalled
+
+    def _route(self, index: int, x: Input) -> Routing:
+        block = self.weights.blocks[index]
+        if block.router_scale is not None:
+            x = Input(self.hidden, self._sums(index, "o"), block.router_scale)
+        scratch = self._router_logits, self._router_counter, self._routing
+        eps = self.config.rms_norm_eps
+        self._launch("router", launch_router, x, router_of(block), *scratch, eps=eps, pdl=self.pdl)
+        return self._routing
+
+    def _experts(self, index: int, x: Input, routing: Routing) -> Tensor:
+        return self._linear(index, "down", Input(self._linear(index, "gate_up", x)))
 
     def launch_logits(self) -> None:
         weights, ssq = self.weights, self._sums(len(self.weights.blocks) - 1, "down")
@@ -317,13 +296,22 @@ class DecodeStep:
         """Rows of the output of gate and up; of experts one for each pair of a row and a chosen expert."""
         return self.rows * (block.gate_up.chosen if isinstance(block.gate_up, ExpertLinear) else 1)
 
-    def _normed(self, norm: Norm | None, ssq: Tensor) -> Input:
-        return Input(self.hidden) if norm is None else Input(self.hidden, ssq, norm.factors)
+    def _shape(self, block: Block[AnyLinear], role: str) -> tuple[int, int]:
+        """Of the output of a linear; of gate and up after the activation."""
+        if role not in GATE_UP:
+            return self.rows, getattr(block, role).out_features
+        rows = self._pairs(block) if role == "gate_up" else self.rows
+        return rows, getattr(block, role.replace("gate_up", "down")).in_features
 
     def _sums(self, index: int, role: str) -> Tensor:
         """(rows, parts): partial sums of squares that ``role`` of block ``index`` writes; block -1 is the embedding."""
-        parts = 1 if self._separate_add[role] else self.plans[max(index, 0)][role].ssq_parts
+        role = role.removeprefix("shared_")
+        parts = _num_sums(self.plans[max(index, 0)].get(role))
         return self._ssq[0 if role == "down" else 1, : self.rows * parts].view(self.rows, parts)
+
+    @property
+    def _inputs(self) -> Rows:
+        return Rows(self.tokens, self.positions, self.slots)
 
     @property
     def tokens(self) -> Tensor:
@@ -374,9 +362,8 @@ class DecodeStep:
 
         # Kernels besides argmax or sampling: embedding, logits, attention, linears, residual add.
         linears = {(p.kernel, p.problem, p.launch) for plans in self.plans for p in plans.values()}
-        kernels = (
-            2 + (1 + self._verifies) * len(set(self.config.blocks)) + len(linears) + any(self._separate_add.values())
-        )
+        separate = any(len(added_by_linears(block.ops)) < 2 for block in self.weights.blocks)
+        kernels = 2 + (1 + self._verifies) * len(set(self.config.blocks)) + len(linears) + separate
         if compile_only:
             distinct = {
                 (block, *((p.problem, p.launch, p.packed) for p in own.values())): index

@@ -18,20 +18,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from wisparse.kernels.gpu.attention import Rows, launch_attention
 from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Input, Output
-from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.head import launch_logits
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
 from wisparse.kernels.gpu.plan import GemvTile, gpu_of, launch_linear, mask_gemm_tile, plan
-from wisparse.kernels.gpu.reduction import Mask, launch_activate, launch_combine, launch_residual_add
+from wisparse.kernels.gpu.reduction import Mask, launch_combine
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
-from ..torch.block import LINEARS, Block, Norm
-from .step import DecodeStep, attention_arguments
+from ..torch.block import LINEARS, Block
+from .blocks import tensor_of
+from .step import DecodeStep
 from .weights import AnyLinear, CudaWeights
 
 WIDE_ROWS = 32
@@ -52,7 +51,7 @@ def takes_wide_steps(weights: CudaWeights) -> bool:
 
 class WideStep(DecodeStep):
     def _plan(self, tiles: dict[str, GemvTile], kv_splits: int) -> None:
-        self._separate_add = {"o": True, "down": True}
+        self._last_norm = self.weights.norm
         device = self.weights.embedding.device
         self._gpu, self._all_masked = gpu_of(device), torch.ones(self.rows, device=device)
         self._counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
@@ -71,69 +70,39 @@ class WideStep(DecodeStep):
                     self.plans[-1][role] = chosen
                     self._scratch.reserve(chosen)
 
-    def block_launches(self, index: int, *, count: bool = False) -> dict[str, Callable[[], object]]:
+    def block_launches(self, index: int) -> dict[str, Callable[[], object]]:
         """One block's products by name, of inputs of zeros, for per-kernel timings."""
-        n, block = self.hidden, self.weights.blocks[index]
-        return {
-            role: partial(self._product, index, role, n.new_zeros(len(n), getattr(block, role).in_features), count)
-            for role in LINEARS
-        }
+        self._counts_now, n, block = False, self.hidden, self.weights.blocks[index]
+        zeros = {role: Input(n.new_zeros(len(n), getattr(block, role).in_features)) for role in LINEARS}
+        return {role: partial(self._linear, index, role, x) for role, x in zeros.items()}
 
     def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
-        config, blocks, eps = self.config, self.weights.blocks, self.config.rms_norm_eps
-        rows = Rows(self.tokens, self.positions, self.slots)
         if count:  # this step's buffer starts from the totals of the steps before
             self.counts.cells[self._buffer].copy_(self.counts.cells[1 - self._buffer])
-        first = blocks[0].attention_input
-        n = self._last_normed = self.hidden.clone() if first is None else first(self.hidden)
-        for index in indices:
-            self._tap(index)
-            block, ssq = blocks[index], self._sums(index - 1, "down")
-            qkv = self._product(index, "qkv", n, count)
-            if block.delta is not None:
-                delta, norm = block.delta, block.attention_input
-                launch_delta_net(
-                    DeltaInput(qkv, self.hidden, ssq if norm else None, norm.factors if norm else None),
-                    DeltaTensors(delta.a, delta.b, delta.kernel, delta.log_rate, delta.dt_bias, delta.norm),
-                    self._states[index], rows, self._recalled, key_heads=delta.config.key_heads, eps=eps,
-                )  # fmt: skip
-                attended = self._recalled
-            else:
-                rotary = self._tables[block.spec.rotary]
-                launch_attention(
-                    qkv, self._cache[index], rows, rotary, self._attended[index],
-                    **attention_arguments(config, block, rotary), stages=self._attention_stages[index],
-                )  # fmt: skip
-                attended = launch_combine(self._attended[index], n.dtype, _mask_of(block, "o"))
-            last = index + 1 == len(blocks)
-            self._add(index, "o", attended, count, block.attention_output, block.mlp_input, n)
-            gate_up = self._product(index, "gate_up", n, count)
-            activated = launch_activate(gate_up, config.activation, _mask_of(block, "down"))
-            following = self.weights.norm if last else blocks[index + 1].attention_input
-            self._add(index, "down", activated, count, block.mlp_output, following, n)
+        norm = self._next_norm(-1, ())
+        self.normed = self.hidden.clone() if norm is None else norm(self.hidden)
+        super()._launch_blocks(count, indices)
 
     def launch_logits(self) -> None:
-        weights = self.weights
-        launch_logits(self._last_normed, None, None, weights.head, weights.head_scales, self._logits, pdl=self.pdl)
+        weights, normed = self.weights, self.hidden if self.normed is None else self.normed
+        launch_logits(normed, None, None, weights.head, weights.head_scales, self._logits, pdl=self.pdl)
 
-    def _add(
-        self, index: int, role: str, x: Tensor, count: bool, norm: Norm | None, following: Norm | None, normed: Tensor
-    ) -> None:  # fmt: skip
-        """Add a product to the residual stream, and store the residual stream after the norm ``following`` in
-        ``normed``."""
-        launch_residual_add(
-            self._product(index, role, x, count), self.hidden, self._sums(index, role),
-            norm=norm.factors if norm else None, scalar=self.weights.blocks[index].scalar if role == "down" else None,
-            next_norm=following.factors if following else None, normed=normed, eps=self.config.rms_norm_eps,
-            multiplier=self.config.residual_multiplier, pdl=self.pdl,
-        )  # fmt: skip
+    def _attend(self, index: int, qkv: Tensor) -> Input:
+        super()._attend(index, qkv)
+        mask = self._mask(self.weights.blocks[index], "o")
+        return Input(launch_combine(self._attended[index], qkv.dtype, mask))
 
-    def _product(self, index: int, role: str, x: Tensor, count: bool) -> Tensor:
-        """A linear of x (rows, K): (rows, N), masked here unless ``_comes_masked``."""
+    def _mask(self, block: Block[AnyLinear], role: str) -> Mask | None:
+        linear = getattr(block, role)
+        return None if linear.dense or not _comes_masked(block, role) else (linear.scales, linear.thresholds)
+
+    def _linear(self, index: int, role: str, value: Input) -> Tensor:
+        """A linear of (rows, K): (rows, N), masked here unless ``_comes_masked``."""
+        x = tensor_of(value)
         linear, chosen = cast("FusedLinear", getattr(self.weights.blocks[index], role)), self.plans[index].get(role)
         weight_t, k = linear.weight.data, linear.in_features
         tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors)
-        counting = self.counts.of(index, role, self._buffer) if count else None
+        counting = self.counts.of(index, role, self._buffer) if self._counts_now else None
         masks_itself = chosen is not None and not chosen.shape.dense
         if counting is not None and not masks_itself:
             active = (counting.token >= 0)[:, None]
@@ -175,9 +144,3 @@ def _comes_masked(block: Block[AnyLinear], role: str) -> bool:
     """Whether the launch before a linear masks its input; not for graded weights, whose planes have a mask each."""
     before = role == "down" or (role == "o" and block.delta is None)
     return before and getattr(block, role).weight.planes == 1
-
-
-def _mask_of(block: Block[AnyLinear], role: str) -> Mask | None:
-    """The mask of o or of down that the launch before applies; None: none."""
-    linear = getattr(block, role)
-    return None if linear.dense or not _comes_masked(block, role) else (linear.scales, linear.thresholds)
