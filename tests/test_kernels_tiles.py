@@ -19,6 +19,7 @@ if importlib.util.find_spec("triton") is None:
 
 from triton_decoder_cases import make_bundle
 
+from wisparse.formats.block_ops import describe
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.gpu import packed_gemv
 from wisparse.kernels.gpu import plan as plan_module
@@ -184,7 +185,10 @@ def test_plans_are_printed() -> None:
         if "layers.0" in name and name.endswith("down_proj"):
             bundle.masks[name] = replace(mask, threshold=0.0, sparsity=0.0)
     settings = {"device": torch.device("cpu"), "dtype": torch.float32, "max_seq_len": 16, "max_batch": 2}
-    lines = kernel_times.explain(CudaDecoder(bundle, **settings), batch=1).splitlines()
+    shown = kernel_times.explain(CudaDecoder(bundle, **settings), batch=1).splitlines()
+    operations = describe(bundle.config)
+    assert shown[: len(operations)] == operations
+    lines = shown[len(operations) :]
     assert [line.split(":")[0] for line in lines] == [
         "qkv (2 blocks)", "o (2 blocks)", "gate_up (2 blocks)", "down (block 0)", "down (block 1)",
     ]  # fmt: skip

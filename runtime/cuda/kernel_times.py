@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from triton.runtime.errors import OutOfResources
 
+from wisparse.formats.block_ops import describe
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, regime, remember_tiles, tuned_key
@@ -27,7 +28,7 @@ _MARGIN = 0.002  # relative gain in step time from which a tile is taken; smalle
 
 
 def explain(decoder: Decoder, *, batch: int) -> str:
-    """The plans of a step's linears, one line for each distinct plan of a role."""
+    """The operations of the blocks, and the plans of a step's linears, one line for each distinct plan of a role."""
     decoder = _require_triton(decoder, "--explain")
     step = _step(decoder, batch)
     seen: dict[tuple[str, str], list[int]] = {}
@@ -35,10 +36,11 @@ def explain(decoder: Decoder, *, batch: int) -> str:
         for role in dict.fromkeys((*plans, *LINEARS)):
             chosen = str(plans[role]) if role in plans else "cuBLAS or code_gemm (wide)"
             seen.setdefault((role, chosen), []).append(index)
-    return "\n".join(
+    lines = [
         f"{role} ({f'{len(blocks)} blocks' if len(blocks) > 1 else f'block {blocks[0]}'}): {chosen}"
         for (role, chosen), blocks in seen.items()
-    )
+    ]
+    return "\n".join([*describe(decoder.config), *lines])
 
 
 def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) -> dict[str, dict[str, float]]:

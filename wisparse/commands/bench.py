@@ -43,7 +43,7 @@ _BASELINE = "Also time the dense model in transformers under torch.compile, with
     ("--runs", click.IntRange(1, 1000), 5, "Timed runs; medians are shown."),
 )
 @click.option("--kernels", is_flag=True, help="Also time every kernel of a block (NVIDIA GPUs).")
-@click.option("--explain", is_flag=True, help="Print which kernel computes each linear, and why (NVIDIA GPUs).")
+@click.option("--explain", is_flag=True, help="Print the blocks' operations and each linear's kernel (NVIDIA GPUs).")
 @click.option("--all-weights", is_flag=True, help="One table over all weight types of the back end: native, int8, …")
 @click.option("--baseline", type=click.Choice(["torch.compile"]), help=_BASELINE)
 @click.option("--tune", is_flag=True, help="First tune tile sizes for this GPU and model, and save them.")
