@@ -7,6 +7,7 @@ middle, clients that go before they have sent everything, malformed bodies, and 
 Every answer is compared with the direct call's at its level, log-probabilities too, and with its constraint; a refusal
 other than the expected one, a timeout and a missing answer are failures. Last, one stream alone and beside one client that
 sends failing schemas one after another, the same one or always others: its speed beside must be 0.95 of that alone.
+Answers are compared on a CPU only: on a GPU the sums of a batch are rounded otherwise than those of one sequence.
 
     wisparse convert examples/pycode-llama-6m --sparsity 0.3,0.5 --calibration self -o BUNDLE
     python benchmarks/serve_soak.py BUNDLE --requests 10000 > results/serve-soak.json
