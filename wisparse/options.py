@@ -70,7 +70,7 @@ class TextOrFile(click.ParamType):
 
 def read_text(file: str, limit: int = 1 << 28) -> str:
     path = Path(os.path.realpath(expand(file)))
-    if not path.exists():
+    if not os.path.exists(path):  # False also for names that are too long
         raise UsageError(f"{file:.200}: there is no such file")
     try:  # utf-8-sig removes a byte order mark
         return read_bounded(path.parent, path.name, limit, UsageError).decode("utf-8-sig")
