@@ -201,7 +201,7 @@ def test_streams_and_folders_that_are_not_there(tmp_path: Path) -> None:
     before = digests(bundle)
     generate = f"{program} generate {bundle} --backend torch --max-new-tokens 1"
     no_folder = "wisparse: the current folder does not exist any more; change to another one\n"
-    no_prompt = "wisparse: the prompt has no tokens: give at least one\n"
+    no_prompt = "wisparse: no prompt: standard input is empty; give one with --prompt or --prompt-file\n"
     for command, code, sentence in (
         *((f"{program} inspect {bundle} {closed}", 0, None) for closed in ("<&-", ">&-", "2>&-")),
         (f"{generate} --prompt hi <&- >&- 2>&-", 0, ""),
