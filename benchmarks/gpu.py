@@ -59,7 +59,7 @@ def cases() -> None:
 @shape_option
 @blocks_option
 @click.option("--weights", "kinds", type=Several(models.LEVELS), default=",".join(models.LEVELS))
-@click.option("--levels", type=Several(float), help="Sparsities, instead of all levels of each type.")
+@click.option("--levels", type=Several(float), help="Sparsities, of those of each type.")
 @click.option("--rows", type=Several(int), default="1", help="Sequences in a batch, of masks that are as for one.")
 @click.option("--prompt", default=PROMPT, help="Tokens of the prompt.")
 @click.option("--tokens", default=TOKENS, help="Decoded in a run.")
@@ -112,7 +112,7 @@ def weights(
                 weights="native" if kind == "graded" else kind,
             )  # fmt: skip
         load_s = time.perf_counter() - began
-        for level in models.LEVELS[kind] if levels is None else levels:
+        for level in [one for one in models.LEVELS[kind] if levels is None or one in levels]:
             decoder.set_masks(models.masks_of(kind, level, masks))
             about = {"weights": kind, "level": level, "load_s": load_s, **compared(decoder, tokens)}
             for batch in rows:

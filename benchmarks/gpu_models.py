@@ -322,7 +322,7 @@ def write_random_bundle(shape: str, num_blocks: int | None, out: Path, device: s
 
         def __init__(self, folder: Path) -> None:
             self.config, self.config_dict, self.folder = config, config_dict, folder
-            self.error, self.quantised, self.rotation = BundleError, {}, None
+            self.error, self.quantised, self.rotation, self.is_dequantised = BundleError, {}, None, False
             self.tensors = {
                 name: TensorInfo(name, "none", name, size, "BF16") for name, size in expected_tensors(config).items()
             }
