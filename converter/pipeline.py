@@ -39,6 +39,7 @@ from wisparse.formats.write import write_bundle
 from .calibration import CalibrationTokens, load_calibration, write_calibration
 from .checks import require_centred_weights, require_finite_logits, warn_of_absurd_perplexity
 from .cpu_kernels import start_compiling, wait_for_compilers
+from .estimate import conversion_seconds
 from .gguf_source import gguf_weights, open_checkpoint, open_source
 from .gptq import LONGEST, SAMPLES, compare_coordinates, quantise_weights
 from .measurement import Budget, Choice, choose, fresh_text, measure
@@ -114,7 +115,10 @@ def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversi
             wrong = f"with {processes.world_size} processes each GPU must hold the whole model, and it is too large"
             advice = "start one process, without torchrun, which spreads the model over all GPUs"
             raise ResourceError(f"{plan.source.name}: {wrong}; {advice}")
-        if not processes.is_main:
+        if processes.is_main:
+            given = {"given_text": plan.tokens is not None}
+            progress.expect(partial(conversion_seconds, plan.config, plan.settings, plan.device, plan.dtype, **given))
+        else:
             progress, plan = Progress(enabled=False), replace(plan, device=choose_device(device))
         try:
             conversion = _convert(plan, progress, processes)

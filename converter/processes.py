@@ -111,6 +111,13 @@ class Progress:
                     bars.stop()
                 self._bars = None
 
+    def expect(self, estimate: Callable[[], float | None]) -> None:
+        """Say how long all stages take together, in seconds; None: unknown. ``estimate`` runs only if progress is shown."""
+        if (self._enabled or self._lines) and (seconds := estimate()) is not None:
+            shown = f"{seconds / 60:.2g} minutes" if seconds < 6000 else f"{seconds / 3600:.2g} hours"
+            elapsed = time.monotonic() - self._began
+            print(f"{elapsed:4.0f} s elapsed  About {shown} in all (half to twice that)", file=sys.stderr, flush=True)
+
     def _print_lines(self, ended: threading.Event) -> None:
         while not ended.wait(_LINE_S):
             self._print_line()

@@ -114,6 +114,16 @@ def test_command_prints_what_it_did(model: Path, out: Path, run: Run) -> None:
         assert words in shown
 
 
+@pytest.mark.parametrize(("search", "said"), [("fisher", True), ("uniform", False)])
+def test_an_estimate_for_the_whole(search: str, said: bool, model: Path, out: Path, run: Run) -> None:
+    _, _, err = run(model, "-o", out, *FLAGS, "--method", "wisparse", "--search", search)
+    lines = [line for line in err.splitlines() if "in all" in line]
+    assert len(lines) == said
+    assert all(
+        re.fullmatch(r" *\d+ s elapsed  About [\d.e-]+ minutes in all \(half to twice that\)", line) for line in lines
+    )
+
+
 def test_command_prints_json(model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     document = json.loads(run(model, "--json", *FLAGS, "--sparsity", "0.4")[1])

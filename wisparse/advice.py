@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import timeit
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import click
 import torch
 
 from wisparse.converter.config import full_config
+from wisparse.converter.estimate import conversion_seconds
 from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.processes import Progress
 from wisparse.converter.report import grade_of
@@ -25,7 +25,7 @@ from wisparse.formats.machine import available_bytes, choose_device
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.quantization import read_quantisation
 from wisparse.formats.weight_types import WEIGHT_TYPES
-from wisparse.runtime.benchmark import machine, read_bandwidth_gbps, wait
+from wisparse.runtime.benchmark import machine, read_bandwidth_gbps
 from wisparse.runtime.forecast import Forecast, forecast
 
 from .options import print_table
@@ -39,12 +39,6 @@ KL = {
     "int4": {0.0: (0.0135, 0.0067), 0.3: (0.0340, 0.0156), 0.4: (0.0531, 0.0236), 0.5: (0.0948, 0.0365)},
 }
 
-# A search takes as long as this many forward passes over the calibration text at the speed of a matrix product: measured
-# on the 8B shape on an H200 (132 s, benchmarks/results/scale-h200.json) and on the 6.5M example on two cores.
-_PASSES = 190
-# The overhead of a block per decode step in transformers, which generates the calibration text.
-_BLOCK_SECONDS = {"cuda": 0.0014, "cpu": 0.005}
-_WRITTEN_BYTES_PER_S = 450e6  # to write and verify a bundle (benchmarks/results/scale-h200.json)
 CONTEXT = 4096  # tokens of the KV cache in the memory estimate
 
 
@@ -92,7 +86,10 @@ def advise(
     with progress.stage("Measuring this machine") as stage:
         read_gbps = read_bandwidth_gbps(device)
         forecasts = forecast(config, device, (0.0, *USUAL), context, stage.note)
-        seconds, memory = _conversion(config, device, read_gbps)
+        dtype, length = choose_dtype(config.dtype, device), auto_seq_len(device.type, config.max_position_embeddings)
+        settings = ConvertSettings("model", Path("bundle"), seq_len=length)
+        seconds = conversion_seconds(config, settings, device, dtype)
+        assert seconds is not None  # of the default settings
     if stored is not None:  # a back end without this weight type dequantises it
         weights = stored if stored in {one.weights for one in forecasts} else "native"
         forecasts = [one for one in forecasts if one.weights == weights]
@@ -110,6 +107,8 @@ def advise(
         rows.append(
             Row(**asdict(one), fits=one.memory_bytes < free, bundle_bytes=disk, kl=kl, quality=grade_of(max(kl)))
         )
+    in_memory = sum(map(math.prod, expected_tensors(config).values())) * dtype.itemsize
+    memory = in_memory + working_bytes(config, dtype, settings)
     options, why = _recommended(rows, stored, config, device)
     options += ["--device", str(device)] if device != choose_device() else []
     options += ["--revision", revision] if revision is not None else []
@@ -119,28 +118,6 @@ def advise(
     if device.type == "cpu":
         facts["instructions"] = torch.backends.cpu.get_cpu_capability()
     return Advice(facts, read_gbps, free, context, tuple(rows), seconds, memory, command, why)
-
-
-def _conversion(config: ModelConfig, device: torch.device, read_gbps: float) -> tuple[float, int]:
-    """Seconds and memory of a conversion with the default settings."""
-    dtype, length = choose_dtype(config.dtype, device), auto_seq_len(device.type, config.max_position_embeddings)
-    settings = ConvertSettings("model", Path("bundle"), seq_len=length)
-    x = torch.ones(length, config.hidden_size, dtype=dtype, device=device)
-    weight = torch.ones(config.intermediate_size, config.hidden_size, dtype=dtype, device=device)
-
-    def multiply() -> None:
-        torch.nn.functional.linear(x, weight)
-        wait(device)
-
-    seconds_per_mac = min(timeit.repeat(multiply, number=1, repeat=6)) / (x.numel() * weight.shape[0])
-    parameters = sum(map(math.prod, expected_tensors(config).values()))
-    in_blocks = sum(projection.num_parameters for projection in config.projections())
-    search = _PASSES * in_blocks * settings.num_samples * length * seconds_per_mac
-    step = in_blocks * (dtype.itemsize / read_gbps / 1e9 + settings.num_samples * seconds_per_mac)
-    calibration_text = length * (step + _BLOCK_SECONDS[device.type] * config.num_blocks)
-    writing = parameters * getattr(torch, config.dtype, torch.float32).itemsize / _WRITTEN_BYTES_PER_S
-    memory = parameters * dtype.itemsize + working_bytes(config, dtype, settings)
-    return search + calibration_text + writing, memory
 
 
 def _recommended(
