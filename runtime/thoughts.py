@@ -50,9 +50,8 @@ class ThoughtFormat:
     opens: str
     closes: str
     markers: tuple[str, ...]
-    header: re.Pattern[bytes] | None = (
-        None  # the end of what stands before the answer, if it is not that of the thought
-    )
+    # The end of what stands before the answer, if it is not that of the thought.
+    header: re.Pattern[bytes] | None = None
 
     @property
     def end(self) -> str:
