@@ -302,7 +302,7 @@ def test_a_model_without_thoughts_says_so(
         for path in ("chat/completions", "messages"):
             assert warning_of(server, path) == (200, "")
     code, _, noted = run("generate", folder, "--prompt", "a", "--chat-template", "--thinking-budget", "5")
-    said = "wisparse: thinking_budget: this model marks no thoughts: leave it out"
+    said = "wisparse: --thinking-budget: this model marks no thoughts: leave it out"
     assert (code, noted.splitlines()[-1]) == (2, said)
 
 
