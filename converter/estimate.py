@@ -30,12 +30,11 @@ def conversion_seconds(
     given_text: bool = False,
 ) -> float | None:
     """An estimate, from two matrix products that are timed on ``device``; the true time is half to twice it. None: the search
-    or the weight type (int4, graded) was not measured. ``settings.seq_len`` is resolved; ``given_text``: the calibration text
-    is not generated."""
+    or the weight type (int4, graded) was not measured. ``given_text``: the calibration text is not generated."""
     passes = _PASSES.get(settings.chosen_search)
     if passes is None or settings.weights in ("int4", "graded"):
         return None
-    length, samples = settings.seq_len or 0, settings.num_samples
+    length, samples = settings.length, settings.num_samples
     weight = torch.ones(config.intermediate_size, config.hidden_size, dtype=dtype, device=device)
     mac = _seconds(length, weight) / (length * weight.numel())
     large = torch.ones(_LARGE // dtype.itemsize // config.hidden_size, config.hidden_size, dtype=dtype, device=device)

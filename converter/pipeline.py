@@ -115,10 +115,7 @@ def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversi
             wrong = f"with {processes.world_size} processes each GPU must hold the whole model, and it is too large"
             advice = "start one process, without torchrun, which spreads the model over all GPUs"
             raise ResourceError(f"{plan.source.name}: {wrong}; {advice}")
-        if processes.is_main:
-            given = {"given_text": plan.tokens is not None}
-            progress.expect(partial(conversion_seconds, plan.config, plan.settings, plan.device, plan.dtype, **given))
-        else:
+        if not processes.is_main:
             progress, plan = Progress(enabled=False), replace(plan, device=choose_device(device))
         try:
             conversion = _convert(plan, progress, processes)
@@ -153,7 +150,6 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
     if plan.source.commit is not None and processes.is_main:
         for note in checkpoint.notes:
             _log.warning("%s: %s", fetched.name, note)
-    compilers = start_compiling(settings, checkpoint) if processes.is_main else []
     stages, small_files, complete = Stages(processes=processes, progress=progress), {}, False
     if processes.is_main:
         small_files = small_digests(checkpoint.folder, checkpoint.error)
@@ -171,6 +167,9 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         _log.warning("the bundle in %s was complete already", settings.output_dir)
         report = Report(Bundle.open(settings.output_dir).recipe, plan.config, None)
         return Conversion(settings.output_dir, plan, report, progress.seconds)
+    given = {"given_text": plan.tokens is not None}
+    progress.expect(partial(conversion_seconds, plan.config, settings, plan.device, plan.dtype, **given))
+    compilers = start_compiling(settings, checkpoint) if processes.is_main else []
     if processes.is_main and settings.resume:
         stages.open(settings.state_dir, fingerprint, default=settings.work_dir is None)
     with closing(stages):

@@ -96,6 +96,7 @@ def advise(
     native = getattr(torch, config.dtype, torch.float32)
     shapes = [(one.out_features * max(1, one.experts), one.in_features) for one in config.projections()]
     parameters = sum(map(math.prod, expected_tensors(config).values()))
+    conversion_memory = parameters * dtype.itemsize + working_bytes(config, dtype, settings)
     if config.tie_word_embeddings:  # rotation unties them
         parameters += config.vocab_size * config.hidden_size
     rows = []
@@ -107,8 +108,6 @@ def advise(
         rows.append(
             Row(**asdict(one), fits=one.memory_bytes < free, bundle_bytes=disk, kl=kl, quality=grade_of(max(kl)))
         )
-    in_memory = sum(map(math.prod, expected_tensors(config).values())) * dtype.itemsize
-    memory = in_memory + working_bytes(config, dtype, settings)
     options, why = _recommended(rows, stored, config, device)
     options += ["--device", str(device)] if device != choose_device() else []
     options += ["--revision", revision] if revision is not None else []
@@ -117,7 +116,7 @@ def advise(
     facts = machine(device)
     if device.type == "cpu":
         facts["instructions"] = torch.backends.cpu.get_cpu_capability()
-    return Advice(facts, read_gbps, free, context, tuple(rows), seconds, memory, command, why)
+    return Advice(facts, read_gbps, free, context, tuple(rows), seconds, conversion_memory, command, why)
 
 
 def _recommended(
