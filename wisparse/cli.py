@@ -57,11 +57,12 @@ class _Verbs(click.Group):
             return super().invoke(ctx)
         except WisparseError as error:  # may name an argument of the Python API: name the option
             argument, colon, rest = str(error).partition(":")
-            options = [parameter.name for parameter in load_verb(str(ctx.invoked_subcommand)).params]
+            parameters = load_verb(str(ctx.invoked_subcommand)).params
+            options = {one.name: max(one.opts, key=len) for one in parameters if isinstance(one, click.Option)}
             option = {"speculative": "speculative_config"}.get(argument, argument)
             if not colon or option not in options:
                 raise
-            raise type(error)(f"--{option.replace('_', '-')}:{rest}") from error
+            raise type(error)(f"{options[option]}:{rest}") from error
 
 
 def load_verb(name: str) -> click.Command:
