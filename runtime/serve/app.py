@@ -42,8 +42,9 @@ _MEASURED_STEPS = 16  # dropped channels are counted in one of this many steps, 
 _MAX_FILES = 1 << 16
 # Python's default, 5 ms that a thread waits for the interpreter's lock, is longer than a step on a GPU.
 _SWITCH_SECONDS = 0.0005
-# Before a grammar's refusal is sent: a client that sends such grammars one after another takes little of the others' time.
-_REFUSAL_SECONDS = 0.25
+# A grammar's refusal is sent this long after it is known, or ten times the time that it took, at most five seconds: a client
+# that sends such grammars one after another takes little of the others' time.
+_REFUSAL_SECONDS, _REFUSAL_FACTOR, _REFUSAL_MOST = 0.4, 10, 5.0
 _GRAMMAR_THREADS = 4  # grammars that are compiled concurrently
 log = logging.getLogger(__name__)
 _UNSUPPORTED_PATHS = ("embeddings", "images/{rest:path}", "audio/{rest:path}", "moderations", "responses/{rest:path}")
@@ -332,7 +333,8 @@ class Server:
         except BaseException as error:
             answers.cancel()
             if isinstance(error, RefusedGrammarError):
-                await asyncio.sleep(_REFUSAL_SECONDS)
+                taken = _REFUSAL_FACTOR * (time.perf_counter() - began)
+                await asyncio.sleep(min(max(_REFUSAL_SECONDS, taken), _REFUSAL_MOST))
             if isinstance(error, WisparseError):
                 raise as_api_error(error, "messages" if isinstance(body, ChatRequest) else "prompt") from error
             raise
