@@ -63,6 +63,8 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
 def _respelled(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` with spellings that transformers 5 does not read as the ones that it does."""
     found = dict(config)
+    if "tie_embedding" in found and str(found.get("model_type")).startswith("lfm2"):  # which transformers reads first
+        found["tie_word_embeddings"] = found.pop("tie_embedding")
     for key in ("dtype", "torch_dtype"):
         value = found.get(key)
         if value == "auto":  # that of the weights, as without the key

@@ -47,9 +47,12 @@ class BlockFlow:
         self.device = input_device(model)
         decoder = model.get_decoder()
         self.blocks: nn.ModuleList = decoder.layers
-        self.norm: Any = getattr(decoder, "norm", None)
+        final_norm = config.architecture.final_norm.rpartition(".")[2]
+        self.norm: Any = getattr(decoder, final_norm, None)
         if self.norm is None:
-            raise UnsupportedModelError(f"{type(decoder).__name__}: expected a final norm called 'norm', found none")
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__}: expected a final norm called {final_norm!r}, found none"
+            )
         self.head = model.get_output_embeddings()
         self.item_size = next(model.parameters()).element_size()
         self.input_ids = [part.to(self.device) for part in input_ids.split(batch_size) if len(part)]

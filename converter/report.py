@@ -139,7 +139,7 @@ class Report:
         for index in range(config.num_blocks):
             in_block = list(config.projections(index))
             # A recurrent layer counts as attention.
-            attention, mlp = ([one for one in in_block if (".mlp." in one.name) == is_mlp] for is_mlp in (False, True))
+            attention, mlp = ([one for one in in_block if one.in_mlp == is_mlp] for is_mlp in (False, True))
             means = {key: mean(key, in_block) for key in ("sparsity", "realised_sparsity")}
             means |= {"self_attn": mean("sparsity", attention), "mlp": mean("sparsity", mlp)}
             shown = {one.role: {key: _rounded(getattr(entries[one.name], key)) for key in keys} for one in in_block}

@@ -49,7 +49,7 @@ def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
     norms = arch.norms
     if norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input:
         return f"the norms of {config.model_type} tie its hidden state to its coordinates"
-    if arch.attention_gate or config.delta_net is not None:
+    if arch.attention_gate or config.has_states:
         return f"the gates and recurrent blocks of {config.model_type} tie values to their coordinates"
     if quantised:
         return "the source is quantised, and rotated weights would have to be rounded anew"

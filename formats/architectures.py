@@ -12,18 +12,21 @@ from .errors import UnsupportedModelError
 from .guard import refusals
 
 Activation = Literal["silu", "gelu_tanh", "clamped"]
+Mixer = Literal["attention", "delta_net", "short_conv"]  # what mixes the tokens of a block
 # A config key and an exponent: Gemma's attention scale is query_pre_attn_scalar**-0.5.
 Power = tuple[str, float]
 
 # Names of projections, separate or fused.
 _QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+# Kind of a recurrent block in ``layer_types`` -> what it has in place of attention.
+MIXERS: Mapping[str, Mixer] = {"linear_attention": "delta_net", "conv": "short_conv"}
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of a block's norms over the hidden state, or None."""
+    """Names of a block's norms over the hidden state, or None. ``attention``: also the block's recurrent mixer."""
 
     attention_input: str | None = "input_layernorm"
     attention_output: str | None = None
@@ -71,6 +74,10 @@ class ExpertsLayout:
 class Architecture:
     class_name: str
     norms: Norms = _BEFORE
+    final_norm: str = "model.norm"
+    eps: str = "rms_norm_eps"  # config key
+    # Role of a projection -> its name within a block, where it is not `self_attn.q_proj`, `mlp.gate_proj` and so on.
+    modules: Mapping[str, str] = field(default_factory=dict)
     norm_offset: bool = False  # norms multiply by 1 + weight in float32 (Gemma)
     qkv: tuple[str, ...] = _QKV[0]  # query, key and value projections, separate or fused
     gate_up: tuple[str, ...] = _GATE_UP[0]  # gate and up projections, separate or fused
@@ -79,8 +86,8 @@ class Architecture:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: QKNorm | None = None
-    # Config key of the MLP's activation, and its values -> our names.
-    activation: str = "hidden_act"
+    # Config key of the MLP's activation, or None where it is always silu; and its values -> our names.
+    activation: str | None = "hidden_act"
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
     # Full attention blocks have another head_dim and num_key_value_heads, by ``per_layer_config``, or by
     # ``global_head_dim`` and, with ``attention_k_eq_v``, ``num_global_key_value_heads``.
@@ -97,11 +104,14 @@ class Architecture:
     # ``q_proj``'s output is for each head a query, then a gate, whose sigmoid multiplies the head's output.
     attention_gate: bool = False
     sinks: bool = False  # attention sinks: a learned additional logit in each head's softmax
-    # ``layer_types`` has each block's kind: ``full_attention``, ``sliding_attention`` or, if ``recurrent``,
-    # ``linear_attention``, a gated DeltaNet. With ``window`` instead, all blocks have the config's window, if any.
+    # ``layer_types`` has each block's kind: ``full_attention``, ``sliding_attention`` or, in place of the latter, the
+    # ``recurrent`` one. With ``window`` instead, all blocks have the config's window, if any.
     layer_types: bool = False
     window: bool = False
-    recurrent: bool = False
+    recurrent: str | None = None  # key of ``MIXERS``
+    # The MLP's width is two thirds of ``intermediate_size`` times ``block_ffn_dim_multiplier``, rounded up to a multiple
+    # of ``block_multiple_of``, unless ``block_auto_adjust_ff_dim`` is false.
+    adjusted_mlp: bool = False
     partial: bool = False  # whether ``partial_rotary_factor`` applies
     interleaved: bool = False  # rotary pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
     # ``rope_parameters`` has a rotary embedding for each layer type.
@@ -145,11 +155,25 @@ _QWEN3_5: dict[str, Any] = {
     **_QWEN3,
     "norm_offset": True,
     "attention_gate": True,
-    "recurrent": True,
+    "recurrent": "linear_attention",
     "partial": True,
     "mtp": True,
 }
 _OLMO: dict[str, Any] = {**_BIASES, "norms": _AFTER, "qk_norm": QKNorm(per_head=False)}
+_LFM2: dict[str, Any] = {
+    "norms": Norms("operator_norm", None, "ffn_norm"),
+    "final_norm": "model.embedding_norm",
+    "eps": "norm_eps",
+    "modules": {
+        "o_proj": "self_attn.out_proj",
+        **{f"{role}_proj": f"feed_forward.{name}" for role, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+    },
+    "qk_norm": QKNorm(names=("q_layernorm", "k_layernorm")),
+    "activation": None,
+    "layer_types": True,
+    "recurrent": "conv",
+    "adjusted_mlp": True,
+}
 _GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "partial": True, "interleaved": True}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -255,6 +279,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ernie4_5": Architecture(
         "Ernie4_5ForCausalLM", qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", interleaved=True
     ),
+    "lfm2": Architecture("Lfm2ForCausalLM", **_LFM2),
 }
 
 # Multimodal models: ``model_type`` -> ``model_type`` of the text model's config -> its row above; the first is the default.

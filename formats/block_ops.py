@@ -3,6 +3,7 @@ CUDA launches (``runtime.cuda.blocks``) run this list; the CPU step has the orde
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .model_config import ModelConfig, Projection
@@ -44,6 +45,11 @@ class Attention(Op):
 @dataclass(frozen=True)
 class DeltaNet(Op):
     """Gated DeltaNet: reads the projections' output and their input; reads and writes the recurrent state."""
+
+
+@dataclass(frozen=True)
+class ShortConv(Op):
+    """Gated short convolution of the projections' output: c * conv(b * x). Reads and writes the recurrent state."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,10 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 
     n = norm(HIDDEN, "attention_input", "attention_input")
     qkv = linear(n, "qkv", "qkv")
-    found.append(DeltaNet((qkv, n), "attended") if spec.recurrent else Attention((qkv,), "attended"))
+    if spec.mixer == "delta_net":
+        found.append(DeltaNet((qkv, n), "attended"))
+    else:
+        found.append((ShortConv if spec.mixer == "short_conv" else Attention)((qkv,), "attended"))
     add(linear("attended", "o", "o"), "attention_output")
 
     if spec.experts is None:
@@ -142,6 +151,21 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
     if arch.block_scalar is not None:
         found.append(Scale((HIDDEN,), HIDDEN))
     return tuple(found)
+
+
+# Operation -> what a model that has it consists of, and the back ends and exports that do not run it yet.
+NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
+    DeltaNet: ("recurrent blocks", frozenset({"onnx", "vllm"})),
+    ShortConv: ("gated short convolutions", frozenset({"numba", "triton", "onnx", "vllm"})),
+    Experts: ("experts", frozenset({"onnx"})),
+    PerLayer: ("per-layer embeddings", frozenset({"triton", "onnx"})),
+}
+
+
+def not_yet(config: ModelConfig, executor: str) -> str | None:
+    """The first operations of a model that ``executor`` does not run, as a plural noun; None if it runs all."""
+    used = {type(op) for index in range(config.num_blocks) for op in block_ops(config, index)}
+    return next((what for op, (what, lacking) in NOT_YET.items() if op in used and executor in lacking), None)
 
 
 def describe(config: ModelConfig) -> list[str]:

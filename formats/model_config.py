@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .architectures import ARCHITECTURES, Activation, Architecture, ExpertsLayout, Power, why_refused
+from .architectures import ARCHITECTURES, MIXERS, Activation, Architecture, ExpertsLayout, Mixer, Power, why_refused
 from .errors import UnsupportedModelError
 
 LM_HEAD = "lm_head.weight"
@@ -111,6 +111,11 @@ class Projection:
             object.__setattr__(self, "parts", (self.name,))
 
     @property
+    def in_mlp(self) -> bool:
+        """Whether it is of the MLP or the experts, not of what mixes the tokens."""
+        return self.role.removeprefix("shared_") in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+
+    @property
     def num_parameters(self) -> int:
         """Parameters that a token uses, without the bias: the weight of its sparsity in averages."""
         return self.in_features * self.out_features * self.chosen
@@ -168,6 +173,20 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution: ``in_proj`` gives three vectors b, c and x of the hidden size, ``out_proj`` reads
+    c * conv(b * x). The convolution is causal, of each channel alone; its last ``taps - 1`` inputs are the state."""
+
+    taps: int  # kernel size
+    bias: bool  # of the projections and of the convolution
+
+    def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Name within the block -> shape of the tensors that are no projections."""
+        kernel = {"conv.conv.weight": (hidden_size, 1, self.taps)}
+        return kernel | ({"conv.conv.bias": (hidden_size,)} if self.bias else {})
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     theta: float
     rope_type: str
@@ -182,11 +201,16 @@ class Block:
     rotary: int | None  # index into ``ModelConfig.rotaries``; None without a rotary embedding
     head_dim: int
     num_kv_heads: int
-    recurrent: bool = False  # gated DeltaNet instead of attention
+    mixer: Mixer = "attention"
     shared_values: bool = False  # values are the output of ``k_proj``; no ``v_proj``
     kv_from: int | None = None  # index of an earlier block whose keys and values it uses; only ``q_proj``
     wide_mlp: bool = False  # the dense MLP's width is twice ``intermediate_size``
     experts: Experts | None = None  # in place of a dense MLP
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the block has a state in place of keys and values."""
+        return self.mixer != "attention"
 
     @property
     def kv_size(self) -> int:
@@ -225,7 +249,8 @@ class ModelConfig:
     logits_multiplier: float
     # (beta, n): queries at position p are multiplied by 1 + beta * log(1 + floor(p / n))
     query_scaling: tuple[float, int] | None
-    delta_net: DeltaNet | None = None  # of recurrent blocks, or None
+    delta_net: DeltaNet | None = None  # of blocks with that mixer, or None
+    short_conv: ShortConv | None = None
     per_layer_size: int = 0  # width of per-layer embeddings; 0: none
 
     @property
@@ -235,6 +260,10 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         return any(block.experts for block in self.blocks)
+
+    @property
+    def has_states(self) -> bool:
+        return any(block.recurrent for block in self.blocks)
 
     @property
     def mlp_size(self) -> int:
@@ -271,10 +300,14 @@ class ModelConfig:
     def projections(self, block: int | None = None) -> Iterator[Projection]:
         """The maskable projections, of the model or of one block, in the order of execution: all linear layers of the
         blocks, without embeddings and ``lm_head``."""
-        arch, hidden, delta = self.architecture, self.hidden_size, self.delta_net
+        arch, hidden, delta, conv = self.architecture, self.hidden_size, self.delta_net, self.short_conv
         for index in range(self.num_blocks) if block is None else (block,):
             q, kv, inner = self.q_size(index), self.blocks[index].kv_size, self.dense_size(index)
-            if delta is not None and self.blocks[index].recurrent:
+            mixer = self.blocks[index].mixer
+            if mixer == "short_conv" and conv is not None:
+                part = "conv"
+                sizes = [("in_proj", hidden, 3 * hidden, conv.bias), ("out_proj", hidden, hidden, conv.bias)]
+            elif mixer == "delta_net" and delta is not None:
                 part = "linear_attn"
                 outputs = {"in_proj_qkv": delta.mixed_size, "in_proj_z": delta.value_size}
                 sizes = [(role, hidden, rows, False) for role, rows in outputs.items()]
@@ -285,14 +318,16 @@ class ModelConfig:
                 sizes = [(role, hidden, outputs[role], self.qkv_bias) for role in self.qkv(index)]
                 sizes.append(("o_proj", q, hidden, self.o_bias))
             for role, inputs, rows, bias in sizes:
-                yield Projection(f"model.layers.{index}.{part}.{role}", index, role, inputs, rows, bias)
+                name = arch.modules.get(role, f"{part}.{role}")
+                yield Projection(f"model.layers.{index}.{name}", index, role, inputs, rows, bias)
             mlp = f"model.layers.{index}.mlp."
             experts = self.blocks[index].experts
             if experts is None or arch.experts is None:
-                for role in arch.gate_up:
-                    rows = 2 * inner if role == "gate_up_proj" else inner
-                    yield Projection(mlp + role, index, role, hidden, rows, self.mlp_bias)
-                yield Projection(mlp + "down_proj", index, "down_proj", inner, hidden, self.mlp_bias)
+                for role in (*arch.gate_up, "down_proj"):
+                    name = f"model.layers.{index}.{arch.modules.get(role, f'mlp.{role}')}"
+                    rows = {"gate_up_proj": 2 * inner, "down_proj": hidden}.get(role, inner)
+                    inputs = inner if role == "down_proj" else hidden
+                    yield Projection(name, index, role, inputs, rows, self.mlp_bias)
                 continue
             roles = ("gate_proj", "up_proj", "down_proj")
             for role, stored in zip(roles, arch.experts.names, strict=True):
@@ -354,6 +389,12 @@ class ModelConfig:
         if arch.experts is not None and inner not in config:  # they have no dense MLP
             inner = arch.experts.intermediate_size
         dimensions["intermediate_size"] = dimension(config, inner)
+        if arch.adjusted_mlp and _switch(config, "block_auto_adjust_ff_dim"):
+            multiple, factor = dimension(config, "block_multiple_of"), 1.0
+            if config.get("block_ffn_dim_multiplier") is not None:
+                factor = _number(config, "block_ffn_dim_multiplier", 1e-3, 1e3)
+            width = int(factor * int(2 * dimensions["intermediate_size"] / 3))
+            dimensions["intermediate_size"] = max(-(-width // multiple), 1) * multiple
         num_heads = dimension(config, "num_attention_heads")
         num_kv_heads = dimension(config, "num_key_value_heads")
         num_blocks = dimension(config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
@@ -372,9 +413,9 @@ class ModelConfig:
             multiple = f"a multiple of num_key_value_heads ({heads})"
             require(num_heads % heads == 0, "num_attention_heads", multiple, num_heads)
             require(width % 2 == 0, "head_dim", "an even number", width)
-        activation: Any = config.get(arch.activation)
+        activation: Any = "silu" if arch.activation is None else config.get(arch.activation)
         known = isinstance(activation, str) and activation in arch.activations
-        require(known, arch.activation, " or ".join(map(repr, arch.activations)), activation)
+        require(known, str(arch.activation), " or ".join(map(repr, arch.activations)), activation)
         # transformers before 5.24 has the two numbers in its code.
         clamped = arch.activations[activation] == "clamped"
         config = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, **config} if clamped else config
@@ -404,7 +445,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_number(config, "rms_norm_eps", 0, 1, "a small number"),
+            rms_norm_eps=_number(config, arch.eps, 0, 1, "a small number"),
             tie_word_embeddings=_switch(config, "tie_word_embeddings"),
             **{name: _switch(config, bias) if isinstance(bias, str) else bias for name, bias in biases.items()},
             dtype=str(config.get("dtype") or "float32"),
@@ -417,7 +458,8 @@ class ModelConfig:
             logits_softcap=optional(arch.logits_softcap),
             **multipliers,
             query_scaling=query_scaling,
-            delta_net=_delta_net(config) if any(block.recurrent for block in blocks) else None,
+            delta_net=_delta_net(config) if any(block.mixer == "delta_net" for block in blocks) else None,
+            short_conv=_short_conv(config) if any(block.mixer == "short_conv" for block in blocks) else None,
             per_layer_size=per_layer_size,
         )
 
@@ -427,7 +469,7 @@ def _blocks(
 ) -> tuple[Block, ...]:
     has_windows = (arch.layer_types or arch.window) and config.get("sliding_window") is not None
     window = dimension(config, "sliding_window") if has_windows else None
-    other = "linear_attention" if arch.recurrent else "sliding_attention"
+    other = arch.recurrent or "sliding_attention"
     kinds: list[Any] = _listed(config, "layer_types", num_blocks) if arch.layer_types else [other] * num_blocks
     for kind in kinds:
         require(kind in (other, "full_attention"), "layer_types", f"{other} or full_attention", kind)
@@ -435,13 +477,12 @@ def _blocks(
     if arch.unrotated == "listed":
         rotated = _listed(config, "no_rope_layers", num_blocks)
     elif arch.recurrent or (arch.unrotated == "full" and window is not None):
-        rotated = [(kind == other) != arch.recurrent for kind in kinds]
+        rotated = [(kind == other) != bool(arch.recurrent) for kind in kinds]
     blocks = []
     for kind, has_rotary in zip(kinds, rotated, strict=True):
         own = window if kind == other and not arch.recurrent else None
         rotary = 1 if arch.local_rope and own is not None else 0
-        recurrent = arch.recurrent and kind == other
-        blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, recurrent))
+        blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, MIXERS.get(kind, "attention")))
     if arch.full_heads:
         blocks = _with_full_heads(config, arch, blocks)
     shared = _count(config, arch.shared_kv)
@@ -536,6 +577,12 @@ def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
     return found
 
 
+def _short_conv(config: Mapping[str, Any]) -> ShortConv:
+    taps = dimension(config, "conv_L_cache", largest=64)
+    require(taps > 1, "conv_L_cache", "2 or more", taps)
+    return ShortConv(taps, _switch(config, "conv_bias"))
+
+
 def _rope(config: Mapping[str, Any], given: Any, head_dim: int, arch: Architecture) -> RopeConfig:
     require(isinstance(given, Mapping), "rope_parameters", "an object", given)
     parameters, rope_type = dict(given), given.get("rope_type")
@@ -627,7 +674,9 @@ def experts_in_one(config: ModelConfig) -> dict[str, InOne]:
 def mtp_config(config: ModelConfig) -> ModelConfig:
     """The configuration of an MTP head's single attention block as a model; its tensors have the prefix ``model.`` instead
     of ``mtp.``."""
-    return replace(config, num_blocks=1, blocks=(replace(config.blocks[0], recurrent=False, rotary=0),), delta_net=None)
+    return replace(
+        config, num_blocks=1, blocks=(replace(config.blocks[0], mixer="attention", rotary=0),), delta_net=None
+    )
 
 
 def mtp_tensors(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, InOne]]:
@@ -658,7 +707,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     arch = config.architecture
     # The norms before and after each of these projections.
     first, last = arch.norms.attention_input, arch.norms.attention_output
-    before = {arch.qkv[0]: first, "in_proj_qkv": first, arch.gate_up[0]: arch.norms.mlp_input}
+    before = {arch.qkv[0]: first, "in_proj_qkv": first, "in_proj": first, arch.gate_up[0]: arch.norms.mlp_input}
     after = {"o_proj": last, "out_proj": last, "down_proj": arch.norms.mlp_output}
     for index, block in enumerate(config.blocks):
         prefix, experts = f"model.layers.{index}.", block.experts
@@ -671,7 +720,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                     expected[f"{prefix}self_attn.{name}.weight"] = (block.head_dim if arch.qk_norm.per_head else size,)
             if projection.role == "o_proj" and arch.sinks:
                 expected[f"{prefix}self_attn.sinks"] = (config.num_heads,)
-            if projection.role == "out_proj" and config.delta_net is not None:
+            if block.mixer == "short_conv" and projection.role == "out_proj" and config.short_conv is not None:
+                others = config.short_conv.tensors(config.hidden_size)
+                expected |= {prefix + name: shape for name, shape in others.items()}
+            elif projection.role == "out_proj" and config.delta_net is not None:
                 others = config.delta_net.tensors(config.hidden_size)
                 expected |= {f"{prefix}linear_attn.{name}": shape for name, shape in others.items()}
             if experts is not None and projection.role == arch.gate_up[0]:
@@ -694,7 +746,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             expected |= zip((prefix + name for name in PER_LAYER.values()), shapes, strict=True)
         if arch.block_scalar is not None:
             expected[prefix + arch.block_scalar] = (1,)
-    expected["model.norm.weight"] = hidden
+    expected[f"{arch.final_norm}.weight"] = hidden
     if not config.tie_word_embeddings:
         expected[LM_HEAD] = vocab
     return expected

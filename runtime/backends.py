@@ -221,7 +221,7 @@ def load(
     start = time.perf_counter()
     opened = bundle if isinstance(bundle, Bundle) else Bundle.open(fetch_bundle(bundle, revision))
     opened = opened.chosen(sparsity, bits)
-    explicit, recurrent = speculative not in (None, "auto"), opened.config.delta_net is not None
+    explicit, recurrent = speculative not in (None, "auto"), opened.config.has_states
     head: HeadFiles | MtpFiles | None = HeadFiles.open(config.model, opened) if config.model is not None else None
     if config.method == "mtp":
         head = MtpFiles.open(opened)

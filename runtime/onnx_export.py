@@ -12,6 +12,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
+from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import SMALL_FILES, Bundle
 from wisparse.formats.checkpoint import is_finite
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError, WisparseError
@@ -75,16 +76,11 @@ def export_onnx(
     if dtype == "auto":
         dtype = config.dtype if config.dtype in DTYPES else "float32"
     expect(dtype in DTYPES, "dtype", f"auto, {' or '.join(DTYPES)}", dtype)
-    other = "blocks with attention, found recurrent ones" if config.delta_net is not None else None
-    if config.has_experts:
-        other = "dense MLPs, found experts"
-    if config.per_layer_size or config.shares_kv:
-        own = "one embedding, and keys and values of every block's own"
-        other = f"{own}, found embeddings for each block or keys and values that blocks share"
-    if other is not None:
-        raise UnsupportedModelError(
-            f"{config.model_type}: expected {other}, which have no ONNX export yet; run the bundle with wisparse generate"
-        )
+    lacking = not_yet(config, "onnx") or ("keys and values that blocks share" if config.shares_kv else None)
+    if lacking is not None:
+        known = "attention of every block's own, and dense MLPs"
+        why = f"expected {known}, found {lacking}, which have no ONNX export yet; run the bundle with wisparse generate"
+        raise UnsupportedModelError(f"{config.model_type}: {why}")
     graph = DecoderGraph(bundle, opset, dtype)
     model = graph.build()
     notes = []

@@ -288,7 +288,7 @@ class DecoderGraph:
         hidden = self.to_float32(self.times(hidden, config.embedding_multiplier, self.dtype))
         for index in range(config.num_blocks):
             hidden = self.block(index, hidden)
-        hidden = self.norm(hidden, "model.norm")
+        hidden = self.norm(hidden, config.architecture.final_norm)
         self.scope = "lm_head"
         # Gemm reads the weight as (V, H), so a tied embedding is stored once.
         weight = embedding if config.tie_word_embeddings else self.weight("lm_head.weight")

@@ -68,6 +68,10 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 20,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
     }),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32, "conv_L_cache": 4}),
+    "lfm2-bias": ("lfm2", {
+        "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False, "conv_bias": True,
+    }),
 }
 
 # Blocks of them share keys and values, and have embeddings; neither GPUs nor the ONNX export have such models.
@@ -217,7 +221,9 @@ def save_random(auto: Any, config: Any, name: str, out: Path) -> Path:
                 parameter.normal_(std=1.2 * parameter.shape[2] ** -0.5)
             elif name.endswith(("norm.weight", "layer_scalar")):
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith("conv1d.weight"):  # the norm of what a head recalls magnifies smaller values' rounding
+            elif name.endswith(
+                ("conv1d.weight", "conv.conv.weight")
+            ):  # the norm of what a head recalls magnifies smaller values' rounding
                 parameter.normal_()
             else:
                 parameter.normal_(std=0.3)

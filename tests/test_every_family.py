@@ -21,9 +21,10 @@ import wisparse
 from wisparse.converter.config import full_config
 from wisparse.formats import architectures
 from wisparse.formats.architectures import ARCHITECTURES
+from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.model_config import expected_tensors
 from wisparse.runtime.cuda.weights import load_weights
 from wisparse.runtime.onnx_export import export_onnx
@@ -31,7 +32,18 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 
 # One family a feature: biases, norms of whole vectors, windows and soft caps, fused projections, DeltaNet, shared keys and
 # values, experts and a shared one, attention sinks. Experts alone are in test_experts.py.
-FEATURES = ("seed-oss", "olmo2", "gemma2", "phi3-partial", "qwen3.5", "gemma4", "qwen3.5-moe", "gpt-oss", "gemma4-moe")
+FEATURES = (
+    "seed-oss",
+    "olmo2",
+    "gemma2",
+    "phi3-partial",
+    "qwen3.5",
+    "gemma4",
+    "qwen3.5-moe",
+    "gpt-oss",
+    "gemma4-moe",
+    "lfm2",
+)
 FEATURES += (*SMALL,)
 # ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default, with the rotation.
 CASES = [
@@ -78,7 +90,8 @@ def check_bundle(bundle: Path, dense: torch.nn.Module, theirs: ClearAnswer) -> N
     prompt = theirs.prompt
     expected = dense(prompt[None], use_cache=False).logits[0]
     assert expected.abs().max() > 1, "logits this small would hide any difference"
-    for backend in ("torch", "numba"):
+    config = Bundle.open(bundle).config
+    for backend in (one for one in ("torch", "numba") if not_yet(config, one) is None):
         decoder = wisparse.load(bundle, device="cpu", dtype="float32", backend=backend).decoder
         assert decoder.name == backend
         assert (decoder.logits(prompt, len(prompt)) - expected).abs().max() < 1e-4, backend
@@ -97,7 +110,9 @@ def test_a_family_is_converted_and_decoded_as_transformers_does(variant: str, se
     dense = hugging_face(bundles.source(variant, search))
     bundle = bundles.bundle(variant, search)
     check_bundle(bundle, dense, bundles.answer(variant, search))
-    if variant not in SMALL:  # the read ahead of a GPU's loader expects the order in which it asks for them
+    if (
+        not_yet(Bundle.open(bundle).config, "triton") is None
+    ):  # the read ahead of a GPU's loader expects the order in which it asks for them
         load_weights(Bundle.open(bundle), torch.device("cpu"), torch.float32)
 
 
@@ -145,14 +160,21 @@ def test_triton_gives_the_tokens_of_transformers(bundles: Bundles) -> None:
             assert_answers(theirs, "triton", tokens, torch.tensor(logits))
 
 
-def test_gpus_and_the_onnx_export_refuse_small_gemma4(bundles: Bundles, tmp_path: Path) -> None:
-    bundle = Bundle.open(bundles.bundle("gemma4-small", "uniform"))
+@pytest.mark.parametrize(
+    ("name", "what"), [("gemma4-small", "per-layer embeddings"), ("lfm2", "gated short convolutions")]
+)
+def test_back_ends_refuse_operations_that_they_lack(name: str, what: str, bundles: Bundles, tmp_path: Path) -> None:
+    bundle, backends = Bundle.open(bundles.bundle(name, "uniform")), {"numba", "triton", "onnx"}
+    refusing = {backend for backend in backends if not_yet(bundle.config, backend) == what}
+    assert refusing == {"triton", "onnx"} | ({"numba"} if name == "lfm2" else set())
+    if "numba" in refusing:
+        with pytest.raises(UsageError, match=f"numba cannot run this model: it does not run {what} yet"):
+            wisparse.load(bundle, device="cpu", backend="numba")
     if importlib.util.find_spec("triton") is not None:
         from wisparse.runtime.cuda.decoder import CudaDecoder
 
-        refused = CudaDecoder.refusal(bundle.config, "native")
-        assert refused == "its kernels support neither per-layer embeddings nor keys and values shared between blocks"
-    with pytest.raises(UnsupportedModelError, match="keys and values that blocks share, which have no ONNX"):
+        assert CudaDecoder.refusal(bundle.config, "native") == f"it does not run {what} yet"
+    with pytest.raises(UnsupportedModelError, match=f"found {what}, which have no ONNX export yet"):
         export_onnx(bundle, tmp_path / "onnx")
 
 

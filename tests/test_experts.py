@@ -253,7 +253,7 @@ def test_experts_larger_than_memory_are_mapped_from_a_file(
 ) -> None:
     how: dict[str, Any] = {"num_samples": 2, "seq_len": 16, "search": "uniform", "rotation": "none", "device": "cpu"}
     bundle = Bundle.open(convert(source, tmp_path / "bundle", sparsity=0.5, **how))
-    with pytest.raises(UnsupportedModelError, match="qwen3_moe: expected dense MLPs, found experts"):
+    with pytest.raises(UnsupportedModelError, match=r"qwen3_moe: expected .* dense MLPs, found experts"):
         export_onnx(bundle, tmp_path / "onnx")
     folder = tmp_path / "disk"
     folder.mkdir()

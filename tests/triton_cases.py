@@ -24,7 +24,7 @@ from wisparse.kernels.gpu.plan import GemvTile, Scratch, launch_linear, plan
 from wisparse.kernels.gpu.reduction import EMPTY
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 from wisparse.kernels.reference import keep_mask
-from wisparse.runtime.decoding.cache import DeltaState, quantise
+from wisparse.runtime.decoding.cache import RecurrentState, quantise
 from wisparse.runtime.torch.block import DeltaWeights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -469,7 +469,9 @@ def test_delta_net_is_the_plain_one_position_by_position(dtype, normed):
     tokens = torch.tensor([3, -1, 0], device=DEVICE)
     positions, slots = torch.tensor([[4, 4, 7], [0, 1, 2]], dtype=torch.int32, device=DEVICE)
     idle = inputs[:, 1].clone(), state[:, 1].clone()
-    kept = {row: DeltaState(inputs[at % 2, row].double(), state[at % 2, row].double()) for row, at in ((0, 4), (2, 7))}
+    kept = {
+        row: RecurrentState(inputs[at % 2, row].double(), state[at % 2, row].double()) for row, at in ((0, 4), (2, 7))
+    }
     out = torch.empty(rows, config.value_size, dtype=dtype, device=DEVICE)
     norm = random(hidden) if normed else None
     for _ in range(2):

@@ -162,7 +162,10 @@ class Run:
         self.history: dict[str, Any] = {}
         self.trajectory: Trajectory | None = None
         self.calib.num_kl_evaluations = 0.0
-        weighted = {"wina": self.names, "wina-code": [n for n in self.names if n.endswith(("k_proj", "gate_proj"))]}
+        key_or_gate = [
+            one.name for one in levels.source.config.projections() if one.role.endswith(("k_proj", "gate_proj"))
+        ]
+        weighted = {"wina": self.names, "wina-code": key_or_gate}
         self.alphas = {name: float(name in weighted.get(settings.method, ())) for name in self.names}
         for name, alpha in self.alphas.items():
             self.calib.set_scale(name, channel_scale(self.norms[name], alpha))

@@ -116,7 +116,7 @@ class CpuDecoder(TorchDecoder):
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
         refused = super().refusal(config, weights)
-        return refused and f"{refused}; int8 ones are as small"
+        return refused and refused + "; int8 ones are as small" * (weights not in cls.weight_types)
 
     @classmethod
     def keeps(cls, stored: StoredWeight, graded: bool = False) -> bool:

@@ -124,11 +124,13 @@ class CudaDecoder(Decoder):
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
+        if (refused := super().refusal(config, weights)) is not None:
+            return refused
         widest = max(block.head_dim for block in config.blocks)
         if widest > 512:
             return f"its attention kernel keeps a head in registers: expected head_dim of at most 512, found {widest}"
-        if config.per_layer_size or config.shares_kv:
-            return "its kernels support neither per-layer embeddings nor keys and values shared between blocks"
+        if config.shares_kv:
+            return "its kernels do not support keys and values shared between blocks"
         delta = config.delta_net
         if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
             return (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import logging
+import math
 import mmap
 import sys
 from collections import Counter
@@ -46,11 +47,17 @@ def bytes_per_position(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: 
 
 def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of one state of a slot in all recurrent blocks."""
+    shapes = [state_shapes(config, block) for block in config.blocks if block.recurrent]
+    return sum(math.prod(inputs) * dtype.itemsize + 4 * math.prod(state) for inputs, state in shapes)
+
+
+def state_shapes(config: ModelConfig, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the tensors of a block's `RecurrentState`."""
+    if config.short_conv is not None and block.mixer == "short_conv":
+        return (config.short_conv.taps - 1, config.hidden_size), (0,)
+    assert config.delta_net is not None
     delta = config.delta_net
-    if delta is None:
-        return 0
-    inputs, state = (delta.taps - 1) * delta.mixed_size, delta.value_heads * delta.key_dim * delta.value_dim
-    return sum(block.recurrent for block in config.blocks) * (inputs * dtype.itemsize + 4 * state)
+    return (delta.taps - 1, delta.mixed_size), (delta.value_heads, delta.key_dim, delta.value_dim)
 
 
 class Paging(NamedTuple):
@@ -148,13 +155,13 @@ def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class DeltaState:
+class RecurrentState:
     """The state of one recurrent block and one sequence."""
 
-    inputs: Tensor  # (taps - 1, mixed_size), the convolution's last inputs; zeros at the start
-    state: Tensor  # (value_heads, key_dim, value_dim) float32
+    inputs: Tensor  # (taps - 1, channels), the convolution's last inputs; zeros at the start
+    state: Tensor  # of a gated DeltaNet (value_heads, key_dim, value_dim) float32, else (0,)
 
-    def take(self, other: DeltaState) -> None:
+    def take(self, other: RecurrentState) -> None:
         self.inputs.copy_(other.inputs)
         self.state.copy_(other.state)
 
@@ -181,8 +188,8 @@ class KVCache:
         slots; None: full length in each slot."""
         self.buffers, self._dtype, self._kv_cache_dtype = buffers, dtype, kv_cache_dtype
         self.attention: dict[int, Stored] = {}  # by index of a block that has its own keys and values
-        # By index of a recurrent block; each tensor of a DeltaState with leading (buffers, slots).
-        self.recurrent: dict[int, DeltaState] = {}
+        # By index of a recurrent block; each tensor of a RecurrentState with leading (buffers, slots).
+        self.recurrent: dict[int, RecurrentState] = {}
         self.lengths = [0] * slots  # positions filled in each slot
         self.length = length  # most positions of a slot
         kept = {i: block for i, block in enumerate(config.blocks) if not block.recurrent and block.kv_from is None}
@@ -194,7 +201,7 @@ class KVCache:
         self._regions = [  # by block: offset of slot 0, bytes of a slot, bytes of a position
             (slots * sum(spans[:i]), span, size) for i, (span, size) in enumerate(zip(spans, paging.sizes, strict=True))
         ]
-        delta, copies = config.delta_net, (buffers, slots)
+        copies = buffers, slots
         accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         with memory_errors(device, f"for a cache of {slots} x {length} positions"):
             self._memory = memory(slots * sum(spans), device) if memory is not None and kept else None
@@ -204,11 +211,11 @@ class KVCache:
                     raise ResourceError(f"no memory on {device} for the first pages of a cache")
                 mapped = self._memory.tensor()
             for index, block in enumerate(config.blocks):
-                if block.recurrent and delta is not None:
-                    heads = delta.value_heads, delta.key_dim, delta.value_dim
-                    self.recurrent[index] = DeltaState(
-                        torch.zeros(*copies, delta.taps - 1, delta.mixed_size, dtype=dtype, device=device),
-                        torch.zeros(*copies, *heads, dtype=accumulator, device=device),
+                if block.recurrent:
+                    inputs, state = state_shapes(config, block)
+                    self.recurrent[index] = RecurrentState(
+                        torch.zeros(*copies, *inputs, dtype=dtype, device=device),
+                        torch.zeros(*copies, *state, dtype=accumulator, device=device),
                     )
             for (index, block), (at, span, size) in zip(kept.items(), self._regions, strict=True):
                 tensors = []
@@ -333,12 +340,12 @@ class KVCache:
                 kv.append((tensor[slot, :, :stop].float() * scales[slot, :, :stop, None]).to(self._dtype))
         return kv[0], kv[1]
 
-    def state(self, block: int, slot: int, position: int) -> DeltaState:
+    def state(self, block: int, slot: int, position: int) -> RecurrentState:
         """Views of a recurrent block's state after ``position`` positions of a slot."""
         states, buffer = self.recurrent[block], position % self.buffers
-        return DeltaState(states.inputs[buffer, slot], states.state[buffer, slot])
+        return RecurrentState(states.inputs[buffer, slot], states.state[buffer, slot])
 
-    def advance(self, block: int, slot: int, start: int, stop: int) -> DeltaState:
+    def advance(self, block: int, slot: int, start: int, stop: int) -> RecurrentState:
         """The buffer of the state after ``stop`` positions, filled with that after ``start``, for in-place update."""
         target = self.state(block, slot, stop)
         if (stop - start) % self.buffers:

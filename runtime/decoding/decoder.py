@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import ContextLengthError, PromptError, ResourceError, UsageError
@@ -105,7 +106,7 @@ class Decoder(ABC):
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
             self._load(bundle, weights, cache)
-        if self.config.delta_net is not None:  # a recurrent state has no prefix: disable reuse
+        if self.config.has_states:  # a recurrent state has no prefix: disable reuse
             self.prefix_block_size = max_seq_len + 1
 
     @abstractmethod
@@ -122,6 +123,9 @@ class Decoder(ABC):
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
         """Why this decoder cannot run the model, as a clause without a full stop, or None."""
+        lacking = not_yet(config, cls.name)
+        if lacking is not None:
+            return f"it does not run {lacking} yet"
         return None if weights in cls.weight_types else f"it has no {weights} weights"
 
     @classmethod

@@ -24,7 +24,7 @@ from wisparse.formats.model_config import (
 )
 from wisparse.kernels.reference import keep_mask, soft_cap
 
-from ..decoding.cache import DeltaState, KVCache
+from ..decoding.cache import KVCache, RecurrentState
 from ..decoding.rotary import rotate
 
 Linear = TypeVar("Linear")
@@ -129,7 +129,7 @@ class DeltaWeights:
     norm: Tensor  # (value_dim,), over each head's output
     eps: float
 
-    def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, cached: DeltaState) -> Tensor:
+    def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, cached: RecurrentState) -> Tensor:
         """The next T positions, (T, value_size), the input of out_proj; updates ``cached`` in place. x: (T, H), the block's
         normed input; mixed: (T, mixed_size), of in_proj_qkv; gate: (T, value_size), of in_proj_z."""
         delta, wide = self.config, float_dtype(x.dtype)
@@ -150,6 +150,22 @@ class DeltaWeights:
         # RMSNorm per head, then the gate, rounded as in transformers.
         normed = Norm(self.norm, self.eps, offset=False)(out.transpose(0, 1).to(x.dtype))
         return (normed * functional.silu(gate.view_as(normed).to(wide))).to(x.dtype).reshape(len(x), delta.value_size)
+
+
+@dataclass(frozen=True)
+class ConvWeights:
+    """The convolution of a gated short convolution."""
+
+    kernel: Tensor  # (H, 1, taps)
+    bias: Tensor | None  # (H,)
+
+    def __call__(self, projected: Tensor, cached: RecurrentState) -> Tensor:
+        """The next T positions, (T, H), the input of out_proj; updates ``cached`` in place. projected: (T, 3 H), of
+        in_proj."""
+        b, c, x = projected.chunk(3, dim=-1)
+        inputs = torch.cat((cached.inputs, b * x))
+        cached.inputs.copy_(inputs[len(x) :])
+        return c * functional.conv1d(inputs.t()[None], self.kernel, self.bias, groups=x.shape[1])[0].t()
 
 
 def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
@@ -173,7 +189,7 @@ def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
 @dataclass(frozen=True, kw_only=True)
 class Block(Generic[Linear]):
     """A block's weights; ``Linear`` is the decoder's type of projections. In a recurrent block ``qkv`` are in_proj_qkv and
-    in_proj_z, ``o`` is out_proj. Norms that the architecture lacks are None."""
+    in_proj_z, or in_proj; ``o`` is out_proj. Norms that the architecture lacks are None."""
 
     qkv: Linear
     o: Linear
@@ -187,7 +203,8 @@ class Block(Generic[Linear]):
     mlp_output: Norm | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    delta: DeltaWeights | None = None  # of a recurrent block
+    delta: DeltaWeights | None = None  # of a block with this mixer
+    conv: ConvWeights | None = None
     scalar: Tensor | None = None  # (1,), factor of the block's output
     sinks: Tensor | None = None  # (num_heads,), an additional logit in each head's softmax
     # Of a block with experts: (E, H), (E,); of a shared expert its projections and gate (1, H).
@@ -222,7 +239,9 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
         if block.kv_from is not None:
             del norms["k_norm"]
     names = {field: f"{prefix}{name}.weight" for field, name in norms.items() if name is not None}
-    if config.delta_net is not None and block.recurrent:
+    if block.mixer == "short_conv" and config.short_conv is not None:
+        names |= {name: prefix + name for name in config.short_conv.tensors(config.hidden_size)}
+    if config.delta_net is not None and block.mixer == "delta_net":
         names |= {name: f"{prefix}linear_attn.{name}" for name in config.delta_net.tensors(config.hidden_size)}
     if arch.sinks:
         names["sinks"] = f"{prefix}self_attn.sinks"
@@ -241,9 +260,11 @@ def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
 
 def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
     """The fields of a `Block` except its projections; ``read`` loads a tensor by its name in the checkpoint."""
-    eps, delta = config.rms_norm_eps, None
+    eps, delta, conv = config.rms_norm_eps, None, None
     tensors = {field: read(name) for field, name in block_tensors(config, index).items()}
-    if config.delta_net is not None and config.blocks[index].recurrent:
+    if config.blocks[index].mixer == "short_conv":
+        conv = ConvWeights(tensors.pop("conv.conv.weight"), tensors.pop("conv.conv.bias", None))
+    if config.delta_net is not None and config.blocks[index].mixer == "delta_net":
         names = {"a": "in_proj_a.weight", "b": "in_proj_b.weight", "kernel": "conv1d.weight", "log_rate": "A_log"}
         names |= {"dt_bias": "dt_bias", "norm": "norm.weight"}
         delta = DeltaWeights(config.delta_net, eps=eps, **{field: tensors.pop(name) for field, name in names.items()})
@@ -252,7 +273,7 @@ def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) ->
     offset = config.architecture.norm_offset
     norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items() if field not in plain}
     ops = block_ops.block_ops(config, index)
-    return {"spec": config.blocks[index], "ops": ops, "delta": delta, **norms} | {
+    return {"spec": config.blocks[index], "ops": ops, "delta": delta, "conv": conv, **norms} | {
         name: tensors.get(name) for name in plain
     }
 
@@ -344,6 +365,10 @@ def _run(
             (mixed, gate), n = inputs
             assert block.delta is not None
             return block.delta(n, mixed, gate, at.cache.advance(index, at.slot, at.start, at.start + len(n)))
+        case block_ops.ShortConv():
+            ((projected,),) = inputs
+            assert block.conv is not None
+            return block.conv(projected, at.cache.advance(index, at.slot, at.start, at.start + len(projected)))
         case block_ops.Activate():
             (parts,) = inputs
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)

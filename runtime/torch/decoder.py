@@ -43,7 +43,8 @@ class TorchDecoder(Decoder):
             linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), projections, strict=False))
             blocks.append(Block(**read_spec(config, index, read_tensor), **linears))
         self._per_layer = PerLayer.read(config, read_tensor, partial(bundle.checkpoint.tensor, device=device))
-        self._norm = Norm(read_tensor("model.norm.weight"), config.rms_norm_eps, config.architecture.norm_offset)
+        norm = read_tensor(f"{config.architecture.final_norm}.weight")
+        self._norm = Norm(norm, config.rms_norm_eps, config.architecture.norm_offset)
         self._cache = cache or KVCache(
             config, self.max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, self._state_buffers,
             pages=self._pages,

@@ -16,6 +16,7 @@ from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
+from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
 from wisparse.formats.hub import fetch_bundle
@@ -84,8 +85,8 @@ class WisparseConfig(QuantizationConfig):
             raise UnsupportedModelError(self._refused)
         bundle = Bundle.open(fetch_bundle(model_name, revision))
         unsupported = None
-        if bundle.config.delta_net is not None:
-            unsupported = "expected blocks with attention, found recurrent ones"
+        if lacking := not_yet(bundle.config, "vllm"):
+            unsupported = f"expected blocks with attention, found {lacking}"
         elif bundle.config.architecture.full_heads:
             unsupported = "expected the same heads in every block, found blocks whose values are their keys"
         if unsupported is not None:
