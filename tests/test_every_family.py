@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import runtime_models
 import torch
@@ -19,15 +20,14 @@ from safetensors import safe_open
 
 import wisparse
 from wisparse.converter.config import full_config
-from wisparse.formats import architectures
+from wisparse.formats import architectures, block_ops
 from wisparse.formats.architectures import ARCHITECTURES
-from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import UnsupportedModelError, UsageError
+from wisparse.formats.errors import UnsupportedModelError, WisparseError
 from wisparse.formats.model_config import expected_tensors
 from wisparse.runtime.cuda.weights import load_weights
-from wisparse.runtime.onnx_export import export_onnx
+from wisparse.runtime.onnx_export import OnnxDecoder, export_onnx
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 # One family a feature: biases, norms of whole vectors, windows and soft caps, fused projections, DeltaNet, shared keys and
@@ -91,7 +91,7 @@ def check_bundle(bundle: Path, dense: torch.nn.Module, theirs: ClearAnswer) -> N
     expected = dense(prompt[None], use_cache=False).logits[0]
     assert expected.abs().max() > 1, "logits this small would hide any difference"
     config = Bundle.open(bundle).config
-    for backend in (one for one in ("torch", "numba") if not_yet(config, one) is None):
+    for backend in (one for one in ("torch", "numba") if block_ops.not_yet(config, one) is None):
         decoder = wisparse.load(bundle, device="cpu", dtype="float32", backend=backend).decoder
         assert decoder.name == backend
         assert (decoder.logits(prompt, len(prompt)) - expected).abs().max() < 1e-4, backend
@@ -111,7 +111,7 @@ def test_a_family_is_converted_and_decoded_as_transformers_does(variant: str, se
     bundle = bundles.bundle(variant, search)
     check_bundle(bundle, dense, bundles.answer(variant, search))
     if (
-        not_yet(Bundle.open(bundle).config, "triton") is None
+        block_ops.not_yet(Bundle.open(bundle).config, "triton") is None
     ):  # the read ahead of a GPU's loader expects the order in which it asks for them
         load_weights(Bundle.open(bundle), torch.device("cpu"), torch.float32)
 
@@ -144,38 +144,76 @@ def test_a_wrapper_is_converted_as_text(name: str, bundles: Bundles, run: Callab
     assert set(opened.checkpoint.tensors) == set(expected_tensors(opened.config))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_gives_the_tokens_of_transformers(bundles: Bundles) -> None:
-    """From bundles of two families; triton_decoder_cases.py compares all families with the plain decoder."""
-    names = ("gemma2", "qwen3.5")
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), triton_worker.start, (INTERPRETED,)) as pool:
-        answers = [bundles.answer(name, "uniform") for name in names]
-        jobs = [
-            pool.submit(triton_worker.answer, str(bundles.bundle(name, "uniform")), one.prompt.tolist(), TRITON_COUNT)
-            for name, one in zip(names, answers, strict=True)
-        ]
-        for job, theirs in zip(jobs, answers, strict=True):
-            tokens, logits = job.result()
-            assert len(tokens) == TRITON_COUNT
-            assert_answers(theirs, "triton", tokens, torch.tensor(logits))
+# A family that has the operation. Every executor runs it as transformers does, or refuses it by name.
+OPERATIONS: dict[type[block_ops.Op], str] = {
+    **dict.fromkeys(
+        (block_ops.Norm, block_ops.Linear, block_ops.Attention, block_ops.Activate, block_ops.Add), "gemma2"
+    ),
+    block_ops.DeltaNet: "qwen3.5",
+    block_ops.ShortConv: "lfm2",
+    block_ops.Router: "qwen3.5-moe",
+    block_ops.Experts: "qwen3.5-moe",
+    block_ops.Sum: "gemma4-moe",
+    block_ops.PerLayer: "gemma4-small",
+    block_ops.Scale: "gemma4",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "what"), [("gemma4-small", "per-layer embeddings"), ("lfm2", "gated short convolutions")]
-)
-def test_back_ends_refuse_operations_that_they_lack(name: str, what: str, bundles: Bundles, tmp_path: Path) -> None:
-    bundle, backends = Bundle.open(bundles.bundle(name, "uniform")), {"numba", "triton", "onnx"}
-    refusing = {backend for backend in backends if not_yet(bundle.config, backend) == what}
-    assert refusing == {"triton", "onnx"} | ({"numba"} if name == "lfm2" else set())
-    if "numba" in refusing:
-        with pytest.raises(UsageError, match=f"numba cannot run this model: it does not run {what} yet"):
-            wisparse.load(bundle, device="cpu", backend="numba")
-    if importlib.util.find_spec("triton") is not None:
-        from wisparse.runtime.cuda.decoder import CudaDecoder
+def test_every_operation_has_a_family(bundles: Bundles) -> None:
+    assert set(OPERATIONS) == set(block_ops.Op.__subclasses__())
+    for operation, name in OPERATIONS.items():
+        config = Bundle.open(bundles.bundle(name, "uniform")).config
+        assert operation in {
+            type(op) for index in range(config.num_blocks) for op in block_ops.block_ops(config, index)
+        }
 
-        assert CudaDecoder.refusal(bundle.config, "native") == f"it does not run {what} yet"
-    with pytest.raises(UnsupportedModelError, match=f"found {what}, which have no ONNX export yet"):
-        export_onnx(bundle, tmp_path / "onnx")
+
+def numba_answer(bundle: Path, prompt: list[int], count: int) -> tuple[list[int], list[list[float]]]:
+    decoder = wisparse.load(bundle, device="cpu", dtype="float32", backend="numba").decoder
+    tokens, logits = greedy(decoder, torch.tensor(prompt), count)
+    return tokens, logits.tolist()
+
+
+def onnx_answer(bundle: Path, prompt: list[int], count: int) -> tuple[list[int], list[list[float]]]:
+    pytest.importorskip("onnxruntime", reason="needs the onnx extra")
+    export_onnx(Bundle.open(bundle), bundle.with_name("onnx"), check=False, overwrite=True)
+    decoder = OnnxDecoder(bundle.with_name("onnx"))
+    decoder.reset(1)
+    logits = [decoder.run(np.array([prompt]))["logits"][0, -1].tolist()]
+    tokens = [int(np.argmax(logits[-1]))]
+    while len(tokens) < count:
+        logits.append(decoder.run(np.array([tokens[-1:]]))["logits"][0, -1].tolist())
+        tokens.append(int(np.argmax(logits[-1])))
+    return tokens, logits
+
+
+@pytest.mark.parametrize("executor", ["numba", "triton", "onnx"])
+@pytest.mark.parametrize("name", [*dict.fromkeys(OPERATIONS.values())])
+def test_executors_run_or_refuse_every_operation(name: str, executor: str, bundles: Bundles) -> None:
+    """triton_decoder_cases.py compares all families with the plain decoder."""
+    if executor == "triton" and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    folder, theirs = bundles.bundle(name, "uniform"), bundles.answer(name, "uniform")
+    lacking = block_ops.not_yet(Bundle.open(folder).config, executor)
+    if lacking is not None:
+        if executor == "triton":
+            from wisparse.runtime.cuda.decoder import CudaDecoder
+
+            assert CudaDecoder.refusal(Bundle.open(folder).config, "native") == f"it does not run {lacking} yet"
+            return
+        refuse = numba_answer if executor == "numba" else onnx_answer
+        with pytest.raises(WisparseError, match=f"(does not run|found) {lacking}.* yet"):
+            refuse(folder, theirs.prompt.tolist(), 1)
+        return
+    prompt = theirs.prompt.tolist()
+    if executor == "triton":
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), triton_worker.start, (INTERPRETED,)) as pool:
+            tokens, logits = pool.submit(triton_worker.answer, str(folder), prompt, TRITON_COUNT).result()
+    else:
+        answer = numba_answer if executor == "numba" else onnx_answer
+        tokens, logits = answer(folder, prompt, TRITON_COUNT)
+    assert len(tokens) == TRITON_COUNT
+    assert_answers(theirs, executor, tokens, torch.tensor(logits))
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-architecture.md"
