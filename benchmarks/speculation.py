@@ -279,7 +279,7 @@ def main(
     predictable(opened.checkpoint)
     settings: dict[str, Any] = {
         "device": torch.device("cuda" if on_gpu else "cpu"), "dtype": torch.bfloat16 if on_gpu else torch.float32,
-        "most_drafted": METHODS["eagle3"][1],
+        "max_drafted": METHODS["eagle3"][1],
         "max_seq_len": min(2 * tokens + PROMPT, opened.config.max_position_embeddings),
     }  # fmt: skip
     if sparsity:

@@ -68,7 +68,7 @@ class Plan:
     max_memory: dict[int | str, int] | None  # bytes by GPU and for "cpu", for a model larger than the device
     placed: bool  # an interrupted run has written its bundle to the output folder
     not_rotated: str | None  # why --rotation auto does not rotate
-    untied_bytes: int  # extra bundle size if rotation unties the embeddings
+    extra_embedding_bytes: int  # extra bundle size if rotation unties the embeddings
 
     @property
     def weights_on(self) -> str:
@@ -87,7 +87,7 @@ class Plan:
         names = ("text_of", "dequantised_from", "num_parameters", "projection_parameters", "not_rotated", "calibration")
         sizes = (
             "download_bytes",
-            "untied_bytes",
+            "extra_embedding_bytes",
             "bundle_bytes",
             "disk_free_bytes",
             "memory_bytes",
@@ -219,7 +219,7 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         max_memory=_spread_over(device, free, working) if needed > free else None,
         placed=placed,
         not_rotated=not_rotated,
-        untied_bytes=untied * _itemsize(config, settings.dtype),
+        extra_embedding_bytes=untied * _itemsize(config, settings.dtype),
     )
     if not placed:
         _check_resources(plan)

@@ -48,11 +48,11 @@ def make_decoder(
     kv_cache_dtype: str = "auto",
     kv_cache_memory_bytes: int | None = None,
     drafting: tuple[Bundle, str] | None = None,
-    most_drafted: int = 0,
+    max_drafted: int = 0,
     head: HeadFiles | MtpFiles | None = None,
 ) -> Decoder:
     """Construct the decoder of ``backend``; ``auto``: the fastest that supports the model. Arguments as for :func:`load`;
-    ``drafting``: for `Decoder.draft_by_steps`; ``most_drafted``: see `Decoder`; ``head``: a draft head."""
+    ``drafting``: for `Decoder.draft_by_steps`; ``max_drafted``: see `Decoder`; ``head``: a draft head."""
     longest = bundle.config.max_position_embeddings
     if bundle.recipe.graded and weights != "native":
         raise UsageError(f"weights: expected native for a graded bundle, which has its own, found {weights!r}")
@@ -78,14 +78,14 @@ def make_decoder(
     rounded = drafting[1] if drafting is not None and drafting[1] != "native" else None
     if rounded is not None and (refused := chosen.refusal(bundle.config, rounded)):
         raise UsageError(f"speculative: bits: back end {chosen.name} cannot: {refused}")
-    lack = chosen.lack_of_memory(bundle, device, dtype, weights)
+    lack = chosen.memory_shortfall(bundle, device, dtype, weights)
     nbytes = weight_bytes(bundle, dtype, weights, chosen.keeps, routed=lack is None)
     nbytes += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
     head_bytes, head_position_bytes = head.memory(dtype) if head is not None else (0, 0)
     with memory_errors(device, "to begin with"):
         limits = default_limits(
             bundle.config, dtype, device, max_batch, max_seq_len, nbytes + head_bytes, kv_cache_dtype,
-            states_kept(most_drafted), page_bytes=chosen.page_bytes, memory_bytes=kv_cache_memory_bytes,
+            states_kept(max_drafted), page_bytes=chosen.page_bytes, memory_bytes=kv_cache_memory_bytes,
             beside=head_position_bytes * min(max_seq_len or longest, _HEADED_POSITIONS),
         )  # fmt: skip
     if max_seq_len is None and limits[1] < longest:
@@ -105,7 +105,7 @@ def make_decoder(
     with memory_errors(device, "to load the model"):
         decoder = chosen(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch,
-            kv_cache_dtype=kv_cache_dtype, most_drafted=most_drafted, pages=pages, lack=lack,
+            kv_cache_dtype=kv_cache_dtype, max_drafted=max_drafted, pages=pages, lack=lack,
         )  # fmt: skip
         log.info("KV cache: %s, allocated as sequences grow", decoder.cache)
         if drafting is not None:
@@ -233,7 +233,7 @@ def load(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
         max_batch=max_batch, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=kv_cache_memory_bytes,
         drafting=drafting_level(opened, config, weights) if config.method == "self" else None,
-        most_drafted=config.num_speculative_tokens if explicit else 0, head=head,
+        max_drafted=config.num_speculative_tokens if explicit else 0, head=head,
     )  # fmt: skip
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
     # In recurrent blocks a draft needs memory for a state per token: no default.

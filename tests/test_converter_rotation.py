@@ -125,10 +125,10 @@ def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     settings = ConvertSettings(str(source), tmp_path / "out", num_samples=1, seq_len=16, device="cpu")
     plan, config = preflight(settings), Checkpoint.open(source, complete=full_config).config
     assert (plan.settings.rotation, plan.not_rotated) == ("pca", None)
-    assert plan.untied_bytes == config.vocab_size * config.hidden_size * 4
+    assert plan.extra_embedding_bytes == config.vocab_size * config.hidden_size * 4
     bare = preflight(replace(settings, rotation="none"))
-    assert (bare.settings.rotation, bare.not_rotated, bare.untied_bytes) == ("none", None, 0)
-    assert plan.bundle_bytes - bare.bundle_bytes == plan.memory_bytes - bare.memory_bytes == plan.untied_bytes
+    assert (bare.settings.rotation, bare.not_rotated, bare.extra_embedding_bytes) == ("none", None, 0)
+    assert plan.bundle_bytes - bare.bundle_bytes == plan.memory_bytes - bare.memory_bytes == plan.extra_embedding_bytes
     for changes, why in (({"method": "teal"}, "--method teal"), ({"sparsity": (0.0,)}, "nothing")):
         other = preflight(replace(settings, **changes))
         assert other.settings.rotation == "none"

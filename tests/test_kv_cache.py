@@ -111,7 +111,7 @@ def test_the_youngest_makes_room(
 ) -> None:
     """What it has decoded is decoded again: in half precision a prompt's products have other bits."""
     bundle, half = Bundle.open(variant_bundle("llama")), {"dtype": torch.bfloat16}
-    monkeypatch.setattr("wisparse.runtime.cpu.decoder.CpuDecoder.pieces_under_load", 1)  # of a chunk of 8
+    monkeypatch.setattr("wisparse.runtime.cpu.decoder.CpuDecoder.chunks_split_under_load", 1)  # of a chunk of 8
     scheduler = Scheduler(scarce(bundle, backend, monkeypatch, **half))
     requests = [scheduler.add(Request(tokens_of(20, seed), 40)) for seed in range(3)]
     ended = []

@@ -22,7 +22,7 @@ from wisparse.runtime.generation.logits import LogitsProcessor
 from wisparse.runtime.generation.request import Chunk, Generation, Request
 from wisparse.runtime.tokenizer import Detokenizer
 
-TOGETHER = "wisparse.runtime.decoding.decoder.Decoder.together_seconds"
+TOGETHER = "wisparse.runtime.decoding.decoder.Decoder.delivery_interval"
 IDLE = EngineState(0, 0)
 
 

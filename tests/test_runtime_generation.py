@@ -188,7 +188,7 @@ def test_a_stream_may_be_pulled_by_a_thread_pool(model: Model) -> None:
 
 def test_the_speed_told_is_that_of_the_clock(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     # What happens between two tokens (text, printing, a slow reader) takes the user's time too.
-    monkeypatch.setattr(type(model.decoder), "together_seconds", 0.0)
+    monkeypatch.setattr(type(model.decoder), "delivery_interval", 0.0)
     began = time.perf_counter()
     for chunk in model.stream([5, 6, 7], max_new_tokens=4):
         time.sleep(0.05)

@@ -200,7 +200,7 @@ def test_drafts_are_the_heads(
             return expected_draft(folder / "source", head, tokens, 4) if head else expected_mtp(folder, tokens, 4)
 
         expected, other = {n: draft(ids[: n + 1]) for n in (12, 14, 17)}, draft([*ids[:16], 7])
-        decoder = with_head(bundle, head, backend, max_batch=2, most_drafted=4)
+        decoder = with_head(bundle, head, backend, max_batch=2, max_drafted=4)
         decoder.prefill(0, torch.tensor(ids[:12]), 12, stop=8)
         decoder.prefill(0, torch.tensor(ids[:12]), 12, start=8)
         idle = [SamplingParams()] * 2
@@ -232,7 +232,7 @@ def test_answers_are_those_without(
     head, bundle = make_head(tmp_path / "head"), bundles["rotated"]
     if method == "mtp":
         head, bundle = None, mtp["qwen3.5"]
-    decoder = with_head(bundle, head, backend, max_batch=2, most_drafted=4)
+    decoder = with_head(bundle, head, backend, max_batch=2, max_drafted=4)
     answers = []
     for config in (None, SpeculativeConfig(method, 4)):
         scheduler = Scheduler(decoder, speculative=config)

@@ -164,7 +164,7 @@ def test_others_go_on_while_a_prompt_is_read(bundles: dict[str, Bundle]) -> None
 
 def test_chunks_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_chunks(bundles["llama"], max_batch=2)
-    monkeypatch.setattr(decoder, "pieces_under_load", 2)
+    monkeypatch.setattr(decoder, "chunks_split_under_load", 2)
     read = watch_prefill(decoder, monkeypatch)
     scheduler = Scheduler(decoder)
     first = scheduler.add(Request(tokens_of(18, 1), 3))
@@ -224,7 +224,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
         more = (monkeypatch,) if short else ()
         decoders[variant, max_batch, short] = (scarce if short else small_chunks)(bundle, "torch", *more, max_batch)
     decoder, cache = decoders[variant, max_batch, short], decoders[variant, max_batch, short].cache
-    decoder.most_together = together
+    decoder.max_joint_prefill = together
 
     def fresh() -> Scheduler:
         decoder.set_masks(bundle.masks)

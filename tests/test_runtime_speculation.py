@@ -49,7 +49,7 @@ def test_a_verified_row_has_the_bits_of_a_plain_step(
 ) -> None:
     kind = getattr(torch, dtype)
     plain, other = (
-        cpu_decoder(bundles[variant], backend, kind, weights=weights, max_seq_len=64, max_batch=3, most_drafted=5)
+        cpu_decoder(bundles[variant], backend, kind, weights=weights, max_seq_len=64, max_batch=3, max_drafted=5)
         for _ in range(2)
     )
     for decoder in (plain, other):
@@ -95,7 +95,7 @@ REQUESTS: list[dict[str, Any]] = [
 def test_answers_are_those_without(
     bundles: dict[str, Bundle], variant: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = cpu_decoder(bundles[variant], backend, max_seq_len=64, max_batch=3, most_drafted=5)
+    decoder = cpu_decoder(bundles[variant], backend, max_seq_len=64, max_batch=3, max_drafted=5)
 
     def answers(config: SpeculativeConfig | None) -> tuple[list[Request], Scheduler]:
         scheduler = Scheduler(decoder, speculative=config)

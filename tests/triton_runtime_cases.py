@@ -191,7 +191,7 @@ def test_short_prompts_are_read_together(monkeypatch):
     prompts = [(2, torch.arange(15) * 7 % 70, 6), (0, PROMPT, 0), (1, torch.arange(12) * 11 % 70, 0)]
     for decoder in (fast, slow, exact):
         decoder.prefill(2, prompts[0][1], 15, stop=6)
-    assert fast.most_together == 32
+    assert fast.max_joint_prefill == 32
     within_half_precision(fast, slow, exact, lambda decoder: decoder.prefill_together(prompts))
     assert fast.lengths == [5, 12, 15]
     within_half_precision(fast, slow, exact, lambda decoder: decoder.decode(torch.tensor([5, 6, 7])))

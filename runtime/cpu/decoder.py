@@ -52,14 +52,14 @@ class CpuDecoder(TorchDecoder):
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
     # Tokens are delivered at a display's rate: a delivery uses two cores and evicts the step's data from the caches,
     # which for every token would take a third of a small model's step.
-    together_seconds: ClassVar[float] = 1 / 60
+    delivery_interval: ClassVar[float] = 1 / 60
     # A chunk converts the weights once. Its products are bitwise equal to those of a prefix block.
-    prefill_chunk, pieces_under_load = 4 * _PREFIX_BLOCK, 4
+    prefill_chunk, chunks_split_under_load = 4 * _PREFIX_BLOCK, 4
 
     def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
         super()._load(bundle, weights, cache)
         if any(block.experts for block in self.config.blocks):  # their products' rows depend on the tokens' choices
-            self.prefill_chunk, self.pieces_under_load = _PREFIX_BLOCK, 1
+            self.prefill_chunk, self.chunks_split_under_load = _PREFIX_BLOCK, 1
         # The most tokens of a prompt that a step reads faster than torch, which converts the weights. Measured.
         codes = any(projection.weight.scale is not None for projection in self._projections)
         converted = self.dtype != torch.float32 or codes
@@ -105,7 +105,7 @@ class CpuDecoder(TorchDecoder):
         return read_all
 
     @classmethod
-    def lack_of_memory(
+    def memory_shortfall(
         cls, bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str
     ) -> tuple[int, int] | None:
         if not bundle.config.has_experts or not hasattr(os, "posix_fallocate"):
@@ -136,7 +136,7 @@ class CpuDecoder(TorchDecoder):
             for slot, _, length in rows:
                 lengths[slot] = length + 1
             self._sparse_positions += len(rows)
-            self._tell(rows)
+            self._feed_head(rows)
         return self._step.first_logits[len(tokens)]
 
     def step(
@@ -156,7 +156,7 @@ class CpuDecoder(TorchDecoder):
     def _head_dtype(self) -> torch.dtype:
         return product_dtype(self.dtype)
 
-    def _tell(self, rows: Sequence[tuple[int, int, int]]) -> None:
+    def _feed_head(self, rows: Sequence[tuple[int, int, int]]) -> None:
         """Pass the hidden states of the last step's rows (slot, token, position) to the draft head."""
         if self.head is not None:
             slots, tokens, positions = zip(*rows, strict=True)
@@ -170,7 +170,7 @@ class CpuDecoder(TorchDecoder):
         for slot, tokens in enumerate(token_ids):
             lengths[slot] += len(tokens)
         self._sparse_positions += len(rows)
-        self._tell(rows)
+        self._feed_head(rows)
         logits = self._step.logits[: len(rows)]
         return sample(logits, verified_settings(token_ids, settings), self._verified_positions(token_ids)), logits
 
@@ -196,7 +196,7 @@ class CpuDecoder(TorchDecoder):
         for part, at, masked in parts:
             if part:
                 read.append(self._step.read(slot, part, at, masked=masked).to(self.dtype))
-                self._tell([(slot, token, at + i) for i, token in enumerate(part)])
+                self._feed_head([(slot, token, at + i) for i, token in enumerate(part)])
         return torch.cat(read)
 
     @staticmethod
@@ -255,7 +255,7 @@ class Step:
         self._input_width = max(sum(p.out_features for p in block.qkv) for block in blocks)
 
         max_batch, max_len = decoder.max_batch, decoder.max_seq_len
-        self.logits = torch.empty(max(max_batch, decoder.most_verified), config.vocab_size)  # float32
+        self.logits = torch.empty(max(max_batch, decoder.max_verified_tokens), config.vocab_size)  # float32
         self._numpy_logits, self._chosen = self.logits.numpy(), np.zeros(max_batch, dtype=np.int64)
         # Views of the first rows, indexed by their number.
         self.first_logits = [self.logits[:count] for count in range(max_batch + 1)]

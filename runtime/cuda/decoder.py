@@ -80,7 +80,7 @@ class CudaDecoder(Decoder):
     verify_costs = (0.1, 0.08)  # an H200, 8B shape, bf16, int8 and int4
     verify_margin = 0.25
     verifies_alike = False  # a row's roundings depend on the number of rows
-    most_verified = MAX_ROWS
+    max_verified_tokens = MAX_ROWS
     times_heads = False  # a draft head's first calls include its capture
     page_bytes = CudaPages.page_bytes
     _drafting: CudaDecoder | None
@@ -95,13 +95,13 @@ class CudaDecoder(Decoder):
         memory = CudaPages if device.type == "cuda" else Pages
         self._cache = cache or KVCache(config, *options, memory=memory, pages=self._pages)
         self.prefill_chunk = chunk_size(config, dtype)
-        self.pieces_under_load = max(2, self.prefill_chunk // PIECE)
+        self.chunks_split_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
         self._prompts = PromptReader(self.weights, config, self._cache, self._tables) if refusal is None else None
-        self.most_together = 0 if self._prompts is None else self._prompts.most_together
+        self.max_joint_prefill = 0 if self._prompts is None else self._prompts.max_joint_prefill
         self._steps: dict[_StepKey, DecodeStep] = {}
         # Numbers of rows of verifying steps, one of them for the longest draft of one request.
-        self._verified_rows = sorted({2, 4, 8, MAX_ROWS, min(self.most_drafted + 1, MAX_ROWS)} - {1})
+        self._verified_rows = sorted({2, 4, 8, MAX_ROWS, min(self.max_drafted + 1, MAX_ROWS)} - {1})
         # Weights and steps by ``dense_linears`` of the masks: kernels are compiled for which linears are dense.
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
             dense_linears(config, bundle.masks): (self.weights, self._steps)
@@ -182,7 +182,7 @@ class CudaDecoder(Decoder):
             self.head.capture = capture
         if self._prompts is not None:
             self._prompts.attach(self.head)
-            self.most_together = 0
+            self.max_joint_prefill = 0
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ class CudaDecoder(Decoder):
 
     def _all_verifying(self, first: int, last: int) -> list[DecodeStep]:
         """The verifying steps of contexts from ``first`` to ``last`` positions."""
-        most = MAX_ROWS if self.max_batch > 1 else max(8, self.most_drafted + 1)
+        most = MAX_ROWS if self.max_batch > 1 else max(8, self.max_drafted + 1)
         rows = [size for size in self._verified_rows if size <= most] if self.speculates else ()
         return [self._verifying_step(count, context) for count in rows for context in contexts_between(first, last)]
 
@@ -329,7 +329,7 @@ class CudaDecoder(Decoder):
             return
         self._forget_ahead()
         # Warm up prefill on a scratch KV cache.
-        size = min(self.prefill_chunk // self.pieces_under_load, self.max_seq_len)
+        size = min(self.prefill_chunk // self.chunks_split_under_load, self.max_seq_len)
         scratch = KVCache(self.config, 1, size, self.device, self.dtype, self.kv_cache_dtype)
         for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
             pass

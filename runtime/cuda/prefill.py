@@ -98,7 +98,7 @@ class PromptReader:
         return bool(self._graphs)
 
     @property
-    def most_together(self) -> int:
+    def max_joint_prefill(self) -> int:
         """The most positions of a call of ``read_together``."""
         return max(self._together_rows, default=0)
 
@@ -168,7 +168,7 @@ class PromptReader:
 
     def read_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
         """Read several prompts to their ends; prompts: (slot, token ids, first position to read), in all at most
-        ``most_together`` positions. Returns (len(prompts), V) as :meth:`read`."""
+        ``max_joint_prefill`` positions. Returns (len(prompts), V) as :meth:`read`."""
         parts = [(slot, start, ids[start:]) for slot, ids, start in prompts]
         count, device = sum(len(ids) for *_, ids in parts), self.logits.logit.device
         rows = next(rows for rows in self._together_rows if count <= rows)

@@ -54,9 +54,9 @@ class Decoder(ABC):
     name: ClassVar[str]  # torch, numba or triton
     weight_types: ClassVar[tuple[str, ...]]  # of WEIGHT_TYPES, those that it supports
     prefill_chunk: int  # prompts are read in chunks of this many positions, aligned to it
-    most_together = 0  # limit of positions of `prefill_together`; 0 if unsupported
-    together_seconds: ClassVar[float] = 0.001  # tokens decoded within this time are delivered together
-    pieces_under_load = 1  # number of smaller chunks per chunk while other sequences decode
+    max_joint_prefill = 0  # limit of positions of `prefill_together`; 0 if unsupported
+    delivery_interval: ClassVar[float] = 0.001  # tokens decoded within this time are delivered together
+    chunks_split_under_load = 1  # number of smaller chunks per chunk while other sequences decode
     # Reuse of a cached prefix ends at a multiple of this. With ``prefill_chunk``, results are bitwise equal with and
     # without reuse.
     prefix_block_size: int
@@ -65,7 +65,7 @@ class Decoder(ABC):
     page_bytes: ClassVar[int | None] = None  # size of the pages that the cache maps; None: pages are only counted
     draft_cost: float = 1.0  # time of each token of :meth:`draft`, in plain steps
     times_heads: ClassVar[bool] = True  # whether a head's ``draft_cost`` is measured; else estimated by bytes read
-    most_verified: ClassVar[int] = 16  # most tokens of a verifying step, over all slots
+    max_verified_tokens: ClassVar[int] = 16  # most tokens of a verifying step, over all slots
     # Verification may pick another token than `decode` only where the two largest logits are closer than this.
     verify_margin: float = 0.0
     verifies_alike: ClassVar[bool] = True  # whether ``verify`` gives the bits of `decode`
@@ -91,16 +91,16 @@ class Decoder(ABC):
         weights: str = "native",
         kv_cache_dtype: str = "auto",
         cache: KVCache | None = None,
-        most_drafted: int = 0,
+        max_drafted: int = 0,
         pages: int | None = None,
         lack: tuple[int, int] | None = None,
     ) -> None:
         """``dtype``: of weights, and of activations between projections; ``weights``: one of ``WEIGHT_TYPES``;
-        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to share; ``most_drafted``: most
+        ``kv_cache_dtype``: one of ``KV_CACHE_DTYPES``; ``cache``: another decoder's, to share; ``max_drafted``: most
         tokens of a verified draft; ``pages``: of the cache, None for full length in each slot; ``lack``: see
-        `lack_of_memory`."""
+        `memory_shortfall`."""
         self.config, self._pages, self._lack = bundle.config, pages, lack
-        self.most_drafted, self._state_buffers = most_drafted, states_kept(most_drafted)
+        self.max_drafted, self._state_buffers = max_drafted, states_kept(max_drafted)
         self.device, self.dtype, self.kv_cache_dtype = device, dtype, kv_cache_dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -114,7 +114,7 @@ class Decoder(ABC):
         """Load the weights; allocate the cache unless ``cache`` is another decoder's."""
 
     @classmethod
-    def lack_of_memory(
+    def memory_shortfall(
         cls, bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str
     ) -> tuple[int, int] | None:
         """Bytes needed and bytes free if routed experts do not fit and will be mapped from a file; else None."""
@@ -228,7 +228,7 @@ class Decoder(ABC):
         return logits[0]
 
     def prefill_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
-        """:meth:`prefill` of up to ``PROMPTS_TOGETHER`` dense prompts in one pass of up to ``most_together`` positions;
+        """:meth:`prefill` of up to ``PROMPTS_TOGETHER`` dense prompts in one pass of up to ``max_joint_prefill`` positions;
         each is slot, tokens and start. Returns the logits of each last position (len(prompts), V)."""
         return torch.stack([self.prefill(slot, ids, len(ids), start=start).clone() for slot, ids, start in prompts])
 
@@ -318,7 +318,7 @@ class Decoder(ABC):
             self._drafting = type(self)(
                 bundle, device=self.device, dtype=self.dtype, max_seq_len=self.max_seq_len, max_batch=self.max_batch,
                 weights=weights, kv_cache_dtype=self.kv_cache_dtype, cache=self._cache,
-                lack=self.lack_of_memory(bundle, self.device, self.dtype, weights),
+                lack=self.memory_shortfall(bundle, self.device, self.dtype, weights),
             )  # fmt: skip
         self.draft_cost = self._drafting._step_seconds() / self._step_seconds()
         log.info("a drafted token takes %.2f of a step", self.draft_cost)
@@ -374,7 +374,7 @@ class Decoder(ABC):
         return self.dtype
 
     def truncate(self, slot: int, length: int) -> None:
-        """Remove the last tokens of a slot; in models with recurrent blocks at most ``most_drafted`` + 1."""
+        """Remove the last tokens of a slot; in models with recurrent blocks at most ``max_drafted`` + 1."""
         self._cache.lengths[slot] = length
 
     @torch.inference_mode()
@@ -441,9 +441,9 @@ class Decoder(ABC):
             del self.__dict__[name]
 
 
-def states_kept(most_drafted: int) -> int:
+def states_kept(max_drafted: int) -> int:
     """States per slot of a recurrent block: before the newest token, and after it and each drafted token."""
-    return most_drafted + 2 if most_drafted else 1
+    return max_drafted + 2 if max_drafted else 1
 
 
 def verified_settings(

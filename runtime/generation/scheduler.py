@@ -268,7 +268,7 @@ class Scheduler:
 
     def step(self, interrupted: Callable[[], object] | None = None) -> list[Request]:
         """Prefill a chunk, or decode: one token, or until ``interrupted()``, the end of a request or
-        ``Decoder.together_seconds``. Returns the requests that may have new tokens, or failed."""
+        ``Decoder.delivery_interval``. Returns the requests that may have new tokens, or failed."""
         self._at_fault = []
         advanced = self._step(interrupted)
         failed, self._failed = self._failed, []
@@ -279,7 +279,7 @@ class Scheduler:
             self._admit()
         if self.prefilling is not None:
             only = len(self.running) == 1
-            size = self.decoder.prefill_chunk // (1 if only else self.decoder.pieces_under_load)
+            size = self.decoder.prefill_chunk // (1 if only else self.decoder.chunks_split_under_load)
             if self.prefilling.needs_prompt_scores:
                 size = min(size, SCORE_CHUNK)
             if only or self._prefilled < size:
@@ -385,8 +385,8 @@ class Scheduler:
     def _prefill_together(self, size: int) -> list[Request]:
         """Prefill the current prompt and waiting ones in one pass of up to ``size`` positions, if they are short and dense;
         nothing if there is only one."""
-        request, budget, batch = self.prefilling, min(size, self.decoder.most_together), []
-        longest = min(self.decoder.most_together // 2, self._switch or self.decoder.most_together)
+        request, budget, batch = self.prefilling, min(size, self.decoder.max_joint_prefill), []
+        longest = min(self.decoder.max_joint_prefill // 2, self._switch or self.decoder.max_joint_prefill)
 
         def joins(other: Request) -> bool:
             count = len(other.prompt_token_ids)
@@ -416,12 +416,12 @@ class Scheduler:
 
     def _prefill_chunk(self, request: Request, size: int) -> list[Request]:
         """Prefill positions up to the next multiple of ``size``; sample a token after the last one. Of a request that was
-        preempted in decode, decode up to ``most_verified`` tokens again."""
+        preempted in decode, decode up to ``max_verified_tokens`` tokens again."""
         self._at_fault = [request]
         slot, start, total = self.slots.index(request), request.num_computed_tokens, len(self._sequence)
         if start == total:
             recomputed = start - len(request.prompt_token_ids)
-            tokens = request.output_token_ids[recomputed:-1][: self.decoder.most_verified]
+            tokens = request.output_token_ids[recomputed:-1][: self.decoder.max_verified_tokens]
             if tokens:
                 self.set_sparsity(request.sparsity)
                 self.decoder.verify([*[[]] * slot, tokens], [_IDLE] * (slot + 1))
@@ -484,7 +484,7 @@ class Scheduler:
         scored = any(request.sampling.logprobs is not None for request in running)
         settings = [request.sampling if request else _IDLE for request in rows]
         process = partial(self._process, rows=rows) if any(one.processor.active for one in running) else None
-        deadline = time.perf_counter() + self.decoder.together_seconds
+        deadline = time.perf_counter() + self.decoder.delivery_interval
         one_token = scored or interrupted is None or self.prefilling is not None or self._switch is not None
         while True:
             drafts = self._drafts(rows)
@@ -520,7 +520,7 @@ class Scheduler:
         drafts: dict[int, list[int]] = {}
         if self.speculative is None or self.prefilling is not None:
             return drafts
-        budget = self.decoder.most_verified - sum(request is not None for request in rows)
+        budget = self.decoder.max_verified_tokens - sum(request is not None for request in rows)
         for slot, request in enumerate(rows):
             if request is None or not request.speculative:
                 continue

@@ -166,8 +166,8 @@ def _print_plan(plan: Plan) -> None:
     if settings.rotation != "none":
         rotation += ": to the principal directions of what flows through them"
         rotation += ", if int4 loses less there" * (settings.rotation == "auto")
-    if plan.untied_bytes:
-        rotation += f"; tied embeddings become two tensors, {shown_bytes(plan.untied_bytes)} more"
+    if plan.extra_embedding_bytes:
+        rotation += f"; tied embeddings become two tensors, {shown_bytes(plan.extra_embedding_bytes)} more"
     if settings.has_budget:
         limits = [f"KL at most {settings.max_kl:g} nats/token"] if settings.max_kl is not None else []
         limits += [f"top-1 agreement at least {settings.min_top1:.4g}"] if settings.min_top1 is not None else []
