@@ -35,7 +35,8 @@ from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.heads import HeadWeights
 from wisparse.runtime.decoding.sampling import SamplingParams
-from wisparse.runtime.generation import scheduler as scheduling
+from wisparse.runtime.generation import generate
+from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import METHODS, Drafter, Lookup, SpeculativeConfig
@@ -135,9 +136,9 @@ def answer(decoder: Any, prompt: Sequence[int], count: int, drafts: Any = None) 
     """Seconds of the decode steps."""
     scheduler = Scheduler(decoder, speculative=None if drafts is None else CONFIG)
     request = scheduler.add(Request(prompt, count))
-    with patch.object(scheduling, "make_drafter", lambda *_: drafts):
+    with patch.object(generate, "make_drafter", lambda *_: drafts):
         while scheduler.busy:
-            scheduler.step(lambda: False)
+            generate_step(scheduler, lambda: False)
     return request.last_token_time - request.first_token_time, scheduler, request
 
 

@@ -119,7 +119,7 @@ class Model(AbstractContextManager["Model"]):
                     f"sparsity: an answer is in progress at {self.sparsity:g}; wait for its end or close() the stream, "
                     f"then set {bundle.sparsity:g}"
                 )
-            self.engine.scheduler.default_sparsity = bundle.sparsity
+            self.engine.scheduler.levels.default = bundle.sparsity
             self.engine.restore_sparsity()
             self.bundle = bundle
 

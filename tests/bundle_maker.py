@@ -19,6 +19,7 @@ from wisparse.formats.write import write_bundle
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding import cache
 from wisparse.runtime.decoding.decoder import Decoder
+from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import Drafter
@@ -77,7 +78,7 @@ def run(scheduler: Scheduler, request: Request | None = None) -> Any:
     if request is not None:
         scheduler.add(request)
     while scheduler.busy:
-        scheduler.step()
+        generate_step(scheduler)
     return request
 
 

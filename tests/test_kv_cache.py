@@ -17,6 +17,7 @@ from wisparse.formats.errors import ContextLengthError, ResourceError
 from wisparse.formats.weight_types import KV_CACHE_DTYPES
 from wisparse.runtime.cuda import pages
 from wisparse.runtime.decoding.cache import KVCache, bytes_per_position, mapped_bytes, quantise, state_bytes
+from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 
@@ -92,11 +93,11 @@ def test_the_queue_waits_in_order_for_memory(
         scheduler.validate(Request(tokens_of(65), 1))
     first, large, small = (scheduler.add(Request(tokens_of(size, size), 9)) for size in (30, 40, 5))
     for _ in range(8):
-        scheduler.step()
+        generate_step(scheduler)
     assert scheduler.slots == [first, None, None]  # the small one does not overtake the one that has no room
     assert (list(scheduler.waiting), scheduler.cache_usage) == ([large, small], 5 / 8)
     scheduler.finish(first, "cancelled")
-    scheduler.step()
+    generate_step(scheduler)
     assert large in scheduler.slots
     finish(scheduler)
     assert large.first_token_time < small.first_token_time
@@ -116,7 +117,7 @@ def test_the_youngest_makes_room(
     requests = [scheduler.add(Request(tokens_of(20, seed), 40)) for seed in range(3)]
     ended = []
     while scheduler.busy:
-        ended += [request for request in scheduler.step() if request.finish_reason is not None]
+        ended += [request for request in generate_step(scheduler) if request.finish_reason is not None]
     assert ended == requests
     assert scheduler.stats.preemptions >= 2
     for request in requests:

@@ -14,6 +14,7 @@ from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.decoding.cache import mapped_bytes, paging_of
 from wisparse.runtime.decoding.sampling import SamplingParams
+from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Generation, Model
@@ -86,7 +87,7 @@ def test_scarce_memory_changes_no_token_and_is_given_back(bundle: Path, stored: 
         lengths = (page - 5, 2 * page - 3, 7, page - 9, 2 * page - 8, page + 1, 3, page - 1)
         requests = [scheduler.add(Request(tokens_of(one, one), 20)) for one in lengths]
         while scheduler.busy:
-            scheduler.step()
+            generate_step(scheduler)
             assert cache.free + sum(cache.taken) == cache.pages
             assert mapped_bytes[device] <= cache.pages * cache.paging.page_bytes
         found.append([request.output_token_ids for request in requests])

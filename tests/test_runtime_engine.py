@@ -476,7 +476,8 @@ def test_measuring_follows_its_users(
     """``users``: the ``every`` of each that starts, negative of each that stops."""
     calls: list[tuple[bool, int]] = []
     monkeypatch.setattr(model.decoder, "measure_sparsity", lambda enabled, every=1: calls.append((enabled, every)))
-    scheduler = model.engine.scheduler
+    engine = model.engine
     for every in users:
-        (scheduler.start_measuring if every > 0 else scheduler.stop_measuring)(abs(every))
+        (engine.start_measuring if every > 0 else engine.stop_measuring)(abs(every))
+    engine.call(int)
     assert calls == expected

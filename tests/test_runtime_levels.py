@@ -16,8 +16,9 @@ from wisparse.cli import cli
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.runtime.decoding.decoder import Decoder
-from wisparse.runtime.generation import scheduler as scheduling
+from wisparse.runtime.generation import levels as levels_module
 from wisparse.runtime.generation.engine import Engine, EngineState
+from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 
@@ -125,7 +126,7 @@ def alone(bundle: Bundle, request: Request) -> list[int]:
 @pytest.mark.parametrize("where", ["set_masks", "step"])
 def test_a_failure_spares_the_other_levels(bundle: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks for which there is no memory, once; and steps at one of the levels."""
-    monkeypatch.setattr(scheduling, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(levels_module, "TURN_SECONDS", 0.0)
     opened = Bundle.open(bundle)
     engine = Engine(small_chunks(opened, max_batch=2), None, opened)
     works, failures = getattr(engine.decoder, where), [torch.OutOfMemoryError("no memory")]
@@ -133,7 +134,7 @@ def test_a_failure_spares_the_other_levels(bundle: Path, where: str, monkeypatch
     def broken(*given: Any) -> Any:
         if where == "set_masks" and failures:
             raise failures.pop()
-        if where == "step" and engine.scheduler.sparsity == 0.3:
+        if where == "step" and engine.scheduler.levels.current == 0.3:
             raise RuntimeError("the device is lost")
         return works(*given)
 
@@ -171,12 +172,12 @@ def test_levels_share_the_slots(
         alone = Scheduler(cpu_decoder(opened.at(one.sparsity or 0), backend, max_seq_len=64))
         expected.append(run(alone, replace(one, sparsity=None)).output_token_ids)
     for turn in (0.0, 0.25):
-        monkeypatch.setattr(scheduling, "TURN_SECONDS", turn)
+        monkeypatch.setattr(levels_module, "TURN_SECONDS", turn)
         scheduler = Scheduler(cpu_decoder(opened, backend, max_seq_len=64, max_batch=4), opened)
         requests = [scheduler.add(replace(one)) for one in asked[:3]]
         together = set()
         while scheduler.busy:
-            advanced = scheduler.step()
+            advanced = generate_step(scheduler)
             assert len({one.sparsity for one in advanced}) <= 1 or scheduler.prefilling is not None
             together.add(frozenset(one.sparsity for one in scheduler.running))
             if len(requests) < len(asked) and len(requests[0].output_token_ids) > 2 * len(requests):
@@ -198,13 +199,13 @@ def test_levels_take_turns(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(decoder, "step", slow)
     monkeypatch.setattr(decoder, "set_masks", lambda masks: switches.append(len(steps)) or set_masks(masks))
-    monkeypatch.setattr(scheduling.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(levels_module.time, "perf_counter", lambda: clock[0])
     scheduler = Scheduler(decoder, opened)
     scheduler.add(wish(0.7, 13))
     while len(steps) < 5:
-        scheduler.step()
+        generate_step(scheduler)
     late = scheduler.add(wish(0.3, 6))
-    scheduler.step()
+    generate_step(scheduler)
     assert late.running
     assert len(late.output_token_ids) == 1  # read at once
     run(scheduler)

@@ -13,6 +13,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams
+from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import PrefixCache, Scheduler
 
@@ -151,11 +152,11 @@ def test_others_go_on_while_a_prompt_is_read(bundles: dict[str, Bundle]) -> None
     alone = [run(Scheduler(decoder), Request(tokens_of(n, n), 20)).output_token_ids for n in (3, 40, 5)]
     scheduler = Scheduler(decoder)
     requests = [scheduler.add(Request(tokens_of(3, 3), 20))]
-    scheduler.step()
+    generate_step(scheduler)
     requests += [scheduler.add(Request(tokens_of(n, n), 20)) for n in (40, 5)]
     events = []
     while scheduler.busy:
-        events.append([requests.index(request) for request in scheduler.step()])
+        events.append([requests.index(request) for request in generate_step(scheduler)])
     # A chunk of the long prompt, a token of whoever runs, and so on; the short one waits its turn and then goes along.
     assert events[:12] == [[], [0], [], [0], [], [0], [], [0], [1], [0, 1], [2], [0, 1, 2]]
     assert [request.output_token_ids for request in requests] == alone
@@ -169,7 +170,7 @@ def test_chunks_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkey
     scheduler = Scheduler(decoder)
     first = scheduler.add(Request(tokens_of(18, 1), 3))
     while scheduler.busy:
-        scheduler.step()
+        generate_step(scheduler)
         if len(read) == 3 and len(first.output_token_ids) == 1:
             scheduler.add(Request(tokens_of(21, 2), 1))
     assert read == [(0, 8), (8, 16), (16, 18), (0, 4), (4, 8), (8, 16), (16, 21)]
@@ -183,12 +184,12 @@ def test_others_go_on_beside_scoring(bundles: dict[str, Bundle], scored: bool, m
     read, between = watch_prefill(decoder, monkeypatch), []
     scheduler = Scheduler(decoder)
     stream = scheduler.add(Request(tokens_of(3, 3), 40))
-    scheduler.step()
+    generate_step(scheduler)
     sampling = SamplingParams(logprobs=2)
     prompt = scheduler.add(Request(tokens_of(45), 1, sampling, score_prompt=scored))
     del read[:]
     while not prompt.output_token_ids:
-        if scheduler.step() == [stream]:
+        if generate_step(scheduler) == [stream]:
             between.append(sum(stop - start for start, stop in read))
             del read[:]
     assert (max(between), len(prompt.prompt_scores or ())) == (6 if scored else CHUNK, 44 if scored else 0)
@@ -218,7 +219,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     actions: list[tuple[Any, ...]], variant: str, policy: str, max_batch: int, turn: float, together: int, short: bool,
 ) -> None:  # fmt: skip
     """Whatever sparsity levels the others name, and if memory is ``short``; first tokens come in order."""
-    monkeypatch.setattr("wisparse.runtime.generation.scheduler.TURN_SECONDS", turn)
+    monkeypatch.setattr("wisparse.runtime.generation.levels.TURN_SECONDS", turn)
     bundle = bundles[variant]
     if (variant, max_batch, short) not in decoders:
         more = (monkeypatch,) if short else ()
@@ -248,7 +249,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
             requests.append(scheduler.add(Request(prompt, count, sampling, prefill=policy, sparsity=level)))
         elif action == "step":
             for _ in range(values[0]):
-                scheduler.step()
+                generate_step(scheduler)
                 assert cache.free + sum(cache.taken) == cache.pages
                 assert all(map(int.__ge__, cache.held, cache.lengths))
         elif action == "cancel" and values[0] < len(requests):
@@ -256,7 +257,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
         elif action == "start over":
             scheduler.start_over()
     while scheduler.busy:
-        scheduler.step()
+        generate_step(scheduler)
     assert scheduler.slots == [None] * max_batch
     assert scheduler.prefilling is None
     began = [request.first_token_time for request in requests if request.output_token_ids]

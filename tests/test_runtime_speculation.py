@@ -15,8 +15,8 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.options import footer
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
-from wisparse.runtime.generation import scheduler as scheduling
-from wisparse.runtime.generation import speculation
+from wisparse.runtime.generation import generate, speculation
+from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import Chain, Lookup, SpeculativeConfig
@@ -103,13 +103,13 @@ def test_answers_are_those_without(
         for request in requests:
             scheduler.add(request)
         while scheduler.busy:
-            scheduler.step(lambda: False)
+            generate_step(scheduler, lambda: False)
         return requests, scheduler
 
     plain, _ = answers(None)
     known = {tuple(one.prompt_token_ids): one.output_token_ids for one in plain}
     for kind in ("perfect", "hostile", "random"):
-        monkeypatch.setattr(scheduling, "make_drafter", lambda *given, kind=kind: Drafts(kind, known, given[-1]))
+        monkeypatch.setattr(generate, "make_drafter", lambda *given, kind=kind: Drafts(kind, known, given[-1]))
         found, scheduler = answers(CONFIG)
         for one, expected in zip(found, plain, strict=True):
             assert one.output_token_ids == expected.output_token_ids
@@ -204,7 +204,7 @@ def test_a_model_drafts_for_itself(
                 for request in requests:
                     scheduler.add(request)
                 while scheduler.busy:
-                    scheduler.step(lambda: False)
+                    generate_step(scheduler, lambda: False)
                 found.append([request.output_token_ids for request in requests])
         assert found[0] == found[1]
         counts = scheduler.stats.drafts

@@ -21,6 +21,7 @@ from wisparse.runtime.cuda.wide import WideStep
 from wisparse.runtime.decoding.cache import paging_of
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
+from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import SpeculativeConfig
@@ -276,7 +277,7 @@ def test_scarce_memory_changes_no_token(stored, monkeypatch, launches):
         scheduler = Scheduler(decoder, speculative=SpeculativeConfig(prompt_lookup_min=1, prompt_lookup_max=2))
         requests = [scheduler.add(Request(prompt, 9)) for prompt in prompts]
         while scheduler.busy:
-            scheduler.step()
+            generate_step(scheduler)
             memory.check()
             assert cache.free + sum(cache.taken) == cache.pages
             assert all(map(int.__ge__, cache.held, cache.lengths))

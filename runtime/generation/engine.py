@@ -18,6 +18,7 @@ from wisparse.formats.errors import ResourceError, UnavailableError, UsageError,
 from ..decoding.cache import memory_errors
 from ..decoding.decoder import Decoder
 from ..tokenizer import StopStrings, Tokenizer
+from .generate import generate_step
 from .request import Chunk, Request
 from .scheduler import Scheduler
 from .speculation import SpeculativeConfig
@@ -59,6 +60,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._max_queue: int | None = None
         self._stopping = False
+        self._measuring: list[int] = []  # the ``every`` of each ``start_measuring``
 
     @property
     def state(self) -> EngineState:
@@ -118,13 +120,26 @@ class Engine:
         return future.result()
 
     def start_measuring(self, every: int = 1) -> Future[None]:
-        """Count dropped channels in one of ``every`` decode steps until :meth:`stop_measuring`."""
-        return self.ask(partial(self.scheduler.start_measuring, every))
+        """Count dropped channels in one of ``every`` decode steps until :meth:`stop_measuring`. Of several users the lowest
+        ``every`` counts; a change of it starts from zero."""
+        return self.ask(partial(self._measure, started=every))
 
     def stop_measuring(self, every: int = 1) -> None:
         with self._changed:
             if not self.closed:
-                self.ask(partial(self.scheduler.stop_measuring, every))
+                self.ask(partial(self._measure, stopped=every))
+
+    def _measure(self, started: int | None = None, stopped: int | None = None) -> None:
+        before = min(self._measuring, default=None)
+        if started is not None:
+            self._measuring.append(started)
+        if stopped is not None:
+            self._measuring.remove(stopped)
+        every = min(self._measuring, default=None)
+        if every is None:
+            self.decoder.measure_sparsity(False)
+        elif every != before:
+            self.decoder.measure_sparsity(True, every)
 
     def start(self, max_queue: int) -> None:
         """Compile and capture, then run the steps in a thread, with at most ``max_queue`` waiting requests."""
@@ -147,9 +162,9 @@ class Engine:
     def _prepare_levels(self) -> None:
         """Compile and capture the steps of every sparsity level that a request may name."""
         for level in {*self._bundle.levels, 0.0}:
-            self.scheduler.set_sparsity(level)
+            self.scheduler.levels.use(level)
             self.decoder.prepare_batches()
-        self.scheduler.set_sparsity(self.scheduler.default_sparsity)
+        self.scheduler.levels.use(self.scheduler.levels.default)
 
     def stop(self, *, drain: bool = True) -> None:
         """Stop the thread of :meth:`start`. ``drain``: finish the open requests first; else cancel them."""
@@ -169,7 +184,7 @@ class Engine:
     def restore_sparsity(self) -> None:
         """Set the default sparsity level if the scheduler is idle; within :meth:`call`."""
         if not self.scheduler.busy:
-            self.scheduler.set_sparsity(self.scheduler.default_sparsity)
+            self.scheduler.levels.use(self.scheduler.levels.default)
 
     def close(self) -> None:
         """Free the decoder's memory. Open requests end with an error. Idempotent, also from several threads."""
@@ -219,7 +234,7 @@ class Engine:
                 # A stop string may end the request after any token.
                 one_token = any(request.stop for request in self.scheduler.running)
                 with memory_errors(self.decoder.device, "for this prompt"):
-                    advanced = self.scheduler.step(None if one_token else self._tasks.__len__)
+                    advanced = generate_step(self.scheduler, None if one_token else self._tasks.__len__)
                 for request in advanced:
                     self._deliver(request)
         except Exception as error:

@@ -21,7 +21,7 @@ from ..detokenizer import Detokenizer
 from ..thoughts import LogitsMask, ThoughtParser
 from ..tokenizer import StopStrings
 from .grammar import Grammar
-from .logits import LogitsProcessor, TokenScore
+from .logits import LogitsProcessor, TokenScore, score_tokens
 from .speculation import DraftCounts, Drafter
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -328,6 +328,14 @@ class Request:
     @property
     def needs_prompt_scores(self) -> bool:
         return self.score_prompt and self.sampling.logprobs is not None and not self.output_token_ids
+
+    def score_prompt_tokens(self, logits: torch.Tensor) -> None:
+        """Append the log-probabilities of the next prompt tokens, by the logits (n, V) before them."""
+        assert self.prompt_scores is not None
+        assert self.sampling.logprobs is not None
+        first = len(self.prompt_scores) + 1
+        following = self.prompt_token_ids[first : first + len(logits)]
+        self.prompt_scores += score_tokens(logits[: len(following)], following, self.sampling.logprobs)
 
     @property
     def undelivered(self) -> int:

@@ -1,4 +1,4 @@
-"""Continuous batching with chunked prefill, preemption, a prefix cache and speculation, on token ids."""
+"""The scheduler: which requests have the decoder's slots and cache pages, and what the next step runs."""
 
 from __future__ import annotations
 
@@ -6,33 +6,27 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
-from operator import eq
 
 import torch
-from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.weight_types import sparse_from
 
-from ..decoding.decoder import PROMPTS_TOGETHER, Decoder, check_prompt, next_chunk
+from ..decoding.decoder import Decoder, check_prompt
 from ..decoding.rotary import switch_length
-from ..decoding.sampling import SamplingParams, sample
-from .logits import LogitsProcessor, score_tokens
+from .levels import Levels
+from .logits import LogitsProcessor
 from .request import Request
-from .speculation import DraftCounts, SpeculativeConfig, make_drafter
+from .speculation import DraftCounts, SpeculativeConfig
 
 log = logging.getLogger(__name__)
 
-_IDLE = SamplingParams()  # sampling of idle rows
 # Positions of a prefill chunk whose logits are scored.
 SCORE_CHUNK = 256
-# Longest time of decoding one sparsity level while requests of another level wait.
-TURN_SECONDS = 0.25
 
 
 @dataclass
@@ -121,32 +115,27 @@ class PrefixCache:  # which prompt tokens each slot's KV cache holds
 
 
 class Scheduler:
-    """Runs requests on one decoder. After other code has changed the decoder's slots, call ``start_over``. Only
-    ``validate`` is thread-safe. Each step decodes only the requests of one sparsity level. Levels take turns; requests of
-    the others keep their slots."""
+    """Requests on one decoder; ``generate_step`` runs them. After other code has changed the decoder's slots, call ``start_over``.
+    Only ``validate`` is thread-safe. Each step decodes only the requests of one sparsity level. Levels take turns; requests
+    of the others keep their slots."""
 
     def __init__(
         self, decoder: Decoder, bundle: Bundle | None = None, speculative: SpeculativeConfig | None = None
     ) -> None:
-        self.decoder, self.bundle, self.speculative = decoder, bundle, speculative
-        # The level of requests that name none, and that of the decoder's masks: None after a failed ``set_masks``.
-        self.default_sparsity = self.sparsity = None if bundle is None else bundle.sparsity
+        self.decoder, self.speculative, self.levels = decoder, speculative, Levels(decoder, bundle)
         self.stats = Stats()
         self.waiting: deque[Request] = deque()
         self.slots: list[Request | None] = [None] * decoder.max_batch
         self.prefilling: Request | None = None
-        self._sequence = torch.empty(0, dtype=torch.int64)  # tokens of the request in prefill
+        self.sequence = torch.empty(0, dtype=torch.int64)  # tokens of the request in prefill
+        self.prefilled = 0  # positions prefilled since the last decode step
+        self.step_ended = 0.0  # time of the last step's end
+        self.at_fault: list[Request] = []  # if a step raises, these requests fail; if empty, all running ones do
+        self.switch = switch_length(decoder.config)
+        self.prefixes = PrefixCache(decoder.max_batch, decoder.prefix_block_size, self.switch)
         self._num_requests = 0
         self._out_of_pages = False  # the first waiting request lacks cache pages; reset when a request ends
-        self._at_fault: list[Request] = []  # if a step raises, these requests fail; if empty, all running ones do
         self._failed: list[Request] = []  # requests that failed in this step, while the slots of the others are valid
-        self._current_level: float | None = None  # the level that is decoded
-        self._level_began: dict[float | None, float] = {}  # by level, when its last turn began
-        self._prefilled = 0  # positions prefilled since the last decode step
-        self._step_ended = 0.0
-        self._measuring: list[int] = []  # the ``every`` of each ``start_measuring``
-        self._switch = switch_length(decoder.config)
-        self.prefixes = PrefixCache(decoder.max_batch, decoder.prefix_block_size, self._switch)
 
     @property
     def busy(self) -> bool:
@@ -176,17 +165,12 @@ class Scheduler:
             unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
             if unknown is not None:
                 raise UsageError(f"{name}: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
-        self._resolve_level(request.sparsity)
-
-    def _resolve_level(self, sparsity: float | None) -> float | None:
-        if sparsity is None or self.bundle is None:
-            return self.default_sparsity
-        return self.bundle.at(sparsity).sparsity
+        self.levels.resolve(request.sparsity)
 
     def add(self, request: Request) -> Request:
         if request.sampling.seed is None:
             request.sampling = replace(request.sampling, seed=secrets.randbits(62))
-        request.sparsity = self._resolve_level(request.sparsity)
+        request.sparsity = self.levels.resolve(request.sparsity)
         limit = self.decoder.max_seq_len
         request.max_positions = min(len(request.prompt_token_ids) + (request.max_new_tokens or limit) - 1, limit)
         request.processor = LogitsProcessor(request.sampling, request.prompt_token_ids, request.constraint)
@@ -214,16 +198,16 @@ class Scheduler:
             self.prefilling = None
 
     def fail(self) -> list[Request]:
-        """After :meth:`step` has raised, so the decoder's slots may be half written: finish and return the requests at fault,
+        """After a step has raised, so the decoder's slots may be half written: finish and return the requests at fault,
         and queue the others again. An error in prefill fails one request, an error in decoding the rows of that step."""
-        failed = self._at_fault or self.running
+        failed = self.at_fault or self.running
         for request in failed:
             self.finish(request, "error")
         self.start_over()
         self._failed = []
         return failed
 
-    def _fail_alone(self, request: Request, error: Exception) -> None:
+    def fail_alone(self, request: Request, error: Exception) -> None:
         """Finish a request with an error that leaves the slots of all others valid."""
         if request.finish_reason is None:
             request.error = error
@@ -236,73 +220,44 @@ class Scheduler:
             request.running = False
             self.waiting.appendleft(request)
         self.slots = [None] * len(self.slots)
-        self.prefilling, self._at_fault, self._out_of_pages = None, [], False
+        self.prefilling, self.at_fault, self._out_of_pages = None, [], False
         self.prefixes.clear()
 
-    def set_sparsity(self, sparsity: float | None) -> None:
-        """Set the decoder's masks to a level's. The slots are unchanged."""
-        if sparsity != self.sparsity:
-            assert self.bundle is not None
-            assert sparsity is not None
-            self.sparsity = None
-            self.decoder.set_masks(self.bundle.at(sparsity).masks)
-            self.sparsity = sparsity
-
-    def start_measuring(self, every: int) -> None:
-        """Count dropped channels in one of ``every`` steps. Of several users the lowest ``every`` counts; a change of it
-        starts from zero."""
-        self._measure([*self._measuring, every])
-
-    def stop_measuring(self, every: int) -> None:
-        rest = self._measuring.copy()
-        rest.remove(every)
-        self._measure(rest)
-
-    def _measure(self, users: list[int]) -> None:
-        before, now = min(self._measuring, default=None), min(users, default=None)
-        self._measuring = users
-        if now is None:
-            self.decoder.measure_sparsity(False)
-        elif now != before:
-            self.decoder.measure_sparsity(True, now)
-
-    def step(self, interrupted: Callable[[], object] | None = None) -> list[Request]:
-        """Prefill a chunk, or decode: one token, or until ``interrupted()``, the end of a request or
-        ``Decoder.delivery_interval``. Returns the requests that may have new tokens, or failed."""
-        self._at_fault = []
-        advanced = self._step(interrupted)
+    def take_failed(self) -> list[Request]:
         failed, self._failed = self._failed, []
-        return advanced + failed
+        return failed
 
-    def _step(self, interrupted: Callable[[], object] | None) -> list[Request]:
-        if self.prefilling is None and self.waiting and None in self.slots and not self._out_of_pages:
-            self._admit()
-        if self.prefilling is not None:
-            only = len(self.running) == 1
-            size = self.decoder.prefill_chunk // (1 if only else self.decoder.chunks_split_under_load)
-            if self.prefilling.needs_prompt_scores:
-                size = min(size, SCORE_CHUNK)
-            if only or self._prefilled < size:
-                advanced = self._prefill_together(size) or self._prefill_chunk(self.prefilling, size)
-                self._step_ended = time.perf_counter()
-                return advanced
-        self._prefilled = 0
-        advanced = [request for level in self._levels() for request in self._decode(level, interrupted)]
-        before, self._step_ended = self._step_ended, time.perf_counter()
-        self.stats.seconds += self._step_ended - before
-        return advanced
+    def chunk_size(self) -> int:
+        """Positions of this step's prefill chunk; 0 for a decode step."""
+        if self.prefilling is None:
+            return 0
+        alone = len(self.running) == 1
+        size = self.decoder.prefill_chunk // (1 if alone else self.decoder.chunks_split_under_load)
+        if self.prefilling.needs_prompt_scores:
+            size = min(size, SCORE_CHUNK)
+        return size if alone or self.prefilled < size else 0
 
-    def _levels(self) -> list[float | None]:
+    def levels_of_step(self) -> list[float | None]:
         """The levels to decode in this step: the current one; all of them, one token each, during a prefill."""
         levels = {request.sparsity for request in self.running if request is not self.prefilling}
-        if self.prefilling is not None or not levels:
-            return sorted(levels, key=lambda level: level != self.sparsity)  # the current masks' level first
-        now = time.perf_counter()
-        expired = len(levels) > 1 and now - self._level_began.get(self._current_level, 0.0) >= TURN_SECONDS
-        if self._current_level not in levels or expired:
-            self._current_level = min(levels, key=lambda level: self._level_began.get(level, 0.0))
-            self._level_began[self._current_level] = now
-        return [self._current_level]
+        return self.levels.of_step(levels, all_levels=self.prefilling is not None)
+
+    def rows_of(self, level: float | None) -> list[Request | None]:
+        """By slot, the requests to decode of a level, with pages for one more token each; None: idle."""
+        for request in sorted(self.running, key=lambda request: request.arrival):
+            if request is not self.prefilling and request.sparsity == level:
+                self.allocate_or_preempt(request, request.num_tokens)
+        rows = [None if one is None or one is self.prefilling or one.sparsity != level else one for one in self.slots]
+        if self.switch is not None:
+            # LongRoPE: keys rotated by the short factors are invalid in a longer sequence: prefill it again.
+            for slot, row in enumerate(rows):
+                if row is not None and row.num_tokens - 1 == self.switch:
+                    rows[slot], row.num_prefilled = None, row.num_tokens
+                    self._free_slot(row)
+                    self.waiting.appendleft(row)
+        while rows and rows[-1] is None:
+            rows.pop()
+        return rows
 
     def _allocate(self, slot: int, positions: int, *kept: int, claim: bool = False) -> bool:
         """Allocate pages for ``positions`` of a slot; evict prefixes of idle slots, least recently used first, except
@@ -321,13 +276,13 @@ class Scheduler:
             self.prefixes.forget(oldest)
         return True
 
-    def _allocate_or_preempt(self, request: Request, positions: int) -> None:
+    def allocate_or_preempt(self, request: Request, positions: int) -> None:
         """Allocate pages for ``positions`` of a running request; preempt the newest requests, maybe this one, while pages
         are short. They go back to the queue with their generated tokens."""
         while request.running and not self._allocate(self.slots.index(request), positions):
             newest = max(self.running, key=lambda running: running.arrival)
             if newest is request and len(self.running) == 1:
-                self._fail_alone(request, self.decoder.cache.out_of_memory(positions))
+                self.fail_alone(request, self.decoder.cache.out_of_memory(positions))
                 return
             if not self.stats.preemptions:
                 log.warning("the KV cache is full: requests are preempted and will be computed again")
@@ -335,10 +290,15 @@ class Scheduler:
             self._free_slot(newest)
             self.waiting.appendleft(newest)
 
-    def _admit(self) -> bool:
+    def admit_next(self) -> None:
+        """Begin the prefill of the first waiting request if none is in progress and there is room."""
+        if self.prefilling is None and self.waiting and None in self.slots and not self._out_of_pages:
+            self.admit()
+
+    def admit(self) -> bool:
         """Move the first waiting request to a slot if there are pages for its tokens and one more."""
         request = self.waiting.popleft()
-        self._at_fault = [request]
+        self.at_fault = [request]
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         positions = min(len(tokens) + 1, request.max_positions)
         if self.decoder.verifies_alike:  # decoded tokens are decoded again: a prefill rounds differently
@@ -354,12 +314,12 @@ class Scheduler:
             slot = source
             allocated = self._allocate(slot, positions, claim=claim)
         if not allocated and not self.running:
-            self._fail_alone(request, self.decoder.cache.out_of_memory(positions))
+            self.fail_alone(request, self.decoder.cache.out_of_memory(positions))
         elif not allocated:
             self.waiting.appendleft(request)
             self._out_of_pages = True
         if not allocated:
-            self._at_fault = []
+            self.at_fault = []
             return False
         self.slots[slot], request.running = request, True
         # After the last of the waiting requests of this level: compile and capture for the batch.
@@ -369,7 +329,7 @@ class Scheduler:
             longest = max(member.max_positions for member in batch.values())
             if longest > shortest:
                 sampled = any(not member.sampling.greedy for member in batch.values())
-                self.set_sparsity(request.sparsity)
+                self.levels.use(request.sparsity)
                 self.decoder.prepare(list(batch), shortest + 1, longest, sampled=sampled)
         began = time.perf_counter()
         if source != slot:
@@ -378,238 +338,17 @@ class Scheduler:
         if not request.output_token_ids:
             request.cached_tokens, request.prefill_started = length, began
         request.num_computed_tokens = length
-        self._sequence = torch.tensor(tokens, dtype=torch.int64)
-        self.prefilling, self._at_fault = request, []
+        self.sequence = torch.tensor(tokens, dtype=torch.int64)
+        self.prefilling, self.at_fault = request, []
         return True
 
-    def _prefill_together(self, size: int) -> list[Request]:
-        """Prefill the current prompt and waiting ones in one pass of up to ``size`` positions, if they are short and dense;
-        nothing if there is only one."""
-        request, budget, batch = self.prefilling, min(size, self.decoder.max_joint_prefill), []
-        longest = min(self.decoder.max_joint_prefill // 2, self._switch or self.decoder.max_joint_prefill)
-
-        def joins(other: Request) -> bool:
-            count = len(other.prompt_token_ids)
-            dense = sparse_from(other.prefill, count) == count and not other.output_token_ids
-            return dense and count <= min(longest, budget) and not other.needs_prompt_scores
-
-        if request is None or not (joins(request) and self.waiting and joins(self.waiting[0]) and None in self.slots):
-            return []
-        while request is not None:
-            batch.append((request, self._sequence))
-            budget -= len(self._sequence)
-            more = self.waiting and None in self.slots and len(batch) < PROMPTS_TOGETHER and joins(self.waiting[0])
-            request = self.prefilling if more and self._admit() else None
-        requests = self._at_fault = [request for request, _ in batch]
-        prompts = [(self.slots.index(request), tokens, request.num_computed_tokens) for request, tokens in batch]
-        logits = self.decoder.prefill_together(prompts)
-        totals = [len(tokens) for _, tokens in batch]
-        for request, (slot, _, start), total in zip(requests, prompts, totals, strict=True):
-            self.prefixes.note(slot, list(request.prompt_token_ids), total, total, request.sparsity)
-            self._prefilled += total - start
-            request.num_computed_tokens = total
-        chosen = self._sample(logits, requests, totals)
-        self.prefilling = None
-        for request, token in zip(requests, chosen, strict=True):
-            self._append(request, token, time.perf_counter())
-        return requests
-
-    def _prefill_chunk(self, request: Request, size: int) -> list[Request]:
-        """Prefill positions up to the next multiple of ``size``; sample a token after the last one. Of a request that was
-        preempted in decode, decode up to ``max_verified_tokens`` tokens again."""
-        self._at_fault = [request]
-        slot, start, total = self.slots.index(request), request.num_computed_tokens, len(self._sequence)
-        if start == total:
-            recomputed = start - len(request.prompt_token_ids)
-            tokens = request.output_token_ids[recomputed:-1][: self.decoder.max_verified_tokens]
-            if tokens:
-                self.set_sparsity(request.sparsity)
-                self.decoder.verify([*[[]] * slot, tokens], [_IDLE] * (slot + 1))
-                self._sequence = torch.cat((self._sequence, torch.tensor(tokens)))
-                request.num_computed_tokens += len(tokens)
-                self._prefilled += size
-            else:
-                self.prefilling = None
-            return []
-        sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
-        score = partial(self._score_prompt, request) if request.needs_prompt_scores else None
-        stop = min(next_chunk(start, size), total)
-        self._allocate_or_preempt(request, stop)
-        if not request.running:
-            return []
-        if stop > sparse:  # positions before it do not depend on the masks
-            self.set_sparsity(request.sparsity)
-        logits = self.decoder.prefill(slot, self._sequence, sparse, start=start, stop=stop, on_logits=score)
-        # Map the next chunk's pages while a GPU runs this one. On failure, the next chunk's allocation preempts.
-        self.decoder.cache.grow(slot, min(next_chunk(stop, size), total))
-        # Generated tokens were computed with masks and are not reused as a prefix.
-        self.prefixes.note(slot, list(request.prompt_token_ids[:stop]), total, sparse, request.sparsity)
-        self._prefilled += stop - start
-        request.num_computed_tokens = stop
-        if stop == total == request.num_tokens:
-            chosen = self._sample(logits[None], [request], [total])[0]
-            self.prefilling = None
-            self._append(request, chosen, time.perf_counter())
-        return [request] if self.prefilling is None else []
-
-    def _score_prompt(self, request: Request, logits: Tensor) -> None:
-        """Append the log-probabilities of the next prompt tokens, by the logits (n, V) before them."""
-        assert request.prompt_scores is not None
-        assert request.sampling.logprobs is not None
-        first = len(request.prompt_scores) + 1
-        following = request.prompt_token_ids[first : first + len(logits)]
-        request.prompt_scores += score_tokens(logits[: len(following)], following, request.sampling.logprobs)
-
-    def _decode(self, level: float | None, interrupted: Callable[[], object] | None) -> list[Request]:
-        """Decode one or more tokens of every request of a level, except the one in prefill."""
-        for request in sorted(self.running, key=lambda request: request.arrival):
-            if request is not self.prefilling and request.sparsity == level:
-                self._allocate_or_preempt(request, request.num_tokens)
-        rows = [None if one is None or one is self.prefilling or one.sparsity != level else one for one in self.slots]
-        if self._switch is not None:
-            # LongRoPE: keys rotated by the short factors are invalid in a longer sequence: prefill it again.
-            for slot, row in enumerate(rows):
-                if row is not None and row.num_tokens - 1 == self._switch:
-                    rows[slot], row.num_prefilled = None, row.num_tokens
-                    self._free_slot(row)
-                    self.waiting.appendleft(row)
-        while rows and rows[-1] is None:
-            rows.pop()
-        running = [request for request in rows if request is not None]
-        if not running:
-            return []
-        self._at_fault = running
-        self.set_sparsity(level)
-        tokens = _last_tokens(rows)
-        scored = any(request.sampling.logprobs is not None for request in running)
-        settings = [request.sampling if request else _IDLE for request in rows]
-        process = partial(self._process, rows=rows) if any(one.processor.active for one in running) else None
-        deadline = time.perf_counter() + self.decoder.delivery_interval
-        one_token = scored or interrupted is None or self.prefilling is not None or self._switch is not None
-        while True:
-            drafts = self._drafts(rows)
-            verified = bool(drafts) and not self.decoder.running_ahead
-            if verified:
-                self._verify(rows, drafts)
-                now = time.perf_counter()
-            else:
-                if scored:
-                    chosen = self._sample(self.decoder.decode(tokens), rows, self.decoder.lengths[: len(rows)])
-                else:  # with drafts, this step must not start the next one ahead
-                    device_tokens = self.decoder.step(tokens, settings, process, bool(drafts))
-                    chosen = device_tokens.tolist()
-                now = time.perf_counter()
-                for row, token in zip(rows, chosen, strict=True):
-                    if row is not None:
-                        if row.drafter is not None:
-                            row.drafter.settle(0, 0)
-                        self.stats.tokens += self._append(row, token, now)
-            stop = any(
-                row.finish_reason is not None or not self.decoder.cache.grow(slot, row.num_tokens)
-                for slot, row in enumerate(rows)
-                if row is not None
-            )
-            if one_token or stop or now >= deadline or (interrupted is not None and interrupted()):
-                return running
-            # Tokens of idle rows are undefined.
-            tokens = device_tokens if len(running) == len(rows) and not verified else _last_tokens(rows)
-
-    def _drafts(self, rows: Sequence[Request | None]) -> dict[int, list[int]]:
-        """The drafts by slot, up to the tokens that one step verifies beside each row's newest token. Of a drafter that
-        uses the decoder they are placeholders, which `_verify` replaces."""
-        drafts: dict[int, list[int]] = {}
-        if self.speculative is None or self.prefilling is not None:
-            return drafts
-        budget = self.decoder.max_verified_tokens - sum(request is not None for request in rows)
-        for slot, request in enumerate(rows):
-            if request is None or not request.speculative:
-                continue
-            if request.drafter is None:
-                tokens = [*request.prompt_token_ids, *request.output_token_ids]
-                costs = self.decoder.verify_costs, self.decoder.draft_cost
-                request.drafter = make_drafter(self.speculative, *costs, tokens)
-            limit = min(request.max_positions - request.num_tokens, budget)
-            if self._switch is not None and request.num_tokens <= self._switch:
-                limit = min(limit, self._switch - request.num_tokens)
-            if draft := request.drafter.propose(limit):
-                # A draft evicts and preempts nothing.
-                if not self.decoder.cache.grow(slot, request.num_tokens + len(draft)):
-                    continue
-                drafts[slot] = draft
-                budget -= len(draft)
-        return drafts
-
-    def _verify(self, rows: Sequence[Request | None], drafts: dict[int, list[int]]) -> None:
-        """One step over every row's newest token and draft. Draft tokens are accepted up to the first that differs from the
-        sampled token, which is appended in its place."""
-        starts, settings = self.decoder.lengths, [request.sampling if request else _IDLE for request in rows]
-        asked = (slot for slot in drafts if (row := rows[slot]) and row.drafter and row.drafter.uses_decoder)
-        sizes = {slot: len(drafts[slot]) for slot in asked}
-        if sizes:
-            drafts = drafts | self.decoder.draft(_last_tokens(rows).tolist(), sizes, settings)
-        tokens = [[row.output_token_ids[-1], *drafts.get(slot, ())] if row else [] for slot, row in enumerate(rows)]
-        device_tokens, logits = self.decoder.verify(tokens, settings)
-        chosen, now, margin = device_tokens.tolist(), time.perf_counter(), self.decoder.verify_margin
-        close = _close_logits(logits, margin) if margin else [False] * len(chosen)
-        end = 0
-        for slot, request in enumerate(rows):
-            if request is None:
-                continue
-            draft, first = drafts.get(slot, []), end
-            end += len(draft) + 1
-            processed = request.processor.active or request.sampling.logprobs is not None
-            appended, undecided = 0, False
-            for index in range(first, end):
-                undecided = close[index] and bool(draft) and request.sampling.greedy
-                if undecided:
-                    break  # a plain step decides
-                token = chosen[index]
-                if processed:
-                    (token,) = self._sample(logits[index : index + 1], [request], [starts[slot] + 1 + appended])
-                if not self._append(request, token, now):
-                    break
-                appended += 1
-                if request.finish_reason is not None or appended > len(draft) or token != draft[appended - 1]:
-                    break
-            self.decoder.truncate(slot, starts[slot] + appended)
-            self.stats.tokens += appended
-            if draft:
-                accepted = sum(map(eq, draft, request.output_token_ids[len(request.output_token_ids) - appended :]))
-                for counts in (request.drafts, self.stats.drafts):
-                    counts.add(len(draft), accepted)
-            if request.drafter is not None:
-                request.drafter.settle(len(draft), appended - 1, undecided=undecided)
-
-    def _sample(self, logits: Tensor, rows: Sequence[Request | None], positions: Sequence[int]) -> list[int]:
-        """Sample a token for each row of logits (B, V); add its log-probability, by the unprocessed logits, if requested."""
-        unprocessed = logits
-        if any(request is not None and request.processor.active for request in rows):
-            logits = logits.clone()
-            self._process(logits, rows)
-        settings = [request.sampling if request else _IDLE for request in rows]
-        chosen: list[int] = sample(logits, settings, positions).tolist()
-        for row, (request, token) in enumerate(zip(rows, chosen, strict=True)):
-            if request is not None and request.sampling.logprobs is not None and token >= 0:
-                request.scores += score_tokens(unprocessed[row : row + 1], [token], request.sampling.logprobs)
-        return chosen
-
-    def _process(self, logits: Tensor, rows: Sequence[Request | None]) -> None:
-        """Apply penalties, biases and grammars to logits (B, V) in place. A request whose logits cannot be processed fails
-        alone: the decoder's step goes on, and the row's token is not used."""
-        for row, request in zip(logits, rows, strict=True):
-            if request is not None and request.processor.active and request.finish_reason is None:
-                try:
-                    request.processor.process(row)
-                except Exception as error:
-                    self._fail_alone(request, error)
-
-    def _append(self, request: Request, token: int, now: float) -> bool:
+    def append(self, request: Request, token: int, now: float) -> bool:
         """Append a sampled token; False if the request failed."""
         if token < 0 and request.finish_reason is None:
             if request in self.slots:
                 self.prefixes.forget(self.slots.index(request))  # its keys and values may not be numbers either
             why = "activations overflow in this dtype; load with float32 or bfloat16"
-            self._fail_alone(request, WisparseError(f"the model's output is not a number: {why}"))
+            self.fail_alone(request, WisparseError(f"the model's output is not a number: {why}"))
         if request.finish_reason is not None:
             return False
         if not request.output_token_ids:
@@ -624,16 +363,3 @@ class Scheduler:
         elif request.num_tokens - 1 == request.max_positions:
             self.finish(request, "length")
         return True
-
-
-def _close_logits(logits: Tensor, margin: float) -> list[bool]:
-    """Whether the two largest logits of each row (R, V) are less than ``margin`` apart."""
-    best = logits.max(dim=-1)
-    second = logits.scatter(1, best.indices[:, None], -torch.inf).max(dim=-1).values
-    close: list[bool] = (best.values - second < margin).tolist()
-    return close
-
-
-def _last_tokens(rows: Sequence[Request | None]) -> Tensor:
-    """(B,) int64: the newest token of each row, -1 for an idle row."""
-    return torch.tensor([request.output_token_ids[-1] if request else -1 for request in rows], dtype=torch.int64)
