@@ -19,7 +19,8 @@ from wisparse.converter.statistics import channel_scale, weight_norm
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel, unread
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import expected_tensors
 from wisparse.formats.weight_types import PLANE_BITS, group_of, quantise
 from wisparse.formats.write import write_bundle
 from wisparse.kernels.reference import scores

@@ -25,7 +25,8 @@ from wisparse.formats.bundle import ProjectionMask, scale_shapes
 from wisparse.formats.checkpoint import TensorInfo
 from wisparse.formats.errors import BundleError
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel, unread
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import expected_tensors
 from wisparse.formats.weight_types import interleaved, quantise
 from wisparse.formats.write import write_bundle
 from wisparse.kernels.reference import scores

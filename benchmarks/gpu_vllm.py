@@ -22,9 +22,10 @@ from gpu_models import Several, need_gpu, out_option, save
 from shapes import LLAMA_8B
 
 from wisparse.formats.bundle import Bundle, ProjectionMask, sidecar_bytes
-from wisparse.formats.checkpoint import build_header
 from wisparse.formats.manifest import CalibrationRecord, Manifest, ProjectionRecipe, Recipe, SparsityLevel
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensor_file import build_header
+from wisparse.formats.tensors import expected_tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 LLAMA = LLAMA_8B | {"bos_token_id": 128000, "eos_token_id": 128001}

@@ -17,7 +17,8 @@ from shapes import LLAMA_1B, LLAMA_3B, LLAMA_8B
 from wisparse.converter.config import full_config
 from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import expected_tensors
 from wisparse.runtime.decoding.cache import bytes_per_position
 
 _QWEN3 = dict(

@@ -32,7 +32,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from wisparse.converter.pipeline import run
 from wisparse.converter.processes import Progress, Stage
 from wisparse.converter.settings import ConvertSettings
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import expected_tensors
 
 _ENDS = dict(bos_token_id=256, eos_token_id=257)
 SHAPES: dict[str, dict[str, Any]] = {

@@ -30,7 +30,8 @@ import click
 import torch
 
 import wisparse
-from wisparse.formats.model_config import ModelConfig, mtp_config
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import mtp_config
 from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.heads import HeadWeights

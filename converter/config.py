@@ -9,8 +9,9 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, require_known, why_refused
+from wisparse.formats.config_fields import dimension, require
 from wisparse.formats.errors import UnsupportedModelError
-from wisparse.formats.model_config import LARGEST_NUM_BLOCKS, LM_HEAD, dimension, require
+from wisparse.formats.model_config import LARGEST_NUM_BLOCKS, LM_HEAD
 
 # Only the source's own token ids are kept: with a class's default, generation could end at another token.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

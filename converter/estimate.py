@@ -7,7 +7,8 @@ import timeit
 
 import torch
 
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import expected_tensors
 
 from .settings import ConvertSettings
 

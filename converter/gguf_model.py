@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from wisparse.formats.architectures import ARCHITECTURES
-from wisparse.formats.checkpoint import Entry, TensorFile
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.gguf import GgufFile
 from wisparse.formats.lazy import Tensor, torch
+from wisparse.formats.tensor_file import Entry, TensorFile
 
 ADVICE = "give the checkpoint that the file was made from"
 

@@ -20,8 +20,9 @@ from wisparse.formats.generation_config import FILE, sampling_defaults
 from wisparse.formats.guard import find_gguf, parse_json
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, is_public
 from wisparse.formats.machine import available_bytes, choose_device, shown_bytes
-from wisparse.formats.model_config import PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.quantization import read_quantisation
+from wisparse.formats.tensors import PER_LAYER_EMBEDDING, expected_tensors
 from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .calibration import CalibrationTokens, describe_spec, load_calibration

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.manifest import RotationRecord
-from wisparse.formats.model_config import LM_HEAD, MTP, ModelConfig, experts_in_one
+from wisparse.formats.model_config import LM_HEAD, ModelConfig
+from wisparse.formats.tensors import MTP, stacked_experts
 
 from .calibration import CalibrationTokens
 from .experts import Rows
@@ -104,7 +105,10 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     """The rotated checkpoint, with untied embeddings; its tensors are computed on ``device`` when they are read."""
     config = checkpoint.config
     by_name = {part: projection for projection in config.projections() for part in projection.parts}
-    input_norms, stacked = _input_norms(config), {one.name: (part, one) for part, one in experts_in_one(config).items()}
+    input_norms, stacked = (
+        _input_norms(config),
+        {one.name: (part, one) for part, one in stacked_experts(config).items()},
+    )
     q = rotation.residual.to(device)
     head = _EMBEDDING if config.tie_word_embeddings else LM_HEAD
 

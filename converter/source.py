@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from wisparse.formats.architectures import RENAMED
 from wisparse.formats.bundle import SMALL_FILES
-from wisparse.formats.checkpoint import INDEX, Checkpoint, TensorFile
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError, first_line
 from wisparse.formats.guard import list_files, open_regular, read_bounded, shown
 from wisparse.formats.machine import choose_device
-from wisparse.formats.model_config import LM_HEAD, PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
+from wisparse.formats.model_config import LM_HEAD, ModelConfig
+from wisparse.formats.tensor_file import INDEX, TensorFile
+from wisparse.formats.tensors import PER_LAYER_EMBEDDING, expected_tensors
 from wisparse.formats.write import copied_files
 
 from .config import full_config

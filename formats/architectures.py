@@ -64,10 +64,10 @@ class ExpertsLayout:
     biases: bool = False  # of the router and the experts
     # Config key that puts experts beside the dense MLP. Each has its own input and output norm; the router has an
     # input norm, and its top-k weights are multiplied by a learned scale per expert.
-    beside: str | None = None
+    parallel_mlp: str | None = None
     # How files stack a block's experts. None: one tensor per expert, or ``rows``. ``rows``: (E, 2 I, H), gates before
     # ups, and (E, H, I). ``interleaved``: (E, H, 2 I), a gate beside its up, and (E, I, H).
-    together: Literal["rows", "interleaved"] | None = None
+    stacked: Literal["rows", "interleaved"] | None = None
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         activations={"silu": "clamped"},
         sinks=True,
         experts=ExpertsLayout(
-            True, intermediate_size="intermediate_size", router="router", biases=True, together="interleaved"
+            True, intermediate_size="intermediate_size", router="router", biases=True, stacked="interleaved"
         ),
     ),
     "phi3": Architecture("Phi3ForCausalLM", window=True, partial=True, qkv=_QKV[1], gate_up=_GATE_UP[1]),
@@ -246,8 +246,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             chosen="top_k_experts",
             shared_size="intermediate_size",
             router="router.proj",
-            together="rows",
-            beside="enable_moe_block",
+            stacked="rows",
+            parallel_mlp="enable_moe_block",
         ),
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", **_OLMO),

@@ -130,7 +130,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 
     if spec.experts is None:
         add(mlp(norm(HIDDEN, "mlp_input", "mlp_input")), "mlp_output")
-    elif not spec.experts.beside:
+    elif not spec.experts.parallel_mlp:
         n = norm(HIDDEN, "mlp_input", "mlp_input")
         found.append(Router((n,), "routing", normed=False))
         found.append(Experts((n, "routing"), "experts", tuple(one for group in groups for one in group)))

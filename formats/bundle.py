@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import guard
-from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint, Entry, build_header, parse_tensors
+from .checkpoint import MAX_CONFIG_BYTES, Checkpoint
 from .errors import BundleError, UsageError, printable
 from .lazy import Tensor, torch
 from .manifest import (
@@ -35,6 +35,7 @@ from .manifest import (
 )
 from .model_config import ModelConfig
 from .quantization import Packed
+from .tensor_file import INDEX, MAX_INDEX_BYTES, Entry, build_header, parse_tensors
 
 # Files that affect generation beside weights and sidecar, with their size limits.
 SMALL_FILES: Mapping[str, int] = {

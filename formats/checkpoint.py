@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, deserialize, safe_open
 
 from . import guard
 from .architectures import WRAPPERS, require_known, text_name
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .lazy import Tensor, torch
 from .manifest import MANIFEST, SIDECAR
-from .model_config import LM_HEAD, MTP, InOne, ModelConfig, expected_tensors, experts_in_one, mtp_tensors
+from .model_config import LM_HEAD, ModelConfig
 from .quantization import (
     MXFP4,
     Packed,
@@ -35,21 +32,16 @@ from .quantization import (
     state_zero_offset,
     widen_mxfp4,
 )
+from .tensor_file import DTYPES, INFINITY, STORED_DTYPES, Entry, TensorFile, code_of, is_finite, open_files, same_values
+from .tensors import EMBEDDING, MTP, StackedExperts, TensorSpec, model_tensors, mtp_tensors, stacked_experts
 from .weight_types import QuantizedMatrix
 
-INDEX = "model.safetensors.index.json"
 _OF_DECODERS = re.compile("ForCausalLM|ForConditionalGeneration|LMHead|None")  # classes of causal LMs, or no class
-_SINGLE, _EMBEDDING = "model.safetensors", "model.embed_tokens.weight"
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt", "model.bin")
+MAX_CONFIG_BYTES = 1 << 20
 # Buffers that loaders compute anew.
 _COMPUTED = re.compile(
     r"(.*\.)?(rotary(_pos)?_emb\.\w+|rope\.freqs|inv_freq|cos_cached|sin_cached|position_ids|masked_bias)", re.DOTALL
 )
-_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
-
-MAX_CONFIG_BYTES, MAX_INDEX_BYTES, _MAX_HEADER_BYTES = 1 << 20, 16 << 20, 32 << 20
-# dtype -> integer of the same size, bits of infinity. fp8 has no infinity, and `Plain.decode` checks it for NaN.
-_INFINITY = {"float32": ("int32", 0x7F800000), "bfloat16": ("int16", 0x7F80), "float16": ("int16", 0x7C00)}
 # Small tensors that describe others; `Checkpoint.open` validates them.
 _READ_FIRST = ("weight_shape", "g_idx")
 # Last parts of the names of quantised weights' tensors.
@@ -59,66 +51,6 @@ _OF_QUANTISED = (
 )
 # Small enough that copied bytes are still in the CPU's cache when they are checked.
 _COPY_BYTES = 1 << 20
-
-# safetensors' dtype -> torch's, bytes: of floating-point weights, and of all supported tensors.
-DTYPES: Mapping[str, tuple[str, int]] = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
-_STORED_DTYPES: Mapping[str, tuple[str, int]] = dict(
-    DTYPES, I8=("int8", 1), I32=("int32", 4), I64=("int64", 8), U8=("uint8", 1), F8_E4M3=("float8_e4m3fn", 1)
-)
-_CODES = {name: code for code, (name, _) in _STORED_DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Entry:
-    code: str  # the dtype, as safetensors names it
-    shape: tuple[int, ...]
-
-
-class TensorFile:
-    dequantised = False  # whether `read` computes the tensors, which the file has in another form
-
-    def __init__(self, folder: Path, name: str, error: type[WisparseError]) -> None:
-        self.folder, self.name, self.error, self._place = folder, name, error, os.path.join(folder, name)
-        with guard.open_regular(folder, name, error) as file:
-            self.identity = guard.identity(file)
-            prefix = file.read(8) or b""
-        if prefix == b"version ":  # the first word of a Git LFS pointer
-            raise error(f"{name}: a Git LFS pointer instead of the weights; run `git lfs pull` in the folder")
-        length = int.from_bytes(prefix, "little")
-        if length > _MAX_HEADER_BYTES:
-            raise error(f"{name}: the header claims {length:,} bytes, more than {_MAX_HEADER_BYTES:,}; damaged")
-        path = guard.resolve_inside(folder, name, error)
-        try:
-            str(path).encode()
-            opened = safe_open(path, "np")  # "pt" would import torch
-            slices = {tensor: opened.get_slice(tensor) for tensor in opened.keys()}  # noqa: SIM118
-        except UnicodeEncodeError:
-            raise error(f"{str(path)!r:.200}: the path is not UTF-8, which safetensors requires; rename it") from None
-        except MemoryError:
-            size = path.stat().st_size
-            why = "the file is damaged, or the address space is limited (ulimit -v)"
-            raise error(f"{name}: its {size:,} bytes cannot be mapped into memory; {why}") from None
-        except (SafetensorError, OSError) as reason:
-            raise error(f"{name}: no valid safetensors file, truncated or damaged: {reason!s:.300}") from None
-        self.entries = {name: Entry(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-        self._path = path
-
-    @cached_property
-    def _file(self) -> Any:
-        return safe_open(self._path, "pt")
-
-    def read(self, tensor: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """A tensor's bytes from ``start`` to ``stop``, or to its end, (n,) uint8, memory-mapped. Raises if the file changed
-        since it was opened; a truncation during the read ends the process (SIGBUS)."""
-        # One stat call for the validated file: experts' weights are thousands of reads.
-        try:
-            same = guard.identity(self._place) == self.identity
-        except OSError:
-            same = False
-        if not same:
-            guard.open_regular(self.folder, self.name, self.error, self.identity).close()
-        data: Tensor = self._file.get_tensor(tensor)
-        return data.view(-1).view(torch.uint8)[start:stop]
 
 
 @dataclass(frozen=True)
@@ -134,11 +66,11 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * _STORED_DTYPES[self.code][1]
+        return math.prod(self.shape) * STORED_DTYPES[self.code][1]
 
     @property
     def dtype_name(self) -> str:
-        return _STORED_DTYPES[self.code][0]
+        return STORED_DTYPES[self.code][0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -211,9 +143,9 @@ class Checkpoint:
             config_dict = complete(stored_config, stored)
             config = ModelConfig.from_dict(config_dict)
         if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
-            if _EMBEDDING not in stored:
-                stored[_EMBEDDING] = stored.pop(LM_HEAD)
-            elif not _same_values(*((files[weight_map[stored[name]]], stored[name]) for name in (_EMBEDDING, LM_HEAD))):
+            if EMBEDDING not in stored:
+                stored[EMBEDDING] = stored.pop(LM_HEAD)
+            elif not same_values(*((files[weight_map[stored[name]]], stored[name]) for name in (EMBEDDING, LM_HEAD))):
                 notes.append(
                     "config.json says tie_word_embeddings, but lm_head.weight differs from the embedding: both are kept, "
                     "and the bundle's config.json says false"
@@ -223,21 +155,26 @@ class Checkpoint:
                 packings = read_quantisation(config_dict, config)
         if config.num_blocks > len(stored):
             raise error(f"config.json: num_hidden_layers is {config.num_blocks}, but there are {len(stored)} tensors")
-        expected = expected_tensors(config)
-        quantised = {name: StoredWeight(packing, *expected[name]) for name, packing in packings.items()}
+        specs = list(model_tensors(config))
+        shapes = {one.name: one.shape for one in specs}
+        quantised = {name: StoredWeight(packing, *shapes[name]) for name, packing in packings.items()}
         if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
-            expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
-        layout, places = config.architecture.experts, experts_in_one(config)
-        together = layout is not None and layout.together is not None
-        head, head_places = mtp_tensors(config)
-        in_one = {name: one.name for name, one in head_places.items() if one.name in stored}
-        head_tensors = {in_one.get(name, name) for name in head}
-        if head_tensors == {name for name in stored if name.startswith(MTP)}:
-            expected, places = expected | head, places | head_places
-        fused = {} if together or is_bundle else {name: one for name, one in places.items() if one.name in stored}
-        if together:  # experts that are not quantised are one tensor
-            apart = ((name, None if name in quantised else places.get(name), shape) for name, shape in expected.items())
-            expected = {one.name if one else name: one.shape if one else shape for name, one, shape in apart}
+            specs.append(TensorSpec(LM_HEAD, shapes[EMBEDDING]))
+        head = mtp_tensors(config)
+        held = {one.stacked.name if one.stacked and one.stacked.name in stored else one.name for one in head}
+        if held == {name for name in stored if name.startswith(MTP)}:
+            specs += head
+        layout = config.architecture.experts
+        together = layout is not None and layout.stacked is not None
+        expected, fused = dict[str, tuple[int, ...]](), dict[str, StackedExperts]()
+        for one in specs:
+            place = one.stacked
+            if together and place is not None and one.name not in quantised:  # one tensor of all experts
+                expected[place.name] = place.shape
+                continue
+            expected[one.name] = one.shape
+            if place is not None and not together and not is_bundle and place.name in stored:
+                fused[one.name] = place
         # gpt-oss' MXFP4 weights, which are converted to bfloat16 when read.
         four_bits = {name for name in expected if not is_bundle and name + MXFP4[0] in stored} if together else set()
         # Name of each required or present optional tensor -> its allowed shapes and dtypes, in order.
@@ -258,11 +195,11 @@ class Checkpoint:
                 prefix + end: part for end, part in weight_parts.items() if part.required or prefix + end in stored
             }
         missing = [name for name in parts if name not in stored and name not in fused]
-        whole = {one.name for one in fused.values()}
+        wholes = {one.name for one in fused.values()}
         # Checkpoints also have key and value projections of blocks that use another block's keys and values.
         shared = {f"model.layers.{at}.self_attn" for at, block in enumerate(config.blocks) if block.kv_from is not None}
         unused = {f"{module}.{name}.weight" for module in shared for name in ("k_proj", "v_proj", "k_norm")}
-        extra, ignored = [name for name in stored if name not in parts and name not in whole], dict[str, list[str]]()
+        extra, ignored = [name for name in stored if name not in parts and name not in wholes], dict[str, list[str]]()
         if not is_bundle:
             unknown, extra = [name for name in extra if name not in unused], []
             for name in unknown:
@@ -286,15 +223,14 @@ class Checkpoint:
             raise error(f"the weights do not fit config.json ({kind}): {'; '.join(differs)}{hint}")
         tensors = {}
         for name, part in parts.items():
-            one = fused.get(name)
-            place, shape = (name, ()) if one is None else (one.name, one.shape)
-            file = weight_map[stored[place]]
-            entry = files[file].entries.get(stored[place])
+            place = fused.get(name)
+            whole = stored[name if place is None else place.name]
+            file = weight_map[whole]
+            entry = files[file].entries.get(whole)
             if entry is None:
-                raise error(f"{file}: {stored[place]} is missing, the index places it there")
-            if shape and entry.shape != shape:
-                raise error(f"{place}: expected shape {shape}, found {entry.shape}; config.json and weights do not fit")
-            if shape:
+                raise error(f"{file}: {whole} is missing, the index places it there")
+            if place is not None:
+                _require_shape(place.name, (place.shape,), entry, error)
                 entry = Entry(entry.code, part.shapes[0])
             if entry.code not in part.codes and part.codes == tuple(DTYPES):
                 raise error(
@@ -304,13 +240,10 @@ class Checkpoint:
                 )
             if entry.code not in part.codes:
                 raise error(f"{name}: expected {' or '.join(part.codes)}, found {entry.code}; see quantization_config")
-            if entry.shape not in part.shapes:
-                shapes = " or ".join(str(shape) for shape in part.shapes)
-                raise error(f"{name}: expected shape {shapes}, found {entry.shape}; config.json and weights do not fit")
-            info = TensorInfo(name, file, stored[place], entry.shape, entry.code)
-            tensors[name] = (
-                info if one is None else replace(info, offset=(one.each * one.expert + one.index) * info.nbytes)
-            )
+            _require_shape(name, part.shapes, entry, error)
+            info = TensorInfo(name, file, whole, entry.shape, entry.code)
+            first = 0 if place is None else place.each * place.expert + place.index
+            tensors[name] = replace(info, offset=first * info.nbytes)
         outside = len(weight_map) - len(stored)
         opened = cls(folder, config_dict, config, tensors, quantised, outside, error, files, notes=tuple(notes))
         if four_bits:
@@ -379,10 +312,10 @@ class Checkpoint:
         return any(file.dequantised for file in self.files.values())
 
     @cached_property
-    def _places(self) -> dict[str, InOne]:
+    def _places(self) -> dict[str, StackedExperts]:
         """By name of an expert's tensor, its position in the tensor of all experts; empty unless files have such tensors."""
         layout = self.config.architecture.experts
-        return {} if layout is None or layout.together is None else experts_in_one(self.config)
+        return {} if layout is None or layout.stacked is None else stacked_experts(self.config)
 
     def derive(self, made: Mapping[str, Callable[[], Tensor]], **changes: Any) -> Checkpoint:
         """This checkpoint with other attributes (``tensors``, …) and the tensors ``made`` computed when read."""
@@ -446,7 +379,7 @@ class Checkpoint:
         first = next(self.config.projections()).parts[0] + ".weight"
         if first not in self.quantised and not self.is_dequantised:
             return self.tensors[first].dtype
-        return getattr(torch, self.config.dtype) if self.config.dtype in _INFINITY else torch.bfloat16
+        return getattr(torch, self.config.dtype) if self.config.dtype in INFINITY else torch.bfloat16
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self.quantised.get(name)
@@ -561,6 +494,12 @@ class Checkpoint:
             raise self.error(f"{info.name}: the weights hold NaN or infinity; the model is damaged")
 
 
+def _require_shape(name: str, shapes: Iterable[tuple[int, ...]], entry: Entry, error: type[WisparseError]) -> None:
+    if entry.shape not in shapes:
+        known = " or ".join(map(str, shapes))
+        raise error(f"{name}: expected shape {known}, found {entry.shape}; config.json and weights do not fit")
+
+
 def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError) -> dict[str, Any]:
     """``config.json`` of a dense model, or of a bundle if ``error`` is BundleError; raises ``error`` for other folders."""
     is_bundle = issubclass(error, BundleError)
@@ -592,106 +531,3 @@ def require_supported(model: str | os.PathLike[str]) -> None:
     folder = guard.find_folder(model)
     if folder is not None:
         require_known(read_config(folder))
-
-
-def code_of(dtype: torch.dtype) -> str:
-    """safetensors' name of a dtype."""
-    return _CODES[str(dtype).removeprefix("torch.")]
-
-
-def is_finite(values: Tensor) -> bool:
-    name = str(values.dtype).removeprefix("torch.")
-    if name not in _INFINITY:
-        return True
-    # As integers, the bits of infinity and NaN exceed all others of their sign: 20 times as fast as isfinite().all().
-    integer, infinity = _INFINITY[name]
-    signed = values.detach().cpu().contiguous().view(getattr(torch, integer)).numpy()
-    unsigned = signed.view(f"u{signed.itemsize}")
-    return bool(signed.max() < infinity and unsigned.max() < infinity + 2 ** (8 * signed.itemsize - 1))
-
-
-def _same_values(*places: tuple[TensorFile, str]) -> bool:
-    """Whether two tensors of one shape have the same values but for their dtype's rounding."""
-    entries = [file.entries.get(name) for file, name in places]
-    dtypes = [getattr(torch, DTYPES[entry.code][0]) for entry in entries if entry and entry.code in DTYPES]
-    if len(dtypes) < 2 or len({entry and entry.shape for entry in entries}) > 1:
-        return True  # refused where the tensors are validated
-    coarse = next(dtype for dtype in (torch.bfloat16, torch.float16, torch.float32) if dtype in dtypes)
-    both = (file.read(name).view(dtype).split(1 << 22) for (file, name), dtype in zip(places, dtypes, strict=True))
-    return all(torch.equal(a.to(coarse), b.to(coarse)) for a, b in zip(*both, strict=True))
-
-
-def open_files(
-    folder: Path, bundle: bool, error: type[WisparseError]
-) -> tuple[dict[str, str], dict[str, TensorFile], list[str]]:
-    """Tensor name -> file name, by the index or the single file's header; the opened files, validated against it; and what
-    was ignored, as sentences."""
-    notes: list[str] = []
-    # If there are both, transformers loads the single file; a bundle must have the index.
-    if os.path.lexists(folder / _SINGLE) and not bundle:
-        single = TensorFile(folder, _SINGLE, error)
-        if os.path.lexists(folder / INDEX):
-            notes.append(f"{_SINGLE} is read, as transformers does, and not the files that {INDEX} names")
-        return dict.fromkeys(single.entries, _SINGLE), {_SINGLE: single}, notes
-    if not os.path.lexists(folder / INDEX):
-        pickles = [name for name in _PICKLES if os.path.lexists(folder / name)]
-        if pickles:
-            found = f"{guard.shown(folder)}: expected safetensors weights, found {pickles[0]}"
-            advice = "pickle files can run code and are never loaded: save the model again with save_pretrained()"
-            raise error(f"{found}; {advice}")
-        gguf = any(name.endswith(".gguf") for name in os.listdir(folder))
-        hint = "; found GGUF files: give one of them, or its name with --gguf-file" if gguf else ""
-        expected = INDEX if bundle else f"{INDEX} or {_SINGLE}"
-        raise error(f"{guard.shown(folder)}: no weights: expected {expected}{hint}")
-    weight_map = guard.read_json(folder, INDEX, MAX_INDEX_BYTES, error).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise error(f"{INDEX}: expected an object weight_map, found {type(weight_map).__name__}")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not _SHARD.fullmatch(file):
-            raise error(f"{INDEX}: {name!r:.200}: expected a .safetensors file in the folder, found {file!r:.200}")
-    files = {name: TensorFile(folder, name, error) for name in dict.fromkeys(weight_map.values())}
-    if not bundle:
-        # As transformers: all tensors of the named files; of two with one name, the one in the last file.
-        places = {name: file for file in sorted(files) for name in files[file].entries}
-        moved = [name for name, file in places.items() if weight_map.get(name) != file]
-        if moved:
-            notes.append(
-                f"{INDEX} does not say where {len(moved)} tensor{'s' * (len(moved) > 1)} ({moved[0]!r:.200}) lie: read from "
-                f"{places[moved[0]]}, as transformers does"
-            )
-        others = [
-            name for name in os.listdir(folder) if name not in files and re.fullmatch(r"model.*\.safetensors", name)
-        ]
-        if others:
-            notes.append(f"{min(others)!r:.200} is not read: {INDEX} does not name it")
-        return weight_map | places, files, notes
-    for file, opened in files.items():
-        for name in opened.entries:
-            if weight_map.get(name) != file:
-                raise error(f"{file}: holds {name!r:.200}, which the index does not place there")
-    return weight_map, files, notes
-
-
-def parse_tensors(data: bytes, name: str) -> tuple[dict[str, tuple[Entry, bytearray]], dict[str, str]]:
-    """The tensors and the metadata of a safetensors file's bytes."""
-    try:
-        tensors = {tensor: (Entry(e["dtype"], tuple(e["shape"])), e["data"]) for tensor, e in deserialize(data)}
-    except SafetensorError as reason:
-        raise BundleError(f"{name}: no valid safetensors file, truncated or damaged: {reason!s:.300}") from None
-    (length,) = struct.unpack("<Q", data[:8])
-    metadata: dict[str, str] = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
-    return tensors, metadata
-
-
-def build_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """The header of a safetensors file whose data follow in this order."""
-    document: dict[str, Any] = {"__metadata__": dict(metadata)}
-    position = 0
-    for name, (dtype, shape) in tensors.items():
-        end = position + math.prod(shape) * dtype.itemsize
-        document[name] = {"dtype": code_of(dtype), "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    # Padded with spaces to a multiple of 8 bytes, as the format recommends.
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text

@@ -8,87 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .architectures import ARCHITECTURES, MIXERS, Activation, Architecture, ExpertsLayout, Mixer, Power, why_refused
+from .config_fields import LARGEST_DIMENSION, count, dimension, listed, number, require, switch
 from .errors import UnsupportedModelError
+from .rope_config import RopeConfig, read_rope
 
 LM_HEAD = "lm_head.weight"
-MTP = "mtp."  # prefix of the tensors of a multi-token prediction head
-# Field of `runtime.torch.block.Block` -> tensor, for a block with experts in parallel to a dense MLP.
-BESIDE = {
-    "experts_input": "pre_feedforward_layernorm_2.weight",
-    "experts_output": "post_feedforward_layernorm_2.weight",
-    "shared_output": "post_feedforward_layernorm_1.weight",
-    "router_scale": "router.scale",
-    "expert_scale": "router.per_expert_scale",
-}
-_SHARED = ("embed_tokens.weight", LM_HEAD)  # tensors that an MTP head shares with the model
-# Tensors of per-layer embeddings, and those of a block by field of `Block`.
-PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"  # (V, blocks * width)
-PER_LAYER_PROJECTION = "model.per_layer_model_projection.weight"
-PER_LAYER_NORM = "model.per_layer_projection_norm.weight"
-PER_LAYER = {
-    "per_layer_gate": "per_layer_input_gate.weight",
-    "per_layer_projection": "per_layer_projection.weight",
-    "per_layer_output": "post_per_layer_input_norm.weight",
-}
-# Far above any model: bounds memory for a hostile config before the tensors are validated.
-_LARGEST_DIMENSION = 2**27
 LARGEST_NUM_BLOCKS = 10_000
 _MOST_EXPERTS = 1 << 17  # in all blocks
 # Config keys of unsupported kinds of routers.
 _NOT_ROUTERS = ("n_group", "topk_group", "routed_scaling_factor", "moe_router_use_sigmoid", "scoring_func")
-# By rope type: required parameters and optional ones, which may be missing or null. All must be positive.
-_ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": ((), ("alpha",)),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "longrope": (("original_max_position_embeddings", "max_position_embeddings"), ("factor", "attention_factor")),
-    "yarn": (
-        ("factor", "original_max_position_embeddings"),
-        ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
-    ),
-    "proportional": ((), ("factor",)),
-}
-
-
-def require(valid: bool, key: str, what: str, found: Any, advice: str = "") -> None:
-    if not valid:
-        raise UnsupportedModelError(f"config.json: {key}: expected {what}, found {found!r:.80}{advice}")
-
-
-def dimension(config: Mapping[str, Any], key: str, largest: int = _LARGEST_DIMENSION) -> int:
-    value: Any = config.get(key)
-    require(type(value) is int and value > 0, key, "a positive integer", value)
-    require(value <= largest, key, f"at most {largest:,}", value)
-    return int(value)
-
-
-def _switch(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key)
-    require(value is None or isinstance(value, bool), key, "true or false", value)
-    return bool(value)
-
-
-def _number(
-    config: Mapping[str, Any], key: str, low: float = 1e-12, high: float = 1e12, what: str = "a positive number"
-) -> float:
-    """The bounds keep sums, powers and quotients finite; NaN fails every comparison."""
-    value: Any = config.get(key.rpartition(".")[2])
-    require(type(value) in (int, float) and low <= value < high, key, what, value)
-    return float(value)
-
-
-def _listed(config: Mapping[str, Any], key: str, length: int, what: str = "entries") -> list[Any]:
-    values: Any = config.get(key.rpartition(".")[2])
-    require(isinstance(values, list) and len(values) == length, key, f"{length} {what}", values)
-    return list(values)
-
-
-def _count(config: Mapping[str, Any], key: str | None) -> int:
-    """A non-negative number; 0 if ``key`` is None or missing."""
-    value = 0 if key is None or config.get(key) is None else config[key]
-    require(type(value) is int and 0 <= value <= _LARGEST_DIMENSION, str(key), "0 or a positive integer", value)
-    return int(value)
 
 
 @dataclass(frozen=True)
@@ -133,7 +61,7 @@ class Experts:
     shared_size: int  # width of a shared expert, whose output is multiplied by sigmoid(gate (1, H) x); 0: none
     router: str  # tensor names within the block: the router, and the shared expert's gate
     router_bias: str | None = None
-    beside: bool = False  # see `ExpertsLayout`; the shared expert is the dense MLP, without a gate
+    parallel_mlp: bool = False  # see `ExpertsLayout`; the shared expert is the dense MLP, without a gate
     shared_gate: str = "mlp.shared_expert_gate.weight"
 
 
@@ -160,17 +88,6 @@ class DeltaNet:
     def mixed_size(self) -> int:
         return 2 * self.key_size + self.value_size
 
-    def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Name within ``linear_attn.`` -> shape of the tensors that are not masked projections: they are small and sensitive."""
-        return {
-            "in_proj_b.weight": (self.value_heads, hidden_size),
-            "in_proj_a.weight": (self.value_heads, hidden_size),
-            "conv1d.weight": (self.mixed_size, 1, self.taps),
-            "dt_bias": (self.value_heads,),
-            "A_log": (self.value_heads,),
-            "norm.weight": (self.value_dim,),
-        }
-
 
 @dataclass(frozen=True)
 class ShortConv:
@@ -179,20 +96,6 @@ class ShortConv:
 
     taps: int  # kernel size
     bias: bool  # of the projections and of the convolution
-
-    def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Name within the block -> shape of the tensors that are no projections."""
-        kernel = {"conv.conv.weight": (hidden_size, 1, self.taps)}
-        return kernel | ({"conv.conv.bias": (hidden_size,)} if self.bias else {})
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    theta: float
-    rope_type: str
-    rotary_dim: int  # number of rotated dimensions of a head, from the first
-    parameters: Mapping[str, Any]  # of a scaled ``rope_type``, by Hugging Face's keys
-    interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
 
 
 @dataclass(frozen=True)
@@ -334,14 +237,14 @@ class ModelConfig:
                 shape = (
                     (experts.intermediate_size, hidden) if role == "down_proj" else (hidden, experts.intermediate_size)
                 )
-                module = f"model.layers.{index}." if experts.beside else mlp
-                folder = module if experts.beside else f"model.layers.{index}.{arch.experts.module}."
+                module = f"model.layers.{index}." if experts.parallel_mlp else mlp
+                folder = module if experts.parallel_mlp else f"model.layers.{index}.{arch.experts.module}."
                 parts = tuple(f"{folder}experts.{expert}.{stored}" for expert in range(experts.count))
                 name = f"{module}experts.{role}"
                 yield Projection(name, index, role, *shape, arch.experts.biases, experts.count, experts.chosen, parts)
             for role in roles if experts.shared_size else ():
                 shape = (experts.shared_size, hidden) if role == "down_proj" else (hidden, experts.shared_size)
-                name = mlp + role if experts.beside else f"{mlp}shared_expert.{role}"
+                name = mlp + role if experts.parallel_mlp else f"{mlp}shared_expert.{role}"
                 yield Projection(name, index, f"shared_{role}", *shape, False)
 
     def shared_inputs(self, block: int) -> list[list[Projection]]:
@@ -374,12 +277,12 @@ class ModelConfig:
         arch = ARCHITECTURES[model_type]
 
         def power(value: Power | None, default: float = 1.0) -> float:
-            return default if value is None else _number(config, value[0]) ** value[1]
+            return default if value is None else number(config, value[0]) ** value[1]
 
         def optional(key: str | None) -> float | None:
             if key is not None and key not in config:
                 raise UnsupportedModelError(f"config.json: {key}: expected a number or null, found no such key")
-            return None if key is None or config[key] is None else _number(config, key)
+            return None if key is None or config[key] is None else number(config, key)
 
         for key in arch.without:
             require(config.get(key) is None, key, "null, the only value known here", config.get(key))
@@ -389,23 +292,25 @@ class ModelConfig:
         if arch.experts is not None and inner not in config:  # they have no dense MLP
             inner = arch.experts.intermediate_size
         dimensions["intermediate_size"] = dimension(config, inner)
-        if arch.adjusted_mlp and _switch(config, "block_auto_adjust_ff_dim"):
-            multiple, factor = dimension(config, "block_multiple_of"), 1.0
+        if arch.adjusted_mlp and switch(config, "block_auto_adjust_ff_dim"):
+            unit, factor = dimension(config, "block_multiple_of"), 1.0
             if config.get("block_ffn_dim_multiplier") is not None:
-                factor = _number(config, "block_ffn_dim_multiplier", 1e-3, 1e3)
+                factor = number(config, "block_ffn_dim_multiplier", 1e-3, 1e3)
             width = int(factor * int(2 * dimensions["intermediate_size"] / 3))
-            dimensions["intermediate_size"] = max(-(-width // multiple), 1) * multiple
+            dimensions["intermediate_size"] = max(-(-width // unit), 1) * unit
         num_heads = dimension(config, "num_attention_heads")
         num_kv_heads = dimension(config, "num_key_value_heads")
         num_blocks = dimension(config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
         stated = config.get("head_dim") is not None
         head_dim = dimension(config, "head_dim") if stated else dimensions["hidden_size"] // num_heads
         blocks = _blocks(config, arch, num_blocks, head_dim, num_kv_heads)
-        if arch.experts is not None and (arch.experts.beside is None or _switch(config, arch.experts.beside)):
+        if arch.experts is not None and (
+            arch.experts.parallel_mlp is None or switch(config, arch.experts.parallel_mlp)
+        ):
             blocks = _with_experts(config, arch.experts, blocks)
             narrow = not any(block.wide_mlp for block in blocks)
             require(narrow, str(arch.wide_mlp), "false where blocks have experts", True)
-        per_layer_size = _count(config, arch.per_layer)
+        per_layer_size = count(config, arch.per_layer)
         if per_layer_size:
             rows, key = config.get("vocab_size_per_layer_input"), "vocab_size_per_layer_input"
             require(rows == dimensions["vocab_size"], key, f"vocab_size ({dimensions['vocab_size']})", rows)
@@ -428,13 +333,13 @@ class ModelConfig:
         query_scaling = None
         if arch.query_scaling and rope.get("llama_4_scaling_beta") is not None:
             positions = dimension(rope, "original_max_position_embeddings")
-            query_scaling = (_number(rope, "llama_4_scaling_beta"), positions)
-        rotaries = tuple(_rope(config, one, width, arch) for one, width in ropes)
+            query_scaling = (number(rope, "llama_4_scaling_beta"), positions)
+        rotaries = tuple(read_rope(config, one, width, arch) for one, width in ropes)
         for one in rotaries:  # model cards tell to add YaRN without changing max_position_embeddings
             if one.rope_type == "yarn":
                 scaled = one.parameters["original_max_position_embeddings"] * one.parameters["factor"]
                 key = "max_position_embeddings"
-                dimensions[key] = max(dimensions[key], min(int(scaled), _LARGEST_DIMENSION))
+                dimensions[key] = max(dimensions[key], min(int(scaled), LARGEST_DIMENSION))
         biases = {name: getattr(arch, name) for name in ("qkv_bias", "o_bias", "mlp_bias")}
         factors = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
         multipliers: dict[str, Any] = {name: power(getattr(arch, name)) for name in factors}
@@ -445,12 +350,12 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_number(config, arch.eps, 0, 1, "a small number"),
-            tie_word_embeddings=_switch(config, "tie_word_embeddings"),
-            **{name: _switch(config, bias) if isinstance(bias, str) else bias for name, bias in biases.items()},
+            rms_norm_eps=number(config, arch.eps, 0, 1, "a small number"),
+            tie_word_embeddings=switch(config, "tie_word_embeddings"),
+            **{name: switch(config, bias) if isinstance(bias, str) else bias for name, bias in biases.items()},
             dtype=str(config.get("dtype") or "float32"),
             activation=arch.activations[activation],
-            clamp=(_number(config, "swiglu_alpha"), _number(config, "swiglu_limit")) if clamped else (0.0, 0.0),
+            clamp=(number(config, "swiglu_alpha"), number(config, "swiglu_limit")) if clamped else (0.0, 0.0),
             blocks=blocks,
             rotaries=rotaries,
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
@@ -470,12 +375,12 @@ def _blocks(
     has_windows = (arch.layer_types or arch.window) and config.get("sliding_window") is not None
     window = dimension(config, "sliding_window") if has_windows else None
     other = arch.recurrent or "sliding_attention"
-    kinds: list[Any] = _listed(config, "layer_types", num_blocks) if arch.layer_types else [other] * num_blocks
+    kinds: list[Any] = listed(config, "layer_types", num_blocks) if arch.layer_types else [other] * num_blocks
     for kind in kinds:
         require(kind in (other, "full_attention"), "layer_types", f"{other} or full_attention", kind)
     rotated: list[Any] = [True] * num_blocks
     if arch.unrotated == "listed":
-        rotated = _listed(config, "no_rope_layers", num_blocks)
+        rotated = listed(config, "no_rope_layers", num_blocks)
     elif arch.recurrent or (arch.unrotated == "full" and window is not None):
         rotated = [(kind == other) != bool(arch.recurrent) for kind in kinds]
     blocks = []
@@ -485,9 +390,9 @@ def _blocks(
         blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, MIXERS.get(kind, "attention")))
     if arch.full_heads:
         blocks = _with_full_heads(config, arch, blocks)
-    shared = _count(config, arch.shared_kv)
+    shared = count(config, arch.shared_kv)
     require(shared < num_blocks, str(arch.shared_kv), f"fewer than num_hidden_layers ({num_blocks})", shared)
-    wide = arch.wide_mlp is not None and _switch(config, arch.wide_mlp)
+    wide = arch.wide_mlp is not None and switch(config, arch.wide_mlp)
     first = num_blocks - shared
     for index in range(first, num_blocks):
         of_kind = [earlier for earlier in range(first) if kinds[earlier] == kinds[index]]
@@ -501,7 +406,7 @@ def _blocks(
 
 def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list[Block]) -> list[Block]:
     """Set the head dimensions of Gemma 4's full attention blocks, which differ."""
-    shared = arch.shared_values is not None and _switch(config, arch.shared_values)
+    shared = arch.shared_values is not None and switch(config, arch.shared_values)
     # transformers before 5.20 states them once, later versions per block.
     own = {"head_dim": config.get("global_head_dim")}
     if shared:
@@ -547,9 +452,9 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
         dimension(config, layout.intermediate_size),
         bool(config[how]) if isinstance(how, str) else how,
         0 if layout.shared_size is None else dimension(config, layout.shared_size),
-        f"{layout.router}.weight" if layout.beside else f"{layout.module}.{layout.router}.weight",
+        f"{layout.router}.weight" if layout.parallel_mlp else f"{layout.module}.{layout.router}.weight",
         f"{layout.module}.{layout.router}.bias" if layout.biases else None,
-        layout.beside is not None,
+        layout.parallel_mlp is not None,
     )
     every, dense = 1, list[int]()
     if layout.dense_blocks:
@@ -580,173 +485,4 @@ def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
 def _short_conv(config: Mapping[str, Any]) -> ShortConv:
     taps = dimension(config, "conv_L_cache", largest=64)
     require(taps > 1, "conv_L_cache", "2 or more", taps)
-    return ShortConv(taps, _switch(config, "conv_bias"))
-
-
-def _rope(config: Mapping[str, Any], given: Any, head_dim: int, arch: Architecture) -> RopeConfig:
-    require(isinstance(given, Mapping), "rope_parameters", "an object", given)
-    parameters, rope_type = dict(given), given.get("rope_type")
-    known = isinstance(rope_type, str) and rope_type in _ROPE_NUMBERS
-    require(known, "rotary scaling", f"one of {', '.join(_ROPE_NUMBERS)}", rope_type)
-
-    def positive(key: str) -> float:
-        return _number(parameters, f"rope_parameters.{key}", 1e-300, 1e30)
-
-    theta = positive("rope_theta")
-    parameters.setdefault("partial_rotary_factor", 1.0)
-    partial = parameters["partial_rotary_factor"] = min(positive("partial_rotary_factor"), 1.0)
-    if partial < 1 and not arch.partial and rope_type != "proportional":
-        key = "rope_parameters.partial_rotary_factor"
-        require(rope_type == "default", key, "1 beside scaled positions in this family", partial)
-        partial = parameters["partial_rotary_factor"] = 1.0  # as transformers, which does not read it there
-    # Proportional: all dimensions form pairs; those beyond the factor have frequency 0.
-    rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * partial)
-    even = rotary_dim >= 2 and rotary_dim % 2 == 0
-    require(even, "rotary embedding", "an even number of dimensions", rotary_dim)
-    # As in transformers, the config's own number comes first.
-    maximum = config.get("max_position_embeddings")
-    original = config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-    parameters["original_max_position_embeddings"] = original or maximum
-    parameters.setdefault("max_position_embeddings", maximum)
-    if rope_type == "yarn" and parameters.get("factor") is None:
-        parameters["factor"] = positive("max_position_embeddings") / positive("original_max_position_embeddings")
-    required, optional = _ROPE_NUMBERS[rope_type]
-    for key in (*required, *optional):
-        if key in required or parameters.get(key) is not None:
-            positive(key)
-    if rope_type == "llama3":
-        low, high = (parameters[f"{key}_freq_factor"] for key in ("low", "high"))
-        require(low != high, "rope_parameters.low_freq_factor", "another number than high_freq_factor", low)
-    if rope_type == "dynamic":
-        require(rotary_dim >= 4, "rotary embedding", "4 dimensions or more for dynamic scaling", rotary_dim)
-    if rope_type == "yarn":
-        truncate = parameters.get("truncate", True)
-        require(isinstance(truncate, bool), "rope_parameters.truncate", "true or false", truncate)
-    if rope_type == "longrope":
-        original = parameters["original_max_position_embeddings"]
-        require(original >= 2, "original_max_position_embeddings", "more than 1", original)
-        for key in ("short_factor", "long_factor"):
-            for value in _listed(parameters, f"rope_parameters.{key}", rotary_dim // 2, "numbers"):
-                _number({key: value}, f"rope_parameters.{key}", 1e-300, 1e30)
-    return RopeConfig(theta, rope_type, rotary_dim, parameters, arch.interleaved)
-
-
-@dataclass(frozen=True)
-class InOne:
-    """The position of an expert's tensor in a tensor of all experts of its block."""
-
-    name: str  # of the tensor of all experts
-    shape: tuple[int, ...]
-    expert: int
-    index: int  # 0 for gate, 1 for up
-    each: int  # tensors per expert, 1 or 2
-    interleaved: bool
-    part: tuple[int, ...]  # shape of the expert's tensor
-
-    def of(self, whole: Any) -> Any:
-        """The expert's tensor as a view of ``whole[expert]``."""
-        if not self.interleaved:
-            return whole.chunk(self.each)[self.index]
-        part = whole[..., self.index :: self.each]
-        return part.t() if len(self.part) == 2 else part
-
-
-def experts_in_one(config: ModelConfig) -> dict[str, InOne]:
-    """Name of each expert's tensor -> its position in a tensor of all experts of its block."""
-    found: dict[str, InOne] = {}
-    layout = config.architecture.experts
-    interleaved = layout is not None and layout.together == "interleaved"
-    for one in config.projections():
-        if not one.experts:
-            continue
-        down = one.role == "down_proj"
-        name, each = one.name if down else f"{one.name.rpartition('.')[0]}.gate_up_proj", 1 if down else 2
-        sizes = each * one.out_features, one.in_features
-        shape, index = (one.experts, *(sizes[::-1] if interleaved else sizes)), int(one.role == "up_proj")
-        for expert, part in enumerate(one.parts):
-            place = expert, index, each, interleaved
-            found[f"{part}.weight"] = InOne(name, shape, *place, (one.out_features, one.in_features))
-            if one.bias:
-                found[f"{part}.bias"] = InOne(f"{name}_bias", (one.experts, sizes[0]), *place, (one.out_features,))
-    return found
-
-
-def mtp_config(config: ModelConfig) -> ModelConfig:
-    """The configuration of an MTP head's single attention block as a model; its tensors have the prefix ``model.`` instead
-    of ``mtp.``."""
-    return replace(
-        config, num_blocks=1, blocks=(replace(config.blocks[0], mixer="attention", rotary=0),), delta_net=None
-    )
-
-
-def mtp_tensors(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, InOne]]:
-    """Name -> shape of an MTP head's tensors, and their positions as in `experts_in_one`; empty in other families."""
-    if not config.architecture.mtp:
-        return {}, {}
-    hidden, one = config.hidden_size, mtp_config(config)
-    norms = dict.fromkeys([f"{MTP}pre_fc_norm_{half}.weight" for half in ("embedding", "hidden")], (hidden,))
-
-    def named(name: str) -> str:
-        return MTP + name.removeprefix("model.")
-
-    block = {named(name): shape for name, shape in expected_tensors(one).items() if not name.endswith(_SHARED)}
-    places = {named(name): replace(place, name=named(place.name)) for name, place in experts_in_one(one).items()}
-    return {**norms, f"{MTP}fc.weight": (hidden, 2 * hidden), **block}, places
-
-
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each tensor in the order of execution. Weights are (out, in); no ``lm_head`` with tied embeddings;
-    experts have separate tensors, see `experts_in_one`."""
-    hidden, vocab = (config.hidden_size,), (config.vocab_size, config.hidden_size)
-    expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocab}
-    per_layer = config.per_layer_size
-    if per_layer:
-        every = config.num_blocks * per_layer
-        expected |= {PER_LAYER_EMBEDDING: (config.vocab_size, every), PER_LAYER_NORM: (per_layer,)}
-        expected[PER_LAYER_PROJECTION] = (every, config.hidden_size)
-    arch = config.architecture
-    # The norms before and after each of these projections.
-    first, last = arch.norms.attention_input, arch.norms.attention_output
-    before = {arch.qkv[0]: first, "in_proj_qkv": first, "in_proj": first, arch.gate_up[0]: arch.norms.mlp_input}
-    after = {"o_proj": last, "out_proj": last, "down_proj": arch.norms.mlp_output}
-    for index, block in enumerate(config.blocks):
-        prefix, experts = f"model.layers.{index}.", block.experts
-        for projection in config.projections(index):
-            if norm := before.get(projection.role):
-                expected[f"{prefix}{norm}.weight"] = hidden
-            if projection.role == "o_proj" and arch.qk_norm is not None:
-                sizes = (config.q_size(index), block.kv_size)[: 1 if block.kv_from is not None else 2]
-                for name, size in zip(arch.qk_norm.names, sizes, strict=False):
-                    expected[f"{prefix}self_attn.{name}.weight"] = (block.head_dim if arch.qk_norm.per_head else size,)
-            if projection.role == "o_proj" and arch.sinks:
-                expected[f"{prefix}self_attn.sinks"] = (config.num_heads,)
-            if block.mixer == "short_conv" and projection.role == "out_proj" and config.short_conv is not None:
-                others = config.short_conv.tensors(config.hidden_size)
-                expected |= {prefix + name: shape for name, shape in others.items()}
-            elif projection.role == "out_proj" and config.delta_net is not None:
-                others = config.delta_net.tensors(config.hidden_size)
-                expected |= {f"{prefix}linear_attn.{name}": shape for name, shape in others.items()}
-            if experts is not None and projection.role == arch.gate_up[0]:
-                expected[prefix + experts.router] = (experts.count, config.hidden_size)
-                if experts.router_bias is not None:
-                    expected[prefix + experts.router_bias] = (experts.count,)
-                if experts.beside:
-                    expected |= {prefix + BESIDE[field]: hidden for field in BESIDE}
-                    expected[prefix + BESIDE["expert_scale"]] = (experts.count,)
-            if experts is not None and projection.role == "shared_gate_proj" and not experts.beside:
-                expected[prefix + experts.shared_gate] = (1, config.hidden_size)
-            shape = (projection.out_features, projection.in_features)
-            expected |= dict.fromkeys([f"{part}.weight" for part in projection.parts], shape)
-            if projection.bias:
-                expected |= dict.fromkeys([f"{part}.bias" for part in projection.parts], (projection.out_features,))
-            if norm := after.get(projection.role):
-                expected[f"{prefix}{norm}.weight"] = hidden
-        if per_layer:
-            shapes = ((per_layer, config.hidden_size), (config.hidden_size, per_layer), hidden)
-            expected |= zip((prefix + name for name in PER_LAYER.values()), shapes, strict=True)
-        if arch.block_scalar is not None:
-            expected[prefix + arch.block_scalar] = (1,)
-    expected[f"{arch.final_norm}.weight"] = hidden
-    if not config.tie_word_embeddings:
-        expected[LM_HEAD] = vocab
-    return expected
+    return ShortConv(taps, switch(config, "conv_bias"))

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+from .config_fields import dimension, require
 from .errors import UnsupportedModelError
 from .guard import refusals
 from .lazy import Tensor, torch
-from .model_config import LM_HEAD, ModelConfig, dimension, require
+from .model_config import LM_HEAD, ModelConfig
 from .weight_types import Kind, QuantizedMatrix, pack_int4
 
 _FLOATS = ("BF16", "F16", "F32")

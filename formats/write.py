@@ -17,12 +17,13 @@ import torch
 
 from .bundle import NAMED_TEMPLATE, SMALL_FILES, ProjectionMask, scale_shapes, sidecar_bytes, verify_bundle
 from .card import LICENCE_FILE
-from .checkpoint import INDEX, MAX_CONFIG_BYTES, Checkpoint, TensorInfo, build_header, is_finite
+from .checkpoint import MAX_CONFIG_BYTES, Checkpoint, TensorInfo
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .folder import check_target, replaced_folder
 from .guard import dump_json, file_digest, list_files, read_bounded
 from .manifest import BUNDLE, FILE_NAME, FORMAT_VERSION, MANIFEST, SIDECAR, Manifest, Recipe
 from .model_config import LM_HEAD
+from .tensor_file import INDEX, build_header, is_finite
 
 _MAX_COPIED_BYTES, _CHUNK_BYTES = 16 << 20, 32 << 20
 _SIDE_BY_SIDE = 4  # shards that are written concurrently

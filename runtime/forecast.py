@@ -23,7 +23,8 @@ from torch import Tensor
 from wisparse.formats.bundle import ProjectionMask, scale_shapes
 from wisparse.formats.errors import WisparseError
 from wisparse.formats.machine import available_bytes
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, group_of
 
 from .backends import make_decoder

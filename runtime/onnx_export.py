@@ -14,10 +14,10 @@ from onnx import TensorProto, helper
 
 from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import SMALL_FILES, Bundle
-from wisparse.formats.checkpoint import is_finite
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError, WisparseError
 from wisparse.formats.folder import Kind, check_target, replaced_folder
 from wisparse.formats.guard import dump_json, expect, read_json
+from wisparse.formats.tensor_file import is_finite
 from wisparse.kernels.reference import keep_mask, scores
 
 from .decoding.rotary import switch_length

@@ -22,10 +22,11 @@ from tokenizers import Tokenizer
 from wisparse.converter.config import full_config
 from wisparse.converter.source import choose_dtype, load_source
 from wisparse.converter.tokenizer import load_tokenizer
-from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, text_name
+from wisparse.formats.architectures import ARCHITECTURES, MIXERS, WRAPPERS, text_name
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
-from wisparse.formats.model_config import PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import PER_LAYER_EMBEDDING, expected_tensors
 
 
 def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_keys_left_out_mean_what_they_mean_to_transformers(model_type: str) -> N
     assert type(theirs).__name__.startswith(config.architecture.class_name.removesuffix("ForCausalLM"))
     assert config.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
     assert config.head_dim == (getattr(theirs, "head_dim", None) or 2)
-    assert (config.rms_norm_eps, config.vocab_size) == (theirs.rms_norm_eps, theirs.vocab_size)
+    assert (config.rms_norm_eps, config.vocab_size) == (getattr(theirs, config.architecture.eps), theirs.vocab_size)
     kinds = ("full_attention", "sliding_attention") if config.architecture.local_rope else (None,)
     ropes = [theirs.rope_parameters[kind] if kind else theirs.rope_parameters for kind in kinds]
     read = [(rope.theta, rope.rope_type) for rope in config.rotaries]
@@ -177,7 +178,7 @@ def test_keys_left_out_mean_what_they_mean_to_transformers(model_type: str) -> N
     window = getattr(theirs, "sliding_window", None)
     windows = [window if kind == "sliding_attention" else None for kind in layers]
     assert [block.window for block in config.blocks] == windows
-    assert [block.recurrent for block in config.blocks] == [kind == "linear_attention" for kind in layers]
+    assert [block.recurrent for block in config.blocks] == [kind in MIXERS for kind in layers]
     assert full_config(found) == found
 
 

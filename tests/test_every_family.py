@@ -25,7 +25,7 @@ from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError, WisparseError
-from wisparse.formats.model_config import expected_tensors
+from wisparse.formats.tensors import expected_tensors
 from wisparse.runtime.cuda.weights import load_weights
 from wisparse.runtime.onnx_export import OnnxDecoder, export_onnx
 from wisparse.runtime.torch.decoder import TorchDecoder

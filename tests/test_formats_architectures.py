@@ -16,7 +16,8 @@ from wisparse.formats.architectures import ARCHITECTURES, why_refused
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError
 from wisparse.formats.guard import parse_json, shown
 from wisparse.formats.hub import fetch_source
-from wisparse.formats.model_config import ModelConfig, experts_in_one
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import stacked_experts
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -55,13 +56,12 @@ def test_projections_of_transformers_models_are_found() -> None:
         config = ModelConfig.from_dict(hf_config.to_dict())
         ours = {projection.name: projection for projection in config.projections()}
         # Recurrent blocks have two that are too small to be worth a mask.
-        small = config.delta_net.tensors(1) if config.delta_net else ()
-        left_out = ("lm_head.weight", "shared_expert_gate.weight", *small)
+        left_out = ("lm_head.weight", "shared_expert_gate.weight", "in_proj_a.weight", "in_proj_b.weight")
         linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
         linears = {name: one for name, one in linears.items() if not f"{name}.weight".endswith(left_out)}
         experts = {name: ours.pop(name) for name in list(ours) if ours[name].experts}
         assert set(ours) == set(linears)
-        places = experts_in_one(config)
+        places = stacked_experts(config)
         for one in experts.values():
             place = places[f"{one.parts[0]}.weight"]
             assert model.get_parameter(place.name).shape == place.shape, place.name

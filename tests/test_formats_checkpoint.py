@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save, save_file
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.checkpoint import DTYPES, INDEX, Checkpoint, TensorFile, build_header, is_finite, parse_tensors
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError
+from wisparse.formats.tensor_file import DTYPES, INDEX, TensorFile, build_header, is_finite, parse_tensors
 
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 
@@ -276,7 +277,7 @@ def test_not_a_regular_file(name: str, kind: str, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse file may claim a terabyte, which an address space under a limit does not hold."""
     (tmp_path / "x").write_bytes(_content(GOOD, bytes(8)))
-    monkeypatch.setattr("wisparse.formats.checkpoint.safe_open", Mock(side_effect=MemoryError("os error 12")))
+    monkeypatch.setattr("wisparse.formats.tensor_file.safe_open", Mock(side_effect=MemoryError("os error 12")))
     with pytest.raises(BundleError, match=r"x: its [\d,]+ bytes cannot be mapped into memory"):
         TensorFile(tmp_path, "x", BundleError)
 

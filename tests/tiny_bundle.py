@@ -16,7 +16,8 @@ from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import expected_tensors
 from wisparse.formats.write import write_bundle
 
 VOCAB = 258  # 256 bytes, <s>, </s>

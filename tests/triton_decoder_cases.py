@@ -15,7 +15,8 @@ from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.converter.config import full_config
 from wisparse.formats.bundle import Bundle, ProjectionMask
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensors import expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.decoding.sampling import SamplingParams

@@ -22,8 +22,9 @@ from wisparse.converter.source import choose_dtype
 from wisparse.formats.checkpoint import read_config
 from wisparse.formats.errors import printable
 from wisparse.formats.machine import available_bytes, choose_device
-from wisparse.formats.model_config import ModelConfig, expected_tensors
+from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.quantization import read_quantisation
+from wisparse.formats.tensors import expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.runtime.benchmark import machine, read_bandwidth_gbps
 from wisparse.runtime.forecast import Forecast, forecast

@@ -439,7 +439,7 @@ class Step:
                     BlockField.RENORMALISED: spec.experts.renormalised,
                     BlockField.ROUTER: None if block.router is None else block.router.float(),
                     BlockField.ROUTER_BIAS: None if block.router_bias is None else block.router_bias.float(),
-                    BlockField.BESIDE: spec.experts.beside,
+                    BlockField.BESIDE: spec.experts.parallel_mlp,
                     BlockField.EXPERT_SCALE: None if block.expert_scale is None else block.expert_scale.float(),
                     BlockField.SHARED_SIZE: spec.experts.shared_size,
                     BlockField.SHARED_GATE: None if block.shared_gate is None else block.shared_gate.float(),
@@ -516,7 +516,7 @@ class Step:
                 StepField.EXPERT_VALUE: torch.empty(slots, inner),
                 StepField.EXPERT_COUNT: torch.empty(slots, threads, 2, dtype=torch.int64),
             }
-            if experts.beside:
+            if experts.parallel_mlp:
                 self._buffers[StepField.BESIDE] = torch.empty(rows, config.hidden_size)
             layout |= {StepField.EXPERT_SLOTS: slots, StepField.EXPERT_LENGTH: inner}
         for field, tensor in self._buffers.items():

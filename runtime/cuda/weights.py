@@ -17,12 +17,13 @@ from torch.nn import functional
 from wisparse.formats.bundle import Bundle, ProjectionMask, planes_of
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.model_config import InOne, ModelConfig, Projection, experts_in_one
+from wisparse.formats.model_config import ModelConfig, Projection
+from wisparse.formats.tensors import StackedExperts, block_fields, stacked_experts
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, interleaved, round_weight
 from wisparse.kernels.gpu.experts import ExpertLinear, empty_experts
 from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
-from ..torch.block import LINEARS, SHARED, Block, Norm, block_tensors, read_spec
+from ..torch.block import LINEARS, SHARED, Block, Norm, read_spec
 
 _HEAD_ROWS = 4096  # rows of a quantized output layer that fit into ``CudaWeights.dequantized``, at least
 _MOST_THREADS = 12  # of ``staged_reads``
@@ -108,7 +109,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
     config, checkpoint = bundle.config, bundle.checkpoint
     if isinstance(checkpoint, Checkpoint) and not checkpoint.quantised:
         layout = config.architecture.experts
-        places = {} if layout is None or layout.together is None else experts_in_one(config)
+        places = {} if layout is None or layout.stacked is None else stacked_experts(config)
         names = (places[name].name if name in places else name for name in _names(config))
         reads: Any = _reads_of_parts(staged_reads(checkpoint, dict.fromkeys(names), device), places)
     else:
@@ -151,7 +152,7 @@ def _names(config: ModelConfig) -> Iterator[str]:
     if not config.tie_word_embeddings:
         yield _HEAD
     for index in range(config.num_blocks):
-        yield from block_tensors(config, index).values()
+        yield from (one.name for one in block_fields(config, index).values())
         for _, own, shared, _ in _linears(config, index):
             yield from (f"{part}.weight" for projection in (*own, *shared) for part in projection.parts)
             yield from (f"{part}.bias" for projection in own if projection.bias for part in projection.parts)
@@ -159,7 +160,7 @@ def _names(config: ModelConfig) -> Iterator[str]:
 
 
 @contextmanager
-def _reads_of_parts(reads: Any, places: Mapping[str, InOne]) -> Iterator[Callable[[str], Tensor]]:
+def _reads_of_parts(reads: Any, places: Mapping[str, StackedExperts]) -> Iterator[Callable[[str], Tensor]]:
     """``reads`` for checkpoints with all experts of a block in one tensor; keeps the last such tensor."""
     whole: dict[str, Tensor] = {}
 
@@ -181,7 +182,7 @@ def _linears(config: ModelConfig, index: int) -> Iterator[tuple[str, list[Projec
     with a mask of its own, that one tensor stores (2 for a fused gate_up_proj). A dense MLP beside experts has its own roles."""
     fused, experts = len(config.architecture.gate_up) == 1, config.blocks[index].experts
     own = config.shared_inputs(index)
-    beside = experts is not None and experts.beside
+    beside = experts is not None and experts.parallel_mlp
     shared = {} if beside else dict(zip(EXPERTS, own[len(LINEARS) :], strict=False))
     for role, projections in zip((*LINEARS, *SHARED) if beside else LINEARS, own, strict=False):
         yield role, projections, shared.get(role, []), 2 if fused and role == "gate_up" else 1

@@ -20,7 +20,8 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.errors import ContextLengthError, PromptError, ResourceError, UsageError
 from wisparse.formats.machine import available_bytes
-from wisparse.formats.model_config import LM_HEAD, PER_LAYER_EMBEDDING, ModelConfig, expected_tensors
+from wisparse.formats.model_config import LM_HEAD, ModelConfig
+from wisparse.formats.tensors import PER_LAYER_EMBEDDING, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 
 from ..torch.block import Block, PerLayer, Positions, attention, embed, route, run_block

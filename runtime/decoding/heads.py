@@ -24,11 +24,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.checkpoint import DTYPES, MAX_CONFIG_BYTES, Entry, TensorFile, open_files
+from wisparse.formats.checkpoint import MAX_CONFIG_BYTES
+from wisparse.formats.config_fields import dimension
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.guard import read_json
 from wisparse.formats.hub import fetch_source
-from wisparse.formats.model_config import MTP, ModelConfig, dimension, mtp_config
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.tensor_file import DTYPES, Entry, TensorFile, open_files
+from wisparse.formats.tensors import MTP, mtp_config
 
 from ..torch.block import LINEARS, SHARED, Block, Norm, activate, read_spec, route, run_experts
 from .cache import KVCache, bytes_per_position

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -13,15 +13,8 @@ from torch.nn import functional
 from wisparse.formats import block_ops, model_config
 from wisparse.formats.block_ops import HIDDEN, Op
 from wisparse.formats.bundle import Bundle, ProjectionMask
-from wisparse.formats.model_config import (
-    BESIDE,
-    PER_LAYER,
-    PER_LAYER_EMBEDDING,
-    PER_LAYER_NORM,
-    PER_LAYER_PROJECTION,
-    DeltaNet,
-    ModelConfig,
-)
+from wisparse.formats.model_config import DeltaNet, ModelConfig
+from wisparse.formats.tensors import PER_LAYER_EMBEDDING, PER_LAYER_NORM, PER_LAYER_PROJECTION, block_fields
 from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..decoding.cache import KVCache, RecurrentState
@@ -157,7 +150,7 @@ class ConvWeights:
     """The convolution of a gated short convolution."""
 
     kernel: Tensor  # (H, 1, taps)
-    bias: Tensor | None  # (H,)
+    bias: Tensor | None = None  # (H,)
 
     def __call__(self, projected: Tensor, cached: RecurrentState) -> Tensor:
         """The next T positions, (T, H), the input of out_proj; updates ``cached`` in place. projected: (T, 3 H), of
@@ -230,52 +223,20 @@ class Block(Generic[Linear]):
         return self.qkv, self.o, self.gate_up, self.down, *(one for one in shared if one is not None)
 
 
-def block_tensors(config: ModelConfig, index: int) -> dict[str, str]:
-    """Names in the checkpoint of a block's tensors except projections, by field of `Block` or `DeltaWeights`."""
-    arch, block, prefix = config.architecture, config.blocks[index], f"model.layers.{index}."
-    norms = asdict(arch.norms)
-    if arch.qk_norm is not None and not block.recurrent:
-        norms |= zip(("q_norm", "k_norm"), (f"self_attn.{name}" for name in arch.qk_norm.names), strict=True)
-        if block.kv_from is not None:
-            del norms["k_norm"]
-    names = {field: f"{prefix}{name}.weight" for field, name in norms.items() if name is not None}
-    if block.mixer == "short_conv" and config.short_conv is not None:
-        names |= {name: prefix + name for name in config.short_conv.tensors(config.hidden_size)}
-    if config.delta_net is not None and block.mixer == "delta_net":
-        names |= {name: f"{prefix}linear_attn.{name}" for name in config.delta_net.tensors(config.hidden_size)}
-    if arch.sinks:
-        names["sinks"] = f"{prefix}self_attn.sinks"
-    if block.experts is not None:
-        names["router"] = prefix + block.experts.router
-        if block.experts.router_bias is not None:
-            names["router_bias"] = prefix + block.experts.router_bias
-        if block.experts.beside:
-            names |= {field: prefix + name for field, name in BESIDE.items()}
-        elif block.experts.shared_size:
-            names["shared_gate"] = prefix + block.experts.shared_gate
-    if config.per_layer_size:
-        names |= {field: prefix + name for field, name in PER_LAYER.items()}
-    return names if arch.block_scalar is None else names | {"scalar": prefix + arch.block_scalar}
-
-
 def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
     """The fields of a `Block` except its projections; ``read`` loads a tensor by its name in the checkpoint."""
-    eps, delta, conv = config.rms_norm_eps, None, None
-    tensors = {field: read(name) for field, name in block_tensors(config, index).items()}
-    if config.blocks[index].mixer == "short_conv":
-        conv = ConvWeights(tensors.pop("conv.conv.weight"), tensors.pop("conv.conv.bias", None))
-    if config.delta_net is not None and config.blocks[index].mixer == "delta_net":
-        names = {"a": "in_proj_a.weight", "b": "in_proj_b.weight", "kernel": "conv1d.weight", "log_rate": "A_log"}
-        names |= {"dt_bias": "dt_bias", "norm": "norm.weight"}
-        delta = DeltaWeights(config.delta_net, eps=eps, **{field: tensors.pop(name) for field, name in names.items()})
-    plain = ["scalar", "sinks", "router", "router_bias", "shared_gate", "router_scale", "expert_scale"]
-    plain += ["per_layer_gate", "per_layer_projection"]
-    offset = config.architecture.norm_offset
-    norms = {field: Norm(weight, eps, offset) for field, weight in tensors.items() if field not in plain}
-    ops = block_ops.block_ops(config, index)
-    return {"spec": config.blocks[index], "ops": ops, "delta": delta, "conv": conv, **norms} | {
-        name: tensors.get(name) for name in plain
-    }
+    eps, offset = config.rms_norm_eps, config.architecture.norm_offset
+    found: dict[str, Any] = {one.name: None for one in fields(Block) if one.default is None and one.name not in SHARED}
+    parts: dict[str, dict[str, Any]] = {"delta": {}, "conv": {}}
+    for field_, spec in block_fields(config, index).items():
+        mixer, _, name = field_.rpartition(".")
+        tensor = read(spec.name)
+        (parts[mixer] if mixer else found)[name] = Norm(tensor, eps, offset) if spec.norm else tensor
+    if parts["delta"] and config.delta_net is not None:
+        found["delta"] = DeltaWeights(config.delta_net, eps=eps, **parts["delta"])
+    if parts["conv"]:
+        found["conv"] = ConvWeights(**parts["conv"])
+    return found | {"spec": config.blocks[index], "ops": block_ops.block_ops(config, index)}
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def why_quantised_is_refused(config: Mapping[str, Any], stored: Mapping[str, Any
     groups = stored.get("config_groups")
     given = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
     reason = None
-    if row is not None and row.experts is not None and row.experts.together is not None:
+    if row is not None and row.experts is not None and row.experts.stacked is not None:
         reason = "found quantised ones apart, where vLLM reads those of a block in one tensor"
     elif any("'type': 'float'" in str(group.get("weights")) and not group.get("input_activations") for group in given):
         reason = "found fp8 with activations of 16 bits, for which vLLM has no kernel"

@@ -14,7 +14,7 @@ from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import AccessError, BundleError, UsageError, printable
 from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted
 from wisparse.formats.manifest import level_name
-from wisparse.formats.model_config import MTP
+from wisparse.formats.tensors import MTP
 
 from ..options import FOLDER, FOLDER_OR_ID, print_table, revision_option
 
