@@ -83,34 +83,38 @@ def _sums(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
     return total
 
 
+def mean_and_error(total: Tensor, count: Tensor) -> tuple[float, float]:
+    """The mean of sums (S,) over counts (S,) by sequence, and its standard error over the sequences; NaN of none, of one."""
+    total, count = total[count > 0], count[count > 0]
+    if not len(count):
+        return math.nan, math.nan
+    mean = float(total.sum() / count.sum())
+    if len(count) < 2:
+        return mean, math.nan
+    spread = (total - mean * count).square().sum() * len(count) / (len(count) - 1)
+    return mean, float(spread.sqrt() / count.sum())
+
+
 def _measured(texts: Sequence[Tensor]) -> Measured:
     """From the `_sums` of each sequence; standard errors are over sequences."""
     rows = torch.stack(list(texts))
     tokens, labels, agreeing, kl, loss, dense_loss = rows.T
 
-    def mean(total: Tensor, count: Tensor) -> float:
-        return float(total.sum() / count.sum()) if count.any() else math.nan
-
-    def stderr(total: Tensor, count: Tensor) -> float:
-        total, count = total[count > 0], count[count > 0]
-        if len(count) < 2:
-            return math.nan
-        spread = (total - mean(total, count) * count).square().sum() * len(count) / (len(count) - 1)
-        return float(spread.sqrt() / count.sum())
-
     def exp(value: float) -> float:
         return math.exp(value) if value < 700 else math.inf
 
-    perplexity = exp(mean(loss, labels))
+    (kl_mean, kl_stderr), (top1, top1_stderr) = mean_and_error(kl, tokens), mean_and_error(agreeing, tokens)
+    loss_mean, loss_stderr = mean_and_error(loss, labels)
+    perplexity = exp(loss_mean)
     return Measured(
         num_tokens=int(tokens.sum()),
-        kl=mean(kl, tokens),
-        dense_perplexity=exp(mean(dense_loss, labels)),
+        kl=kl_mean,
+        dense_perplexity=exp(mean_and_error(dense_loss, labels)[0]),
         perplexity=perplexity,
-        top1_agreement=mean(agreeing, tokens),
-        kl_stderr=stderr(kl, tokens),
-        perplexity_stderr=perplexity * stderr(loss, labels),
-        top1_stderr=stderr(agreeing, tokens),
+        top1_agreement=top1,
+        kl_stderr=kl_stderr,
+        perplexity_stderr=perplexity * loss_stderr,
+        top1_stderr=top1_stderr,
     )
 
 

@@ -54,6 +54,22 @@ def grade_of(kl: float, top1: float = 1.0, rise: float = 0.0) -> str:
     return _WORST
 
 
+ENOUGH_TOKENS = 2048  # that a KL is judged from
+
+
+def note_on(num_tokens: int, kl: float, rise: float) -> str:
+    """What a reader should know of a KL from ``num_tokens`` tokens beside the perplexity's relative ``rise``; may be empty."""
+    notes = []
+    if num_tokens < ENOUGH_TOKENS:
+        notes.append(f"too few tokens to tell: {num_tokens:,}, expected {ENOUGH_TOKENS:,} or more")
+    if kl > _GRADES[0][0] and rise < 0:
+        notes.append(
+            "perplexity counts only the probability of the text's own tokens, which can rise while the distribution moves "
+            "away from the dense model's: judge by the KL"
+        )
+    return "; ".join(notes)
+
+
 def verdict(sparsity: float, quality: Quality | None, graded: bool = False) -> str:
     """One sentence on the quality at this sparsity, measured on other text than the search's."""
     level = level_name(sparsity, graded) + " sparsity" * (not graded)

@@ -23,6 +23,12 @@ def shown_bytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{math.ceil(count / 1e6)} MB"
 
 
+def cache_folder() -> Path:
+    """Where results that can be made again are kept: ``$WISPARSE_CACHE``, or ``wisparse`` in the user's cache folder."""
+    folder = os.environ.get("WISPARSE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "wisparse")
+    return Path(folder).expanduser()
+
+
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores of the affinity mask, up to the cgroups' CPU quotas; at least 1."""
     cores = float(len(_affinity()))

@@ -48,12 +48,16 @@ _PREFILL = (
     "Which tokens of a text or prompt are sparse: none, the last half, all; may be given several times.  "
     "[default: half and all for texts, half for tasks]"
 )
+_REFERENCE = "Instead of BUNDLE: a folder, GGUF file, bundle or Hub id, whose model is the reference, in float32."
+_MODEL = "With --reference: the model to measure, of the same kinds; may be given several times."
 _TASKS = "Run tasks of lm-evaluation-harness, or wisparse's own: interpreter_lines, interpreter_chains, greedy_loops."
 _PROMPTS = {"dense": "prompts dense", "half": "the last half of each prompt sparse", "all": "prompts sparse"}
 
 
 @click.command("eval")
-@click.argument("bundles", type=FOLDER_OR_ID, metavar="BUNDLE...", nargs=-1, required=True)
+@click.argument("bundles", type=FOLDER_OR_ID, metavar="[BUNDLE]...", nargs=-1)
+@click.option("--reference", type=FILE_OR_ID, metavar="MODEL", help=_REFERENCE)
+@click.option("--model", "models", type=FILE_OR_ID, multiple=True, metavar="MODEL", help=_MODEL)
 @click.option("--compare", is_flag=True, help="One table over several bundles, on the same tokens.")
 @click.option("--text", "texts", type=FILE_OR_ID, multiple=True, metavar="PATH|HUB_ID", help=_TEXT)
 @option_table(
@@ -74,7 +78,7 @@ _PROMPTS = {"dense": "prompts dense", "half": "the last half of each prompt spar
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(
-    bundles: tuple[str, ...], compare: bool, texts: tuple[str, ...], num_samples: int, seq_len: int, seed: int,
+    bundles: tuple[str, ...], reference: str | None, models: tuple[str, ...], compare: bool, texts: tuple[str, ...], num_samples: int, seq_len: int, seed: int,
     policies: tuple[str, ...], tasks: str | None, save: bool, verbose: bool, revision: str | None, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
@@ -85,8 +89,13 @@ def command(
     --kv-cache-dtype int8, all against the bundle's own weights and an unquantized cache: rounding alone, masks alone,
     and both. On tasks: the harness's metrics, at one sparsity; --save writes them to the bundle's model card.
 
+    With --reference and --model, any two models of one tokenizer: KL(reference || model) with its standard error and noise
+    floor, top-1 agreement, flips, and both by the reference's confidence. A bundle runs with its masks, as reference
+    without. The reference's logits are cached on disk.
+
     \b
     wisparse eval out
+    wisparse eval --reference org/model --model model-q4_0.gguf --text corpus.txt
     wisparse eval out --text corpus.txt --prefill half --prefill all
     wisparse eval --compare out-40 out-50 out-60 --text corpus/
     wisparse eval out --text corpus.txt --sparsity 0.3
@@ -97,6 +106,12 @@ def command(
     set_up_logging(verbose)
     for text in texts:
         place("--text", text)
+    if reference is not None or models:
+        given = {"BUNDLE": bundles, "--compare": compare, "--tasks": tasks, "--save": save, "--revision": revision}
+        _against_reference(reference, models, texts, (num_samples, seq_len, seed), policies, options, given, as_json)
+        return
+    if not bundles:
+        raise click.UsageError("expected a BUNDLE, or --reference and --model; found neither")
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     # The harness and the Hub's client log many warnings; errors are raised anyway.
     for library in ("lm_eval", "huggingface_hub") if names else ():
@@ -150,6 +165,31 @@ def command(
             print_task_table(task_rows)
     for folder, row in zip(to_save, task_rows, strict=True) if save else ():
         save_to(folder, _findings(row))
+
+
+def _against_reference(
+    reference: str | None, models: Sequence[str], texts: Sequence[str], size: tuple[int, int, int],
+    policies: Sequence[str], options: Mapping[str, Any], given: Mapping[str, Any], as_json: bool,
+) -> None:  # fmt: skip
+    if reference is None or not models:
+        raise UsageError("--reference and --model go together: the first is compared with the second")
+    if wrong := [name for name, value in given.items() if value]:
+        raise UsageError(f"--reference: {', '.join(wrong)} cannot be given with it")
+    if len(policies) > 1:
+        raise UsageError(f"--prefill: expected one with --reference, found {len(policies)}")
+    from wisparse.converter.processes import Progress
+
+    from ..reference import compare, print_comparison
+
+    loading = {name: value for name, value in options.items() if name not in _TASK_OPTIONS}
+    prefill = policies[0] if policies else "all"
+    tokens, results = compare(reference, models, texts or ("self",), size, prefill, loading, Progress())
+    if as_json:
+        text = {name: getattr(tokens, name) for name in ("source", "num_samples", "seq_len", "seed", "digest")}
+        document = {"text": text, "reference": reference, "models": [one.to_dict() for one in results]}
+        click.echo(json.dumps(document, indent=2, allow_nan=False))
+    else:
+        print_comparison(reference, tokens, results)
 
 
 def _read_text(
