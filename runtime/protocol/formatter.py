@@ -1,4 +1,4 @@
-"""Responses of OpenAI's chat completions and completions, streamed or complete."""
+"""Answers as items, and the responses of OpenAI's chat completions and completions, streamed or complete."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import itemgetter
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from ..detokenizer import Detokenizer
@@ -20,7 +21,7 @@ from .tools import Delta, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
 _MIN_LOGPROB = -9999.0  # for minus infinity, as in OpenAI's API
-
+_FIELDS = {"reasoning": "reasoning_content", "content": "content"}  # kind of item -> field of a chat's message
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would construct one at each call
 
@@ -45,14 +46,36 @@ class Context:
         return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
 
 
+@dataclass
+class Item:
+    """A thought, a text or a tool call of an answer."""
+
+    kind: str  # of its deltas
+    index: int = 0  # of a call, among the calls
+    id: str | None = None  # of a call
+    name: str | None = None  # of a called function
+    uid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    status: str = "in_progress"  # then completed, or incomplete if the answer was cut off
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The text so far; of a call its arguments as JSON."""
+        return "".join(self.parts)
+
+
+ItemEvents = Iterator[tuple[str, Item, str]]  # begin, delta (with its text) or end, and the last item
+
+
 class AnswerParser:
-    """Splits the chunks of an answer into thought, content and tool calls."""
+    """Splits the chunks of an answer into items. Deltas extend the last item or begin another one."""
 
     def __init__(self, context: Context, stream: bool) -> None:
         self._calls = None if context.call_parser is None else context.call_parser(whole=not stream)
+        self.items: list[Item] = []
 
-    def add(self, chunks: Sequence[Chunk]) -> list[Delta]:
-        """The deltas of some chunks; adjacent ones of the same kind are merged."""
+    def add(self, chunks: Sequence[Chunk]) -> ItemEvents:
+        """The events of some chunks; adjacent deltas of an item are merged."""
         text = "".join(chunk.text for chunk in chunks)
         deltas = [Delta("reasoning", "".join(chunk.thought for chunk in chunks))]
         if self._calls is None:
@@ -60,12 +83,29 @@ class AnswerParser:
         else:
             ended = chunks[-1].finish_reason is not None
             deltas += [*self._calls.add(text), *(self._calls.finish() if ended else ())]
-        merged = []
-        # The delta with a call's name is not merged with its arguments.
-        for _, group in itertools.groupby(deltas, lambda delta: (delta.kind, delta.index, delta.name)):
-            first, *rest = group
-            merged.append(replace(first, text=first.text + "".join(delta.text for delta in rest)))
-        return [delta for delta in merged if delta.text or delta.name is not None]
+        for (kind, index, id, name), group in itertools.groupby(deltas, attrgetter("kind", "index", "id", "name")):
+            text = "".join(delta.text for delta in group)
+            if name is not None or (text and (not self.items or self.items[-1].kind != kind)):
+                yield from self._begin(Item(kind, index, id, name))
+            if text:
+                self.items[-1].parts.append(text)
+                yield "delta", self.items[-1], text
+
+    def finish(self, reason: str) -> ItemEvents:
+        """The events of the answer's end: it has at least one item, maybe an empty text."""
+        if not self.items:
+            yield from self._begin(Item("content"))
+        yield from self._end("incomplete" if reason == "length" else "completed")
+
+    def _begin(self, item: Item) -> ItemEvents:
+        yield from self._end("completed")
+        self.items.append(item)
+        yield "begin", item, ""
+
+    def _end(self, status: str) -> ItemEvents:
+        for item in self.items[-1:]:
+            item.status = status
+            yield "end", item, ""
 
     def finish_reason(self, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self._calls is not None and self._calls.count else reason
@@ -76,19 +116,59 @@ def cached_tokens(answers: Sequence[Generation], copies: int) -> int:
     return sum(min(one.cached_tokens for one in answers[i : i + copies]) for i in range(0, len(answers), copies))
 
 
-class Formatter:
-    """Formats the answers to one request; the base class of chats and completions. Chunks have their answer's index."""
+def event(kind: str, **more: Any) -> bytes:
+    return f"event: {kind}\n".encode() + b"data: " + to_json({"type": kind, **more}) + b"\n\n"
 
-    id_prefix, complete_object, chunk_object = "", "", ""
+
+class Formatter:
+    """Formats the answer to one request as a list of items. Subclasses spell the events of an item, and the response."""
+
+    id_prefix = ""
 
     def __init__(self, request: Any, context: Context) -> None:
         self._request, self._context = request, context
         self._id, self._created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
         self._parsers = [AnswerParser(context, request.stream) for _ in range(context.count)]
-        self._tokens = 0
 
     def start(self) -> bytes:
         return b""
+
+    def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
+        """The events of some chunks, each with its answer's index."""
+        return b"".join(self.item_events(*one) for one in self._parsers[0].add([chunk for _, chunk in items]))
+
+    def end(self, answers: Sequence[Generation]) -> bytes:
+        ends = self._parsers[0].finish(answers[0].finish_reason)
+        return b"".join(self.item_events(*one) for one in ends) + self.response_events(answers[0])
+
+    def failure(self, error: ApiError) -> bytes:
+        """The events that end a failed stream."""
+        raise NotImplementedError
+
+    def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
+        """The complete response; ``items``: all chunks of all answers."""
+        parser = self._parsers[0]
+        deque(parser.add([chunk for _, chunk in items]), 0)
+        deque(parser.finish(answers[0].finish_reason), 0)
+        return self.response(answers[0])
+
+    def item_events(self, what: str, item: Item, text: str) -> bytes:
+        """For ``what`` see :data:`ItemEvents`."""
+        raise NotImplementedError
+
+    def response(self, answer: Generation | None = None) -> dict[str, Any]:
+        """The response with the items so far, complete if ``answer`` is its result."""
+        raise NotImplementedError
+
+    def response_events(self, answer: Generation) -> bytes:
+        """The events after those of the items."""
+        raise NotImplementedError
+
+
+class ChoiceFormatter(Formatter):
+    """One or more answers as choices, in chat completions and completions."""
+
+    complete_object, chunk_object, _tokens = "", "", 0
 
     def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
         events = [self._chunk(choices=[choice]) for choice in self._choices(items, stream=True)]
@@ -109,11 +189,9 @@ class Formatter:
         return self._chunk(choices=[], usage=usage) + DONE
 
     def failure(self, error: ApiError) -> bytes:
-        """The events that end a failed stream."""
         return b"data: " + to_json({"error": error.error}) + b"\n\n" + DONE
 
     def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
-        """The complete response; ``items``: all chunks of all answers."""
         choices = list(self._choices(items, stream=False))
         return {**self._head(self.complete_object), "choices": choices, "usage": self.final_usage(answers)}
 
@@ -147,7 +225,7 @@ def _choice(index: int, reason: str | None, logprobs: Any, **content: Any) -> di
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
-class ChatFormatter(Formatter):
+class ChatFormatter(ChoiceFormatter):
     """``/v1/chat/completions``."""
 
     id_prefix, complete_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -159,18 +237,17 @@ class ChatFormatter(Formatter):
 
     def choices(self, index: int, chunks: Sequence[Chunk], stream: bool) -> Iterable[dict[str, Any]]:
         parser, logprobs = self._parsers[index], self._logprobs(chunks)
-        deltas = parser.add(chunks)
+        contents: list[dict[str, Any]] = []
+        for what, item, text in parser.add(chunks):
+            if item.kind == "tool_call" and what != "end":
+                call = _call(item) if what == "begin" else {"function": {"arguments": text}}
+                contents.append({"tool_calls": [{"index": item.index, **call}]})
+            elif what == "delta":
+                contents.append({_FIELDS[item.kind]: text})
         reason = parser.finish_reason(chunks[-1].finish_reason)
         if not stream:
-            yield _choice(index, reason, logprobs, message=_message(deltas))
+            yield _choice(index, reason, logprobs, message=_message(parser.items))
             return
-        contents: list[dict[str, Any]] = []
-        for delta in deltas:
-            if delta.kind == "tool_call":
-                call = {"function": {"arguments": delta.text}} if delta.name is None else _call(delta, delta.text)
-                contents.append({"tool_calls": [{"index": delta.index, **call}]})
-            else:
-                contents.append({"reasoning_content" if delta.kind == "reasoning" else "content": delta.text})
         for number, content in enumerate(contents or ([{}] if logprobs else [])):
             yield _choice(index, None, None if number else logprobs, delta=content)
         if reason is not None:
@@ -193,24 +270,21 @@ class ChatFormatter(Formatter):
         return {"content": content, "refusal": None}
 
 
-def _call(delta: Delta, arguments: str) -> dict[str, Any]:
-    return {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": arguments}}
+def _call(item: Item) -> dict[str, Any]:
+    return {"id": item.id, "type": "function", "function": {"name": item.name, "arguments": item.text}}
 
 
-def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
-    texts: dict[tuple[str, int], str] = {}
-    for delta in deltas:
-        key = delta.kind, delta.index
-        texts[key] = texts.get(key, "") + delta.text
-    calls = [_call(delta, texts["tool_call", delta.index]) for delta in deltas if delta.name is not None]
-    content = texts.get(("content", 0)) or (None if calls else "")
+def _message(items: Sequence[Item]) -> dict[str, Any]:
+    texts = {kind: "".join(item.text for item in items if item.kind == kind) for kind in _FIELDS}
+    calls = [_call(item) for item in items if item.kind == "tool_call"]
+    content = texts["content"] or (None if calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if ("reasoning", 0) in texts:
-        message["reasoning_content"] = texts["reasoning", 0]
+    if texts["reasoning"]:
+        message["reasoning_content"] = texts["reasoning"]
     return {**message, "tool_calls": calls} if calls else message
 
 
-class CompletionFormatter(Formatter):
+class CompletionFormatter(ChoiceFormatter):
     """``/v1/completions``."""
 
     id_prefix, complete_object, chunk_object = "cmpl-", "text_completion", "text_completion"

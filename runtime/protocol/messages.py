@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..generation.request import Chunk, Generation
-from .formatter import Context, Formatter, to_json
+from ..generation.request import Generation
+from .formatter import Formatter, Item, event
 from .requests import MAX_STOPS, UNSUPPORTED, ApiError, ChatRequest, GenerationRequest, Strict, invalid, validated
-from .tools import Delta
 
 PATH = "/v1/messages"
 # Claude Code's first system block. It differs in each request, which would defeat the prefix cache.
@@ -23,7 +22,7 @@ _RENAMED = (
 _STATUS = {429: 529, 501: 400}  # clients retry after 5xx
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 529: "overloaded_error"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_KINDS = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}  # kind of delta -> type of block
+_KINDS = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}  # kind of item -> type of block
 
 
 def _joined(content: Any) -> Any:
@@ -225,76 +224,55 @@ def error_answer(error: ApiError) -> tuple[int, dict[str, Any]]:
 
 
 class MessagesFormatter(Formatter):
-    """``/v1/messages``: the answer is a list of blocks; deltas extend the last one."""
+    """``/v1/messages``: items are content blocks."""
 
     id_prefix = "msg_"
 
-    def __init__(self, request: MessagesRequest, context: Context) -> None:
-        super().__init__(request, context)
-        self._parser = self._parsers[0]
-        self._blocks: list[tuple[dict[str, Any], list[str]]] = []  # block, parts of its text or its input's JSON
-
     def start(self) -> bytes:
-        return _event("message_start", message=self._message([], self._usage(0, 0)))
-
-    def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
-        return b"".join(self._add(delta) for delta in self._parser.add([chunk for _, chunk in items]))
-
-    def end(self, answers: Sequence[Generation]) -> bytes:
-        # There is at least one block, maybe empty.
-        events = b"" if self._blocks else self._begin_block({"type": "text", "text": ""})
-        events += self._block_event("stop")
-        events += _event("message_delta", delta=self._stop(answers[0]), usage=self.final_usage(answers))
-        return events + _event("message_stop")
+        return event("message_start", message=self.response())
 
     def failure(self, error: ApiError) -> bytes:
-        return _event(**error_answer(error)[1])
+        _, body = error_answer(error)
+        return event(body.pop("type"), **body)
 
-    def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
-        self.events(items)
-        content = []
-        for block, parts in self._blocks or [({"type": "text"}, [])]:
-            text = "".join(parts)
-            value = {"input": json.loads(text or "{}")} if block["type"] == "tool_use" else {block["type"]: text}
-            content.append({**block, **value})
-        return {**self._message(content, self.final_usage(answers)), **self._stop(answers[0])}
+    def response_events(self, answer: Generation) -> bytes:
+        delta = event("message_delta", delta=self._stop(answer), usage=self._usage(answer))
+        return delta + event("message_stop")
 
-    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+    def response(self, answer: Generation | None = None) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._context.model}
-        return {**head, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
+        content = [_block(item, item.text) for item in self._parsers[0].items]
+        return {**head, "content": content, "usage": self._usage(answer), **self._stop(answer)}
 
-    def _stop(self, answer: Generation) -> dict[str, Any]:
-        reason = _STOP_REASONS[str(self._parser.finish_reason(answer.finish_reason))]
+    def item_events(self, what: str, item: Item, text: str) -> bytes:
+        index = len(self._parsers[0].items) - 1
+        if what == "begin":
+            return event("content_block_start", index=index, content_block=_block(item, ""))
+        if what == "end":
+            return event("content_block_stop", index=index)
+        kind = _KINDS[item.kind]
+        name, field = ("input_json", "partial_json") if kind == "tool_use" else (kind, kind)
+        return event("content_block_delta", index=index, delta={"type": f"{name}_delta", field: text})
+
+    def _stop(self, answer: Generation | None) -> dict[str, Any]:
+        if answer is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        reason = _STOP_REASONS[str(self._parsers[0].finish_reason(answer.finish_reason))]
         stopped = answer.stop_string is not None
         return {"stop_reason": "stop_sequence" if stopped else reason, "stop_sequence": answer.stop_string}
 
-    def _usage(self, completion_tokens: int, cached: int) -> dict[str, Any]:
+    def _usage(self, answer: Generation | None) -> dict[str, Any]:
+        cached = 0 if answer is None else answer.cached_tokens
         return {
             "input_tokens": self._context.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": completion_tokens,
+            "output_tokens": 0 if answer is None else len(answer.token_ids),
         }
 
-    def _add(self, delta: Delta) -> bytes:
-        """The events of a delta, which extends the last block or begins another one."""
-        if delta.name is not None:
-            return self._begin_block({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
-        kind, events = _KINDS[delta.kind], b""
-        if not self._blocks or self._blocks[-1][0]["type"] != kind:
-            events = self._begin_block({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
-        self._blocks[-1][1].append(delta.text)
-        name, field = ("input_json", "partial_json") if kind == "tool_use" else (kind, kind)
-        return events + self._block_event("delta", delta={"type": f"{name}_delta", field: delta.text})
 
-    def _begin_block(self, block: dict[str, Any]) -> bytes:
-        events = self._block_event("stop") if self._blocks else b""
-        self._blocks.append((block, []))
-        return events + self._block_event("start", content_block=block)
-
-    def _block_event(self, what: str, **more: Any) -> bytes:
-        return _event(f"content_block_{what}", index=len(self._blocks) - 1, **more)
-
-
-def _event(type: str, **more: Any) -> bytes:
-    return f"event: {type}\n".encode() + b"data: " + to_json({"type": type, **more}) + b"\n\n"
+def _block(item: Item, text: str) -> dict[str, Any]:
+    kind = _KINDS[item.kind]
+    if kind == "tool_use":
+        return {"type": kind, "id": item.id, "name": item.name, "input": json.loads(text or "{}")}
+    return {"type": kind, kind: text, **({"signature": ""} if kind == "thinking" else {})}

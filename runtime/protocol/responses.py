@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from ..generation.request import Chunk, Generation
-from .formatter import Context, Formatter, to_json
+from ..generation.request import Generation
+from .formatter import Formatter, Item, event
 from .requests import (
     IGNORED,
     UNSUPPORTED,
@@ -21,17 +19,16 @@ from .requests import (
     Strict,
     validated,
 )
-from .tools import Delta
 
 # Chat completions' field -> this API's field, for errors.
 _RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
 _RENAMED |= {"response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 
-# Item type -> prefix of its id, name of its text events, further fields of these.
-_ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "reasoning": ("rs", "reasoning_text", {"content_index": 0}),
-    "message": ("msg", "output_text", {"content_index": 0, "logprobs": []}),
-    "function_call": ("fc", "function_call_arguments", {}),
+# Kind of item -> prefix of its id, its type, name of its text events, further fields of these.
+_ITEMS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "reasoning": ("rs", "reasoning", "reasoning_text", {"content_index": 0}),
+    "content": ("msg", "message", "output_text", {"content_index": 0, "logprobs": []}),
+    "tool_call": ("fc", "function_call", "function_call_arguments", {}),
 }
 # Fields of the request that the response repeats.
 _REPEATED = ("tool_choice", "tools", "instructions", "max_output_tokens", "temperature", "top_p")
@@ -167,44 +164,24 @@ def renamed(error: ApiError) -> ApiError:
 
 
 class ResponsesFormatter(Formatter):
-    """``/v1/responses``: the answer is a list of items; deltas extend the last one."""
+    """``/v1/responses``."""
 
-    id_prefix = "resp_"
-
-    def __init__(self, request: ResponsesRequest, context: Context) -> None:
-        super().__init__(request, context)
-        self._parser = self._parsers[0]
-        self._events_sent = 0
-        self._item_open = False  # whether the last item is unfinished
-        self._text = ""  # of the last item
-        self._items: list[dict[str, Any]] = []
+    id_prefix, _events_sent = "resp_", 0
 
     def start(self) -> bytes:
         kinds = ("response.created", "response.in_progress")
-        return b"".join(self._event(kind, response=self._response()) for kind in kinds)
-
-    def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
-        return b"".join(self._add(delta) for delta in self._parser.add([chunk for _, chunk in items]))
-
-    def end(self, answers: Sequence[Generation]) -> bytes:
-        cut = answers[0].finish_reason == "length"
-        events = b"" if self._items else self._begin_item("message")  # there is at least one item, maybe empty
-        events += self._end_item("incomplete" if cut else "completed")
-        response = self._response(answers[0])
-        return events + self._event(f"response.{response['status']}", response=response)
+        return b"".join(self._event(kind, response=self.response()) for kind in kinds)
 
     def failure(self, error: ApiError) -> bytes:
         fields = {name: error.error[name] for name in ("code", "message", "param")}
         failed = {"status": "failed", "error": {"code": "server_error", "message": fields["message"]}}
-        return self._event("error", **fields) + self._event("response.failed", response={**self._response(), **failed})
+        return self._event("error", **fields) + self._event("response.failed", response={**self.response(), **failed})
 
-    def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
-        self.events(items)
-        self.end(answers)
-        return self._response(answers[0])
+    def response_events(self, answer: Generation) -> bytes:
+        response = self.response(answer)
+        return self._event(f"response.{response['status']}", response=response)
 
-    def _response(self, answer: Generation | None = None) -> dict[str, Any]:
-        """The response object, complete if ``answer`` is its result."""
+    def response(self, answer: Generation | None = None) -> dict[str, Any]:
         request, extra = self._request, self._request.model_extra or {}
         status, usage, incomplete = "in_progress", None, None
         if answer is not None:
@@ -225,7 +202,7 @@ class ResponsesFormatter(Formatter):
             "status": status,
             "error": None,
             "incomplete_details": incomplete,
-            "output": self._items,
+            "output": [*map(_output, self._parsers[0].items)],
             "usage": usage,
             "parallel_tool_calls": extra.get("parallel_tool_calls", True),
             "previous_response_id": None,
@@ -237,55 +214,39 @@ class ResponsesFormatter(Formatter):
             "user": extra.get("user"),
         }
 
-    def _add(self, delta: Delta) -> bytes:
-        """The events of a delta, which extends the last item or begins another one."""
-        kind = {"content": "message", "tool_call": "function_call"}.get(delta.kind, delta.kind)
-        if delta.name is not None:
-            return self._begin_item(kind, name=delta.name, call_id=delta.id)
-        events = b"" if self._item_open and self._items[-1]["type"] == kind else self._begin_item(kind)
-        self._text += delta.text
-        return events + self._text_event("delta", delta=delta.text)
-
-    def _begin_item(self, kind: str, **more: Any) -> bytes:
-        events = self._end_item("completed") if self._item_open else b""
-        self._item_open, self._text = True, ""
-        fields: dict[str, dict[str, Any]] = {
-            "reasoning": {"summary": [], "content": []},
-            "message": {"role": "assistant", "content": []},
-            "function_call": {**more, "arguments": ""},
-        }
-        id = f"{_ITEMS[kind][0]}_{uuid.uuid4().hex}"
-        self._items.append({**fields[kind], "id": id, "type": kind, "status": "in_progress"})
-        events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
-        return events + (b"" if kind == "function_call" else self._part_event("added"))
-
-    def _end_item(self, status: str) -> bytes:
-        item, self._item_open = self._items[-1], False
-        if item["type"] == "function_call":
-            item["arguments"] = self._text
-            events = self._text_event("done", arguments=self._text, name=item["name"])
-        else:
-            item["content"] = [self._part()]
-            events = self._text_event("done", text=self._text) + self._part_event("done")
-        item["status"] = status
-        return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
-
-    def _part(self) -> dict[str, Any]:
-        """The content part of the last item."""
-        part = {"type": _ITEMS[self._items[-1]["type"]][1], "text": self._text}
-        return part if part["type"] == "reasoning_text" else {**part, "annotations": [], "logprobs": []}
-
-    def _part_event(self, what: str) -> bytes:
-        return self._item_event(f"response.content_part.{what}", content_index=0, part=self._part())
-
-    def _text_event(self, what: str, **more: Any) -> bytes:
-        _, name, fields = _ITEMS[self._items[-1]["type"]]
-        return self._item_event(f"response.{name}.{what}", **more, **fields)
-
-    def _item_event(self, kind: str, **more: Any) -> bytes:
-        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
+    def item_events(self, what: str, item: Item, text: str) -> bytes:
+        prefix, _, name, fields = _ITEMS[item.kind]
+        index, is_call = len(self._parsers[0].items) - 1, item.kind == "tool_call"
+        at = {"item_id": f"{prefix}_{item.uid}", "output_index": index}
+        if what == "delta":
+            return self._event(f"response.{name}.delta", delta=text, **at, **fields)
+        if what == "begin":
+            events = self._event("response.output_item.added", output_index=index, item=_output(item))
+            added = "response.content_part.added"
+            return events if is_call else events + self._event(added, content_index=0, part=_part(item), **at)
+        whole = {"arguments": item.text, "name": item.name} if is_call else {"text": item.text}
+        events = self._event(f"response.{name}.done", **whole, **at, **fields)
+        if not is_call:
+            events += self._event("response.content_part.done", content_index=0, part=_part(item), **at)
+        return events + self._event("response.output_item.done", output_index=index, item=_output(item))
 
     def _event(self, kind: str, **more: Any) -> bytes:
-        data = to_json({"type": kind, "sequence_number": self._events_sent, **more})
         self._events_sent += 1
-        return f"event: {kind}\n".encode() + b"data: " + data + b"\n\n"
+        return event(kind, sequence_number=self._events_sent - 1, **more)
+
+
+def _part(item: Item) -> dict[str, Any]:
+    part = {"type": _ITEMS[item.kind][2], "text": item.text}
+    return part if item.kind == "reasoning" else {**part, "annotations": [], "logprobs": []}
+
+
+def _output(item: Item) -> dict[str, Any]:
+    prefix, kind, _, _ = _ITEMS[item.kind]
+    ended = item.status != "in_progress"
+    fields: dict[str, dict[str, Any]] = {
+        "reasoning": {"summary": []},
+        "message": {"role": "assistant"},
+        "function_call": {"name": item.name, "call_id": item.id, "arguments": item.text if ended else ""},
+    }
+    content = {} if kind == "function_call" else {"content": [_part(item)] if ended else []}
+    return {"id": f"{prefix}_{item.uid}", "type": kind, "status": item.status, **fields[kind], **content}
