@@ -19,7 +19,7 @@ from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.tensors import expected_tensors
-from wisparse.runtime.decoding.cache import bytes_per_position
+from wisparse.runtime.memory import bytes_per_position
 
 _QWEN3 = dict(
     model_type="qwen3", hidden_size=5120, vocab_size=151936, max_position_embeddings=40960, head_dim=128,

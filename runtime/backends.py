@@ -22,10 +22,10 @@ from wisparse.formats.manifest import unread
 from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
-from .decoding.cache import memory_errors
-from .decoding.decoder import Decoder, default_limits, states_kept, weight_bytes
+from .decoding.decoder import Decoder
 from .decoding.heads import HeadFiles, MtpFiles
 from .generation.speculation import SpeculativeConfig, make_drafter
+from .memory import default_limits, memory_errors, paging_of, state_bytes, states_kept, weight_bytes
 from .model import Model
 from .tokenizer import Tokenizer
 from .torch.decoder import TorchDecoder
@@ -84,10 +84,16 @@ def make_decoder(
     head_bytes, head_position_bytes = head.memory(dtype) if head is not None else (0, 0)
     with memory_errors(device, "to begin with"):
         limits = default_limits(
-            bundle.config, dtype, device, max_batch, max_seq_len, nbytes + head_bytes, kv_cache_dtype,
-            states_kept(max_drafted), page_bytes=chosen.page_bytes, memory_bytes=kv_cache_memory_bytes,
-            beside=head_position_bytes * min(max_seq_len or longest, _HEADED_POSITIONS),
-        )  # fmt: skip
+            bundle.config,
+            device,
+            max_batch,
+            max_seq_len,
+            weight_bytes=nbytes + head_bytes,
+            paging=paging_of(bundle.config, dtype, kv_cache_dtype, chosen.page_bytes),
+            slot_bytes=states_kept(max_drafted) * state_bytes(bundle.config, dtype),
+            head_bytes=head_position_bytes * min(max_seq_len or longest, _HEADED_POSITIONS),
+            memory_bytes=kv_cache_memory_bytes,
+        )
     if max_seq_len is None and limits[1] < longest:
         text = "max_seq_len %d: the model's context of %d does not fit the free memory's share"
         log.info(text, limits[1], longest)

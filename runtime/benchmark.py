@@ -18,9 +18,9 @@ from torch import Tensor
 from wisparse.formats.errors import UsageError
 from wisparse.formats.model_config import ModelConfig
 
-from .decoding.cache import bytes_per_position
-from .decoding.decoder import Decoder, peak_bytes
+from .decoding.decoder import Decoder
 from .decoding.sampling import SamplingParams
+from .memory import bytes_per_position, peak_bytes
 from .model import Model
 
 

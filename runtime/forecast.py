@@ -29,8 +29,8 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, group_of
 
 from .backends import make_decoder
 from .benchmark import Workload, time_run
-from .decoding.cache import bytes_per_position
-from .decoding.decoder import Decoder, weight_bytes
+from .decoding.decoder import Decoder
+from .memory import bytes_per_position, weight_bytes
 
 ROUNDS, _STEPS, _COMPLETE_STEPS = 5, 8, 24  # steps of a smaller model, and of the complete one
 # Upper bound of a step's fixed part in seconds; a larger one is noise, which the extrapolation would multiply.

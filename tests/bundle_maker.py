@@ -16,6 +16,7 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord
 from wisparse.formats.write import write_bundle
+from wisparse.runtime import memory
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding import cache
 from wisparse.runtime.decoding.decoder import Decoder
@@ -93,9 +94,9 @@ def variant_bundles(folder: Path, names: Iterable[str]) -> dict[str, Bundle]:
 def scarce(bundle: Bundle, backend: str, patch: pytest.MonkeyPatch, max_batch: int = 3, **settings: Any) -> Decoder:
     """`small_chunks` with memory for one sequence alone, in pages of eight positions that hold no numbers before they
     are written, nor again when they are given back."""
-    patch.setattr(cache, "_PAGE_POSITIONS", 8)
+    patch.setattr(memory, "PAGE_POSITIONS", 8)
     patch.setattr(cache, "_discard", lambda x: x.view(torch.uint8).fill_(0xFF))
-    paging = cache.paging_of(bundle.config, settings.get("dtype", torch.float32), "auto", None)
+    paging = memory.paging_of(bundle.config, settings.get("dtype", torch.float32), "auto", None)
     size = paging.pages(64) * paging.page_bytes
     decoder = small_chunks(bundle, backend, max_batch, kv_cache_memory_bytes=size, **settings)
     for slot in range(max_batch):

@@ -16,10 +16,11 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, ResourceError
 from wisparse.formats.weight_types import KV_CACHE_DTYPES
 from wisparse.runtime.cuda import pages
-from wisparse.runtime.decoding.cache import KVCache, bytes_per_position, mapped_bytes, quantise, state_bytes
+from wisparse.runtime.decoding.cache import KVCache, quantise
 from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
+from wisparse.runtime.memory import bytes_per_position, mapped_bytes, state_bytes
 
 CODED = [kind for kind in KV_CACHE_DTYPES if kind != "auto"]
 

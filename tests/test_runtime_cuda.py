@@ -12,11 +12,11 @@ import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.cuda.decoder import CudaDecoder
-from wisparse.runtime.decoding.cache import mapped_bytes, paging_of
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
+from wisparse.runtime.memory import mapped_bytes, paging_of
 from wisparse.runtime.model import Generation, Model
 from wisparse.runtime.tokenizer import Tokenizer
 

@@ -20,9 +20,9 @@ from served import with_template
 import wisparse
 from wisparse import BundleError, ContextLengthError, Model, UsageError
 from wisparse.formats.bundle import Bundle
-from wisparse.runtime.decoding.decoder import default_limits, weight_bytes
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
+from wisparse.runtime.memory import Paging, default_limits, weight_bytes
 from wisparse.runtime.tokenizer import stop_ids
 
 
@@ -199,10 +199,9 @@ def test_the_speed_told_is_that_of_the_clock(model: Model, monkeypatch: pytest.M
 
 def test_default_limits(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """``free``: pages of 256 positions that four times the share of the cache holds; it has one at least."""
-    page = 256 * 2 * 3 * 2 * 16 * 4  # keys and values, blocks, heads, head_dim, float32
-    available = Mock()
-    monkeypatch.setattr("wisparse.runtime.decoding.decoder.available_bytes", available)
-    monkeypatch.setattr("wisparse.runtime.decoding.cache._PAGE_POSITIONS", 256)
+    sizes = (2 * 2 * 16 * 4,) * 3  # of a position in each block: keys and values, heads, head_dim, float32
+    paging, page, available = Paging(sizes, 256 * sizes[0]), 256 * sum(sizes), Mock()
+    monkeypatch.setattr("wisparse.runtime.memory.available_bytes", available)
     config = Bundle.open(tiny.folder).config
     for device, context, free, max_batch, max_seq_len, expected in (
         ("cpu", 256, 4000, 1, None, (1, 256, 1)), ("cpu", 256, 0, 1, None, (1, 256, 1)),
@@ -217,13 +216,12 @@ def test_default_limits(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         available.return_value = free * 4 * page + 1000
         object.__setattr__(config, "max_position_embeddings", context)
-        found = default_limits(config, torch.float32, torch.device(device), max_batch, max_seq_len, 1000)
+        found = default_limits(config, torch.device(device), max_batch, max_seq_len, 1000, paging)
         assert (*found[:2], found[2] / 3) == expected
-    # Three states of a slot take as much as a page.
-    monkeypatch.setattr("wisparse.runtime.decoding.decoder.state_bytes", lambda *_: page // 3)
+    # The states of a slot take as much as a page.
     available.return_value = 40 * 4 * page + 1000
     for max_batch, expected in ((None, (4, 5000, 36)), (10, (10, 5000, 30))):
-        found = default_limits(config, torch.float32, torch.device("cpu"), max_batch, None, 1000, states=3)
+        found = default_limits(config, torch.device("cpu"), max_batch, None, 1000, paging, slot_bytes=page)
         assert (*found[:2], found[2] / 3) == expected
 
 

@@ -18,13 +18,13 @@ from wisparse.runtime.cuda import step as cuda_step
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.cuda.wide import WideStep
-from wisparse.runtime.decoding.cache import paging_of
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
 from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.generation.speculation import SpeculativeConfig
+from wisparse.runtime.memory import paging_of
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 GREEDY = SamplingParams()

@@ -14,7 +14,7 @@ from wisparse.converter.source import cache_argument, load_source
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError, first_line
 from wisparse.runtime.benchmark import Workload, prompts, wait
-from wisparse.runtime.decoding.cache import memory_errors
+from wisparse.runtime.memory import memory_errors
 
 _BASELINE, _MODE = "torch.compile", "reduce-overhead"
 

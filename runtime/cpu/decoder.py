@@ -31,10 +31,11 @@ from wisparse.kernels.cpu.layout import (
 )
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import OnLogits, verified_settings, weight_bytes
+from ..decoding.decoder import OnLogits, verified_settings
 from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.rotary import query_scales, switch_length
 from ..decoding.sampling import SamplingParams, choose, sample
+from ..memory import weight_bytes
 from ..torch.block import Block, MaskedLinear, Norm, attention, finish_logits
 from ..torch.decoder import TorchDecoder
 from .weights import CpuProjection, MappedMemory, Matrix, read_matrix

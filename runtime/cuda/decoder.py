@@ -25,10 +25,11 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
-from ..decoding.cache import KVCache, Pages, memory_errors
+from ..decoding.cache import KVCache, Pages
 from ..decoding.decoder import Decoder, OnLogits, verified_settings
 from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.sampling import SamplingParams, sample
+from ..memory import memory_errors
 from ..torch.block import Block, finish_logits
 from .blocks import position_tables, router_of
 from .eager import Observer, attention, head_products, lower_right, project, run_experts

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from wisparse.formats.errors import ResourceError
 
-from ..decoding.cache import Pages, mapped_bytes
+from ..decoding.cache import Pages
+from ..memory import mapped_bytes
 
 _OUT_OF_MEMORY = 2
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # enumerators of cuda.h

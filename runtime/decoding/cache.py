@@ -7,95 +7,24 @@ they are only counted, and the operating system allocates memory at the first wr
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import logging
-import math
 import mmap
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from wisparse.formats.errors import ResourceError, first_line
+from wisparse.formats.errors import ResourceError
 from wisparse.formats.machine import shown_bytes
-from wisparse.formats.model_config import Block, ModelConfig
+from wisparse.formats.model_config import ModelConfig
+
+from ..memory import KV_CODES, memory_errors, padded, paging_of, state_shapes, stored_parts
 
 log = logging.getLogger(__name__)
-
-# In torch's messages for errors that are a plain RuntimeError.
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-# Quantized types of keys and values, and the largest code.
-_CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-_PAGE_POSITIONS = 16  # of the widest block in a page that is only counted; vLLM's block size
-# Bytes of created pages by device, which torch.cuda.memory_allocated does not include.
-mapped_bytes: Counter[torch.device] = Counter()
-
-
-def bytes_per_position(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> int:
-    """Bytes of one position's keys and values in all blocks that have their own."""
-    if kv_cache_dtype == "auto":
-        return 2 * config.kv_size * dtype.itemsize
-    blocks = [block for block in config.blocks if not block.recurrent and block.kv_from is None]
-    return 2 * sum(block.kv_size + block.num_kv_heads * torch.float32.itemsize for block in blocks)
-
-
-def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of one state of a slot in all recurrent blocks."""
-    shapes = [state_shapes(config, block) for block in config.blocks if block.recurrent]
-    return sum(math.prod(inputs) * dtype.itemsize + 4 * math.prod(state) for inputs, state in shapes)
-
-
-def state_shapes(config: ModelConfig, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the tensors of a block's `RecurrentState`."""
-    if config.short_conv is not None and block.mixer == "short_conv":
-        return (config.short_conv.taps - 1, config.hidden_size), (0,)
-    assert config.delta_net is not None
-    delta = config.delta_net
-    return (delta.taps - 1, delta.mixed_size), (delta.value_heads, delta.key_dim, delta.value_dim)
-
-
-class Paging(NamedTuple):
-    """How the cache's memory is divided. A page belongs to one block of one slot."""
-
-    sizes: tuple[int, ...]  # bytes of a position in each block that has keys and values
-    page_bytes: int
-    least: int = 0  # pages that slot 0 never releases
-
-    def pages(self, positions: int) -> int:
-        """Pages of ``positions`` of a slot."""
-        return sum(-(-positions * size // self.page_bytes) for size in self.sizes)
-
-    def positions(self, pages: int, limit: int) -> int:
-        """Most positions of one slot in ``pages``, less those of slot 0, up to ``limit``."""
-        return bisect.bisect_right(range(1, limit + 1), pages - self.least, key=self.pages)
-
-
-def paging_of(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str, page_bytes: int | None) -> Paging:
-    """``page_bytes``: of mapped pages; None: pages are only counted."""
-    kept = [block for block in config.blocks if not block.recurrent and block.kv_from is None]
-    sizes = tuple(_padded(sum(_padded(size, 16) for _, size in _parts(one, dtype, kv_cache_dtype)), 32) for one in kept)
-    if page_bytes is None:
-        return Paging(sizes, _PAGE_POSITIONS * max(sizes, default=1))
-    # The first page of each block stays mapped: Triton and torch query the driver about its address.
-    return Paging(sizes, page_bytes, Paging(sizes, page_bytes).pages(1))
-
-
-def _parts(block: Block, dtype: torch.dtype, kv_cache_dtype: str) -> list[tuple[torch.dtype, int]]:
-    """Dtype and bytes of a position's keys and values, and of their scales if quantized."""
-    quantised = kv_cache_dtype != "auto"
-    kind = _CODES[kv_cache_dtype][0] if quantised else dtype
-    scales = [(torch.float32, 4 * block.num_kv_heads)] * 2 if quantised else []
-    return [(kind, block.kv_size * kind.itemsize)] * 2 + scales
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 class Pages:
@@ -133,25 +62,10 @@ class Stored(NamedTuple):
 
 def quantise(x: Tensor, kv_cache_dtype: str) -> tuple[Tensor, Tensor]:
     """Quantize vectors x (..., head_dim) to codes and float32 scales (...): x ~ codes * scales[..., None]."""
-    dtype, limit = _CODES[kv_cache_dtype]
+    dtype, limit = KV_CODES[kv_cache_dtype]
     amax = x.float().abs().amax(-1)
     codes = x.float() * (limit / amax.clamp(min=1e-30))[..., None]
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), amax * (1.0 / limit)
-
-
-@contextmanager
-def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
-    """Convert out-of-memory errors of Python and torch to ResourceError."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        text = str(error).lower()
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(one in text for one in _NO_MEMORY):
-            raise
-        raise ResourceError(
-            f"not enough memory on {device} {doing} ({first_line(error)}): end what else uses it, choose another "
-            "device, or load with a smaller max_seq_len or max_batch"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -197,7 +111,7 @@ class KVCache:
         self.pages = slots * paging.pages(length) if pages is None else pages
         self.free, self.taken = self.pages, [0] * slots  # pages, including claimed ones that are not mapped
         self.held = [0 if kept else length] * slots  # positions of each slot that memory is mapped for
-        spans = [_padded(length * size, paging.page_bytes) for size in paging.sizes]
+        spans = [padded(length * size, paging.page_bytes) for size in paging.sizes]
         self._regions = [  # by block: offset of slot 0, bytes of a slot, bytes of a position
             (slots * sum(spans[:i]), span, size) for i, (span, size) in enumerate(zip(spans, paging.sizes, strict=True))
         ]
@@ -219,7 +133,7 @@ class KVCache:
                     )
             for (index, block), (at, span, size) in zip(kept.items(), self._regions, strict=True):
                 tensors = []
-                for kind, nbytes in _parts(block, dtype, kv_cache_dtype):
+                for kind, nbytes in stored_parts(block, dtype, kv_cache_dtype):
                     width = nbytes // kind.itemsize // block.num_kv_heads  # elements of a head
                     shape = slots, block.num_kv_heads, length, width
                     if mapped is None:
@@ -227,7 +141,7 @@ class KVCache:
                     else:
                         strides = span // kind.itemsize, width, size // kind.itemsize, 1
                         tensors.append(mapped.view(kind).as_strided(shape, strides, at // kind.itemsize))
-                    at += _padded(nbytes, 16)
+                    at += padded(nbytes, 16)
                 self.attention[index] = Stored(*tensors[:2], *(scales[..., 0] for scales in tensors[2:]))
 
     def __str__(self) -> str:

@@ -1,11 +1,9 @@
-"""The base class of all decoders, and the memory that weights and KV cache need."""
+"""The base class of all decoders."""
 
 from __future__ import annotations
 
 import logging
-import resource
 import statistics
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,14 +16,12 @@ from torch import Tensor
 from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import StoredWeight
-from wisparse.formats.errors import ContextLengthError, PromptError, ResourceError, UsageError
-from wisparse.formats.machine import available_bytes
-from wisparse.formats.model_config import LM_HEAD, ModelConfig
-from wisparse.formats.tensors import PER_LAYER_EMBEDDING, expected_tensors
-from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
+from wisparse.formats.errors import ContextLengthError, PromptError, UsageError
+from wisparse.formats.model_config import ModelConfig
 
+from ..memory import states_kept
 from ..torch.block import Block, PerLayer, Positions, attention, embed, route, run_block
-from .cache import KVCache, mapped_bytes, paging_of, state_bytes
+from .cache import KVCache
 from .heads import DraftHead, HeadFiles, MtpFiles
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
@@ -33,13 +29,7 @@ from .sampling import SamplingParams, sample
 log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 12
-# Share of the memory free beside the weights that the KV cache may use. Activations and CUDA graphs need 1 to 2 GB of a
-# GPU's. A CPU's memory is shared with other programs: the larger share applies only if both limits are arguments.
-_CACHE_SHARES = {"cuda": 0.7, "cpu": 0.25}
-_FEWEST_POSITIONS = 256
 _LOGITS_ROWS = 512  # positions of `Decoder.logits` per output layer product
-_SERVED_POSITIONS = 2048  # positions per slot by which the default max_batch is chosen
-_MOST_SLOTS = {"cuda": 32, "cpu": 8}
 _HEAD_POSITIONS = 1024  # initial length of a draft head's cache
 
 PROMPTS_TOGETHER = 32  # most prompts of `prefill_together`
@@ -442,11 +432,6 @@ class Decoder(ABC):
             del self.__dict__[name]
 
 
-def states_kept(max_drafted: int) -> int:
-    """States per slot of a recurrent block: before the newest token, and after it and each drafted token."""
-    return max_drafted + 2 if max_drafted else 1
-
-
 def verified_settings(
     token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]
 ) -> list[SamplingParams]:  # fmt: skip
@@ -468,78 +453,3 @@ def check_prompt(length: int, max_seq_len: int) -> None:
 def next_chunk(start: int, size: int) -> int:
     """The end of the chunk that position ``start`` lies in."""
     return (start // size + 1) * size
-
-
-def weight_bytes(
-    bundle: Bundle,
-    dtype: torch.dtype,
-    weights: str,
-    keeps: Callable[[StoredWeight, bool], bool],
-    *,
-    routed: bool = True,
-) -> int:
-    """Memory of a bundle's weights as type ``weights``, other tensors in ``dtype``; keeps: `Decoder.keeps`. ``routed``:
-    include routed experts."""
-    chosen = WEIGHT_TYPES[weights]
-    excluded = () if routed else {part for one in bundle.config.projections() if one.experts for part in one.parts}
-    total = 0
-    for name, shape in expected_tensors(bundle.config).items():
-        if name.removesuffix(".weight") in excluded:
-            continue
-        head = "int8" if bundle.recipe.graded else chosen.head
-        kind = "native" if "embed" in name else head if name == LM_HEAD else weights
-        # Per-layer embeddings stay in their stored type.
-        native = getattr(torch, bundle.config.dtype, dtype) if name == PER_LAYER_EMBEDDING else dtype
-        stored = bundle.checkpoint.quantised.get(name)
-        if stored is not None and kind in ("native", stored.packing.kind) and keeps(stored, bundle.recipe.graded):
-            packing = stored.packing
-            bits = 4 if packing.kind == "int4" else 8
-            total += code_bytes(bits, shape, packing.group, zero_points=packing.zero_points)
-        else:
-            total += WEIGHT_TYPES[kind].nbytes(shape, native) * (2 if bundle.recipe.graded and stored else 1)
-    if bundle.config.tie_word_embeddings and chosen.head != "native":  # the output layer is a second copy
-        total += WEIGHT_TYPES[chosen.head].nbytes((bundle.config.vocab_size, bundle.config.hidden_size), dtype)
-    return total
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Peak memory so far: allocated on a GPU, else the resident memory of this process."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device)) + mapped_bytes[device]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def default_limits(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int | None, max_seq_len: int | None,
-    weight_bytes: int, kv_cache_dtype: str = "auto", states: int = 1, *, page_bytes: int | None = None,
-    memory_bytes: int | None = None, beside: int = 0,
-) -> tuple[int, int, int]:  # fmt: skip
-    """Resolved ``max_batch`` and ``max_seq_len``, and the cache's pages. Default batch: slots of ``_SERVED_POSITIONS``
-    that fit, up to ``_MOST_SLOTS``. Default length: the model's context, or the positions, a multiple of 256, of one
-    sequence in all pages. ``states``: per slot of a recurrent block. ``page_bytes``: see `Decoder`. ``memory_bytes``: of
-    the cache; None: a share of the free memory. ``beside``: further bytes of a slot."""
-    per_slot = beside + states * state_bytes(config, dtype)
-    paging = paging_of(config, dtype, kv_cache_dtype, page_bytes)
-    longest = config.max_position_embeddings
-    memory = memory_bytes
-    if memory is None:
-        explicit = max_batch is not None and max_seq_len is not None
-        share = _CACHE_SHARES["cuda" if explicit else device.type]
-        memory = int(max(available_bytes(device) - weight_bytes, 0) * share)
-    if max_batch is None:
-        slot_bytes = paging.pages(min(max_seq_len or longest, _SERVED_POSITIONS)) * paging.page_bytes + per_slot
-        max_batch = min(max(memory // slot_bytes, 1), _MOST_SLOTS[device.type])
-    pages = max(memory - max_batch * per_slot, 0) // paging.page_bytes
-    fitting = paging.positions(pages, longest)
-    if memory_bytes is not None and fitting < min(max_seq_len or _FEWEST_POSITIONS, longest):
-        draft_head = f", beside {max_batch * beside:,} bytes of the draft head" if beside else ""
-        raise ResourceError(
-            f"kv_cache_memory_bytes: {memory_bytes:,} bytes hold {fitting} positions of one sequence{draft_head}, expected "
-            f"{min(max_seq_len or _FEWEST_POSITIONS, longest)}: give more, or a smaller max_seq_len"
-        )
-    if max_seq_len is None:
-        rounded = max(fitting // _FEWEST_POSITIONS * _FEWEST_POSITIONS, _FEWEST_POSITIONS)
-        max_seq_len = longest if fitting >= longest else min(rounded, longest)
-    slot_pages = paging.pages(max_seq_len)
-    return max_batch, max_seq_len, min(max(pages, slot_pages + paging.least), max_batch * slot_pages)

@@ -33,8 +33,9 @@ from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.tensor_file import DTYPES, Entry, TensorFile, open_files
 from wisparse.formats.tensors import MTP, mtp_config
 
+from ..memory import bytes_per_position
 from ..torch.block import LINEARS, SHARED, Block, Norm, activate, read_spec, route, run_experts
-from .cache import KVCache, bytes_per_position
+from .cache import KVCache
 from .rotary import Rotary, rotate
 
 _CHUNK = 128  # positions of a prefill chunk of the head

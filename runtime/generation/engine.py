@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeVar
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UnavailableError, UsageError, WisparseError
 
-from ..decoding.cache import memory_errors
 from ..decoding.decoder import Decoder
+from ..memory import memory_errors
 from ..tokenizer import StopStrings, Tokenizer
 from .generate import generate_step
 from .request import Chunk, Request

@@ -15,9 +15,9 @@ from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.generation_config import SAMPLING_FIELDS
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
-from ..decoding.decoder import peak_bytes
 from ..decoding.sampling import SamplingParams
 from ..detokenizer import Detokenizer
+from ..memory import peak_bytes
 from ..thoughts import LogitsMask, ThoughtParser
 from ..tokenizer import StopStrings
 from .grammar import Grammar
