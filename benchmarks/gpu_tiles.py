@@ -15,8 +15,9 @@ import torch
 from gpu_models import Several, calibrate, mask_bundle, need_gpu, random_bundle, shape_option
 from triton.runtime.errors import OutOfResources
 
-from wisparse.kernels.gpu import plan
-from wisparse.kernels.gpu.plan import GemvTile, Gpu, count_tiles, regime
+from wisparse.kernels.gpu import tiles as tables
+from wisparse.kernels.gpu.products import remember_tiles
+from wisparse.kernels.gpu.tiles import Gpu, Tile, count_tiles, regime
 from wisparse.kernels.gpu.weights import BITS, LinearShape
 from wisparse.runtime.cuda import kernel_times
 from wisparse.runtime.cuda.decoder import CudaDecoder
@@ -55,9 +56,10 @@ def tiles(shape: str, kinds: list[str], sparsities: list[float], rows: list[int]
 
 def tune(setting: Setting, best: int, blocks: int) -> dict[str, str]:
     rows, decoder, found = setting[3], decoder_of(setting, blocks), dict[str, str]()
-    gpu, chosen = plan.gpu_of(decoder.device), {}
+    gpu, chosen = tables.gpu_of(decoder.device), {}
     for role, launch in kernel_times._step(decoder, rows).plans[0].items():
-        chosen[role] = launch.tile
+        if launch.fused and launch.tile is not None:
+            chosen[role] = launch.tile
     us = before = kernel_times._time(decoder, rows, chosen)
     for role in (role for role in ROLES if role in chosen):
         linear = getattr(decoder.weights.blocks[0], role).shape
@@ -70,16 +72,16 @@ def tune(setting: Setting, best: int, blocks: int) -> dict[str, str]:
             f"{setting} {role}: {us:.1f} us with {chosen[role]} ({[round(row[0], 1) for row in ranked[:6]]})",
             flush=True,
         )
-        found[plan.tile_key(gpu, linear, regime(rows, dense=linear.dense))] = f"{chosen[role]}"
-        plan.remember_tiles({plan.tuned_key(gpu, linear, rows): chosen[role]})
+        found[tables.tile_key(gpu, linear, regime(rows, dense=linear.dense))] = f"{chosen[role]}"
+        remember_tiles({tables.tuned_key(gpu, linear, rows): chosen[role]})
     decoder.close()
     torch.cuda.empty_cache()
     return found | {f"{setting}": f"{us:.1f} us for {blocks} blocks, before {before:.1f} us"}
 
 
 def timed(
-    decoder: CudaDecoder, setting: Setting, chosen: dict[str, GemvTile], role: str, tried: list[GemvTile]
-) -> list[tuple[float, GemvTile]]:
+    decoder: CudaDecoder, setting: Setting, chosen: dict[str, Tile], role: str, tried: list[Tile]
+) -> list[tuple[float, Tile]]:
     """Microseconds of a step with each tile in a role, best first; tiles that do not fit the GPU are left out."""
     workers = max(1, (os.cpu_count() or 2) - 1)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -92,7 +94,7 @@ def timed(
     return sorted(rows, key=lambda row: row[0])
 
 
-def _compile(setting: Setting, tried: list[dict[str, GemvTile]]) -> None:
+def _compile(setting: Setting, tried: list[dict[str, Tile]]) -> None:
     decoder = decoder_of(setting, 1) if tried else None
     for tiles_of in tried:
         with contextlib.suppress(OutOfResources, ValueError):
@@ -114,7 +116,7 @@ def decoder_of(setting: Setting, blocks: int) -> CudaDecoder:
     return decoder
 
 
-def candidates(linear: LinearShape, rows: int, gpu: Gpu) -> list[GemvTile]:
+def candidates(linear: LinearShape, rows: int, gpu: Gpu) -> list[Tile]:
     """Tiles worth trying, with as many spinning reducers as there may be or (unquantised) with none."""
     k, widths, kind = linear.in_features, linear.widths, linear.quant
     processors, wide, found = gpu.multiprocessors, sum(widths) >= 16384, []
@@ -125,7 +127,7 @@ def candidates(linear: LinearShape, rows: int, gpu: Gpu) -> list[GemvTile]:
         for block_n, block_k, stages in [*pieces, (512, 16, 6), (512, 16, 8), (512, 32, 4), (1024, 16, 4)]:
             most = processors // count_tiles(widths, block_n)
             for splits in {max(1, min(most - fewer, k // 64)) for fewer in (0, 1)}:
-                found += [GemvTile(block_n, block_k, splits, warps, stages, unroll=1) for warps in (4, 8)]
+                found += [Tile(block_n, block_k, splits, warps, stages, unroll=1) for warps in (4, 8)]
     elif kind == "none":
         # One to six programs for each multiprocessor; block_k is what one 16-byte load of every thread covers.
         for block_n, warps in ((256, 2), (256, 4), (512, 2), (512, 4), (512, 8), (1024, 4), (1024, 8)):
@@ -134,7 +136,7 @@ def candidates(linear: LinearShape, rows: int, gpu: Gpu) -> list[GemvTile]:
             # The last program adds up to 32 partial sums in one turn.
             counts |= {count for count in (16, 32) if max(counts) > count}
             found += [
-                GemvTile(block_n, warps * 256 // block_n, splits, warps, 1, 32, unroll, trigger=2)
+                Tile(block_n, warps * 256 // block_n, splits, warps, 1, 32, unroll, trigger=2)
                 for splits in sorted(counts) for unroll in (4, 8)
             ]  # fmt: skip
     else:
@@ -157,15 +159,15 @@ def candidates(linear: LinearShape, rows: int, gpu: Gpu) -> list[GemvTile]:
                         if many and words * unroll * stages > 16:
                             continue
                         found.append(
-                            GemvTile(block_n, 1, splits, warps, stages, group or 64, unroll, trigger=2, early=not wide)
+                            Tile(block_n, 1, splits, warps, stages, group or 64, unroll, trigger=2, early=not wide)
                         )
-    spinning = [replace(tile, reducers=plan.most_reducers(gpu, widths, tile)) for tile in found]
+    spinning = [replace(tile, reducers=tables.most_reducers(gpu, widths, tile)) for tile in found]
     if kind == "none":
         return list(dict.fromkeys([*found, *spinning]))
     return list(dict.fromkeys(found if wide else spinning))
 
 
-def variants(tile: GemvTile, rows: int) -> list[GemvTile]:
+def variants(tile: Tile, rows: int) -> list[Tile]:
     """The ways of a tile to begin and to let the next launch begin: with many rows that is always at once."""
     ways = ((1, True), (2, True), (2, False))[rows > 2 :]
     return [replace(tile, trigger=trigger, early=early) for trigger, early in ways]

@@ -21,10 +21,10 @@ from triton_decoder_cases import make_bundle
 
 from wisparse.formats.block_ops import describe
 from wisparse.formats.errors import UsageError
-from wisparse.kernels.gpu import packed_gemv
-from wisparse.kernels.gpu import plan as plan_module
+from wisparse.kernels.gpu import packed_gemv, products, tiles
 from wisparse.kernels.gpu.packed_gemv import INT8_OFFSET, VALUE_SCALE, code_unit, product_source, sum_source
-from wisparse.kernels.gpu.plan import GemvTile, Gpu, cached_plan, choose_tile, measured_tiles, plan, tuned_file
+from wisparse.kernels.gpu.products import choose, choose_product
+from wisparse.kernels.gpu.tiles import Gpu, Tile, choose_tile, measured_tiles, tuned_file
 from wisparse.kernels.gpu.weights import BITS, LinearShape, padded_width
 from wisparse.runtime.cuda import kernel_times
 from wisparse.runtime.cuda.decoder import CudaDecoder
@@ -48,7 +48,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WISPARSE_CACHE", str(tmp_path))
 
 
-def has_room(tile: GemvTile, multiprocessors: int, widths: tuple[int, ...]) -> bool:
+def has_room(tile: Tile, multiprocessors: int, widths: tuple[int, ...]) -> bool:
     """No tile spans two projections, so widths that are no multiples of a tile's have more of them."""
     return tile.reducers * sum(-(-width // tile.block_n) for width in widths) <= multiprocessors
 
@@ -56,11 +56,11 @@ def has_room(tile: GemvTile, multiprocessors: int, widths: tuple[int, ...]) -> b
 @given(shapes, st.integers(1, 200), kinds)
 def test_spinning_reducers_of_any_shape_have_room(shape, multiprocessors, kind):
     gpu = Gpu(90, multiprocessors)
-    tile = plan_module.default_tile(gpu, shape_of(*shape), kind)
+    tile = tiles.default_tile(gpu, shape_of(*shape), kind)
     assert has_room(tile, multiprocessors, shape[1])
-    most = replace(tile, reducers=plan_module.most_reducers(gpu, shape[1], tile))
+    most = replace(tile, reducers=tiles.most_reducers(gpu, shape[1], tile))
     for tried in (most, *_neighbours(tile, kind, shape[1], gpu)):
-        assert has_room(tried, multiprocessors, shape[1])  # and GemvTile does not refuse it
+        assert has_room(tried, multiprocessors, shape[1])  # and Tile does not refuse it
     assert 1 <= tile.splits <= max(1, shape[0] // 64)
     if kind == "batch":  # no program without a block of channels
         assert tile.splits <= -(-shape[0] // tile.block_k)
@@ -86,8 +86,8 @@ KEY, SQUARE = "sm90:sparse:4096x4096:1:bfloat16", shape_of(4096, (4096,))
 
 
 def test_a_tuned_tile_is_taken_before_the_table():
-    tile, table = GemvTile(128, 4, 10, 2), measured_tiles()["sm90:sparse:4096x4096"]
-    plan_module.remember_tiles({KEY: tile})
+    tile, table = Tile(128, 4, 10, 2), measured_tiles()["sm90:sparse:4096x4096"]
+    products.remember_tiles({KEY: tile})
     assert choose_tile(H200, SQUARE, 1) == (tile, "tuned here")
     # Not for what it was not measured with.
     assert choose_tile(H200, shape_of(4096, (4096,), dtype=torch.float16), 1)[0] == table
@@ -115,7 +115,7 @@ def test_a_tuned_tile_is_taken_before_the_table():
 def test_an_impossible_tile_is_refused_and_in_the_cache_told_and_ignored(changes, message, caplog):
     fields = {"block_n": 128, "block_k": 4, "splits": 10, "warps": 2} | changes
     with pytest.raises(ValueError, match=message):
-        GemvTile(**fields)
+        Tile(**fields)
     tuned_file().write_text(json.dumps({KEY: fields}), "utf-8")
     assert choose_tile(H200, SQUARE, 1)[0] == measured_tiles()["sm90:sparse:4096x4096"]
     assert str(tuned_file()) in caplog.text
@@ -125,14 +125,14 @@ def test_an_impossible_tile_is_refused_and_in_the_cache_told_and_ignored(changes
 @pytest.mark.parametrize(("reducers", "multiprocessors"), [(2, 3), (4, 7), (4, 8)])
 def test_a_launch_whose_programs_would_wait_for_ever_is_refused(reducers, multiprocessors):
     """Two tiles, of projections that are no multiple of one: each reducer waits for all others."""
-    shape, tile = shape_of(64, (40, 40)), GemvTile(block_n=64, splits=4, warps=2, reducers=reducers)
+    shape, tile = shape_of(64, (40, 40)), Tile(block_n=64, splits=4, warps=2, reducers=reducers)
     if 2 * reducers <= multiprocessors:
-        assert plan(shape, 1, Gpu(90, multiprocessors), tile=tile).tile == tile
+        assert choose_product(shape, 1, gpu=Gpu(90, multiprocessors), tile=tile).tile == tile
     else:
         with pytest.raises(ValueError, match=f"at most {multiprocessors} programs .* found {2 * reducers}"):
-            plan(shape, 1, Gpu(90, multiprocessors), tile=tile)
+            choose_product(shape, 1, gpu=Gpu(90, multiprocessors), tile=tile)
     with pytest.raises(ValueError, match="at most 1 programs that wait for each other on cpu"):
-        plan(
+        choose_product(
             shape_of(64, (40, 40), device=torch.device("cpu")), 1, tile=tile
         )  # the interpreter runs one after the other
 
@@ -141,7 +141,56 @@ def test_a_plan_follows_the_environment_also_after_the_first(monkeypatch):
     for value, reducers in ((None, 8), ("0", 0), ("1", 8), ("0", 0)):
         if value is not None:
             monkeypatch.setenv("WISPARSE_SPINNING", value)
-        assert plan(SQUARE, 1).tile.reducers == reducers
+        assert choose_product(SQUARE, 1).tile.reducers == reducers
+
+
+# For each place: rows, weights, what the product is with a mask, and where nothing is dropped or the input comes masked.
+NATIVE, INT8, ODD = ("none", 0), ("int8", 4096), ("int4", 48)  # the last: groups that no tensor core kernel takes
+QKV, OUT, GATE_UP, UNMEASURED = (4096, 1024, 1024), (4096,), (14336, 14336), (960, 320)
+CHOICES = [
+    ("step", 1, NATIVE, QKV, "sparse_gemv, masks", "sparse_gemv"),
+    ("step", 2, NATIVE, QKV, "sparse_gemv, masks", "fused_gemm"),
+    ("step", 16, NATIVE, QKV, "fused_gemm, masks", "fused_gemm"),
+    ("step", 1, INT8, QKV, "packed_gemv, masks", "packed_gemv"),
+    ("step", 16, INT8, QKV, "packed_gemv, masks", "packed_gemv"),
+    ("step", 1, ODD, QKV, "sparse_gemv, masks", "sparse_gemv"),
+    ("step", 8, ODD, QKV, "fused_gemm, masks", "fused_gemm"),
+    ("rows", 32, NATIVE, GATE_UP, "gemm 32, masks", "cuBLAS"),
+    ("rows", 32, NATIVE, UNMEASURED, "cuBLAS, copies 3 1, batched", "cuBLAS"),
+    ("rows", 32, NATIVE, OUT, "cuBLAS, copies 1", "cuBLAS"),
+    ("rows", 32, INT8, QKV, "packed_gemv, masks", "packed_gemv"),
+    ("rows", 32, ODD, QKV, "cuBLAS, copies 1 1 1", "cuBLAS"),  # no such step is made
+    ("prompt", 16, NATIVE, QKV, None, "cuBLAS"),
+    ("prompt", 128, INT8, QKV, None, "gemm 128"),
+    ("prompt", 129, INT8, QKV, None, "cuBLAS"),
+    ("prompt", 16, ODD, QKV, None, "cuBLAS"),
+    ("plugin", 2, NATIVE, QKV, "sparse_gemv, masks", "sparse_gemv, masks"),
+    ("plugin", 8, NATIVE, UNMEASURED, "fused_gemm, masks", "cuBLAS"),
+    ("plugin", 64, NATIVE, GATE_UP, "gemm 64, masks", "cuBLAS"),
+    ("plugin", 512, NATIVE, QKV, "cuBLAS, copies 4 1 1, batched", "cuBLAS"),
+    ("plugin", 513, NATIVE, QKV, "cuBLAS, copies 1 1 1", "cuBLAS"),
+]
+
+
+@pytest.mark.parametrize(("place", "rows", "weights", "widths", "masked", "ready"), CHOICES)
+def test_the_product_of_each_place(place, rows, weights, widths, masked, ready) -> None:
+    shape = shape_of(4096, widths, *weights)
+    unmasked = (shape._replace(dense=True), {}) if place == "step" else (shape, {"ready": True})
+    for expected, (of, options) in ((masked, (shape, {})), (ready, unmasked)):
+        product = choose_product(of, rows, place, gpu=H200, **options)
+        block_m = f" {product.tile.block_m}" if product.kernel == "gemm" else ""
+        copies = f", copies {' '.join(map(str, product.copies))}" * bool(product.copies)
+        found = f"{product.kernel}{block_m}{copies}{', masks' * product.masks}{', batched' * product.batched}"
+        assert expected in (None, found)
+        assert str(product).startswith(product.kernel)
+
+
+def test_experts_have_a_product_for_steps_and_one_for_prompts() -> None:
+    for weights, kernel in ((NATIVE, "sparse_gemv"), (INT8, "packed_gemv")):
+        shape = shape_of(4096, (768, 768), *weights, experts=128, chosen=8)
+        step, prompt = (choose_product(shape, 4, place, gpu=H200) for place in ("step", "prompt"))
+        assert (step.kernel, step.pairs) == (kernel, 32)
+        assert (prompt.kernel, prompt.tile.block_m) == ("expert_gemm", 16)
 
 
 def test_which_weights_are_multiplied_on_the_tensor_cores() -> None:
@@ -155,7 +204,7 @@ def test_which_weights_are_multiplied_on_the_tensor_cores() -> None:
         (256, {"quant": "int8", "group": 4096, "stride": 1536}, ""),
     ):
         shape = shape_of(4096, (6144,), "int4", 128)._replace(**changes)
-        chosen = plan(shape, 1, H200, tile=GemvTile(block_n, 1, 8, 4))
+        chosen = choose_product(shape, 1, gpu=H200, tile=Tile(block_n, 1, 8, 4))
         assert why_not in chosen.why_not_packed
         assert (chosen.packed is None) == ("not packed_gemv: " in str(chosen)) == bool(why_not)
 
@@ -163,19 +212,19 @@ def test_which_weights_are_multiplied_on_the_tensor_cores() -> None:
 def test_tensor_cores_that_flush_subnormal_numbers_get_the_dequantizing_kernel(monkeypatch):
     """The check's answer decides; the check itself runs on GPUs (triton_codes_cases.py)."""
     shape = shape_of(4096, (6144,), "int4", 128, device=torch.device("cuda", 0))
-    monkeypatch.setattr(plan_module, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(products, "gpu_of", lambda device: H200)
     for keeps in (True, False):
         monkeypatch.setattr(packed_gemv, "keeps_subnormals", lambda device, dtype, keeps=keeps: keeps)
-        cached_plan.cache_clear()
-        chosen = plan(shape, 1)
+        choose.cache_clear()
+        chosen = choose_product(shape, 1)
         assert (chosen.packed is not None) == keeps
-        assert chosen.kernel.__name__ == ("packed_gemv_kernel" if keeps else "sparse_gemv_kernel")
+        assert chosen.kernel == ("packed_gemv" if keeps else "sparse_gemv")
     assert "the tensor cores of cuda:0 flush subnormal bfloat16 numbers" in str(chosen)
-    cached_plan.cache_clear()
+    choose.cache_clear()
 
 
 def test_plans_are_printed() -> None:
-    assert str(plan(SQUARE, 1)) == (
+    assert str(choose_product(SQUARE, 1)) == (
         "sparse_gemv (sparse), bfloat16, 4096 x 4096, 1 row: 16 tiles of 256 columns x 20 splits = 320 programs of 4 "
         "warps; 8 spinning reducers a tile; tile: measured (tiles.json)"
     )
@@ -218,7 +267,7 @@ def test_tuning_times_the_step_that_the_decoder_runs(batch, rows, monkeypatch):
 )  # fmt: skip
 def test_lists_hold_what_is_read_ahead(k, splits, unroll, chunk, batch, grouped):
     shape = shape_of(k, (512,), "int4", 16 if grouped else k, dtype=torch.float16)
-    chosen = plan(shape, batch, H200, tile=GemvTile(256, 1, splits, 4, unroll=unroll, chunk=chunk))
+    chosen = choose_product(shape, batch, gpu=H200, tile=Tile(256, 1, splits, 4, unroll=unroll, chunk=chunk))
     if chosen.packed is None:
         return
     launch, block_k = chosen.launch, 16 * chosen.packed.steps

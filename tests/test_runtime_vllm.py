@@ -30,11 +30,12 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.formats.write import write_bundle
+from wisparse.kernels.gpu.launch import Scratch, batched_product, separate_products
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 from wisparse.runtime.vllm import settings as vllm_settings
 from wisparse.runtime.vllm.plugin import register, with_bundles
-from wisparse.runtime.vllm.product import Layer, mask_ahead, mask_tensors, products
+from wisparse.runtime.vllm.product import Layer, mask_ahead, mask_tensors
 from wisparse.runtime.vllm.settings import MaskedRows, Settings, may_mask
 
 PROMPTS = [[5, 17, 250, 3, 99, 101, 7], [40, 41, 42]]
@@ -115,11 +116,12 @@ def test_products_of_the_projections_own_inputs(widths: list[int], with_bias: bo
     inputs = torch.randn(len(widths), 5, 16, generator=generator)
     parts = [torch.nn.functional.linear(x, w, b) for x, (w, b) in zip(inputs, layer.parts(), strict=True)]
     expected = torch.cat(parts, -1)
-    torch.testing.assert_close(products(inputs, layer), expected)
+    scratch = Scratch(torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(separate_products(inputs, layer.linear(), scratch), expected)
     piece = min(widths)
     if len(set(widths)) > 1:
         copies = torch.cat([x.expand(width // piece, -1, -1) for x, width in zip(inputs, widths, strict=True)])
-        torch.testing.assert_close(products(copies, layer), expected)
+        torch.testing.assert_close(batched_product(copies, layer.linear(), scratch), expected)
 
 
 def test_masks_are_float32_whatever_type_a_model_is_built_with() -> None:

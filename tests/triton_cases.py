@@ -17,11 +17,13 @@ from wisparse.formats.model_config import DeltaNet
 from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
+from wisparse.kernels.gpu.gemm import gemm, mask_rows
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
-from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
-from wisparse.kernels.gpu.plan import GemvTile, Scratch, launch_linear, plan
+from wisparse.kernels.gpu.launch import Scratch, launch_linear
+from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.reduction import EMPTY
+from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.decoding.cache import RecurrentState, quantise
@@ -71,21 +73,21 @@ def make_linear(
 
 
 def launch(
-    linear: FusedLinear, given: Input, target: Output, scratch: Scratch | None = None, *, tile: GemvTile | None = None,
+    linear: FusedLinear, given: Input, target: Output, scratch: Scratch | None = None, *, tile: Tile | None = None,
     eps: float = 0.0, counting: Counting | None = None, **planned: Any,
 ) -> Scratch:  # fmt: skip
-    chosen = plan(linear.shape, len(target.out), tile=tile, pdl=planned.pop("pdl", False), **planned)
+    chosen = choose_product(linear.shape, len(target.out), tile=tile, pdl=planned.pop("pdl", False), **planned)
     scratch = scratch or Scratch(DEVICE, target.out.dtype)
     scratch.reserve(chosen)
     launch_linear(linear, given, target, scratch, chosen, eps=eps, counting=counting)
     return scratch
 
 
-def apply_linear(x: torch.Tensor, linear: FusedLinear, tile: GemvTile | None = None) -> torch.Tensor:
+def apply_linear(x: torch.Tensor, linear: FusedLinear, tile: Tile | None = None) -> torch.Tensor:
     """Through scratch memory that holds poison, and is left as the next launch needs it."""
     out = torch.full((len(x), linear.out_features), float("nan"), dtype=x.dtype, device=DEVICE)
     scratch = Scratch(DEVICE, x.dtype)
-    scratch.reserve(plan(linear.shape, len(x), tile=tile))
+    scratch.reserve(choose_product(linear.shape, len(x), tile=tile))
     scratch.partial.fill_(EMPTY)  # as a number a NaN
     scratch.value.fill_(float("nan"))
     scratch.index.fill_(2**30)
@@ -121,18 +123,18 @@ def rows(batch: int, k: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
 
 
 TILES = [
-    GemvTile(block_n=128, block_k=16, splits=1, unroll=2),
-    GemvTile(block_n=64, block_k=32, splits=3, chunk=4, unroll=1, lead=1),
-    GemvTile(block_n=128, block_k=8, splits=5, unroll=4),
-    GemvTile(block_n=64, block_k=2, splits=3, unroll=2, lead=3),
-    GemvTile(block_n=128, block_k=4, splits=5, unroll=2, reducers=1),
-    *[GemvTile(block_n=64, block_k=4, splits=5, unroll=2, reducers=n) for n in (2, 4) if not INTERPRETED],
+    Tile(block_n=128, block_k=16, splits=1, unroll=2),
+    Tile(block_n=64, block_k=32, splits=3, chunk=4, unroll=1, lead=1),
+    Tile(block_n=128, block_k=8, splits=5, unroll=4),
+    Tile(block_n=64, block_k=2, splits=3, unroll=2, lead=3),
+    Tile(block_n=128, block_k=4, splits=5, unroll=2, reducers=1),
+    *[Tile(block_n=64, block_k=4, splits=5, unroll=2, reducers=n) for n in (2, 4) if not INTERPRETED],
 ]
 BATCH_TILES = [
-    GemvTile(block_n=64, block_k=16, splits=1, stages=1),
-    GemvTile(block_n=64, block_k=32, splits=3, stages=4),
-    GemvTile(block_n=128, block_k=64, splits=2, stages=6, reducers=1),  # 80 KiB in flight: alone on a multiprocessor
-    *[GemvTile(block_n=256, block_k=32, splits=5, warps=8, stages=5, reducers=n) for n in (4,) if not INTERPRETED],
+    Tile(block_n=64, block_k=16, splits=1, stages=1),
+    Tile(block_n=64, block_k=32, splits=3, stages=4),
+    Tile(block_n=128, block_k=64, splits=2, stages=6, reducers=1),  # 80 KiB in flight: alone on a multiprocessor
+    *[Tile(block_n=256, block_k=32, splits=5, warps=8, stages=5, reducers=n) for n in (4,) if not INTERPRETED],
 ]
 SHAPES = [
     ((200,), 77, 0.5, False),  # multiples of nothing
@@ -141,7 +143,7 @@ SHAPES = [
     ((100,), 64, 1.0, True),  # every channel dropped: the bias alone is left
 ]
 BATCH_SHAPES = [((200, 60), 77, 0.5, True), ((128, 128), 640, 0.6, True), ((256, 64, 64), 640, 0.0, True)]
-LONG, LONG_TILE = ((64,), 6000, 0.5, False), GemvTile(block_n=64, block_k=16, splits=1, stages=3)
+LONG, LONG_TILE = ((64,), 6000, 0.5, False), Tile(block_n=64, block_k=16, splits=1, stages=3)
 PDL = not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
 
 
@@ -151,8 +153,8 @@ PDL = not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
     [
         *pairwise(dtype=DTYPES, tile=TILES, batch=[1, 2, 5], shape=SHAPES)[1],
         *pairwise(dtype=DTYPES, tile=BATCH_TILES, batch=[3, 11, 20], shape=BATCH_SHAPES)[1],
-        pytest.param(torch.float16, GemvTile(64, 8, 2), 1, SHAPES[1], marks=pytest.mark.quick),
-        pytest.param(torch.float16, GemvTile(64, 8, 2), 3, SHAPES[1], marks=pytest.mark.quick),
+        pytest.param(torch.float16, Tile(64, 8, 2), 1, SHAPES[1], marks=pytest.mark.quick),
+        pytest.param(torch.float16, Tile(64, 8, 2), 3, SHAPES[1], marks=pytest.mark.quick),
         # Lists that are longer than shared memory.
         *[(torch.float16, replace(LONG_TILE, lead=lead), batch, LONG) for batch, lead in ((1, 2), (2, 0), (8, 0))],
     ],
@@ -162,7 +164,7 @@ def test_linears_are_the_twins(dtype, tile, batch, shape):
     linear = make_linear(widths, k, dtype, sparsity, bias=bias)
     x = rows(batch, k, dtype)
     if shape is LONG:
-        assert plan(linear.shape._replace(device=torch.device("meta")), batch, tile=tile).launch.smem == ""
+        assert choose_product(linear.shape._replace(device=torch.device("meta")), batch, tile=tile).launch.smem == ""
     assert_close(apply_linear(x, linear, tile), twin(x, linear), dtype)
 
 
@@ -187,7 +189,7 @@ def test_kept_channels_are_counted_row_by_row(dtype, tile, batch):
 
 
 SPINNING = [tile for tile in TILES + BATCH_TILES if tile.reducers]
-SPINNING.append(GemvTile(64, 8, 4, 2, stages=3, trigger=2, reducers=1))
+SPINNING.append(Tile(64, 8, 4, 2, stages=3, trigger=2, reducers=1))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ SPINNING.append(GemvTile(64, 8, 4, 2, stages=3, trigger=2, reducers=1))
     [
         *pairwise(tile=SPINNING, dtype=DTYPES, batch=[1, 8])[1],
         # float32's lists lie in scratch memory, the same for all launches; early starts need compute capability 9.0.
-        (GemvTile(block_n=64, block_k=2, splits=4, unroll=2, trigger=1), torch.float32, 1),
+        (Tile(block_n=64, block_k=2, splits=4, unroll=2, trigger=1), torch.float32, 1),
     ],
 )
 def test_launches_one_after_the_other_leave_each_other_alone(dtype, tile, batch):
@@ -215,10 +217,10 @@ def test_launches_one_after_the_other_leave_each_other_alone(dtype, tile, batch)
 
 def test_without_spinning_the_last_program_adds_up(monkeypatch):
     linear, x = make_linear((96,), 300, torch.float16, 0.5), rows(1, 300, torch.float16)
-    tile = GemvTile(64, 8, 4, 2, reducers=1)
+    tile = Tile(64, 8, 4, 2, reducers=1)
     found = apply_linear(x, linear, tile)
     monkeypatch.setenv("WISPARSE_SPINNING", "0")
-    assert plan(linear.shape, 1, tile=tile).tile.reducers == 0
+    assert choose_product(linear.shape, 1, tile=tile).tile.reducers == 0
     assert torch.equal(apply_linear(x, linear, tile), found)
 
 
@@ -233,7 +235,7 @@ def test_rows_that_are_not_masked_keep_all_channels(dtype, case, k):
     for first in (0, 1):
         masked = torch.tensor([float((row + first) % 2) for row in range(batch)], device=DEVICE)
         if tile is None:
-            out = mask_gemm(x, linear, masked, GemvTile(64, 64, 1, stages=3))
+            out = gemm(x, linear, Tile(64, 64, 1, stages=3, block_m=32), row_mask=masked)
         else:
             out = torch.full((batch, linear.out_features), float("nan"), dtype=dtype, device=DEVICE)
             launch(linear, Input(x, row_mask=masked), Output(out), tile=tile)
@@ -284,7 +286,7 @@ def test_nan_and_inf_go_where_the_twins_go(tile, batch):
 @pytest.mark.parametrize(*pairwise(dtype=DTYPES, batch=[1, 3, 5], splits=[1, 3]))
 def test_fused_norm_and_residual(dtype, batch, splits):
     k, n, eps, parts = 80, 144, 1e-5, 3
-    linear, tile = make_linear((n,), k, dtype, 0.5), GemvTile(block_n=64, splits=splits)
+    linear, tile = make_linear((n,), k, dtype, 0.5), Tile(block_n=64, splits=splits)
     hidden, norm = rows(batch, k, dtype), (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype)
     ssq = torch.zeros(batch, parts, device=DEVICE)
     ssq[:, 1] = hidden.float().square().sum(1)
@@ -305,8 +307,8 @@ def test_fused_norm_and_residual(dtype, batch, splits):
         dtype=DTYPES,
         batch=[1, 2, 5],
         tile=[
-            *[GemvTile(block_n=64, splits=splits) for splits in (1, 2)],
-            *[GemvTile(64, 4, 2, 1, unroll=2, reducers=n) for n in (1, 2) if n == 1 or not INTERPRETED],
+            *[Tile(block_n=64, splits=splits) for splits in (1, 2)],
+            *[Tile(64, 4, 2, 1, unroll=2, reducers=n) for n in (1, 2) if n == 1 or not INTERPRETED],
         ],
     )
 )
@@ -405,7 +407,7 @@ def test_attention_then_projection(dtype, shape, positions, normed, stored):
     # o_proj reads the splits itself.
     linear = make_linear((40,), shape.heads * d, dtype, 0.4)
     y = torch.full((batch, 40), float("nan"), dtype=dtype, device=DEVICE)
-    given, tile = Input(None, attention=out), GemvTile(block_n=64, splits=2)
+    given, tile = Input(None, attention=out), Tile(block_n=64, splits=2)
     launch(linear, given, Output(y), tile=tile, kv_splits=splits, head_dim=d)
     assert_close(y[active], twin(combined.to(dtype).view(batch, -1), linear)[active], dtype)
 

@@ -10,11 +10,12 @@ from quantised_models import quantise_with_zeros
 from triton_cases import DEVICE, INTERPRETED, apply_linear, assert_close, make_linear, pairwise, rows, twin
 
 from wisparse.formats.weight_types import interleaved, quantise
-from wisparse.kernels.gpu.code_gemm import CodeGemmTile, code_gemm
+from wisparse.kernels.gpu.gemm import gemm
 from wisparse.kernels.gpu.head import Logits
 from wisparse.kernels.gpu.packed_gemv import keeps_subnormals
-from wisparse.kernels.gpu.plan import GemvTile, plan
+from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
+from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized, widen
 from wisparse.runtime.decoding.sampling import SamplingParams, sample, uniform
 
@@ -23,7 +24,7 @@ HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 KINDS = [("int4", 32, False), ("int4", 64, True), ("int8", None, False), ("int8", 32, True), ("fp8", None, False)]
 KINDS += [("graded", 32, False)]
 # Few large blocks where kernels are interpreted.
-TILES = {1: GemvTile(128, 16, 2, 4, chunk=32, unroll=2, lead=1), 5: GemvTile(128, 64, 2, 4, stages=1, unroll=1)}
+TILES = {1: Tile(128, 16, 2, 4, chunk=32, unroll=2, lead=1), 5: Tile(128, 64, 2, 4, stages=1, unroll=1)}
 
 
 def quantized_linear(
@@ -91,9 +92,9 @@ def test_widened_weights_are_the_twins(kind, group, zero_points):
 def test_products_of_many_rows(kind, group, zero_points, count, splits):
     linear = quantized_linear(kind, group, zero_points, (300, 40), 256, torch.float16, 0.5, bias=splits > 1)
     x = rows(2 * count, 256, torch.float16).view(2, count, 256)
-    tile, counter = CodeGemmTile(32, 128, 64, splits, 4, 2), torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    tile, counter = Tile(128, 64, splits, stages=2, block_m=32), torch.zeros(8, dtype=torch.int32, device=DEVICE)
     dense = replace(linear, thresholds=torch.zeros_like(linear.thresholds))
-    together, apart = code_gemm(x[0], linear, counter, tile), code_gemm(x, linear, counter, tile)
+    together, apart = (gemm(rows_of, linear, tile, counter=counter) for rows_of in (x[0], x))
     assert_close(together, exact_twin(x[0], dense), torch.float16)
     assert_close(apart[:, :300], exact_twin(x[0], dense)[:, :300], torch.float16)
     assert_close(apart[:, 300:], exact_twin(x[1], dense)[:, 300:], torch.float16)
@@ -128,9 +129,9 @@ def test_quantized_linears_are_the_twins(quant, dtype, batch, shape):
 # a code the last would be 32 bytes a lane: no program for the tensor cores, and any other spills and may take more
 # shared memory than there is.
 PACKED = [
-    GemvTile(256, 16, 3, 4, chunk=128, unroll=1),
-    GemvTile(512, 16, 2, 4, stages=2, chunk=16, unroll=2, reducers=2),
-    GemvTile(512, 16, 4, 2, stages=3, chunk=64, unroll=4, trigger=2),
+    Tile(256, 16, 3, 4, chunk=128, unroll=1),
+    Tile(512, 16, 2, 4, stages=2, chunk=16, unroll=2, reducers=2),
+    Tile(512, 16, 4, 2, stages=3, chunk=64, unroll=4, trigger=2),
 ]
 
 
@@ -148,10 +149,10 @@ def test_products_on_the_tensor_cores_are_the_twins(kind, group, zeros, dtype, b
     x = rows(batch, k, dtype)
     few = kind in ("int4", "graded")
     for tile in PACKED if few and batch <= 16 else PACKED[:2]:
-        assert plan(coded.shape, batch, tile=tile).packed is not None
+        assert choose_product(coded.shape, batch, tile=tile).packed is not None
         assert_close(apply_linear(x, coded, tile), exact_twin(x, coded), dtype)
     if not few:
-        assert plan(coded.shape, batch, tile=PACKED[2]).packed is None
+        assert choose_product(coded.shape, batch, tile=PACKED[2]).packed is None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted, there are no tensor cores")

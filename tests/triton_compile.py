@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from wisparse.kernels.gpu import plan
+from wisparse.kernels.gpu import tiles
 from wisparse.kernels.gpu.attention import (
     AttentionShape,
     QKNorms,
@@ -36,7 +36,6 @@ from wisparse.kernels.gpu.attention import (
     launch_store_kv,
     launch_store_rows,
 )
-from wisparse.kernels.gpu.code_gemm import code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
@@ -46,15 +45,16 @@ from wisparse.kernels.gpu.experts import (
     empty_experts,
     launch_experts,
     launch_router,
-    plan_experts,
 )
+from wisparse.kernels.gpu.gemm import gemm, mask_rows
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
-from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
+from wisparse.kernels.gpu.launch import Scratch, launch_linear
 from wisparse.kernels.gpu.packed_gemv import subnormal_kernel, sum_source
-from wisparse.kernels.gpu.plan import GemvTile, Gpu
+from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.reduction import Beside, launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
+from wisparse.kernels.gpu.tiles import Gpu, Tile
 from wisparse.kernels.gpu.weights import FusedLinear, empty_weight, widen
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -159,7 +159,7 @@ def llama_linear(
 
 
 def gemv(
-    arch: int, tile: GemvTile | None, group: str, batch: int = 1, dense: bool = False, dtype: torch.dtype = BF16,
+    arch: int, tile: Tile | None, group: str, batch: int = 1, dense: bool = False, dtype: torch.dtype = BF16,
     pdl: bool | None = None, count: bool = False, by_row: bool = False, norm: torch.dtype | None = None,
     quant: tuple[str, int, bool] = ("none", 0, False), **ends: str,
 ) -> None:  # fmt: skip
@@ -175,14 +175,14 @@ def gemv(
         "hidden": Input(empty(batch, k, dtype=dtype), empty(batch, 16, dtype=FP32), empty(k, dtype=norm or dtype)),
         "attention": Input(None, attention=KVSplits(empty(batch, k // 128, splits, 128, dtype=FP32), sums, sums)),
     }[source]
-    chosen = plan.plan(
-        linear.shape, batch, Gpu(arch, 1 << 20), output=target, ssq_parts=16, tile=tile, pdl=pdl,
+    chosen = choose_product(
+        linear.shape, batch, gpu=Gpu(arch, 1 << 20), output=target, ssq_parts=16, tile=tile, pdl=pdl,
         **({"kv_splits": splits, "head_dim": 128} if source == "attention" else {}),
     )  # fmt: skip
-    scratch = plan.Scratch(META, dtype)
+    scratch = Scratch(META, dtype)
     scratch.reserve(chosen)
     out = Output(empty(batch, linear.out_features, dtype=dtype), sums if target == "residual" else None)
-    plan.launch_linear(
+    launch_linear(
         linear, given._replace(row_mask=empty(batch, dtype=FP32) if by_row else None), out, scratch, chosen,
         counting=Counting(*(empty(1, dtype=I64) for _ in range(3))) if count else None,
     )  # fmt: skip
@@ -254,8 +254,8 @@ def experts(
     gate_up, linear = k == 2048, of_experts(k, quant, dtype)
     linear = replace(linear, dense=dense, bias=empty(128, linear.out_features, dtype=dtype) if biased else None)
     output = "residual" if not gate_up else "clamped" if biased else "silu"
-    chosen = plan_experts(linear, rows, output=output, ssq_parts=32, pdl=arch >= 90, clamp=(1.702, 7.0))
-    scratch = plan.Scratch(META, dtype)
+    chosen = choose_product(linear.shape, rows, output=output, ssq_parts=32, pdl=arch >= 90, clamp=(1.702, 7.0))
+    scratch = Scratch(META, dtype)
     scratch.reserve(chosen)
     pairs, hidden = empty(rows * 8, 768, dtype=dtype), empty(rows, 2048, dtype=dtype)
     sums, cells = empty(rows, 64, dtype=FP32), empty(1, dtype=I64)
@@ -278,10 +278,11 @@ def many_experts(
     bias = empty(128, linear.out_features) if biased else None
     linear = replace(linear, dense=first_sparse is None, bias=bias)
     groups = sort_by_expert(empty(1000, 8, dtype=I32), 128)
+    tile = choose_product(linear.shape, 1000, "prompt", gpu=Gpu(arch, 132)).tile
+    activation = "plain" if not gate_up else "clamped" if biased else "silu"
     expert_gemm(
         empty(1000 if gate_up else 8000, k), linear, groups, empty(8000, 768) if gate_up else empty(1000, 8, 2048),
-        Gpu(arch, 132), weight=empty(1000, 8, dtype=FP32), activation=("clamped" if biased else "silu") * gate_up,
-        clamp=(1.702, 7.0), first_sparse=first_sparse,
+        tile, weight=empty(1000, 8, dtype=FP32), activation=activation, clamp=(1.702, 7.0), first_sparse=first_sparse,
     )  # fmt: skip
 
 
@@ -295,19 +296,19 @@ def router(arch: int, **more: Any) -> None:
 
 def codes(rows: int, quant: tuple[str, int, bool]) -> None:
     linear = llama_linear("qkv", True, BF16, quant)
-    tile = code_gemm_tile(linear, rows, 132)
+    tile = tiles.gemm_tile(linear.shape, rows, Gpu(90, 132))
     assert tile is not None
-    code_gemm(empty(rows, 4096), linear, empty(256, dtype=I32), tile)
+    gemm(empty(rows, 4096), linear, tile, counter=empty(256, dtype=I32))
 
 
 def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
-    def tile_of(group: str, kind: str, *, measured: bool = False) -> GemvTile:
+    def tile_of(group: str, kind: str, *, measured: bool = False) -> Tile:
         if not measured:
-            return plan.default_tile(Gpu(arch, 132), llama_linear(group, kind == "dense").shape, kind)
+            return tiles.default_tile(Gpu(arch, 132), llama_linear(group, kind == "dense").shape, kind)
         k, widths, _, _ = SHAPES[group]
-        return plan.measured_tiles()[f"sm90:{kind}:{k}x{sum(widths)}"]
+        return tiles.measured_tiles()[f"sm90:{kind}:{k}x{sum(widths)}"]
 
-    def linear(name: str, tile: GemvTile, group: str, batch: int = 1, ending: str = "", **changes: Any):
+    def linear(name: str, tile: Tile, group: str, batch: int = 1, ending: str = "", **changes: Any):
         return f"gemv {group} {name}{' waiting' * bool(tile.reducers)}{ending}", partial(
             gemv, tile=tile, group=group, batch=batch, **changes
         )
@@ -326,9 +327,9 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
         yield linear("fp32", tile_of(group, "sparse"), group, dtype=FP32)
         yield linear("batch 8 fp32", tile_of(group, "batch"), group, 8, dtype=FP32)
     # Programs without a block of channels, and the least that a spinning reducer may have.
-    yield linear("batch 8 idle", GemvTile(128, 64, 2048, stages=3, unroll=1), "down", 8)
+    yield linear("batch 8 idle", Tile(128, 64, 2048, stages=3, unroll=1), "down", 8)
     for group in ("qkv", "down"):
-        yield linear("least sparse 1", GemvTile(64, 4, 5, 4, unroll=2, reducers=4), group)
+        yield linear("least sparse 1", Tile(64, 4, 5, 4, unroll=2, reducers=4), group)
     for group, kind, batch in (("qkv", "sparse", 1), ("o", "rows", 2), ("down", "batch", 8)) if arch == 90 else ():
         tile = tile_of(group, kind, measured=True)
         yield linear(f"{kind} {batch} by row", tile, group, batch, pdl=False, by_row=True)
@@ -354,8 +355,8 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
     ):
         for group, count, *more in map(str.split, launches.split(", ")):
             rows, dense = int(count), bool(more)
-            tile, _ = plan.choose_tile(Gpu(arch, 132), llama_linear(group, dense, dtype, quant).shape, rows)
-            name = f"{quant[0]}-{quant[1]} {plan.regime(rows, dense=dense)} {rows}"
+            tile, _ = tiles.choose_tile(Gpu(arch, 132), llama_linear(group, dense, dtype, quant).shape, rows)
+            name = f"{quant[0]}-{quant[1]} {tiles.regime(rows, dense=dense)} {rows}"
             ends = {"source": "plain", "target": "plain"} if rows > 16 else {}
             yield linear(name, tile, group, rows, dense=dense, dtype=dtype, quant=quant, count=not dense, **ends)
 
@@ -443,7 +444,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "experts 2048 fp32": partial(experts, arch, 2048, dtype=FP32),
         # vLLM's for many rows.
         "mask rows": partial(mask_rows, many, qkv.scales, qkv.thresholds, by_row, copies=(3, 1, 2), pdl=pdl),
-        "mask gemm": partial(mask_gemm, many, qkv, by_row, GemvTile(64, 64, stages=4)),
+        "mask gemm": partial(gemm, many, qkv, Tile(64, 64, 1, stages=4, block_m=64), row_mask=by_row),
         "subnormals": partial(
             subnormal_kernel[(1,)], empty(128, dtype=FP32), 0x6F806F80, *sum_source("bfloat16"), num_warps=1
         ),

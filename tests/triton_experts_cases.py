@@ -15,12 +15,12 @@ from wisparse.kernels.gpu.experts import (
     choose_experts,
     launch_experts,
     launch_router,
-    plan_experts,
 )
-from wisparse.kernels.gpu.plan import GemvTile, Scratch, gpu_of
+from wisparse.kernels.gpu.launch import Scratch
+from wisparse.kernels.gpu.products import choose_product
+from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.reference import keep_mask
 
-GPU = gpu_of(DEVICE)
 CLAMP = (1.3, 0.8)
 ACTIVATIONS = {
     "silu": lambda gate, up: torch.nn.functional.silu(gate) * up,
@@ -111,8 +111,8 @@ def test_logits_that_are_no_numbers_still_choose_experts_that_exist():
 
 
 GATE_UP = [
-    GemvTile(64, 8, 3, 2, unroll=2, chunk=32),
-    GemvTile(128, 16, 2, 4, chunk=32, unroll=2, lead=1, reducers=1),
+    Tile(64, 8, 3, 2, unroll=2, chunk=32),
+    Tile(128, 16, 2, 4, chunk=32, unroll=2, lead=1, reducers=1),
     None,
 ]
 
@@ -129,11 +129,11 @@ def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile,
     gate_up = output != "residual"
     widths, routing = (72, 72) if gate_up else (104,), choose(batch, count, chosen)
     linear = make_experts(count, chosen, widths, k, dtype, sparsity, quant, biased)
-    plan = plan_experts(linear, batch, output=output, tile=tile, pdl=PDL, clamp=CLAMP)
+    product = choose_product(linear.shape, batch, output=output, tile=tile, pdl=PDL, clamp=CLAMP)
     scratch, x = Scratch(DEVICE, dtype), rows(batch if gate_up else batch * chosen, k, dtype)
-    scratch.reserve(plan)
+    scratch.reserve(product)
     counting, tokens = None, torch.arange(batch, device=DEVICE) - int(batch > 1)
-    cells = torch.full((2, batch * chosen, len(widths), plan.launch.splits), 7, dtype=torch.int64, device=DEVICE)
+    cells = torch.full((2, batch * chosen, len(widths), product.launch.splits), 7, dtype=torch.int64, device=DEVICE)
     norm, ssq = (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype), x.float().square().sum(1, keepdim=True)
     outs: list[torch.Tensor] = []
     for turn in (0, 1):
@@ -144,9 +144,9 @@ def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile,
             given, target = Input(x, ssq, norm), Output(out)
         else:
             out = rows(batch, 104, dtype, seed=9)
-            before, sums = out.double(), torch.full((batch, plan.ssq_parts), float("nan"), device=DEVICE)
+            before, sums = out.double(), torch.full((batch, product.ssq_parts), float("nan"), device=DEVICE)
             given, target = Input(x), Output(out, sums)
-        launch_experts(linear, given, target, scratch, plan, routing=routing, eps=eps, counting=counting)
+        launch_experts(linear, given, target, scratch, product, routing=routing, eps=eps, counting=counting)
         assert (scratch.polled == -1).all()
         assert not scratch.counter.any()
         outs.append(out)
@@ -197,11 +197,28 @@ def test_many_rows_are_multiplied_expert_by_expert(quant, dtype, batch, k, spars
     assert torch.equal(groups.order.long(), torch.sort(flat, stable=True).indices)
     assert groups.offset.tolist() == [int((flat < e).sum()) for e in range(count + 1)]
     left = torch.full((batch * chosen, width), float("nan"), dtype=dtype, device=DEVICE)
-    expert_gemm(x, gate_up, groups, left, GPU, activation=activation, clamp=CLAMP, first_sparse=first)
+    expert_gemm(
+        x,
+        gate_up,
+        groups,
+        left,
+        choose_product(gate_up.shape, batch, "prompt").tile,
+        activation=activation,
+        clamp=CLAMP,
+        first_sparse=first,
+    )
     # down's input has a width of its own here, so that its groups are whole.
     given = rows(batch * chosen, down.in_features, dtype, seed=4)
     out = torch.full((batch, chosen, n), float("nan"), dtype=dtype, device=DEVICE)
-    expert_gemm(given, down, groups, out, GPU, weight=routing.weight, first_sparse=first)
+    expert_gemm(
+        given,
+        down,
+        groups,
+        out,
+        choose_product(down.shape, batch, "prompt").tile,
+        weight=routing.weight,
+        first_sparse=first,
+    )
     for place, pair in enumerate(groups.order.tolist()):
         row, j = divmod(pair, chosen)
         expert = int(flat[pair])

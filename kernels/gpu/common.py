@@ -64,7 +64,7 @@ class Counting(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Compile-time constants: what is computed."""
+    """Compile-time constants: what is computed. Defaults: a product of plain x without ends."""
 
     k: int  # rows of weight_t: channels times planes
     n0: int  # the projections' widths, and their sum
@@ -72,22 +72,22 @@ class Problem(NamedTuple):
     n2: int
     n: int
     stride: int  # of weight_t
-    batch: int
-    kv_splits: int  # of the attention that is read
-    head_dim: int
-    ssq_pad: int  # the most partial sums of squares of a row, a multiple of 32
-    output: str  # "plain" (y), "residual" (residual + y), or the activation of gate and up, see ``reduction.activate``
-    dense: bool  # no channel is dropped
-    pdl: bool  # programmatic dependent launch
     quant: str  # "none", "int4", "int8", "fp8"
     group: int  # rows of weight_t that share a quantization scale
     planes: int  # 2: graded weights, row 2 k is the high plane of channel k, row 2 k + 1 the low one
+    dense: bool  # no channel is dropped
+    batch: int = 0  # rows of x; 0: not a constant
+    kv_splits: int = 1  # of the attention that is read
+    head_dim: int = 1
+    ssq_pad: int = 32  # the most partial sums of squares of a row, a multiple of 32
+    output: str = "plain"  # y; "residual": residual + y; or the activation of gate and up, see ``reduction.activate``
+    pdl: bool = False  # programmatic dependent launch
     experts: int = 0  # chosen experts whose weighted products the epilogue adds up; 0: none
     clamp: tuple[float, float] = (0.0, 0.0)  # slope and limit of "clamped"
 
 
 class LaunchConfig(NamedTuple):
-    """Compile-time constants: how it is computed. Fields of ``GemvTile``, and constants derived from it."""
+    """Compile-time constants: how it is computed. Fields of ``tiles.Tile``, and constants derived from them."""
 
     tiles: int  # of columns
     block_n: int

@@ -22,9 +22,9 @@ from torch import Tensor
 from .channels import is_dropped
 from .common import Weights
 from .experts import ExpertLinear, scale_offset
-from .plan import Gpu
 from .reduction import activate
-from .weights import BITS, BLOCK, code_block
+from .tiles import Tile
+from .weights import BLOCK, code_block
 
 _SCAN_BLOCK = tl.constexpr(1024)  # pairs loaded at a time
 
@@ -34,27 +34,6 @@ class Groups(NamedTuple):
 
     order: Tensor  # (T k,) int32: indices of the pairs in sorted order
     offset: Tensor  # (E + 1,) int32: the first sorted pair of each expert
-
-
-class _Config(NamedTuple):
-    """Compile-time constants."""
-
-    k: int
-    planes: int  # 2: graded weights, with two rows for each channel
-    n: int  # of one projection
-    stride: int
-    projections: int
-    chosen: int
-    experts: int
-    quant: str
-    group: int  # channels that share a scale
-    masked: bool
-    activation: str  # of gate_up; "": down
-    clamp: tuple[float, float]  # as in ``common.Problem``
-    block_m: int
-    block_n: int
-    block_k: int
-    stages: int
 
 
 @triton.jit(do_not_specialize=["COUNT"])
@@ -84,18 +63,18 @@ def sort_by_expert(expert: Tensor, experts: int) -> Groups:
 
 @triton.jit(do_not_specialize=["first_sparse"])
 def _expert_gemm_kernel(
-    x_ptr, weights, weight_ptr, out_ptr, groups, first_sparse, config: tl.constexpr
-):  # as of expert_gemm; weight_ptr: of the pairs
-    K: tl.constexpr = config.k
-    PLANES: tl.constexpr = config.planes
-    N: tl.constexpr = config.n
-    E: tl.constexpr = config.experts
-    E_PAD: tl.constexpr = triton.next_power_of_2(config.experts)
-    BLOCK_M: tl.constexpr = config.block_m
-    BLOCK_N: tl.constexpr = config.block_n
-    BLOCK_K: tl.constexpr = config.block_k
-    ACTIVATION: tl.constexpr = config.activation
-    GATED: tl.constexpr = ACTIVATION != ""
+    x_ptr, weights, weight_ptr, out_ptr, groups, first_sparse,  # as of expert_gemm; weight_ptr: of the pairs
+    problem: tl.constexpr,  # "plain": down; dense: no row is masked
+    E: tl.constexpr, CHOSEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    PLANES: tl.constexpr = problem.planes
+    K: tl.constexpr = problem.k // PLANES
+    N: tl.constexpr = problem.n0
+    E_PAD: tl.constexpr = triton.next_power_of_2(E)
+    ACTIVATION: tl.constexpr = problem.output
+    GATED: tl.constexpr = ACTIVATION != "plain"
+    PROJECTIONS: tl.constexpr = 2 if GATED else 1
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     # This program's expert, from the cumulative number of tiles of the experts.
     e = tl.arange(0, E_PAD)
@@ -111,39 +90,39 @@ def _expert_gemm_kernel(
         m = begin + (tile - before) * BLOCK_M + tl.arange(0, BLOCK_M)
         live_rows = m < end
         pair = tl.load(groups.order + m, mask=live_rows, other=0)
-        x_at = x_ptr + (pair // config.chosen if GATED else m).to(tl.int64)[:, None] * K
+        x_at = x_ptr + (pair // CHOSEN if GATED else m).to(tl.int64)[:, None] * K
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         lane = tl.arange(0, BLOCK_K)
         expert_id = expert.to(tl.int64)
         quant_scales = weights.quant_scales
         quant_zeros = weights.quant_zeros
-        if config.quant != "none":
-            quant_scales += scale_offset(expert_id, config)
+        if problem.quant != "none":
+            quant_scales += scale_offset(expert_id, problem)
             if quant_zeros is not None:
-                quant_zeros += scale_offset(expert_id, config)
+                quant_zeros += scale_offset(expert_id, problem)
         expert_weights = Weights(
-            weights.weight_t + expert_id * (K * PLANES * config.stride), None,
-            weights.scales + expert_id * (config.projections * K),
-            weights.thresholds + expert * (config.projections * PLANES), quant_scales, quant_zeros,
+            weights.weight_t + expert_id * (K * PLANES * problem.stride), None,
+            weights.scales + expert_id * (PROJECTIONS * K),
+            weights.thresholds + expert * (PROJECTIONS * PLANES), quant_scales, quant_zeros,
         )  # fmt: skip
-        masked = (pair // config.chosen >= first_sparse).to(tl.float32)
+        masked = (pair // CHOSEN >= first_sparse).to(tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             k = start + lane
             x = tl.load(x_at + k[None, :], mask=live_rows[:, None] & (k < K)[None, :], other=0.0)
-            acc = _accumulate(acc, x, expert_weights, masked, 0, n, start, k, config)
+            acc = _accumulate(acc, x, expert_weights, masked, 0, n, start, k, problem, BLOCK_N, BLOCK_K)
             if GATED:
-                up = _accumulate(up, x, expert_weights, masked, 1, n, start, k, config)
+                up = _accumulate(up, x, expert_weights, masked, 1, n, start, k, problem, BLOCK_N, BLOCK_K)
         live = live_rows[:, None] & (n < N)[None, :]
         if weights.bias is not None:
-            bias_at = weights.bias + expert_id * (config.projections * N) + n
+            bias_at = weights.bias + expert_id * (PROJECTIONS * N) + n
             acc += tl.load(bias_at, mask=n < N, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 up += tl.load(bias_at + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
             gate = acc.to(dtype).to(tl.float32)
-            y = activate(gate, up.to(dtype).to(tl.float32), dtype, ACTIVATION, config.clamp[0], config.clamp[1])
+            y = activate(gate, up.to(dtype).to(tl.float32), dtype, ACTIVATION, problem.clamp[0], problem.clamp[1])
             tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y, mask=live)
         else:
             acc = acc * tl.load(weight_ptr + pair, mask=live_rows, other=0.0)[:, None]
@@ -151,85 +130,69 @@ def _expert_gemm_kernel(
 
 
 @triton.jit
-def _accumulate(acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr):
+def _accumulate(
+    acc, x, weights, masked, PROJECTION: tl.constexpr, n, start, k, problem: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """acc + mask(x) @ w, x (BLOCK_M, BLOCK_K), w rows ``k`` of a projection; masked (BLOCK_M,): 0 for unmasked rows."""
-    PLANES: tl.constexpr = config.planes
+    PLANES: tl.constexpr = problem.planes
+    K: tl.constexpr = problem.k // PLANES
     dtype: tl.constexpr = x.dtype
     kept = x
-    if config.masked:
-        scale = tl.load(weights.scales + PROJECTION * config.k + k, mask=k < config.k, other=0.0)[None, :]
+    if not problem.dense:
+        scale = tl.load(weights.scales + PROJECTION * K + k, mask=k < K, other=0.0)[None, :]
         thresholds = weights.thresholds + PROJECTION * PLANES
         kept = tl.where(is_dropped(x, scale, (tl.load(thresholds) * masked)[:, None]), 0.0, x).to(dtype)
-    w = _weight_block(weights, PROJECTION, n, start, k, config, dtype, False)
+    w = _weight_block(weights, PROJECTION, n, start, k, problem, BLOCK_N, BLOCK_K, dtype, False)
     acc = tl.dot(kept, w, acc, input_precision="ieee")
-    if PLANES == 2 and config.masked:  # channels below the second threshold have their high plane only
+    if PLANES == 2 and not problem.dense:  # channels below the second threshold have their high plane only
         high_only = tl.where(is_dropped(x, scale, (tl.load(thresholds + 1) * masked)[:, None]), -kept, 0.0).to(dtype)
-        w = _weight_block(weights, PROJECTION, n, start, k, config, dtype, True)
+        w = _weight_block(weights, PROJECTION, n, start, k, problem, BLOCK_N, BLOCK_K, dtype, True)
         acc = tl.dot(high_only, w, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
 def _weight_block(
-    weights, PROJECTION: tl.constexpr, n, start, k, config: tl.constexpr, dtype: tl.constexpr, LOW: tl.constexpr
-):
+    weights, PROJECTION: tl.constexpr, n, start, k, problem: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    dtype: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
     """A projection's weights (BLOCK_K, BLOCK_N), LOW: of the low plane; undefined for columns from N on."""
     # Copies of the fields, as in sparse_gemv_kernel.
-    K: tl.constexpr = config.k
-    STRIDE: tl.constexpr = config.stride
-    GROUP: tl.constexpr = config.group
-    QUANT: tl.constexpr = config.quant
-    BLOCK_K: tl.constexpr = config.block_k
-    BLOCK_N: tl.constexpr = config.block_n
+    PLANES: tl.constexpr = problem.planes
+    K: tl.constexpr = problem.k // PLANES
+    N: tl.constexpr = problem.n0
+    STRIDE: tl.constexpr = problem.stride
+    GROUP: tl.constexpr = problem.group // PLANES
+    QUANT: tl.constexpr = problem.quant
     if QUANT == "none":
-        at = weights.weight_t + k[:, None] * config.stride + PROJECTION * config.n + n[None, :]
-        if config.k % config.block_k + config.n % config.block_n == 0:
+        at = weights.weight_t + k[:, None] * STRIDE + PROJECTION * N + n[None, :]
+        if K % BLOCK_K + N % BLOCK_N == 0:
             w = tl.load(at)
         else:
-            w = tl.load(at, mask=(k < config.k)[:, None] & (n < config.n)[None, :], other=0.0)
+            w = tl.load(at, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
     else:
         EACH: tl.constexpr = 8 if QUANT == "int4" else 4
-        FIRST: tl.constexpr = PROJECTION * ((config.n + BLOCK - 1) // BLOCK * BLOCK)
+        FIRST: tl.constexpr = PROJECTION * ((N + BLOCK - 1) // BLOCK * BLOCK)
         word = (FIRST + tl.program_id(1) * BLOCK_N) // EACH
-        PLANES: tl.constexpr = config.planes
         w = code_block(weights, word, start, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype, PLANES, LOW)
     return w
 
 
 def expert_gemm(
-    x: Tensor, linear: ExpertLinear, groups: Groups, out: Tensor, gpu: Gpu, *, weight: Tensor | None = None,
-    activation: str = "", clamp: tuple[float, float] = (0.0, 0.0), first_sparse: int | None = None,
+    x: Tensor, linear: ExpertLinear, groups: Groups, out: Tensor, tile: Tile, *, weight: Tensor | None = None,
+    activation: str = "plain", clamp: tuple[float, float] = (0.0, 0.0), first_sparse: int | None = None,
 ) -> Tensor:  # fmt: skip
     """gate_up, with ``activation`` and ``clamp``: x (T, K), ``out`` (T k, I), sorted. down: x gate_up's ``out``,
     ``weight`` (T, k) float32, ``out`` (T, k, N). Rows from ``first_sparse`` on are masked; None: no row."""
-    pairs = len(groups.order)
-    rows = pairs if activation else len(out)
-    chosen = pairs // (len(x) if activation else rows)
-    experts, _, stride = linear.weight.data.shape
-    k, planes, n, quant = linear.in_features, linear.weight.planes, linear.widths[0], linear.weight.quant
-    group = linear.weight.group // planes
-    masked = first_sparse is not None and not linear.dense
-    # The average number of rows of an expert, rounded up to few sizes.
-    block_m = max(16, min(64, triton.next_power_of_2(triton.cdiv(pairs, experts))))
-    large_smem = gpu.arch in (80, 90, 100)
-    block_k = 64 if k % 64 == 0 else 32
-    block_n = max(16 if quant == "none" else 32, min(128, triton.next_power_of_2(n)))
-    stages = 3 if large_smem and x.dtype != torch.float32 else 1
-    if x.dtype == torch.float32:
-        block_n = min(block_n, 64)
-    # Shared memory holds the loads of stages - 1 iterations: x, weights, and of codes also scales and zero points.
-    each = x.itemsize if quant == "none" else planes * BITS[quant] / 8 + 4 * (1 if linear.weight.zeros is None else 2)
-    staged = block_k * (block_n * len(linear.widths) * each + block_m * x.itemsize)
-    while stages > 1 and (stages - 1) * staged > (150_000 if gpu.arch == 80 else 220_000):
-        stages -= 1
-    config = _Config(
-        k, planes, n, stride, len(linear.widths), chosen, experts, quant, group, masked, activation, clamp, block_m,
-        block_n, block_k, stages,
-    )  # fmt: skip
-    data = linear.weight
-    weights = Weights(data.data, linear.bias, linear.scales, linear.thresholds, data.scales, data.zeros)
-    grid = (min(triton.cdiv(pairs, block_m) + experts, pairs), triton.cdiv(n, block_n))
-    _expert_gemm_kernel[grid](
-        x, weights, weight, out, groups, first_sparse or 0, config, num_warps=4 if block_m < 64 else 8
+    pairs, experts, width = len(groups.order), len(linear.scales), linear.widths[0]
+    problem = linear.shape.problem(output=activation, clamp=clamp, dense=first_sparse is None or linear.dense)
+    weights = Weights(
+        linear.weight.data, linear.bias, linear.scales, linear.thresholds, linear.weight.scales, linear.weight.zeros
     )
+    grid = (min(triton.cdiv(pairs, tile.block_m) + experts, pairs), triton.cdiv(width, tile.block_n))
+    _expert_gemm_kernel[grid](
+        x, weights, weight, out, groups, first_sparse or 0, problem, experts, linear.chosen, tile.block_m, tile.block_n,
+        tile.block_k, tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
     return out

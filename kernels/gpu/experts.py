@@ -4,9 +4,9 @@
     gate_up   activation(gate[e] n) * up[e] n   for each row's chosen experts e      h (rows * k, I)
     down      residual + sum over the chosen e of weight[e] * down[e] h[e]           (rows, N)
 
-n is the RMSNorm of the residual stream; each product may have a bias. gate_up and down are one-row products by the
-kernels of ``plan``, with a grid of (programs, pairs of a row and a chosen expert): a program loads its pair's expert id
-and offsets its pointers. Down's reducers add up the partial sums of all chosen experts in order, so results are
+n is the RMSNorm of the residual stream; each product may have a bias. gate_up and down are one-row products by
+sparse_gemv or packed_gemv, with a grid of (programs, pairs of a row and a chosen expert): a program loads its pair's
+expert id and offsets its pointers. Down's reducers add up the partial sums of all chosen experts in order, so results are
 reproducible.
 
 A shared expert is stored after the others, as one or more experts of their size. Its gate is the router's last row, its
@@ -38,13 +38,13 @@ from .common import (
     reciprocal_rms,
     rms_normalize,
 )
+from .launch import Scratch
 from .packed_gemv import packed_gemv_kernel
-from .plan import GemvTile, Gpu, KernelPlan, Scratch, count_tiles, gpu_of, most_reducers, plan
+from .products import Product
 from .sparse_gemv import sparse_gemv_kernel
-from .weights import BITS, DeviceWeight, FusedLinear, LinearShape, empty_weight
+from .weights import DeviceWeight, FusedLinear, LinearShape, empty_weight
 
 _ROUTER_ROWS = 4  # rows of the router's weights of a program
-_MOST_ROWS = 2048  # rows of graded weights of a program
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ExpertLinear:
 
     @cached_property
     def shape(self) -> LinearShape:
-        return self.one(0).shape
+        return self.one(0).shape._replace(experts=len(self.scales), chosen=self.chosen)
 
     def one(self, expert: int) -> FusedLinear:
         """A view of one expert."""
@@ -105,30 +105,20 @@ class Router(NamedTuple):
         """Experts of a row."""
         return self.chosen + self.shared
 
-
-class _RouterConfig(NamedTuple):
-    """Compile-time constants."""
-
-    k: int
-    experts: int
-    chosen: int
-    shared: int
-    renormalised: bool
-    multiplier: float
-    ssq_pad: int
-    block: int  # rows of the weights of a program
-    programs: int
+    @property
+    def choice(self) -> tuple[int, int, int, bool]:
+        """The constants of the choice, as the kernels take them."""
+        return self.experts, self.chosen, self.shared, self.renormalised
 
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def _router_kernel(
     given, weight_ptr, bias_ptr, scale_ptr, logit_ptr, counter_ptr, routing, eps, ssq_parts,  # scale_ptr: of experts
-    config: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, SSQ_PAD: tl.constexpr, MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, RENORMALISED: tl.constexpr,
 ):  # fmt: skip
-    K: tl.constexpr = config.k
     K_PAD: tl.constexpr = triton.next_power_of_2(K)
-    BLOCK: tl.constexpr = config.block
-    ROWS: tl.constexpr = config.experts + (1 if config.shared > 0 else 0)
+    ROWS: tl.constexpr = E + (1 if SHARED > 0 else 0)
     row = tl.program_id(1)
     k = tl.arange(0, K_PAD)
     expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -140,10 +130,10 @@ def _router_kernel(
     x = tl.load(given.x + row * K + k, mask=k < K, other=0.0)
     dtype: tl.constexpr = x.dtype
     if given.norm is not None:
-        rstd = reciprocal_rms(load_squares(given.ssq, row, ssq_parts, config.ssq_pad), eps, K)
+        rstd = reciprocal_rms(load_squares(given.ssq, row, ssq_parts, SSQ_PAD), eps, K)
         x = rms_normalize(x, norm, rstd, dtype)
-    if config.multiplier != 1.0:
-        x = (x.to(tl.float32) * config.multiplier).to(dtype)
+    if MULTIPLIER != 1.0:
+        x = (x.to(tl.float32) * MULTIPLIER).to(dtype)
     logit = tl.sum(x.to(tl.float32)[None, :] * w.to(tl.float32), axis=1)
     if bias_ptr is not None:
         logit += tl.load(bias_ptr + expert, mask=expert < ROWS, other=0.0).to(tl.float32)
@@ -152,19 +142,19 @@ def _router_kernel(
     tl.store(logit_ptr + expert, logit, mask=expert < ROWS)
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
-    if arrived == config.programs - 1:
+    if arrived == (ROWS + BLOCK - 1) // BLOCK - 1:
         tl.store(counter_ptr + row, 0)
-        _choose(logit_ptr, scale_ptr, row, routing, config, dtype)
+        _choose(logit_ptr, scale_ptr, row, routing, dtype, E, CHOSEN, SHARED, RENORMALISED)
 
 
 @triton.jit
-def _choose(logit_ptr, scale_ptr, row, routing, config: tl.constexpr, dtype: tl.constexpr):
+def _choose(
+    logit_ptr, scale_ptr, row, routing, dtype: tl.constexpr, E: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr,
+    RENORMALISED: tl.constexpr,
+):  # fmt: skip
     """Choose a row's experts and compute their weights, with the roundings of transformers."""
-    E: tl.constexpr = config.experts
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     OTHERS: tl.constexpr = 32
-    CHOSEN: tl.constexpr = config.chosen
-    SHARED: tl.constexpr = config.shared
     TOTAL: tl.constexpr = CHOSEN + SHARED
     e = tl.arange(0, E_PAD)
     logit = tl.load(logit_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
@@ -181,7 +171,7 @@ def _choose(logit_ptr, scale_ptr, row, routing, config: tl.constexpr, dtype: tl.
     wanted = (rank < CHOSEN) & (e < E)
     weight = tl.where(e < E, tl.exp(logit - tl.max(order, axis=0)), 0.0)
     weight = weight / tl.sum(weight, axis=0)
-    if config.renormalised:
+    if RENORMALISED:
         weight = weight / tl.sum(tl.where(wanted, weight, 0.0), axis=0)
     if scale_ptr is not None:
         weight = weight * tl.load(scale_ptr + e, mask=e < E, other=0.0).to(tl.float32)
@@ -197,10 +187,19 @@ def _choose(logit_ptr, scale_ptr, row, routing, config: tl.constexpr, dtype: tl.
 
 
 @triton.jit
-def _choose_kernel(logit_ptr, scale_ptr, routing, config: tl.constexpr):
-    ROWS: tl.constexpr = config.experts + (1 if config.shared > 0 else 0)
+def _choose_kernel(
+    logit_ptr,
+    scale_ptr,
+    routing,
+    E: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SHARED: tl.constexpr,
+    RENORMALISED: tl.constexpr,
+):
+    ROWS: tl.constexpr = E + (1 if SHARED > 0 else 0)
     row = tl.program_id(0)
-    _choose(logit_ptr + row.to(tl.int64) * ROWS, scale_ptr, row, routing, config, logit_ptr.dtype.element_ty)
+    logits = logit_ptr + row.to(tl.int64) * ROWS
+    _choose(logits, scale_ptr, row, routing, logit_ptr.dtype.element_ty, E, CHOSEN, SHARED, RENORMALISED)
 
 
 def launch_router(
@@ -211,10 +210,11 @@ def launch_router(
     router's weights) float32 scratch memory; ``counter``: (B,) int32, 0 before and after."""
     assert given.x is not None
     ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
-    config = _config(router, max(32, triton.next_power_of_2(ssq_parts)))
-    _router_kernel[(config.programs, len(given.x))](
-        given, router.weight, router.bias, router.expert_scale, logits, counter, routing, eps, ssq_parts, config, pdl,
-        num_warps=4, launch_pdl=pdl,
+    rows, k = router.weight.shape
+    _router_kernel[(triton.cdiv(rows, _ROUTER_ROWS), len(given.x))](
+        given, router.weight, router.bias, router.expert_scale, logits, counter, routing, eps, ssq_parts, k,
+        max(32, triton.next_power_of_2(ssq_parts)), router.multiplier, _ROUTER_ROWS, pdl, *router.choice, num_warps=4,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -223,16 +223,8 @@ def choose_experts(x: Tensor, router: Router) -> Routing:
     expert = torch.empty(len(x), router.total, dtype=torch.int32, device=x.device)
     routing = Routing(expert, torch.empty_like(expert, dtype=torch.float32))
     logits = functional.linear(x, router.weight, router.bias)
-    _choose_kernel[(len(x),)](logits, router.expert_scale, routing, _config(router, 0), num_warps=1)
+    _choose_kernel[(len(x),)](logits, router.expert_scale, routing, *router.choice, num_warps=1)
     return routing
-
-
-def _config(router: Router, ssq_pad: int) -> _RouterConfig:
-    rows, k = router.weight.shape
-    return _RouterConfig(
-        k, router.experts, router.chosen, router.shared, router.renormalised, router.multiplier, ssq_pad, _ROUTER_ROWS,
-        triton.cdiv(rows, _ROUTER_ROWS),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -318,60 +310,21 @@ def expert_gemv_kernel(
         sparse_gemv_kernel(given, weights, output, workspace, counting, eps, ssq_parts, problem, launch)
 
 
-def plan_experts(
-    linear: ExpertLinear, rows: int, *, output: str, ssq_parts: int = 1, tile: GemvTile | None = None,
-    pdl: bool | None = None, clamp: tuple[float, float] = (0.0, 0.0),
-) -> KernelPlan:  # fmt: skip
-    """Plan gate_up (``output`` an activation, ``clamp`` as in ``Problem``) or down ("residual" or "plain") of the
-    chosen experts of each row."""
-    shape, chosen, gpu = linear.shape, linear.chosen, gpu_of(linear.scales.device)
-    adds = chosen if output in ("residual", "plain") else 0
-    tile = tile or expert_tile(gpu, shape, rows * chosen, adds)
-    return plan(
-        shape, 1, output=output, ssq_parts=ssq_parts, tile=tile, pdl=pdl, pairs=rows * chosen, experts=adds, clamp=clamp
-    )
-
-
-def expert_tile(gpu: Gpu, shape: LinearShape, pairs: int, adds: int) -> GemvTile:
-    """A tile like those measured for a linear with the bytes of all pairs: about four programs of four warps for each
-    multiprocessor, or seven of two. ``adds``: experts whose products are added up, 0 for gate_up. Quantized gate_up has
-    fewer programs and no spinning reducers: measured 9.3 instead of 10.7 us (H100, int4)."""
-    k, n, processors = shape.in_features, sum(shape.widths), gpu.multiprocessors
-    grouped = 0 < shape.group < k
-    if shape.quant == "none":
-        block_n, chunk, each = 256 if n >= 512 else 64, 32, 4
-        tile = GemvTile(block_n, 1024 // block_n, 1, 4, chunk=chunk, unroll=8, trigger=2, lead=2 if shape.dense else 0)
-    else:
-        block_n, chunk = 256 * (2 if n <= 1024 else 4) // BITS[shape.quant], shape.group if grouped else 64
-        each = 7 if adds else 4
-        tile = GemvTile(block_n, 16, 1, 2, chunk=chunk, unroll=2 if grouped and not shape.dense else 4, trigger=2)
-    chunks = triton.cdiv(k, chunk)
-    # Numbers of chunks that differ by at most one between splits; of unquantized weights at least three.
-    least = min(chunks, 3) if shape.quant == "none" else 1
-    splits = max(1, min(each * processors // (pairs * count_tiles(shape.widths, block_n)), chunks // least))
-    if shape.planes > 1:  # a program selects its channels in registers
-        splits = max(splits, triton.cdiv(k, _MOST_ROWS))
-    splits = triton.cdiv(chunks, triton.cdiv(chunks, splits))
-    # At most one spinning reducer for each multiprocessor, over all rows.
-    share = gpu._replace(multiprocessors=processors // max(1, pairs // max(1, adds)))
-    tile = replace(tile, splits=splits)
-    spins = adds > 0 or shape.quant == "none"
-    return replace(tile, reducers=most_reducers(share, shape.widths, tile) if spins else 0)
-
-
 def launch_experts(
-    linear: ExpertLinear, given: Input, output: Output, scratch: Scratch, plan: KernelPlan, *, routing: Routing,
+    linear: ExpertLinear, given: Input, output: Output, scratch: Scratch, product: Product, *, routing: Routing,
     eps: float = 0.0, counting: Counting | None = None,
 ) -> None:  # fmt: skip
-    """``plan.launch_linear`` for a plan of ``plan_experts``. gate_up: ``given`` (B, K), ``output`` (B * k, I); down:
+    """``launch.launch_linear`` for experts. gate_up: ``given`` (B, K), ``output`` (B * k, I); down:
     ``given`` (B * k, I), ``output`` (B, N). ``counting``: before and after (B * k, projections, splits)."""
     weight = linear.weight
     weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
     ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
-    expert_gemv_kernel[(plan.programs, plan.pairs)](
-        given, weights, output, scratch.workspace(plan), counting, eps, ssq_parts, routing, plan.problem, plan.launch,
-        plan.packed, routing.expert.shape[1], num_warps=plan.tile.warps,
-        launch_pdl=plan.problem.pdl and plan.tile.early,
+    assert product.problem is not None
+    assert product.tile is not None
+    expert_gemv_kernel[(product.programs, product.pairs)](
+        given, weights, output, scratch.workspace(product), counting, eps, ssq_parts, routing, product.problem,
+        product.launch, product.packed, routing.expert.shape[1], num_warps=product.tile.warps,
+        launch_pdl=product.problem.pdl and product.tile.early,
     )  # fmt: skip
 
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .common import Problem
 
 BITS = {"int4": 4, "int8": 8, "fp8": 8}
 ZERO = {"int4": 8, "int8": 0, "fp8": 0}  # default zero points
@@ -70,6 +72,17 @@ class LinearShape(NamedTuple):
     quant: str = "none"
     group: int = 0
     planes: int = 1
+    experts: int = 0  # of a linear of experts; the other fields are those of one expert
+    chosen: int = 0  # experts of a row
+    zeros: bool = False  # with zero points
+
+    def problem(self, **fields: Any) -> Problem:
+        """The constants of a kernel that computes the linear; ``fields``: beyond those of the shape."""
+        n0, n1, n2 = (*self.widths, 0, 0)[:3]
+        return Problem(
+            k=self.in_features, n0=n0, n1=n1, n2=n2, n=n0 + n1 + n2, stride=self.stride, quant=self.quant,
+            group=self.group, planes=self.planes, **{"dense": self.dense} | fields,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,7 +116,7 @@ class FusedLinear:
         weight, data = self.weight, self.weight.data
         return LinearShape(
             len(data), self.widths, data.stride(0), weight.dtype, data.device, self.dense, weight.quant, weight.group,
-            weight.planes,
+            weight.planes, zeros=weight.zeros is not None,
         )  # fmt: skip
 
 

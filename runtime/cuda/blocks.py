@@ -31,7 +31,6 @@ from wisparse.kernels.gpu.attention import (
 from wisparse.kernels.gpu.common import Input, KVSplits
 from wisparse.kernels.gpu.experts import ExpertLinear, Router, choose_experts
 from wisparse.kernels.gpu.kv_cache import KVSlots
-from wisparse.kernels.gpu.plan import gpu_of
 from wisparse.kernels.gpu.reduction import Beside, Mask, launch_activate, launch_residual_add
 
 from ..decoding.rotary import Rotary, query_scales
@@ -220,7 +219,7 @@ class BlockLauncher(ABC):
 
     def _experts(self, index: int, x: Input, routing: Any) -> Tensor:
         n = tensor_of(x)
-        return run_experts(self.config, self.weights.blocks[index], n, routing, len(n), gpu_of(n.device))
+        return run_experts(self.config, self.weights.blocks[index], n, routing, len(n))
 
     def _add(
         self, index: int, role: str, y: Input, parallel: Beside | None, multiplier: float, later: Sequence[ops.Op]

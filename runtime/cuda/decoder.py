@@ -20,8 +20,8 @@ from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
 from wisparse.kernels.gpu.experts import ExpertLinear, choose_experts
 from wisparse.kernels.gpu.head import Logits, launch_logits
-from wisparse.kernels.gpu.plan import GemvTile, gpu_of
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
+from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
@@ -404,7 +404,7 @@ class CudaDecoder(Decoder):
             self._steps[key] = self.new_step(rows, context)
         return self._steps[key]
 
-    def new_step(self, rows: int, context: int, tiles: dict[str, GemvTile] | None = None) -> DecodeStep:
+    def new_step(self, rows: int, context: int, tiles: dict[str, Tile] | None = None) -> DecodeStep:
         """A step as of :meth:`step_for` that is not kept; ``tiles``: by role, instead of the chosen ones."""
         rows = triton.next_power_of_2(rows)
         return (DecodeStep if rows <= self._fused_rows else WideStep)(
@@ -487,7 +487,7 @@ class CudaDecoder(Decoder):
     def run_experts(
         self, block: Block[AnyLinear], x: Tensor, routing: tuple[Tensor, Tensor], first_sparse: int
     ) -> Tensor:
-        return run_experts(self.config, block, x, routing, first_sparse, gpu_of(self.device), self._observe)
+        return run_experts(self.config, block, x, routing, first_sparse, self._observe)
 
     def project(self, block: Block[AnyLinear], role: str, x: Tensor, first_sparse: int) -> tuple[Tensor, ...]:
         linear: FusedLinear = getattr(block, role)

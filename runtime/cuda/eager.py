@@ -15,7 +15,7 @@ from wisparse.kernels.gpu.attention import AttentionShape, launch_chunk_attentio
 from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
 from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.kv_cache import kv_slots
-from wisparse.kernels.gpu.plan import Gpu
+from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, widen
 from wisparse.kernels.reference import keep_mask
 
@@ -57,7 +57,7 @@ def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor |
 
 
 def run_experts(
-    config: ModelConfig, block: Block[AnyLinear], x: Tensor, routing: tuple[Tensor, Tensor], first_sparse: int, gpu: Gpu,
+    config: ModelConfig, block: Block[AnyLinear], x: Tensor, routing: tuple[Tensor, Tensor], first_sparse: int,
     observe: Observer | None = None,
 ) -> Tensor:  # fmt: skip
     """A block's experts of x (T, H); rows from ``first_sparse`` on are masked. ``routing``: the chosen experts and their
@@ -67,11 +67,11 @@ def run_experts(
     assert isinstance(down, ExpertLinear)
     groups, masked_from = sort_by_expert(expert, len(gate_up.scales)), first_sparse if first_sparse < len(x) else None
     activated = x.new_empty(expert.numel(), down.in_features)
-    expert_gemm(
-        x, gate_up, groups, activated, gpu, activation=config.activation, clamp=config.clamp, first_sparse=masked_from
-    )
+    tiles = [choose_product(linear.shape, len(x), "prompt").tile for linear in (gate_up, down)]
+    ends = {"activation": config.activation, "clamp": config.clamp}
+    expert_gemm(x, gate_up, groups, activated, tiles[0], **ends, first_sparse=masked_from)
     out = x.new_empty(len(x), expert.shape[1], down.out_features)
-    expert_gemm(activated, down, groups, out, gpu, weight=weight, first_sparse=masked_from)
+    expert_gemm(activated, down, groups, out, tiles[1], weight=weight, first_sparse=masked_from)
     offsets = pairwise(groups.offset.tolist() if observe is not None else ())
     for index, (first, end) in enumerate(offsets):
         assert observe is not None

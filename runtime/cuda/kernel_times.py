@@ -14,7 +14,8 @@ from triton.runtime.errors import OutOfResources
 from wisparse.formats.block_ops import describe
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.gpu.experts import ExpertLinear
-from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, regime, remember_tiles, tuned_key
+from wisparse.kernels.gpu.products import remember_tiles
+from wisparse.kernels.gpu.tiles import Gpu, Tile, gpu_of, most_reducers, regime, tuned_key
 
 from ..decoding.decoder import Decoder
 from ..torch.block import LINEARS, SHARED
@@ -33,9 +34,8 @@ def explain(decoder: Decoder, *, batch: int) -> str:
     step = _step(decoder, batch)
     seen: dict[tuple[str, str], list[int]] = {}
     for index, plans in enumerate(step.plans):
-        for role in dict.fromkeys((*plans, *LINEARS)):
-            chosen = str(plans[role]) if role in plans else "cuBLAS or code_gemm (wide)"
-            seen.setdefault((role, chosen), []).append(index)
+        for role, product in plans.items():
+            seen.setdefault((role, str(product)), []).append(index)
     lines = [
         f"{role} ({f'{len(blocks)} blocks' if len(blocks) > 1 else f'block {blocks[0]}'}): {chosen}"
         for (role, chosen), blocks in seen.items()
@@ -68,14 +68,14 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) 
     return table
 
 
-def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
+def tune(decoder: Decoder, *, batch: int) -> dict[str, Tile]:
     """Time candidate tiles in whole decode steps, as launches overlap, one linear at a time, and add the fastest to the
     local cache, for decoders loaded afterwards; ``decoder`` keeps its tiles."""
     decoder = _require_triton(decoder, "--tune")
     first, gpu = decoder.weights.blocks[0], gpu_of(decoder.device)
     _read_prompts(decoder, batch)
     step = _step(decoder, batch)
-    rows, tiles = step.rows, {role: chosen.tile for role, chosen in step.plans[0].items()}
+    rows, tiles = step.rows, {role: one.tile for role, one in step.plans[0].items() if one.fused and one.tile}
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
     # Tiles of experts are not cached.
@@ -95,7 +95,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     return named
 
 
-def _neighbours(tile: GemvTile, kind: str, widths: tuple[int, ...], gpu: Gpu) -> Iterator[GemvTile]:
+def _neighbours(tile: Tile, kind: str, widths: tuple[int, ...], gpu: Gpu) -> Iterator[Tile]:
     """Tiles near ``tile``: other widths with the same bytes per load, other numbers of splits and of reducers."""
     for width in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
         if not 64 <= width <= 1024:
@@ -130,7 +130,7 @@ def _read_prompts(decoder: CudaDecoder, batch: int) -> None:
         decoder.cache.grow(slot, min(length + 2, decoder.max_seq_len))  # for the steps' own positions
 
 
-def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None = None) -> DecodeStep:
+def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, Tile] | None = None) -> DecodeStep:
     """A step as the decoder runs it for a batch: its rows are a power of two, those beyond the batch are idle."""
     if batch > decoder._most_rows:
         raise UsageError(f"--batch: expected at most {decoder._most_rows} rows, the most of one step, found {batch}")
@@ -140,7 +140,7 @@ def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None = 
     return step
 
 
-def _time(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile]) -> float:
+def _time(decoder: CudaDecoder, batch: int, tiles: dict[str, Tile]) -> float:
     step = _step(decoder, batch, tiles)
     step.replay()
     times = []

@@ -17,13 +17,13 @@ from torch import Tensor
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import compiling_side_by_side, triton_compiling
 from wisparse.kernels.gpu.attention import Rows, launch_chunk_attention, launch_store_kv
-from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
 from wisparse.kernels.gpu.common import Input, KVSplits
 from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
-from wisparse.kernels.gpu.plan import gpu_of
+from wisparse.kernels.gpu.launch import Scratch, multiply
+from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.reduction import launch_combine
-from wisparse.kernels.gpu.weights import FusedLinear, widen
+from wisparse.kernels.gpu.tiles import gpu_of
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import PROMPTS_TOGETHER
@@ -44,9 +44,6 @@ PIECE = 512
 _ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 # Rows of the graphs that read several short prompts together.
 _ROWS_TOGETHER = (32, 128, 512)
-# Up to this many rows ``code_gemm`` is used. ``widen`` and cuBLAS are as fast from 256 rows on and take 1.9 times as
-# long with 128 (H100, 8B shape).
-_CODE_ROWS = 128
 # Bytes of GPU memory that have to be free before graphs are captured: they take some tens of MB, and cuBLAS a
 # workspace.
 _FREE = 1 << 30
@@ -91,7 +88,7 @@ class PromptReader:
         self._together: list[_Graph] = []
         self.head: DraftHead | None = None
         self.gpu = gpu_of(device)
-        self.counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+        self.scratch = Scratch(device, weights.embedding.dtype, weights.dequantized)
 
     @property
     def captured(self) -> bool:
@@ -202,7 +199,7 @@ class _Pass(BlockLauncher):
         """``inputs``: as in ``_Graph``."""
         config, weights = reader.config, reader.weights
         self.config, self.weights, self._tables, self._cache = config, weights, reader.tables, reader.cache
-        self._head, self._counter, self._gpu = reader.head, reader.counter, reader.gpu
+        self._head, self._scratch, self._gpu = reader.head, reader.scratch, reader.gpu
         self._chunk, self._rows, self._logits = inputs, None, reader.logits
         tokens, self._last = inputs[3:], (inputs[2:3] - 1).clamp(min=0)
         if several:
@@ -259,17 +256,5 @@ class _Pass(BlockLauncher):
         return Input(out.reshape(len(hidden), -1))
 
     def _linear(self, index: int, role: str, value: Input) -> Tensor:
-        linear: FusedLinear = getattr(self.weights.blocks[index], role)
-        weight, x = linear.weight, tensor_of(value)
-        if weight.quant == "none":
-            y = x @ weight.data[:, : linear.out_features]
-            return y if linear.bias is None else y + linear.bias
-        tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors) if len(x) <= _CODE_ROWS else None
-        if tile is not None:
-            return code_gemm(x, linear, self._counter, tile)
-        assert self.weights.dequantized is not None
-        y = x.new_empty(len(x), linear.out_features)
-        for i, (width, out) in enumerate(zip(linear.widths, y.split(linear.widths, dim=1), strict=True)):
-            scratch = self.weights.dequantized[: weight.in_features * width].view(weight.in_features, width)
-            torch.mm(x, widen(weight, i, scratch), out=out)
-        return y if linear.bias is None else y.add_(linear.bias)
+        x, linear = tensor_of(value), getattr(self.weights.blocks[index], role)
+        return multiply(choose_product(linear.shape, len(x), "prompt", ready=True), linear, x, self._scratch)

@@ -29,11 +29,13 @@ from wisparse.kernels.gpu.attention import (
 )
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
-from wisparse.kernels.gpu.experts import ExpertLinear, launch_experts, launch_router, plan_experts
+from wisparse.kernels.gpu.experts import ExpertLinear, launch_experts, launch_router
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
-from wisparse.kernels.gpu.plan import GemvTile, KernelPlan, Scratch, gpu_of, launch_linear, plan
+from wisparse.kernels.gpu.launch import Scratch, launch_linear
+from wisparse.kernels.gpu.products import Product, choose_product
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, launch_sample
+from wisparse.kernels.gpu.tiles import Tile, gpu_of
 
 from ..decoding.cache import KVCache
 from ..decoding.heads import DraftHead
@@ -82,9 +84,10 @@ def capture(launch: Callable[[], object], device: torch.device, pool: Any = None
 GATE_UP = ("gate_up", "shared_gate_up")
 
 
-def _num_sums(chosen: KernelPlan | None) -> int:
+def _num_sums(chosen: Product | None) -> int:
     """Partial sums of squares of a row that a linear's launch, or the addition after it, writes."""
-    return chosen.ssq_parts if chosen is not None and chosen.problem.output == "residual" else 1
+    adds = chosen is not None and chosen.problem is not None and chosen.problem.output == "residual"
+    return chosen.ssq_parts if chosen is not None and adds else 1
 
 
 class DecodeStep(BlockLauncher):
@@ -92,10 +95,10 @@ class DecodeStep(BlockLauncher):
 
     def __init__(
         self, weights: CudaWeights, config: ModelConfig, cache: KVCache, tables: PositionTables, *, rows: int,
-        tiles: dict[str, GemvTile] | None = None, kv_splits: int = max(KV_SPLITS.values()), verifies: bool = False,
+        tiles: dict[str, Tile] | None = None, kv_splits: int = max(KV_SPLITS.values()), verifies: bool = False,
         head: DraftHead | None = None,
     ) -> None:  # fmt: skip
-        """``tiles``: by role (qkv, o, gate_up, down), in place of those that ``plan`` chooses, for measurements.
+        """``tiles``: by role (qkv, o, gate_up, down), in place of the chosen ones, for measurements.
         ``verifies``: rows may be consecutive positions of one slot. ``head``: receives the hidden states that it
         reads."""
         self.weights, self.config, self.rows, self._tables = weights, config, rows, tables
@@ -113,7 +116,7 @@ class DecodeStep(BlockLauncher):
         self.positions, self.slots = self._positions_slots  # (rows,): of each row's input token; its cache slot
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._scratch = Scratch(device, dtype)
-        self.plans: list[dict[str, KernelPlan]] = []
+        self.plans: list[dict[str, Product]] = []
         self._plan(tiles or {}, kv_splits)
 
         def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -159,25 +162,21 @@ class DecodeStep(BlockLauncher):
         self.counts = _KeptCells(self)
         self._replays: dict[tuple[bool, bool], list[Callable[[], object]]] = {}
 
-    def _plan(self, tiles: dict[str, GemvTile], kv_splits: int) -> None:
+    def _plan(self, tiles: dict[str, Tile], kv_splits: int) -> None:
         for block in self.weights.blocks:
             self._plan_block(block, tiles, kv_splits)
 
-    def _plan_block(self, block: Block[AnyLinear], tiles: dict[str, GemvTile], kv_splits: int) -> None:
-        chosen: dict[str, KernelPlan] = {}
+    def _plan_block(self, block: Block[AnyLinear], tiles: dict[str, Tile], kv_splits: int) -> None:
+        chosen: dict[str, Product] = {}
         added = added_by_linears(block.ops)
 
         def choose(role: str, output: str, ssq_parts: int = 1, **attention: Any) -> None:
             linear = getattr(block, role)
-            if isinstance(linear, ExpertLinear):
-                chosen[role] = plan_experts(
-                    linear, self.rows, output=output, ssq_parts=ssq_parts, pdl=self.pdl, clamp=self.config.clamp
-                )
-            else:
-                tile = tiles.get(role) if linear.widths == getattr(self.weights.blocks[0], role).widths else None
-                chosen[role] = plan(
-                    linear.shape, self.rows, output=output, ssq_parts=ssq_parts, tile=tile, pdl=self.pdl, **attention
-                )
+            alike = linear.widths == getattr(self.weights.blocks[0], role).widths and not linear.shape.experts
+            ends = {"output": output, "ssq_parts": ssq_parts, "pdl": self.pdl} | attention
+            if linear.shape.experts:
+                ends["clamp"] = self.config.clamp
+            chosen[role] = choose_product(linear.shape, self.rows, tile=tiles.get(role) if alike else None, **ends)
             self._scratch.reserve(chosen[role])
 
         splits = {} if block.delta is not None else {"kv_splits": kv_splits, "head_dim": block.spec.head_dim}
@@ -238,7 +237,7 @@ class DecodeStep(BlockLauncher):
         linear, launch = getattr(block, role), launch_linear
         if isinstance(linear, ExpertLinear):
             launch = partial(launch_experts, routing=self._routing)
-        if chosen.problem.output == "residual":
+        if chosen.problem is not None and chosen.problem.output == "residual":
             output = Output(self.hidden, self._sums(index, role))
         else:
             rows, width = self._shape(block, role)
@@ -361,7 +360,7 @@ class DecodeStep(BlockLauncher):
             self.launch(sampled=sampled, count=count, indices=indices)
 
         # Kernels besides argmax or sampling: embedding, logits, attention, linears, residual add.
-        linears = {(p.kernel, p.problem, p.launch) for plans in self.plans for p in plans.values()}
+        linears = {(p.kernel, p.problem, p.launch) for plans in self.plans for p in plans.values() if p.fused}
         separate = any(len(added_by_linears(block.ops)) < 2 for block in self.weights.blocks)
         kernels = 2 + (1 + self._verifies) * len(set(self.config.blocks)) + len(linears) + separate
         if compile_only:
@@ -393,8 +392,8 @@ class _KeptCells:
                 if linear.dense:
                     continue
                 pairs = (step._pairs(block),) if isinstance(linear, ExpertLinear) else ()
-                chosen = step.plans[index].get(role)  # None: ``WideStep`` counts these itself
-                splits = 1 if chosen is None or chosen.shape.dense else chosen.launch.splits
+                chosen = step.plans[index][role]  # not fused, or without a mask: ``WideStep`` counts these itself
+                splits = chosen.launch.splits if chosen.launch is not None and chosen.masks else 1
                 shape = (*pairs, len(linear.widths), splits)
                 self._shapes[index, role] = size, shape
                 own = torch.tensor(linear.widths)[:, None].expand(shape).flatten()

@@ -1,4 +1,4 @@
-"""A decode step of 17 to 32 rows: products by cuBLAS, of quantized weights by ``packed_gemv`` or ``code_gemm``.
+"""A decode step of 17 to 32 rows. Norms, activations and masks that the launch before can apply have launches of their own:
 
     embed -> [mask, qkv -> attention -> combine and mask, o -> add, norm, mask, gate and up -> activate and mask, down
     -> add, norm] x blocks -> logits -> next token
@@ -10,22 +10,18 @@ applies masks itself: to the inputs of qkv, gate and up, and of all linears with
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import cast
 
-import torch
 from torch import Tensor
 
-from wisparse.kernels.gpu.code_gemm import MOST_TILES, code_gemm, code_gemm_tile
-from wisparse.kernels.gpu.common import Input, Output
+from wisparse.kernels.gpu.common import Input
 from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.head import launch_logits
-from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
-from wisparse.kernels.gpu.plan import GemvTile, gpu_of, launch_linear, mask_gemm_tile, plan
+from wisparse.kernels.gpu.launch import multiply
+from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.reduction import Mask, launch_combine
-from wisparse.kernels.gpu.weights import FusedLinear
+from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.reference import keep_mask
 
 from ..torch.block import LINEARS, Block
@@ -34,41 +30,29 @@ from .step import DecodeStep
 from .weights import AnyLinear, CudaWeights
 
 WIDE_ROWS = 32
-_MOST_BATCHED = 16  # products of a bmm
 
 
 def takes_wide_steps(weights: CudaWeights) -> bool:
-    """Whether the weights support a step of ``WIDE_ROWS`` rows."""
+    """Whether the weights support a step of ``WIDE_ROWS`` rows: quantized ones if a kernel multiplies their codes."""
     linears = [linear for block in weights.blocks for linear in block.linears]
-    half, processors = weights.embedding.dtype != torch.float32, gpu_of(weights.embedding.device).multiprocessors
     return not any(isinstance(linear, ExpertLinear) for linear in linears) and all(
-        linear.weight.quant == "none"
-        or plan(cast("FusedLinear", linear).shape, WIDE_ROWS).packed is not None
-        or (half and code_gemm_tile(cast("FusedLinear", linear), WIDE_ROWS, processors) is not None)
+        linear.weight.quant == "none" or choose_product(linear.shape, WIDE_ROWS, "rows").kernel != "cuBLAS"
         for linear in linears
     )
 
 
 class WideStep(DecodeStep):
-    def _plan(self, tiles: dict[str, GemvTile], kv_splits: int) -> None:
+    def _plan(self, tiles: dict[str, Tile], kv_splits: int) -> None:
         self._last_norm = self.weights.norm
-        device = self.weights.embedding.device
-        self._gpu, self._all_masked = gpu_of(device), torch.ones(self.rows, device=device)
-        self._counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
-        # Plans of the linears that ``packed_gemv`` computes; dense if their input is already masked.
         for block in self.weights.blocks:
             self.plans.append({})
             for role in LINEARS:
                 linear, first = getattr(block, role), getattr(self.weights.blocks[0], role)
-                if linear.weight.quant == "none":
-                    continue
-                chosen = plan(
-                    linear.shape._replace(dense=linear.dense or _comes_masked(block, role)), self.rows,
-                    tile=tiles.get(role) if linear.widths == first.widths else None, pdl=self.pdl,
+                self.plans[-1][role] = choose_product(
+                    linear.shape, self.rows, "rows", ready=_comes_masked(block, role), pdl=self.pdl,
+                    tile=tiles.get(role) if linear.widths == first.widths else None,
                 )  # fmt: skip
-                if chosen.packed is not None:
-                    self.plans[-1][role] = chosen
-                    self._scratch.reserve(chosen)
+                self._scratch.reserve(self.plans[-1][role])
 
     def block_launches(self, index: int) -> dict[str, Callable[[], object]]:
         """One block's products by name, of inputs of zeros, for per-kernel timings."""
@@ -98,46 +82,14 @@ class WideStep(DecodeStep):
 
     def _linear(self, index: int, role: str, value: Input) -> Tensor:
         """A linear of (rows, K): (rows, N), masked here unless ``_comes_masked``."""
-        x = tensor_of(value)
-        linear, chosen = cast("FusedLinear", getattr(self.weights.blocks[index], role)), self.plans[index].get(role)
-        weight_t, k = linear.weight.data, linear.in_features
-        tile = code_gemm_tile(linear, len(x), self._gpu.multiprocessors)
+        x, linear, product = tensor_of(value), getattr(self.weights.blocks[index], role), self.plans[index][role]
         counting = self.counts.of(index, role, self._buffer) if self._counts_now else None
-        masks_itself = chosen is not None and not chosen.shape.dense
-        if counting is not None and not masks_itself:
+        if counting is not None and not (product.fused and product.masks):
             active = (counting.token >= 0)[:, None]
             for cell, scales, threshold in zip(counting.after, linear.scales, linear.thresholds, strict=True):
                 cell += (keep_mask(x, scales, threshold) & active).sum()
-        if chosen is not None:
-            y = x.new_empty(len(x), linear.out_features)
-            launch_linear(
-                linear, Input(x), Output(y), self._scratch, chosen, counting=counting if masks_itself else None
-            )
-            return y
-        if linear.dense or _comes_masked(self.weights.blocks[index], role):
-            if tile is not None:
-                return code_gemm(x, linear, self._counter, tile)
-            y = x @ weight_t[:, : linear.out_features]
-            return y if linear.bias is None else y + linear.bias
-        if tile is not None:
-            masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
-            return code_gemm(masked, linear, self._counter, tile)
-        measured = mask_gemm_tile(self._gpu, k, linear.out_features, len(x))
-        if measured is not None and x.dtype != torch.float32:
-            return mask_gemm(x, linear, self._all_masked, measured)
-        y, w = x.new_empty(len(x), linear.out_features), weight_t[:, : linear.out_features]
-        # Projections of unequal widths as one bmm of equal column blocks: 19 instead of 31 us for 8B's qkv.
-        width = math.gcd(*linear.widths)
-        copies = [n // width for n in linear.widths]
-        if 2 < sum(copies) <= _MOST_BATCHED:
-            masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked, copies=copies)
-            w_blocks, y_blocks = (matrix.unflatten(1, (-1, width)).transpose(0, 1) for matrix in (w, y))
-            torch.bmm(masked, w_blocks, out=y_blocks)
-        else:
-            masked = mask_rows(x, linear.scales, linear.thresholds, self._all_masked)
-            for rows, part, out in zip(masked, w.split(linear.widths, 1), y.split(linear.widths, 1), strict=True):
-                torch.mm(rows, part, out=out)
-        return y if linear.bias is None else y + linear.bias
+            counting = None
+        return multiply(product, linear, x, self._scratch, counting=counting)
 
 
 def _comes_masked(block: Block[AnyLinear], role: str) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,13 +18,11 @@ from wisparse.kernels.reference import keep_mask
 
 from .settings import may_mask
 
+if TYPE_CHECKING:  # Triton need not be installed
+    from wisparse.kernels.gpu.products import Product
+
 _HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 16  # elements: rows of the weights can be read 16 bytes at a time
-# Up to so many rows:
-SKIPPED_ROWS = 2  # the sparse kernels leave channels unread; for more rows they read all weights
-SPARSE_ROWS = 8  # the sparse kernels are faster than masked copies: the rows fit in shared memory beside the weights
-MASKED_ROWS = 128  # one tile holds all rows of the product that masks in its own loop
-BATCHED_ROWS = 512  # projections of unlike widths share one batched product: narrow ones alone do not fill a GPU
 
 
 def channel_major(weight: Tensor) -> Tensor:
@@ -92,18 +89,14 @@ def masked_linear(
         return functional.linear(x, weight, bias)
     rows, masked = x.reshape(-1, x.shape[-1]).contiguous(), masked[:count]
     layer = Layer(weight, bias, scales, thresholds, widths)
-    on_gpu = x.is_cuda and x.dtype in _HALF
-    tile = mask_tile(x.device, x.shape[-1], weight.shape[0], count) if on_gpu and not ready else None
-    if tile is not None:
-        y = fused_mask(rows, layer, masked, tile)
-    elif on_gpu and count <= (SKIPPED_ROWS if ready else SPARSE_ROWS):
-        y = sparse(rows, layer, masked)
-    elif ready:
-        y = functional.linear(rows, weight, bias)
-    elif on_gpu:
-        y = masked_inputs(rows, layer, masked)
+    if not (x.is_cuda and x.dtype in _HALF):
+        y = functional.linear(rows, weight, bias) if ready else in_torch(rows, layer, masked)
     else:
-        y = in_torch(rows, layer, masked)
+        product = product_of(layer, count, ready)
+        if ready and not product.fused:
+            y = functional.linear(rows, weight, bias)
+        else:
+            y = launched(product, rows, layer, masked)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -130,75 +123,22 @@ def in_torch(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     return torch.cat([functional.linear(kept, weight, bias) for kept, (weight, bias) in inputs], dim=-1)
 
 
-def masked_inputs(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
-    """All masks in one launch, then dense products."""
-    from wisparse.kernels.gpu.masked_gemm import mask_rows
-    from wisparse.kernels.gpu.plan import gpu_of
+def product_of(layer: Layer, rows: int, ready: bool) -> Product:
+    from wisparse.kernels.gpu.products import choose_product
 
-    piece = math.gcd(*layer.widths)
-    copies = [width // piece for width in layer.widths]
-    batched = len(set(copies)) > 1 and len(x) <= BATCHED_ROWS
-    inputs = mask_rows(
-        x, layer.scales, layer.thresholds, masked, copies=copies if batched else None, pdl=gpu_of(x.device).arch >= 90
-    )
-    return products(inputs, layer)
+    return choose_product(layer.linear().shape, rows, "plugin", ready=ready)
 
 
-def products(inputs: Tensor, layer: Layer) -> Tensor:
-    """y (M, N) of inputs (projections, M, K), one product each; or of (pieces, M, K), one batched product. Pieces: a
-    copy of a projection's input for each of the equal pieces that all projections divide into."""
-    pieces, rows, _ = inputs.shape
-    out = inputs.new_empty(rows, layer.weight.shape[0])
-    if pieces == len(layer.widths):
-        for kept, part, (weight, bias) in zip(inputs, out.split(list(layer.widths), 1), layer.parts(), strict=True):
-            if bias is None:
-                torch.mm(kept, weight.t(), out=part)
-            else:
-                torch.addmm(bias, kept, weight.t(), out=part)
-        return out
-    weights, outs = (
-        matrix.unflatten(1, (pieces, -1)).transpose(0, 1) for matrix in (layer.weight.t(), out)
-    )  # (pieces, K, piece), (pieces, M, piece)
-    if layer.bias is None:
-        torch.bmm(inputs, weights, out=outs)
-    else:
-        torch.baddbmm(layer.bias.view(pieces, 1, -1), inputs, weights, out=outs)
-    return out
+def launched(product: Product, x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
+    from wisparse.kernels.gpu.launch import multiply
 
-
-def fused_mask(x: Tensor, layer: Layer, masked: Tensor, tile: Any) -> Tensor:
-    """One product that masks x in its own loop."""
-    from wisparse.kernels.gpu.masked_gemm import mask_gemm
-
-    return mask_gemm(x, layer.linear(), masked, tile)
-
-
-def sparse(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
-    """One launch that reads the kept channels of up to SKIPPED_ROWS rows, or all channels once for up to SPARSE_ROWS."""
-    from wisparse.kernels.gpu.common import Input, Output
-    from wisparse.kernels.gpu.plan import launch_linear, plan
-
-    linear = layer.linear()
-    out = x.new_empty(len(x), layer.weight.shape[0])
-    given = Input(x, row_mask=masked)
-    launch_linear(linear, given, Output(out), _scratch(x.device, x.dtype), plan(linear.shape, len(x)))
-    return out
-
-
-@functools.cache
-def mask_tile(device: torch.device, in_features: int, out_features: int, rows: int) -> Any:
-    """The tile of `fused_mask`, None where none was measured."""
-    if not SKIPPED_ROWS < rows <= MASKED_ROWS:
-        return None
-    from wisparse.kernels.gpu.plan import gpu_of, mask_gemm_tile
-
-    return mask_gemm_tile(gpu_of(device), in_features, out_features, rows)
+    return multiply(product, layer.linear(), x, _scratch(x.device, x.dtype), row_mask=masked)
 
 
 @functools.cache
 def _scratch(device: torch.device, dtype: torch.dtype) -> Any:
     """One for all layers: their launches follow one another on one stream."""
-    from wisparse.kernels.gpu.plan import Scratch
+    from wisparse.kernels.gpu.launch import Scratch
 
     return Scratch(device, dtype)
 
@@ -219,34 +159,29 @@ def reserve(layer: Layer, *, ahead: bool = False) -> None:
     weight = layer.weight
     if not (weight.is_cuda and weight.dtype in _HALF):
         return
-    from wisparse.kernels.gpu.masked_gemm import rows_of_tile
-    from wisparse.kernels.gpu.plan import plan
+    from wisparse.kernels.gpu.products import MASKED_ROWS, PLUGIN_ROWS
 
-    for rows in range(1, SPARSE_ROWS + 1):
-        _scratch(weight.device, weight.dtype).reserve(plan(layer.linear().shape, rows))
+    for rows in range(1, PLUGIN_ROWS + 1):
+        _scratch(weight.device, weight.dtype).reserve(product_of(layer, rows, ahead))
     kind = (weight.device, weight.dtype, weight.shape[1], tuple(layer.widths), layer.bias is None)
     if kind in _known:
         return
     _known.add(kind)
     stream = torch.cuda.current_stream(weight.device)
 
-    def launch_on_zeros(product: Callable[[Tensor, Layer, Tensor], Tensor], rows: int) -> None:
+    def launch_on_zeros(product: Product) -> None:
         with torch.inference_mode(), torch.cuda.stream(stream):
-            masked = torch.ones(rows, dtype=torch.float32, device=weight.device)
-            product(weight.new_zeros(rows, weight.shape[1]), layer, masked)
+            masked = torch.ones(product.rows, dtype=torch.float32, device=weight.device)
+            launched(product, weight.new_zeros(product.rows, weight.shape[1]), layer, masked)
 
     # The products in graphs of vLLM's usual sizes, each for the fewest rows that take the same kernel.
-    rows, compiled = 1, set()
-    while rows <= (SKIPPED_ROWS if ahead else MASKED_ROWS):
-        tile = mask_tile(weight.device, weight.shape[1], weight.shape[0], rows)
-        if tile is None and rows <= SPARSE_ROWS:
-            _running.append(_threads().submit(launch_on_zeros, sparse, rows))
-        elif tile is not None and (tile, rows_of_tile(rows)) not in compiled:
-            compiled.add((tile, rows_of_tile(rows)))
-            _running.append(_threads().submit(launch_on_zeros, functools.partial(fused_mask, tile=tile), rows))
-        rows *= 2
-    if not ahead:
-        _running.append(_threads().submit(launch_on_zeros, masked_inputs, SPARSE_ROWS + 1))
+    compiled = set()
+    for rows in (1, 2, 4, 8, 16, 32, 64, MASKED_ROWS, MASKED_ROWS + 1):
+        product = product_of(layer, rows, ahead)
+        key = product.kernel, product.problem, product.tile, product.copies
+        if key not in compiled and (product.masks or product.copies):
+            compiled.add(key)
+            _running.append(_threads().submit(launch_on_zeros, product))
 
 
 def finish_compiling() -> None:

@@ -1,26 +1,33 @@
-"""Several rows of x times unquantized weights on the tensor cores, with dropped channels set to zero in x: two to
-sixteen rows of a decode step (``masked_gemm_kernel`` takes up to 32), and vLLM's batches.
+"""Several rows of x times weights on the tensor cores. All weights are read: few channels are dropped by every row (6%
+with four rows at 50% sparsity), so a mask sets x to zero and saves no bytes.
 
     y[m, n] = sum over k of where(|x[m, k]| * scales[p, k] < thresholds[p] * row_mask[m], 0, x[m, k]) * weight_t[k, n]
 
-All weights are read: few channels are dropped by every row (6% with four rows at 50% sparsity). Bytes: K * N *
-sizeof(dtype), for any number of rows. The twin is ``reference.sparse_linear``.
-
-``masked_gemm_kernel``: a program has a tile of columns and every splits-th block of block_k channels. ``mask_gemm`` has
-no splits and masks x after each load. ``mask_rows`` only stores masked copies of x, for cuBLAS.
+``fused_gemm_kernel``, two to 32 rows of a decode step: the ends of a linear (``common.Input``, ``common.Output``) are in
+the launch. A program has a tile of columns and every splits-th block of block_k channels:
 
     x (16, K) in shared memory             weight_t (K, N): (stages - 1) blocks in flight before x is ready
     rows beyond B repeat the last          +-----------+
     +-----+-----+-----+                    | block_k x |  split 0      acc (16, block_n) float32 = tl.dot, mma.m16n8k16:
     | 16 x block_k ...|                    |  block_n  |  split 1      Triton gives lane 4 g + t rows g, g + 8 and
     +-----+-----+-----+                    +-----------+  split 0      columns 2 t, 2 t + 1 of each 8
+
+``gemm``, any number of rows: x (M, K) to y (M, N). A program has block_m rows, block_n columns of one projection and
+every splits-th block of channels; the last program of a tile to finish adds up the splits in order. Two compile-time
+choices: a mask is applied to x after each load, or not; weights are loaded as they are, or as codes that are
+dequantized in registers.
+
+``mask_rows`` only stores masked copies of x, for a product that does not mask.
+
+Bytes: those of the weights for every 16 or block_m rows. Twins: ``reference.sparse_linear``, of codes a product with the
+result of ``weights.widen``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -28,13 +35,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .channels import is_dropped, program_channels, store_inputs, tile_columns
-from .common import gdc_wait, smem_alloc, smem_load
+from .common import Weights, gdc_wait, smem_alloc, smem_load
 from .reduction import reduce_tile, store_partial
-from .weights import FusedLinear, dequantize_block, quant_columns
+from .tiles import Tile, count_tiles
+from .weights import FusedLinear, code_block, dequantize_block, quant_columns
+
+MOST_TILES = 1 << 14  # of a launch of ``gemm``: the size of its counter
 
 
 @triton.jit(do_not_specialize=["ssq_parts"])
-def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at least tl.dot's smallest K
+def fused_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at least tl.dot's smallest K
     given, weights, output, workspace, counting, eps, ssq_parts, problem: tl.constexpr, launch: tl.constexpr
 ):
     K: tl.constexpr = problem.k
@@ -128,74 +138,84 @@ def mask_rows(
     return out
 
 
-class _MaskGemm(NamedTuple):
-    """Compile-time constants, as in ``common.Problem`` and ``LaunchConfig``."""
-
-    k: int
-    n0: int
-    n1: int
-    n2: int
-    stride: int
-    block_m: int
-    block_n: int
-    block_k: int
-    stages: int
-
-
 @triton.jit(do_not_specialize=["M"])
-def _mask_gemm_kernel(
-    x_ptr, weight_ptr, bias_ptr, scale_ptr, threshold_ptr, row_mask_ptr, out_ptr, M, config: tl.constexpr
-):
-    K: tl.constexpr = config.k
-    BLOCK_M: tl.constexpr = config.block_m
-    BLOCK_N: tl.constexpr = config.block_n
-    BLOCK_K: tl.constexpr = config.block_k
-    N: tl.constexpr = config.n0 + config.n1 + config.n2
-    FULL: tl.constexpr = K % BLOCK_K + config.n0 % BLOCK_N + config.n1 % BLOCK_N + config.n2 % BLOCK_N == 0
+def _gemm_kernel(
+    x_ptr, weights, out_ptr, partial_ptr, counter_ptr, row_mask_ptr, M,
+    problem: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    COPIES: tl.constexpr,  # x is (projections, M, K)
+):  # fmt: skip
+    K: tl.constexpr = problem.k
+    N: tl.constexpr = problem.n
+    STRIDE: tl.constexpr = problem.stride
+    GROUP: tl.constexpr = problem.group
+    QUANT: tl.constexpr = problem.quant
+    CODES: tl.constexpr = QUANT != "none"
+    MASKED: tl.constexpr = row_mask_ptr is not None
+    EACH: tl.constexpr = 8 if QUANT == "int4" else 4
+    # All tiles are full: loads need no mask. Codes are padded, and the padding's scales are 0.
+    FULL: tl.constexpr = (
+        K % BLOCK_K + problem.n0 % BLOCK_N + problem.n1 % BLOCK_N + problem.n2 % BLOCK_N == 0 if not CODES else True
+    )
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    of = tile_columns(tl.program_id(0), 0, config, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    of = tile_columns(tl.program_id(0), tl.program_id(1) if SPLITS > 1 else 0, problem, BLOCK_N)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     live_rows = m < M
-    limit = tl.load(threshold_ptr + of.projection) * tl.load(row_mask_ptr + m, mask=live_rows, other=0.0)
+    if COPIES:
+        x_ptr += of.projection.to(tl.int64) * M * K
+    if CODES:
+        word = quant_columns(of, of.local * BLOCK_N, problem) // EACH
+    if MASKED:
+        limit = tl.load(weights.thresholds + of.projection) * tl.load(row_mask_ptr + m, mask=live_rows, other=0.0)
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
+    for start in tl.range(of.split * BLOCK_K, K, SPLITS * BLOCK_K, num_stages=STAGES):
         k = start + lane
+        live = k < K
         x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
-        w_at = weight_ptr + k.to(tl.int64)[:, None] * config.stride + of.column[None, :]
-        if FULL:
-            w = tl.load(w_at)
-            x = tl.load(x_at, mask=live_rows[:, None], other=0.0)
-            scale = tl.load(scale_ptr + of.projection * K + k)
+        if CODES:
+            w = code_block(weights, word, start, k, BLOCK_K, BLOCK_N, K, STRIDE, GROUP, QUANT, dtype)
         else:
-            live = k < K
-            w = tl.load(w_at, mask=live[:, None] & of.live[None, :], other=0.0)
-            x = tl.load(x_at, mask=live_rows[:, None] & live[None, :], other=0.0)
-            scale = tl.load(scale_ptr + of.projection * K + k, mask=live, other=0.0)
-        x = tl.where(is_dropped(x, scale[None, :], limit[:, None]), 0.0, x).to(dtype)
+            w_at = weights.weight_t + k.to(tl.int64)[:, None] * STRIDE + of.column[None, :]
+            w = tl.load(w_at) if FULL else tl.load(w_at, mask=live[:, None] & of.live[None, :], other=0.0)
+        x = tl.load(x_at, mask=live_rows[:, None] if FULL else live_rows[:, None] & live[None, :], other=0.0)
+        if MASKED:
+            scale_at = weights.scales + of.projection * K + k
+            scale = tl.load(scale_at) if FULL else tl.load(scale_at, mask=live, other=0.0)
+            x = tl.where(is_dropped(x, scale[None, :], limit[:, None]), 0.0, x).to(dtype)
         acc = tl.dot(x, w, acc)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + of.column, mask=of.live, other=0.0).to(tl.float32)[None, :]
-    out_at = out_ptr + m.to(tl.int64)[:, None] * N + of.column[None, :]
-    tl.store(out_at, acc.to(dtype), mask=live_rows[:, None] & of.live[None, :])
+    out_at = m.to(tl.int64)[:, None] * N + of.column[None, :]
+    live_out = live_rows[:, None] & of.live[None, :]
+    last = True
+    if SPLITS > 1:
+        tl.store(partial_ptr + of.split.to(tl.int64) * M * N + out_at, acc, mask=live_out)
+        tl.debug_barrier()
+        counter_at = counter_ptr + tl.program_id(2) * tl.num_programs(0) + of.tile
+        last = tl.atomic_add(counter_at, 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            tl.store(counter_at, 0)
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for split in tl.static_range(SPLITS):
+                at = partial_ptr + tl.full((), split, tl.int64) * M * N + out_at
+                acc += tl.load(at, mask=live_out, other=0.0, cache_modifier=".cg")
+    if last:
+        if weights.bias is not None:
+            acc += tl.load(weights.bias + of.column, mask=of.live, other=0.0).to(tl.float32)[None, :]
+        tl.store(out_ptr + out_at, acc.to(dtype), mask=live_out)
 
 
-def rows_of_tile(rows: int) -> int:
-    """block_m of ``mask_gemm`` for a number of rows."""
-    return max(16, min(128, triton.next_power_of_2(rows)))
-
-
-def mask_gemm(x: Tensor, linear: FusedLinear, row_mask: Tensor, tile: Any) -> Tensor:
-    """y (M, N) of x (M, K), contiguous, fp16 or bf16 like the weights; ``row_mask`` as for ``mask_rows``. ``tile``: a
-    ``plan.GemvTile``, of which block_n, block_k, stages and warps are used."""
-    rows, block_m = len(x), rows_of_tile(len(x))
-    out = torch.empty(rows, linear.out_features, dtype=x.dtype, device=x.device)
-    weight_t = linear.weight.data
-    grid = (sum(triton.cdiv(width, tile.block_n) for width in linear.widths), triton.cdiv(rows, block_m))
-    n0, n1, n2 = (*linear.widths, 0, 0)[:3]
-    _mask_gemm_kernel[grid](
-        x, weight_t, linear.bias, linear.scales, linear.thresholds, row_mask, out, rows,
-        _MaskGemm(linear.in_features, n0, n1, n2, weight_t.stride(0), block_m, tile.block_n, tile.block_k, tile.stages),
-        num_warps=tile.warps,
+def gemm(
+    x: Tensor, linear: FusedLinear, tile: Tile, *, row_mask: Tensor | None = None, counter: Tensor | None = None
+) -> Tensor:
+    """y (M, N) of x (M, K), contiguous, fp16 or bf16; or of (projections, M, K), a masked x for each projection.
+    ``row_mask``: as for ``mask_rows``; None: x is not masked. ``counter``: (MOST_TILES,) int32, 0 before and after."""
+    rows, weight = x.shape[-2], linear.weight
+    out = x.new_empty(rows, linear.out_features)
+    partial: Any = torch.empty(tile.splits, *out.shape, device=x.device) if tile.splits > 1 else out
+    weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
+    grid = (count_tiles(linear.widths, tile.block_n), tile.splits, triton.cdiv(rows, tile.block_m))
+    _gemm_kernel[grid](
+        x, weights, out, partial, counter, row_mask, rows, linear.shape.problem(dense=row_mask is None), tile.block_m,
+        tile.block_n, tile.block_k, tile.splits, tile.stages, x.dim() == 3, num_warps=tile.warps,
     )  # fmt: skip
     return out

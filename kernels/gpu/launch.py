@@ -1,0 +1,135 @@
+"""Launches of products: scratch memory, one launch with a linear's ends, or a product of many rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .common import Counting, Input, Output, Weights, Workspace
+from .gemm import MOST_TILES, fused_gemm_kernel, gemm, mask_rows
+from .packed_gemv import packed_gemv_kernel
+from .products import Product
+from .reduction import EMPTY
+from .sparse_gemv import sparse_gemv_kernel
+from .weights import FusedLinear, widen
+
+KERNELS: dict[str, Any] = {
+    "sparse_gemv": sparse_gemv_kernel, "fused_gemm": fused_gemm_kernel, "packed_gemv": packed_gemv_kernel
+}  # fmt: skip
+
+
+class Scratch:
+    """Scratch memory of products. The launches of a stream share one, as they run in order."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, widened: Tensor | None = None) -> None:
+        """``widened``: (n,) of dtype, for the weights of a quantized projection."""
+        self.widened, self.value = widened, torch.empty(0, dtype=dtype, device=device)
+        self.partial = self.polled = self.index = self.value.to(torch.int32)  # each grows on its own
+        self.counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+        self.ones = torch.ones(0, device=device)  # the row mask if all rows are masked
+
+    def reserve(self, product: Product) -> None:
+        """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses."""
+        launch, problem = product.launch, product.problem
+        if launch is None or problem is None:
+            if len(self.ones) < product.rows and (product.masks or product.copies):
+                self.ones = self.ones.new_ones(product.rows)
+            return
+        lists = 0 if launch.smem else product.programs * launch.length
+        for name, pair_size in (
+            ("polled" if launch.reducers else "partial", launch.splits * problem.batch * problem.n),
+            ("index", lists),
+            ("value", problem.batch * lists),
+            ("counter", launch.tiles),
+        ):
+            size = pair_size * product.pairs
+            held = getattr(self, name)
+            if held.numel() < size:
+                # Each launch resets counters to 0 and polled sums to EMPTY; the others need no initial value.
+                setattr(self, name, held.new_full((size,), EMPTY if name == "polled" else 0))
+
+    def workspace(self, product: Product) -> Workspace:
+        assert product.launch is not None
+        spinning, in_scratch = product.launch.reducers > 0, product.launch.smem == ""
+        return Workspace(
+            self.polled if spinning else self.partial,
+            None if spinning else self.counter,
+            self.index if in_scratch and product.kernel == "sparse_gemv" else None,
+            self.value if in_scratch else None,
+        )
+
+
+def launch_linear(
+    linear: FusedLinear, given: Input, output: Output, scratch: Scratch, product: Product, *, eps: float = 0.0,
+    counting: Counting | None = None,
+) -> None:  # fmt: skip
+    """Launch a linear with its ends, after ``scratch.reserve(product)``; nothing is checked or allocated. ``eps``: of
+    the RMSNorm; ``counting``: count the kept channels (of a linear that is not dense)."""
+    assert product.problem is not None
+    assert product.tile is not None
+    weight = linear.weight
+    weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
+    packed, ssq_parts = (
+        () if product.packed is None else (product.packed,),
+        1 if given.ssq is None else given.ssq.shape[1],
+    )
+    KERNELS[product.kernel][(product.programs,)](
+        given, weights, output, scratch.workspace(product), counting, eps, ssq_parts, product.problem, product.launch,
+        *packed, num_warps=product.tile.warps,
+        launch_pdl=product.problem.pdl and product.tile.early,
+    )  # fmt: skip
+
+
+def multiply(
+    product: Product, linear: FusedLinear, x: Tensor, scratch: Scratch, *, row_mask: Tensor | None = None,
+    counting: Counting | None = None,
+) -> Tensor:  # fmt: skip
+    """y (M, N) of x (M, K). ``row_mask``: (M,) float32, 1 for a masked row, 0 for one that keeps all channels; None: all
+    are masked. ``counting``: as of ``launch_linear``."""
+    weight, n, bias = linear.weight, linear.out_features, linear.bias
+    if product.fused:
+        y = x.new_empty(len(x), n)
+        launch_linear(linear, Input(x, row_mask=row_mask), Output(y), scratch, product, counting=counting)
+        return y
+    if (product.masks or product.copies) and row_mask is None:
+        row_mask = scratch.ones[: len(x)]
+    if product.copies:
+        x = mask_rows(x, linear.scales, linear.thresholds, row_mask, copies=product.copies, pdl=product.pdl)
+    if product.tile is not None:
+        return gemm(x, linear, product.tile, row_mask=row_mask if product.masks else None, counter=scratch.counter)
+    if not product.copies and weight.quant == "none":  # one product for all projections
+        y = x @ weight.data[:, :n]
+        return y if bias is None else y + bias
+    return (batched_product if product.batched else separate_products)(x, linear, scratch)
+
+
+def batched_product(x: Tensor, linear: FusedLinear, scratch: Scratch | None = None) -> Tensor:
+    """y (M, N) of x (pieces, M, K) by one batched product: a copy of a projection's input for each of the equal pieces
+    that all projections divide into."""
+    y, bias = x.new_empty(x.shape[1], linear.out_features), linear.bias
+    weight_t = linear.weight.data[:, : linear.out_features]
+    columns, outs = (matrix.unflatten(1, (len(x), -1)).transpose(0, 1) for matrix in (weight_t, y))
+    if bias is None:
+        torch.bmm(x, columns, out=outs)
+    else:
+        torch.baddbmm(bias.view(len(x), 1, -1), x, columns, out=outs)
+    return y
+
+
+def separate_products(x: Tensor, linear: FusedLinear, scratch: Scratch) -> Tensor:
+    """y (M, N) of x (M, K) or (projections, M, K), a product for each projection; quantized weights are widened before."""
+    weight, widths, y = linear.weight, linear.widths, x.new_empty(x.shape[-2], linear.out_features)
+    biases = [None] * len(widths) if linear.bias is None else linear.bias.split(widths)
+    for i, (width, bias, out) in enumerate(zip(widths, biases, y.split(widths, 1), strict=True)):
+        w = weight.data[:, weight.first(i) :][:, :width]
+        if weight.quant != "none":
+            assert scratch.widened is not None
+            w = widen(weight, i, scratch.widened[: weight.in_features * width].view(weight.in_features, width))
+        rows = x[i] if x.dim() == 3 else x
+        if bias is None:
+            torch.mm(rows, w, out=out)
+        else:
+            torch.addmm(bias, rows, w, out=out)
+    return y
