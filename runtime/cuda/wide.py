@@ -1,11 +1,11 @@
-"""A decode step of 17 to 32 rows. Norms, activations and masks that the launch before can apply have launches of their own:
+"""A decode step of 17 to 32 rows, whose masks, norms and activations have launches of their own:
 
     embed -> [mask, qkv -> attention -> combine and mask, o -> add, norm, mask, gate and up -> activate and mask, down
     -> add, norm] x blocks -> logits -> next token
 
 Up to 16 rows (``step``), each program recomputes its masked, normed and activated inputs. Beyond that recomputing them
-costs more than loading the weights, so masks, norms and activations get launches of their own. Only ``packed_gemv``
-applies masks itself: to the inputs of qkv, gate and up, and of all linears with graded weights.
+costs more than loading the weights. The inputs of o and down come masked; those of qkv, gate and up, and all those of
+graded weights, whose planes have a mask each, are masked by their product or by a launch before it.
 """
 
 from __future__ import annotations
