@@ -31,10 +31,10 @@ import torch
 
 import wisparse
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.tensors import mtp_config
+from wisparse.formats.tensors import block_fields, mtp_config
 from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.runtime.decoding.decoder import Decoder
-from wisparse.runtime.decoding.heads import HeadWeights
+from wisparse.runtime.decoding.heads import HeadWeights, llama_block
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation import generate
 from wisparse.runtime.generation.generate import generate_step
@@ -119,18 +119,18 @@ class RandomHead:
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> HeadWeights:
         one, mtp = self.config, self.mtp
-        h, heads, both = one.hidden_size, one.num_heads * one.head_dim, one.num_heads + one.num_kv_heads
-        qkv = (both + one.num_kv_heads + mtp * one.num_heads) * one.head_dim
-        shapes = {
-            "fc": (h, (3 - mtp) * h), "qkv": (qkv, (2 - mtp) * h), "o": (h, heads), "down": (h, one.intermediate_size),
-            "gate_up": (2 * one.intermediate_size, h), "output": (min(32000, one.vocab_size), h),
-        }  # fmt: skip
+        h, heads, inner = one.hidden_size, one.num_heads * one.head_dim, one.intermediate_size
+        qkv = ((1 + one.architecture.attention_gate) * one.num_heads + 2 * one.num_kv_heads) * one.head_dim
+        shapes = {"qkv": (qkv, (2 - mtp) * h), "o": (h, heads), "gate_up": (2 * inner, h), "down": (h, inner)}
+        shapes |= {"fc": (h, (3 - mtp) * h), "output": (min(32000, one.vocab_size), h)}
         tensors = {k: torch.randn(v, device=device, dtype=dtype) * v[1] ** -0.5 for k, v in shapes.items()}
-        for norm in ("model_norm", "embedding_norm", "hidden_norm", "input_norm", "mlp_norm", "norm"):
+        for norm in ("model_norm", "embedding_norm", "hidden_norm", "norm"):
             tensors[norm] = torch.ones(h, device=device, dtype=dtype)
-        tensors["qk_norm"] = torch.ones(both, one.head_dim, device=device, dtype=dtype)
+        sizes = {name: spec.shape for name, spec in block_fields(one, 0).items() if spec.norm}
+        norms = {name: torch.ones(size, device=device, dtype=dtype) for name, size in sizes.items()}
         ids = None if mtp else torch.arange(len(tensors["output"]), device=device)
-        return HeadWeights(one, self.taps, tensors, ids=ids)
+        block = llama_block(one, norms, {name: tensors.pop(name) for name in ("qkv", "o", "gate_up", "down")})
+        return HeadWeights(one, self.taps, block, tensors, ids=ids)
 
 
 def answer(decoder: Any, prompt: Sequence[int], count: int, drafts: Any = None) -> tuple[float, Scheduler, Request]:

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from wisparse.formats.errors import ContextLengthError, PromptError, UsageError
 from wisparse.formats.model_config import ModelConfig
 
 from ..memory import states_kept
-from ..torch.block import Block, PerLayer, Positions, attention, embed, route, run_block
+from ..torch.block import Block, Executor, PerLayer, Positions, embed, run_block
 from .cache import KVCache
 from .heads import DraftHead, HeadFiles, MtpFiles
 from .rotary import Rotary, query_scales
@@ -37,7 +37,7 @@ PROMPTS_TOGETHER = 32  # most prompts of `prefill_together`
 OnLogits = Callable[[Tensor], None] | None
 
 
-class Decoder(ABC):
+class Decoder(Executor, ABC):
     """One model on one device, with ``max_batch`` slots of up to ``max_seq_len`` positions. Constructed by
     ``backends.make_decoder``, which calls ``refusal`` first. Not thread-safe. After an exception inside ``prefill``,
     ``decode`` or ``step``, including KeyboardInterrupt, a slot is undefined until it is prefilled from position 0."""
@@ -69,7 +69,6 @@ class Decoder(ABC):
     _cache: KVCache
     _drafting: Decoder | None = None  # decodes drafts: same slots, another level or rounded weights
     _sparse_positions = 0  # masked positions of ``_forward`` since ``measure_sparsity``
-    attention = staticmethod(attention)
 
     def __init__(
         self,
@@ -168,18 +167,6 @@ class Decoder(ABC):
             taps = [tap for index in head.taps if (tap := [*inputs, x][index]) is not None]
             head.take([slot] * len(ids), range(start, stop), ids.tolist(), torch.cat(taps, dim=-1))
         return x
-
-    @abstractmethod
-    def project(self, block: Any, role: str, x: Tensor, first_sparse: int) -> Sequence[Tensor]:
-        """See `Executor`."""
-
-    def route(self, block: Any, x: Tensor) -> Any:
-        """See `Executor`."""
-        return route(block, x)
-
-    @abstractmethod
-    def run_experts(self, block: Any, x: Tensor, routing: Any, first_sparse: int) -> Tensor:
-        """See `Executor`."""
 
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:

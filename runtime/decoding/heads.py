@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wisparse.formats.block_ops import block_ops
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import MAX_CONFIG_BYTES
 from wisparse.formats.config_fields import dimension
@@ -34,9 +35,9 @@ from wisparse.formats.tensor_file import DTYPES, Entry, TensorFile, open_files
 from wisparse.formats.tensors import MTP, mtp_config
 
 from ..memory import bytes_per_position
-from ..torch.block import LINEARS, SHARED, Block, Norm, activate, read_spec, route, run_experts
+from ..torch.block import LINEARS, SHARED, Block, Executor, Norm, Positions, read_spec, run_block
 from .cache import KVCache
-from .rotary import Rotary, rotate
+from .rotary import Rotary
 
 _CHUNK = 128  # positions of a prefill chunk of the head
 _PAIRS = 8  # fewest pairs of a captured draft
@@ -53,12 +54,25 @@ class HeadWeights:
 
     config: ModelConfig  # of a model with one block
     taps: tuple[int, ...]  # hidden states the head reads: i = input of block i; num_blocks = output of the last
-    # fc, qkv (rows of queries, keys, values and attention gates), o, gate_up, down, norms, and output.
-    tensors: Mapping[str, Tensor]
+    block: Block[Any]  # qkv and gate_up are one matrix each; experts are functions
+    tensors: Mapping[str, Tensor]  # fc, norms outside the block, and output
     normed_residual: bool = False
     embedding: Tensor | None = None  # (V, H); None: the model's
     ids: Tensor | None = None  # (draft vocabulary,): the model's token ids; None: an MTP head
-    experts: Block[Any] | None = None  # of an MTP head with experts, instead of gate_up and down
+
+
+class FusedNorm(Norm):
+    """One launch; its factors have the dtype of what it reads."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self.factors, self.eps)
+
+
+def llama_block(config: ModelConfig, norms: Mapping[str, Tensor], linears: Mapping[str, Any]) -> Block[Any]:
+    """A block of fused projections, by fields of `Block`."""
+    eps = config.rms_norm_eps
+    normed: dict[str, Any] = {name: FusedNorm(weight, eps, offset=False) for name, weight in norms.items()}
+    return Block(spec=config.blocks[0], ops=block_ops(config, 0), **linears, **normed)
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,6 @@ class MtpFiles:
 
     def weights(self, device: torch.device, dtype: torch.dtype) -> HeadWeights:
         tensor, config = self.bundle.checkpoint.tensor, mtp_config(self.bundle.config)
-        heads, width, hidden = config.num_heads, config.head_dim, config.hidden_size
         offset, eps = config.architecture.norm_offset, config.rms_norm_eps
 
         def read(name: str) -> Tensor:
@@ -98,27 +111,18 @@ class MtpFiles:
 
         spec = read_spec(config, 0, read)
         shared = ([read(f"{part}.weight") for one in group for part in one.parts] for group in config.shared_inputs(0))
-        linears = dict(zip((*LINEARS, *SHARED), shared, strict=False))
-        q, k, v = linears["qkv"]
-        q, gates = q.view(heads, 2, width, hidden).unbind(1)  # each head's query, then its gate
-        sizes = ("q_norm", heads), ("k_norm", config.num_kv_heads)
-        q_norm, k_norm = (spec[name].factors.expand(count, width) for name, count in sizes)
+        linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), shared, strict=False))
+        for role, group in linears.items():
+            routed = config.blocks[0].experts is not None and role not in ("qkv", "o")
+            linears[role] = [partial(_dense, one) for one in group] if routed else torch.cat(group)
+        norms = {name: one.factors.to(dtype) for name, one in spec.items() if isinstance(one, Norm)}
+        block = Block[Any](**spec | {name: FusedNorm(one, eps, offset=False) for name, one in norms.items()}, **linears)
         tensors = {
             "model_norm": norm("model.norm.weight"), "embedding_norm": norm(f"{MTP}pre_fc_norm_embedding.weight"),
             "hidden_norm": norm(f"{MTP}pre_fc_norm_hidden.weight"), "fc": read("fc.weight"),
-            "input_norm": spec["attention_input"].factors, "qk_norm": torch.cat((q_norm, k_norm)), "o": linears["o"][0],
-            "qkv": torch.cat((q.flatten(0, 1), k, v, gates.flatten(0, 1))), "mlp_norm": spec["mlp_input"].factors,
             "norm": norm(f"{MTP}norm.weight"),
         }  # fmt: skip
-        experts = None
-        if config.blocks[0].experts is None:
-            tensors |= {"gate_up": torch.cat(linears["gate_up"]), "down": linears["down"][0]}
-        else:
-            dense: dict[str, Any] = {
-                role: [partial(_dense, weight) for weight in group] for role, group in linears.items()
-            }
-            experts = Block[Any](**spec, **dense)
-        return HeadWeights(config, self.taps, tensors, experts=experts)
+        return HeadWeights(config, self.taps, block, tensors)
 
 
 def _dense(weight: Tensor, x: Tensor, first_sparse: int) -> Tensor:
@@ -245,16 +249,20 @@ class HeadFiles:
         elif rotation is not None:  # the model's embedding: fold its norm into qkv before the rotation
             qkv = torch.cat(((qkv[:, :width] * embedding_norm) @ rotation, qkv[:, width:]), dim=1)
             embedding_norm = torch.ones_like(embedding_norm)
-        tensors = {
-            "fc": fc, "embedding_norm": embedding_norm, "hidden_norm": read("midlayer.hidden_norm"), "qkv": qkv,
-            "o": read("midlayer.self_attn.o_proj"), "mlp_norm": read("midlayer.post_attention_layernorm"),
+        linears = {
+            "qkv": qkv, "o": read("midlayer.self_attn.o_proj"), "down": read("midlayer.mlp.down_proj"),
             "gate_up": torch.cat([read(f"midlayer.mlp.{role}_proj") for role in ("gate", "up")]),
-            "down": read("midlayer.mlp.down_proj"), "norm": read("norm"), "output": read("lm_head"),
+        }  # fmt: skip
+        norms = {"mlp_input": read("midlayer.post_attention_layernorm").to(dtype)}
+        block = llama_block(self.config, norms, {name: one.to(dtype) for name, one in linears.items()})
+        tensors = {
+            "fc": fc, "embedding_norm": embedding_norm, "hidden_norm": read("midlayer.hidden_norm"),
+            "norm": read("norm"), "output": read("lm_head"),
         }  # fmt: skip
         ids = torch.arange(self.draft_vocab) + (self.read("d2t") if self.has("d2t") else 0)
         if int(ids.min()) < 0 or int(ids.max()) >= self.config.vocab_size:
             raise UnsupportedModelError(f"{self.name}: d2t: expected ids below {self.config.vocab_size}, found others")
-        return HeadWeights(self.config, self.taps, tensors, self.normed_residual, embedding, ids.to(device))
+        return HeadWeights(self.config, self.taps, block, tensors, self.normed_residual, embedding, ids.to(device))
 
 
 def _memory(config: ModelConfig, shapes: Iterable[Sequence[int]], dtype: torch.dtype) -> tuple[int, int]:
@@ -263,7 +271,34 @@ def _memory(config: ModelConfig, shapes: Iterable[Sequence[int]], dtype: torch.d
     return sum(map(math.prod, shapes)) * dtype.itemsize, position
 
 
-class DraftHead:
+@dataclass(frozen=True)
+class _Pairs(Positions):
+    """Rows (R, P) of several slots, flattened."""
+
+    slots: Tensor = field(kw_only=True)  # (R,)
+    target: Tensor = field(kw_only=True)  # (R, P): slots in which keys and values are stored,
+    positions: Tensor = field(kw_only=True)  # (R, P): at these positions
+    context: int = field(kw_only=True)
+
+    def attend(
+        self, config: ModelConfig, index: int, block: Block[Any], q: Tensor, kv: tuple[Tensor, Tensor] | None, _: Any
+    ) -> Tensor:
+        (rows, count), (heads, _, width), kv_heads = self.positions.shape, q.shape, config.num_kv_heads
+        keys, values = self.cache.attention[index][:2]
+        assert kv is not None
+        for stored, new in zip((keys, values), kv, strict=True):
+            stored[self.target, :, self.positions] = new.transpose(0, 1).view(rows, count, kv_heads, width)
+        # Grouped-query attention: the query heads of a key head become further query positions.
+        q = q.view(heads, rows, count, width).transpose(0, 1).reshape(rows, kv_heads, -1, width)
+        mask = torch.arange(self.context, device=q.device) <= self.positions[:, None, :, None]
+        attended = functional.scaled_dot_product_attention(
+            q, keys[self.slots, :, : self.context], values[self.slots, :, : self.context],
+            attn_mask=mask.repeat(1, 1, heads // kv_heads, 1), scale=config.attention_scale,
+        )  # fmt: skip
+        return attended.view(rows, heads, count, width).transpose(0, 1).reshape(heads, -1, width)
+
+
+class DraftHead(Executor):
     """The head's input at a position is a pair: the hidden state of that position and the next token; its output predicts
     the token after that. Keys and values of pairs with the model's hidden states are cached."""
 
@@ -273,8 +308,9 @@ class DraftHead:
     ) -> None:  # fmt: skip
         """``embedding``: the model's (V, H); ``output``: its output layer, normed states (R, H) to logits (R, V).
         ``lengths``: initial and largest number of positions of a slot."""
-        self.taps, self.experts, self._ids, self._output = weights.taps, weights.experts, weights.ids, output
-        config = self._config = weights.config
+        self.taps, self._block, self._ids, self._output = weights.taps, weights.block, weights.ids, output
+        self.experts = weights.block.spec.experts
+        config = self.config = weights.config
         self._mtp, self._normed_residual = weights.ids is None, weights.normed_residual
         self._embedding = embedding if weights.embedding is None else weights.embedding
         self._weights = {name: weight.to(dtype) for name, weight in weights.tensors.items()}
@@ -304,7 +340,7 @@ class DraftHead:
     def grow(self, length: int) -> None:
         """Reallocate with ``length`` positions in each slot."""
         filled, old, hidden = self.length, self._cache, self._hidden
-        self._cache = KVCache(self._config, len(hidden), length, hidden.device, hidden.dtype)
+        self._cache = KVCache(self.config, len(hidden), length, hidden.device, hidden.dtype)
         self._hidden = hidden.new_empty(len(hidden), length, hidden.shape[2])
         self._cache.lengths = old.lengths
         for new, tensor in zip(self._cache.attention[0][:2], old.attention[0][:2], strict=True):
@@ -313,13 +349,19 @@ class DraftHead:
         self._clear(filled)
         self._graphs.clear()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights without experts."""
+        every = (*self._weights.values(), *self._block.linears)
+        return sum(one.nbytes for one in every if isinstance(one, Tensor))
+
     def bytes_read(self, output: int) -> int:
         """Bytes of weights read for each drafted token after the first; ``output``: those of the model's output layer."""
-        nbytes = sum(weight.nbytes for name, weight in self._weights.items() if name != "fc" or self._mtp)
+        nbytes = self.nbytes + (output if self._mtp else -self._weights["fc"].nbytes)
         if self.experts is not None:
-            experts = [one for one in self._config.projections(0) if one.experts or one.role.startswith("shared")]
+            experts = [one for one in self.config.projections(0) if one.experts or one.role.startswith("shared")]
             nbytes += sum(one.num_parameters for one in experts) * self._weights["fc"].itemsize
-        return nbytes + output * self._mtp
+        return nbytes
 
     def take(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int], taps: Tensor) -> None:
         """Store tokens of the model and their hidden states: taps (R, 3 H), MTP (R, H)."""
@@ -416,41 +458,22 @@ class DraftHead:
     ) -> Tensor:
         """The head on tokens (R, P) and hidden states (R, P, H): its hidden states (R, P, H). Attends to the first
         ``context`` positions of slots (R,); stores keys and values at ``positions`` (R, P) of ``target`` (R, P)."""
-        config, (rows, count), weights = self._config, ids.shape, self._weights
-        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         embedded = self._normed("embedding_norm", functional.embedding(ids, self._embedding).to(hidden.dtype))
         n = self._normed("hidden_norm", hidden)
-        x, block_input = n if self._normed_residual else hidden, torch.cat((embedded, n), dim=-1)
+        x, block_input = n if self._normed_residual else hidden, torch.cat((embedded, n), dim=-1).flatten(0, 1)
+        given = {"attention_input": block_input}
         if self._mtp:
-            x = functional.linear(block_input, weights["fc"])
-            block_input = self._normed("input_norm", x)
-        qkv = functional.linear(block_input, weights["qkv"]).view(rows, count, -1, width)
-        qk, v, gates = qkv.tensor_split((heads + kv_heads, heads + 2 * kv_heads), dim=2)
-        if self._mtp:
-            qk = functional.rms_norm(qk, (width,), None, config.rms_norm_eps) * weights["qk_norm"]
-        cos, sin = (table[positions][:, :, None] for table in self._tables)
-        q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=2)
-        keys, values = self._cache.attention[0][:2]
-        keys[target, :, positions], values[target, :, positions] = k, v
-        # Grouped-query attention: the query heads of a key head become further query positions.
-        q = q.transpose(1, 2).reshape(rows, kv_heads, -1, width)
-        mask = torch.arange(context, device=ids.device) <= positions[:, None, :, None]
-        attended = functional.scaled_dot_product_attention(
-            q, keys[slots, :, :context], values[slots, :, :context],
-            attn_mask=mask.repeat(1, 1, heads // kv_heads, 1), scale=config.attention_scale,
-        )  # fmt: skip
-        attended = attended.view(rows, heads, count, width).transpose(1, 2)
-        if self._mtp:
-            attended = attended * gates.sigmoid()
-        x = x + functional.linear(attended.reshape(rows, count, -1), weights["o"])
-        n = self._normed("mlp_norm", x)
-        if self.experts is not None:
-            flat = n.flatten(0, 1)
-            x = x + run_experts(config, self.experts, flat, route(self.experts, flat), 0).view(x.shape)
-        else:
-            gate, up = functional.linear(n, weights["gate_up"]).chunk(2, dim=-1)
-            x = x + functional.linear(activate(config, gate, up), weights["down"])
+            x, given = functional.linear(block_input, self._weights["fc"]), {}
+        cos, sin = (table[positions].flatten(0, 1) for table in self._tables)
+        at = _Pairs(
+            self._cache, 0, 0, 0, [(cos, sin)], slots=slots, target=target, positions=positions, context=context
+        )
+        x = run_block(self.config, 0, self._block, x.flatten(0, -2), at, self, **given).view(*ids.shape, -1)
         return self._normed("norm", x) if self._mtp else x
 
+    def project(self, block: Block[Any], role: str, x: Tensor, first_sparse: int) -> list[Tensor]:
+        """See `Executor`."""
+        return [functional.linear(x, getattr(block, role))]
+
     def _normed(self, norm: str, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self._weights[norm], self._config.rms_norm_eps)
+        return functional.rms_norm(x, x.shape[-1:], self._weights[norm], self.config.rms_norm_eps)

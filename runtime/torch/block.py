@@ -248,8 +248,20 @@ class Positions:
     start: int
     first_sparse: int  # rows from this one on are masked
     tables: Sequence[tuple[Tensor, Tensor]]  # cos and sin of each rotary embedding
-    scales: Tensor | None  # (T,), factors of the queries
+    scales: Tensor | None = None  # (T,), factors of the queries
     per_layer: Tensor | None = None  # (T, blocks, P), per-layer embeddings
+
+    def attend(
+        self, config: ModelConfig, index: int, block: Block[Any], q: Tensor, kv: tuple[Tensor, Tensor] | None,
+        executor: Executor,
+    ) -> Tensor:  # fmt: skip
+        """Store keys and values (num_kv_heads, T, head_dim), unless the block uses another's; attend with q (num_heads, T,
+        head_dim), returns the same."""
+        if kv is not None:
+            self.cache.write(index, self.slot, self.start, *kv)
+        source = index if block.spec.kv_from is None else block.spec.kv_from
+        keys, values = self.cache.read(source, self.slot, self.start + q.shape[1])
+        return executor.attention(config, q, keys, values, self.start, block.spec.window, block.sinks)
 
 
 def attention(
@@ -288,24 +300,29 @@ def attention(
 class Executor(Protocol):
     """What decoders do in their own way. Rows from ``first_sparse`` on are masked."""
 
+    config: ModelConfig
+    attention: Callable[..., Tensor] = staticmethod(attention)
+
     def project(self, block: Any, role: str, x: Tensor, first_sparse: int) -> Sequence[Tensor]:
         """The projections ``role`` of x (T, K): their outputs, or one concatenated output."""
 
     def route(self, block: Any, x: Tensor) -> Any:
         """The chosen experts and their weights, by the router's input x (T, H)."""
+        return route(block, x)
 
     def run_experts(self, block: Any, x: Tensor, routing: Any, first_sparse: int) -> Tensor:
         """The experts' input x (T, H) and what ``route`` returned to the weighted sum (T, H)."""
-
-    attention: Callable[..., Tensor]  # see the function of that name
+        return run_experts(self.config, block, x, routing, first_sparse)
 
 
 def run_block(
-    config: ModelConfig, index: int, block: Block[Any], x: Tensor, at: Positions, executor: Executor
+    config: ModelConfig, index: int, block: Block[Any], x: Tensor, at: Positions, executor: Executor, **given: Tensor
 ) -> Tensor:
-    """One block: x (T, H) to (T, H); fills the cache. Runs ``block.ops`` one by one."""
-    values: dict[str, Any] = {HIDDEN: x}
+    """One block: x (T, H) to (T, H); fills the cache. Runs ``block.ops`` one by one, but those whose output is ``given``."""
+    values: dict[str, Any] = {HIDDEN: x, **given}
     for op in block.ops:
+        if op.output in given:
+            continue
         inputs = [values[name] for name in op.inputs]
         values[op.output] = _run(op, config, index, block, inputs, at, executor)
     return values[HIDDEN]
@@ -384,14 +401,13 @@ def _attention(
     q = norm_and_rotate(q, block.q_norm)
     if at.scales is not None:
         q = q * at.scales[:, None].to(q.dtype)
+    new = None
     if spec.kv_from is None:
         v = kv[-1].view(count, -1, spec.head_dim).transpose(0, 1)
         if config.architecture.value_norm:
             v = Norm(v.new_ones(()), config.rms_norm_eps, offset=False)(v)
-        at.cache.write(index, at.slot, at.start, norm_and_rotate(kv[0], block.k_norm), v)
-    source = index if spec.kv_from is None else spec.kv_from
-    keys, values = at.cache.read(source, at.slot, at.start + count)
-    attended = executor.attention(config, q, keys, values, at.start, spec.window, block.sinks)
+        new = norm_and_rotate(kv[0], block.k_norm), v
+    attended = at.attend(config, index, block, q, new, executor)
     attended = attended.transpose(0, 1).reshape(count, -1)
     return attended if gates is None else attended * gates.sigmoid()
 

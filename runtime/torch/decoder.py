@@ -18,7 +18,7 @@ from wisparse.formats.weight_types import QuantizedMatrix, round_weight, split_p
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder
-from .block import LINEARS, SHARED, Block, MaskedLinear, Norm, PerLayer, finish_logits, read_spec, run_experts
+from .block import LINEARS, SHARED, Block, MaskedLinear, Norm, PerLayer, finish_logits, read_spec
 
 
 class TorchDecoder(Decoder):
@@ -98,9 +98,6 @@ class TorchDecoder(Decoder):
 
     def project(self, block: Block[list[MaskedLinear]], role: str, x: Tensor, first_sparse: int) -> list[Tensor]:
         return [projection(x, first_sparse) for projection in getattr(block, role)]
-
-    def run_experts(self, block: Block[list[MaskedLinear]], x: Tensor, routing: Any, first_sparse: int) -> Tensor:
-        return run_experts(self.config, block, x, routing, first_sparse)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._output(self._norm(hidden))
