@@ -19,7 +19,7 @@ from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.hub import fetch_bundle
-from wisparse.formats.weight_types import PREFILL_POLICIES
+from wisparse.formats.weight_types import PREFILL_POLICIES, sparse_from
 from wisparse.kernels.reference import scores
 
 from .experts import Release, at_rows, find_experts
@@ -177,7 +177,7 @@ def sparsify(
         bundle: a folder, a Hub id, or an opened bundle.
         sparsity: one of the bundle's sparsity levels, or 0 for no masks; None: the level chosen in an opened bundle, else
             the default level.
-        prefill: ``dense``, ``half`` (the last half of each prompt is sparse) or ``all``. A forward pass with several
+        prefill: ``dense``, ``half`` (the last half of each prompt is sparse) or ``all`` (but the first token). A forward pass with several
             new tokens, or on an empty cache, counts as a prompt; a pass with one new token is always sparse. So
             ``generate(use_cache=False)``, where every pass is a prompt, is not sparse under ``dense``.
         revision: branch, tag or commit, for a Hub id.
@@ -240,7 +240,7 @@ def _dense_tokens(prefill: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     batch, count = tokens.shape[:2]
     cache = next((kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None), None)
     past = 0 if cache is None else int(cache.get_seq_length())
-    if prefill == "all" or (count == 1 and past > 0):
+    if past > 0 and (prefill == "all" or count == 1):
         return None
     if prefill == "dense":
         return True
@@ -249,10 +249,8 @@ def _dense_tokens(prefill: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         real = attention_mask[:, -count:].to(device=tokens.device, dtype=torch.bool)
     else:
         real = torch.ones(batch, count, dtype=torch.bool, device=tokens.device)
-    lengths = real.sum(dim=1, keepdim=True)
-    position = real.cumsum(dim=1) - 1
-    # The last length // 2 tokens of every sequence are sparse; padding is not counted.
-    return ~(real & (position >= lengths - lengths // 2))
+    starts = torch.tensor([[sparse_from(prefill, length)] for length in real.sum(dim=1).tolist()], device=real.device)
+    return ~(real & (real.cumsum(dim=1) - 1 >= starts))  # padding is not counted
 
 
 def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:

@@ -111,6 +111,7 @@ def test_moving_to_bf16_keeps_the_scales(bundle: Path) -> None:
     kept = keep_mask(x, mask.channel_scale, mask.threshold)
     rounded = keep_mask(x, mask.channel_scale.bfloat16().float(), mask.threshold)
     assert not torch.equal(kept, rounded)  # so the next line would notice a cast scale
+    kept[:, 0] = True  # the first position is never masked
     assert torch.equal(masked, torch.where(kept, x, torch.zeros_like(x)))
 
 
@@ -210,3 +211,9 @@ def test_clear_close_and_an_error_within_leave_the_dense_model() -> None:
     masked.set_threshold("p", 9.0)
     masked.close()
     assert torch.equal(linear(x), dense)
+
+
+def test_no_policy_masks_the_first_position() -> None:
+    for length in range(4):
+        starts = {policy: sparse_from(policy, length) for policy in ("dense", "half", "all")}
+        assert starts == {"dense": length, "half": (length + 1) // 2, "all": min(1, length)}

@@ -47,7 +47,7 @@ PEER = Path(__file__).resolve().parent / "vllm_peer.py"
 
 def test_rows_of_the_next_batch() -> None:
     """With the policy dense: of a decoded token, not of a prompt's."""
-    rows = MaskedRows(12)
+    rows = MaskedRows(12, prompts=False)
     on_device = rows.on(torch.device("cpu"))
     assert on_device.tolist() == [1.0] * 12
     assert may_mask(on_device[:3])
@@ -61,6 +61,12 @@ def test_rows_of_the_next_batch() -> None:
         rows.set(np.array(computed), np.array(counts), np.array(prompts))
         assert (on_device[: len(expected)].tolist(), may_mask(on_device[:3])) == (expected, any(expected))
     assert rows.on(torch.device("cpu")) is on_device
+    # With the policy all: of every token but the first of a prompt.
+    rows = MaskedRows(12, prompts=True)
+    on_device = rows.on(torch.device("cpu"))
+    for computed, counts, expected in (([0, 4], [3, 2], [0, 1, 1, 1, 1]), ([3, 1], [2, 1], [1] * 12), ([0], [1], [0])):
+        rows.set(np.array(computed), np.array(counts), np.array([5, 5][: len(counts)]))
+        assert on_device[: len(expected)].tolist() == expected
 
 
 def test_what_is_refused() -> None:

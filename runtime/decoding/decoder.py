@@ -188,7 +188,7 @@ class Decoder(Executor, ABC):
         on_logits: OnLogits = None,
     ) -> Tensor:
         """Compute positions start..stop of a prompt (T,) int64 in a slot; returns the last one's logits (V,) float32, valid
-        until the next call. Positions from ``sparse_from`` on (policy ``dense``: T, ``half``: T - T // 2, ``all``: 0) are
+        until the next call. Positions from ``sparse_from`` on (policy ``dense``: T, ``half``: T - T // 2, ``all``: 1) are
         masked. Positions before ``start`` must be in the slot, computed from the same tokens. ``on_logits`` is called
         with the logits (n, V) of each chunk. As in transformers, rotary scaling ``longrope`` uses its long factors if T
         is above ``original_max_position_embeddings``."""

@@ -143,15 +143,15 @@ class WisparseConfig(QuantizationConfig):
         self._masks = chosen.masks
         blocks = enumerate(bundle.config.blocks)
         self._routers = frozenset(f"model.layers.{i}.{one.experts.router}" for i, one in blocks if one.experts)
-        if settings.prefill == "dense":
-            watch_runners()
+        watch_runners()
         levels = ", ".join(f"{level:g}" for level in bundle.levels if level)
         on, prefill = "on" if chosen.sparsity else "off", settings.prefill
         whole = ", experts are read whole" if self._routers else ""
         said = "masks %s: sparsity %g (the bundle has %s, and 0), prefill %s%s"
         log.info(said, on, chosen.sparsity, levels, prefill, whole)
         graphs = current.compilation_config.cudagraph_capture_sizes or [0]
-        return MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
+        rows = max(current.scheduler_config.max_num_batched_tokens, *graphs)
+        return MaskedRows(rows, prompts=settings.prefill == "all")
 
 
 @linear.register_weight_loader_v2_supported_method

@@ -1,5 +1,5 @@
 """How a bundle is run in vLLM: versions, settings, and which rows of a batch are masked: with the policy ``dense`` those
-of decoded tokens, not those of prompts. What needs no vLLM to decide."""
+of decoded tokens, with ``all`` every one but the first of a sequence. What needs no vLLM to decide."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def require_cards(size: int, model: Any) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    prefill: str  # dense: prompt tokens are not masked; all: every token is
+    prefill: str  # dense: prompt tokens are not masked; all: every token but the first
     sparsity: float  # of a sparsity level, or 0
 
     @classmethod
@@ -106,11 +106,12 @@ class Settings:
 class MaskedRows:
     """For the next batch: 1 for a row that is masked, else 0."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, *, prompts: bool) -> None:
+        """``prompts``: with the policy ``all``, whose masks begin with a prompt's second token."""
+        self._size, self._prompts = size, prompts
         self._device: Tensor | None = None
         # The value of all rows, None if they differ. Every row is masked until the first batch, so that graphs are
-        # captured with the masks in them, and always with the policy "all".
+        # captured with the masks in them.
         self._uniform: float | None = 1.0
         self.any = True  # whether any row may be masked
 
@@ -126,6 +127,8 @@ class MaskedRows:
         this batch, length of the prompt. Tokens behind their prompt were decoded, and are masked."""
         if self._device is None:
             return
+        if self._prompts:
+            prompts = np.minimum(prompts, 1)
         decoded = (computed >= prompts).all()
         if decoded or (computed + counts <= prompts).all():
             value = float(decoded)
@@ -176,7 +179,8 @@ def watch_runners() -> None:
             setattr(runner, method, _watched(original, describe))
     if not found:
         raise UsageError(
-            "prefill dense: expected one of vLLM's own model runners (V1 or V2), found another; use the policy 'all'"
+            "expected one of vLLM's own model runners (V1 or V2), found another, which does not say which rows of a batch "
+            "are prompts; load the dense model: VLLM_PLUGINS='' vllm serve …"
         )
 
 
