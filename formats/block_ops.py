@@ -156,7 +156,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 # Operation -> what a model that has it consists of, and the back ends and exports that do not run it yet.
 NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     DeltaNet: ("recurrent blocks", frozenset({"onnx", "vllm"})),
-    ShortConv: ("gated short convolutions", frozenset({"numba", "triton", "onnx", "vllm"})),
+    ShortConv: ("gated short convolutions", frozenset({"numba", "onnx", "vllm"})),
     Experts: ("experts", frozenset({"onnx"})),
     PerLayer: ("per-layer embeddings", frozenset({"triton", "onnx"})),
 }

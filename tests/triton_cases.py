@@ -23,11 +23,12 @@ from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.launch import Scratch, launch_linear
 from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.reduction import EMPTY
+from wisparse.kernels.gpu.short_conv import launch_short_conv
 from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.decoding.cache import RecurrentState, quantise
-from wisparse.runtime.torch.block import DeltaWeights
+from wisparse.runtime.torch.block import ConvWeights, DeltaWeights
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -496,3 +497,55 @@ def test_delta_net_is_the_plain_one_position_by_position(dtype, normed):
         positions += (tokens >= 0).int()
     assert torch.equal(inputs[:, 1], idle[0])
     assert torch.equal(state[:, 1], idle[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPES[-1]])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "runs"),  # runs: slot, first position, positions; slot -1: idle rows
+    [
+        (False, [(2, 5, 1), (-1, 0, 1), (0, 0, 1)]),  # a step
+        (False, [(1, 6, 4), (0, 1, 2), (-1, 0, 2)]),  # drafts
+        (
+            True,
+            [(1, 7, 9), (-1, 0, 3)],
+        ),  # a chunk of a prompt, of as many positions as the cache has states of, and idle
+        (True, [(0, 0, 2), (2, 0, 12), (1, 3, 1)]),  # several prompts
+    ],
+)
+def test_the_short_convolution_is_the_plain_one(dtype, biased, prompt, runs):
+    """Rows read what rows before them give, or the cache, and write one state each, or a prompt's last."""
+    taps, width, buffers, generator = 4, 37, 9, torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+    rows, kept = sum(count for *_, count in runs), random(buffers, 3, taps - 1, width)
+    projected, kernel, bias = random(rows, 3 * width), random(width, 1, taps), random(width) if biased else None
+    twin, before = ConvWeights(kernel.double(), None if bias is None else bias.double()), kept.clone()
+    places = [(slot, start + i) for slot, start, count in runs for i in range(count)]
+    tokens = torch.tensor([-1 if slot < 0 else 3 for slot, _ in places], device=DEVICE)
+    slots, positions = torch.tensor([[max(slot, 0), at] for slot, at in places], dtype=torch.int32, device=DEVICE).T
+    out = torch.empty(rows, width, dtype=dtype, device=DEVICE)
+    given = Rows(tokens, positions.contiguous(), slots.contiguous())
+    launch_short_conv(projected, kernel, bias, kept, given, out, prompt=prompt)
+    row, written = 0, set()
+    for slot, start, count in runs:
+        parts = [projected[row : row + count]] if prompt else projected[row : row + count].split(1)
+        row += count
+        if slot < 0:
+            continue
+        state, at = RecurrentState(before[start % buffers, slot].double(), before.new_empty(0)), start
+        for part in parts:
+            b, c, x = part.chunk(3, dim=1)
+            rounded = torch.cat(((b * x).double(), c.double(), torch.ones_like(c).double()), dim=1)
+            expected = twin(rounded, state)
+            rtol = 4 * ROUNDING[dtype]
+            torch.testing.assert_close(
+                out[row - count + at - start :][: len(part)].double(), expected, rtol=rtol, atol=rtol
+            )
+            at += len(part)
+            assert torch.equal(kept[at % buffers, slot].double(), state.inputs)
+            written.add((at % buffers, slot))
+    for buffer, slot in itertools.product(range(buffers), range(3)):
+        assert (buffer, slot) in written or torch.equal(kept[buffer, slot], before[buffer, slot])

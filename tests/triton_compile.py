@@ -54,6 +54,7 @@ from wisparse.kernels.gpu.packed_gemv import subnormal_kernel, sum_source
 from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.reduction import Beside, launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
+from wisparse.kernels.gpu.short_conv import launch_short_conv
 from wisparse.kernels.gpu.tiles import Gpu, Tile
 from wisparse.kernels.gpu.weights import FusedLinear, empty_weight, widen
 
@@ -238,6 +239,15 @@ def delta(arch: int, dtype: torch.dtype = BF16) -> None:
     launch_delta_net(given, weights, DeltaMemory(one, state, 1, 1), rows, one, key_heads=16, eps=1e-5, pdl=arch >= 90)
 
 
+def short_conv(arch: int, taps: int = 3, **more: Any) -> None:
+    """LFM2-1.2B's."""
+    rows = Rows(empty(8, dtype=I64), *empty(2, 8, dtype=I32))
+    launch_short_conv(
+        empty(8, 6144), empty(2048, 1, taps), None, empty(4, 8, taps - 1, 2048), rows, empty(8, 2048), pdl=arch >= 90,
+        **more,
+    )  # fmt: skip
+
+
 def of_experts(k: int, quant: tuple[str, int | None], dtype: torch.dtype) -> ExpertLinear:
     """Qwen3-30B-A3B's: gate and up for k = 2048, down for k = 768."""
     (kind, group), planes, widths = quant, 1, (768, 768) if k == 2048 else (2048,)
@@ -404,6 +414,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "chunk capped": partial(attention, arch, rows=128, gated=True, **capped),
         "delta net": partial(delta, arch),
         "delta net fp32": partial(delta, arch, dtype=FP32),
+        "short conv": partial(short_conv, arch),
+        "short conv of a prompt": partial(short_conv, arch, prompt=True),
         **{f"logits batch {batch}{name}": partial(logits, arch, batch=batch, **changes) for batch in (1, 4, 32)
            for name, changes in {
                "": {}, " fp32": {"dtype": FP32}, " offset": {"norm": FP32}, " int8": {"int8": True},

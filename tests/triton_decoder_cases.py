@@ -39,7 +39,6 @@ CONFIGS = {
 MORE_CONFIGS = {
     name: {**_COMMON, "num_hidden_layers": 3, "model_type": model_type, **settings}
     for name, (model_type, settings) in {**FAMILIES, **HYBRIDS, **EXPERTS}.items()
-    if "lfm2" not in name  # `block_ops.NOT_YET`
 }
 
 
@@ -197,7 +196,7 @@ def within_half_precision(fast, slow, exact, run, *, times=3):
     ("family", "rows"),
     [
         ("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma4", 2), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4),
-        ("qwen3-moe", 2), ("gpt-oss", 2), ("gemma4-moe", 1),
+        ("lfm2", 4), ("lfm2-bias", 1), ("qwen3-moe", 2), ("gpt-oss", 2), ("gemma4-moe", 1),
     ],
 )  # fmt: skip
 def test_a_familys_rows_in_half_precision(family, rows):
@@ -219,7 +218,10 @@ def rounded(bundle: SimpleNamespace, weights: str, dtype: torch.dtype = torch.fl
     def tensor(name: str, device: str | torch.device = "cpu") -> torch.Tensor:
         stored = bundle.checkpoint.tensor(name, device)
         kind = WEIGHT_TYPES[weights].head if name == "lm_head.weight" else weights
-        if not name.endswith(("_proj.weight", "_qkv.weight", "_z.weight")) and name != "lm_head.weight":
+        if (
+            not name.endswith(("_proj.weight", "_qkv.weight", "_z.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+            and name != "lm_head.weight"
+        ):
             return stored
         return round_weight(stored.to(dtype), kind).dequantise(torch.float32)
 
@@ -245,7 +247,7 @@ def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 
     ("weights", "rows", "family"),
     [
         *((weights, rows, "qwen2") for weights in ("int8", "int4", "fp8") for rows in (1, 2)),
-        ("int8", 1, "qwen3.5-moe"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
+        ("int8", 1, "qwen3.5-moe"), ("int4", 2, "lfm2"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
         ("int8", 2, "gpt-oss"), ("fp8", 1, "gemma4-moe"),
     ],
 )  # fmt: skip

@@ -180,11 +180,12 @@ def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
     within_half_precision(fast, slow, exact, lambda decoder: decoder.decode(torch.tensor([-1, 5]))[1])
 
 
-def test_short_prompts_are_read_together(monkeypatch):
+@pytest.mark.parametrize("family", ["gemma2", "lfm2"])
+def test_short_prompts_are_read_together(family, monkeypatch):
     """One behind a prefix; the cache goes on to be decoded from."""
     monkeypatch.setattr(cuda_prefill, "_ROWS", (16,))
     monkeypatch.setattr(cuda_prefill, "_ROWS_TOGETHER", (32,))
-    settings = {"family": "gemma2", "max_batch": 3, "max_seq_len": 40, "dense": ("_proj",)}
+    settings = {"family": family, "max_batch": 3, "max_seq_len": 40, "dense": ("_proj",)}
     fast, slow = (make(cls, dtype=torch.float16, **settings) for cls in (CudaDecoder, TorchDecoder))
     exact = make(TorchDecoder, dtype=torch.float64, **settings)
     fast.prepare_prompts()

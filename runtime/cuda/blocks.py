@@ -32,6 +32,7 @@ from wisparse.kernels.gpu.common import Input, KVSplits
 from wisparse.kernels.gpu.experts import ExpertLinear, Router, choose_experts
 from wisparse.kernels.gpu.kv_cache import KVSlots
 from wisparse.kernels.gpu.reduction import Beside, Mask, launch_activate, launch_residual_add
+from wisparse.kernels.gpu.short_conv import launch_short_conv
 
 from ..decoding.rotary import Rotary, query_scales
 from ..torch.block import Block, Norm
@@ -113,6 +114,9 @@ class BlockLauncher(ABC):
     _last_norm: Norm | None = None  # after the last block; None: not computed with its last addition
     _tables: PositionTables
     _cache: dict[int, KVSlots]
+    _kept: dict[int, Tensor]  # inputs of each short convolution
+    _inputs: Rows
+    _reads_prompts = False  # rows may be more positions of a sequence than the cache has states of
     _launches: dict[str, Callable[[], object]] | None = None  # by name, in place of being launched
 
     def launch_block(self, index: int) -> None:
@@ -138,6 +142,8 @@ class BlockLauncher(ABC):
                     x = self._attend(index, x.x)
                 case ops.DeltaNet():
                     x = Input(self._delta_net(index, x.x, others[0]))
+                case ops.ShortConv():
+                    x = Input(self._short_conv(index, x.x))
                 case ops.Router():
                     x = self._route(index, x)
                 case ops.Experts():
@@ -213,6 +219,14 @@ class BlockLauncher(ABC):
 
     def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
         raise NotImplementedError
+
+    def _short_conv(self, index: int, projected: Tensor) -> Tensor:
+        conv, out = self.weights.blocks[index].conv, projected.new_empty(len(projected), self.config.hidden_size)
+        assert conv is not None
+        arguments = projected, conv.kernel, conv.bias, self._kept[index], self._inputs, out
+        pdl = self.pdl and self.normed is None
+        self._launch("short_conv", launch_short_conv, *arguments, prompt=self._reads_prompts, pdl=pdl)
+        return out
 
     def _route(self, index: int, x: Input) -> Any:
         return choose_experts(tensor_of(x), router_of(self.weights.blocks[index]))

@@ -77,6 +77,7 @@ class PromptReader:
     def __init__(self, weights: CudaWeights, config: ModelConfig, cache: KVCache, tables: PositionTables) -> None:
         self.weights, self.config, self.tables = weights, config, tables
         self.cache = {index: kv_slots(*stored) for index, stored in cache.attention.items()}
+        self.kept = {index: states.inputs for index, states in cache.recurrent.items()}
         self._switch = switch_length(config)
         device = weights.embedding.device
         self.logits = Logits.empty(1, weights.head)
@@ -195,17 +196,25 @@ class PromptReader:
 class _Pass(BlockLauncher):
     """A dense pass over positions of one prompt or of several."""
 
+    _reads_prompts = True
+
     def __init__(self, reader: PromptReader, inputs: Tensor, *, several: bool) -> None:
         """``inputs``: as in ``_Graph``."""
         config, weights = reader.config, reader.weights
         self.config, self.weights, self._tables, self._cache = config, weights, reader.tables, reader.cache
+        self._kept, self._several = reader.kept, several
         self._head, self._scratch, self._gpu = reader.head, reader.scratch, reader.gpu
-        self._chunk, self._rows, self._logits = inputs, None, reader.logits
+        self._chunk, self._logits = inputs, reader.logits
         tokens, self._last = inputs[3:], (inputs[2:3] - 1).clamp(min=0)
         if several:
             size = (len(inputs) - reader.prompts) // 2
             tokens, self._last, self._logits = inputs[:size], inputs[2 * size :], reader.joint_logits
-            self._rows = Rows(tokens, *inputs[size : 2 * size].view(torch.int32).view(2, size))
+            self._inputs = Rows(tokens, *inputs[size : 2 * size].view(torch.int32).view(2, size))
+        elif config.short_conv is not None:
+            slot, start, count = inputs[:3]
+            offsets = torch.arange(len(tokens), device=tokens.device)
+            positions, slots = (start + offsets).int(), slot.int().expand(len(tokens)).contiguous()
+            self._inputs = Rows(tokens.where(offsets < count, -1), positions, slots)
         self.hidden = hidden = embed(config, weights.embedding, tokens.clamp(min=0))
         norm = self._next_norm(-1, ())
         self.normed = hidden.clone() if norm is None else norm(hidden)
@@ -236,8 +245,8 @@ class _Pass(BlockLauncher):
 
     def _attend(self, index: int, qkv: Tensor) -> Input:
         hidden, block = self.hidden, self.weights.blocks[index]
-        if self._rows is not None:
-            self._attend_rows(index, qkv, self._rows, self._splits, stored=True)
+        if self._several:
+            self._attend_rows(index, qkv, self._inputs, self._splits, stored=True)
             return Input(launch_combine(self._splits, hidden.dtype))
         rotary, cache, out = self._tables[block.spec.rotary], self._cache[index], torch.empty_like(self._queries)
         shape = attention_shape(self.config, block, rotary)

@@ -107,6 +107,7 @@ class DecodeStep(BlockLauncher):
         gpu = gpu_of(device)
         self.pdl = gpu.arch >= 90
         self._cache = {i: kv_slots(*stored) for i, stored in cache.attention.items()}
+        self._kept = {i: states.inputs for i, states in cache.recurrent.items()}
         self._states = {
             i: DeltaMemory(s.inputs, s.state, s.inputs.stride(0), s.state.stride(0)) for i, s in cache.recurrent.items()
         }
@@ -179,7 +180,7 @@ class DecodeStep(BlockLauncher):
             chosen[role] = choose_product(linear.shape, self.rows, tile=tiles.get(role) if alike else None, **ends)
             self._scratch.reserve(chosen[role])
 
-        splits = {} if block.delta is not None else {"kv_splits": kv_splits, "head_dim": block.spec.head_dim}
+        splits = {} if block.spec.recurrent else {"kv_splits": kv_splits, "head_dim": block.spec.head_dim}
         for role, reads in (("o", splits), ("down", {})):
             choose(role, "residual" if role in added else "plain", **reads)
         # qkv reads the partial sums of squares of the previous block's down. The embedding writes as many as block 0's.
@@ -309,7 +310,7 @@ class DecodeStep(BlockLauncher):
         return self._ssq[0 if role == "down" else 1, : self.rows * parts].view(self.rows, parts)
 
     @property
-    def _inputs(self) -> Rows:
+    def _inputs(self) -> Rows:  # type: ignore[override]
         return Rows(self.tokens, self.positions, self.slots)
 
     @property

@@ -27,7 +27,7 @@ from ..torch.block import LINEARS, SHARED, Block, Norm, read_spec
 
 _HEAD_ROWS = 4096  # rows of a quantized output layer that fit into ``CudaWeights.dequantized``, at least
 _MOST_THREADS = 12  # of ``staged_reads``
-_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 EXPERTS = ("gate_up", "down")  # roles that may be an ExpertLinear
@@ -48,7 +48,8 @@ class CudaWeights:
         """Bytes of the weights on the device; tied embeddings count once."""
         outside = [self.embedding, self.norm.weight, self.head, self.head_scales]
         outside += [block.router for block in self.blocks]
-        outside += [tensor for block in self.blocks if block.delta is not None for tensor in vars(block.delta).values()]
+        mixers = [mixer for block in self.blocks for mixer in (block.delta, block.conv) if mixer is not None]
+        outside += [tensor for mixer in mixers for tensor in vars(mixer).values()]
         tensors = {id(tensor): tensor for tensor in outside if isinstance(tensor, Tensor)}
         inside = sum(linear.weight.num_bytes for block in self.blocks for linear in block.linears)
         return sum(tensor.nbytes for tensor in tensors.values()) + inside
@@ -132,7 +133,11 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
             ]
             linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), loaded, strict=False))
             blocks.append(Block(**spec | {"shared_gate": None}, **linears))
-        norm = Norm(source.tensor(_NORM), config.rms_norm_eps, config.architecture.norm_offset)
+        norm = Norm(
+            source.tensor(f"{config.architecture.final_norm}.weight"),
+            config.rms_norm_eps,
+            config.architecture.norm_offset,
+        )
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
         linears_of = (linear for block in blocks for linear in block.linears if isinstance(linear, FusedLinear))
         quantized = [linear for linear in linears_of if linear.weight.quant != "none"]
@@ -156,7 +161,7 @@ def _names(config: ModelConfig) -> Iterator[str]:
         for _, own, shared, _ in _linears(config, index):
             yield from (f"{part}.weight" for projection in (*own, *shared) for part in projection.parts)
             yield from (f"{part}.bias" for projection in own if projection.bias for part in projection.parts)
-    yield _NORM
+    yield f"{config.architecture.final_norm}.weight"
 
 
 @contextmanager

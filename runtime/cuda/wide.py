@@ -94,5 +94,5 @@ class WideStep(DecodeStep):
 
 def _comes_masked(block: Block[AnyLinear], role: str) -> bool:
     """Whether the launch before a linear masks its input; not for graded weights, whose planes have a mask each."""
-    before = role == "down" or (role == "o" and block.delta is None)
+    before = role == "down" or (role == "o" and not block.spec.recurrent)
     return before and getattr(block, role).weight.planes == 1
