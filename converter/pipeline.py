@@ -23,7 +23,7 @@ from wisparse.formats.card import read_inherited
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError
 from wisparse.formats.folder import clear_leftovers
-from wisparse.formats.hub import Source, push_bundle
+from wisparse.formats.hub import push_bundle
 from wisparse.formats.machine import choose_device
 from wisparse.formats.manifest import (
     BUNDLE,
@@ -74,6 +74,18 @@ class Conversion:
     seconds: dict[str, float]  # stage -> wall-clock seconds
     choice: Choice | None = None  # the search for a sparsity within a budget
     url: str | None = None  # of the upload
+
+
+@dataclass
+class Prepared:
+    """The model that is searched, as it is after rotation and quantization, and its texts."""
+
+    source: SourceModel
+    checkpoint: Checkpoint
+    tokens: CalibrationTokens
+    held_out: CalibrationTokens | None  # measurement tokens; None unless the model wrote them
+    rotation: RotationRecord | None = None
+    compared: dict[str, Any] | None = None  # the KL with and without rotation
 
 
 def convert(
@@ -141,13 +153,13 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
     """Convert the model and write the bundle. Leaves the state folder for `run` to remove."""
     settings = plan.settings
     with progress.stage("Fetching weights"):
-        fetched = plan.source
         if processes.is_main:
-            fetched = open_source(settings.model, plan.source.commit, settings.gguf_file)
-        fetched = processes.broadcast(fetched)
+            plan = replace(plan, source=open_source(settings.model, plan.source.commit, settings.gguf_file))
+        fetched = processes.broadcast(plan.source)
         checkpoint = open_checkpoint(fetched)
-    plan = replace(plan, config=checkpoint.config)  # with what its weights tell, of a model on the Hub
-    if plan.source.commit is not None and processes.is_main:
+    # The configuration with what the weights tell, of a model on the Hub.
+    plan = replace(plan, source=fetched, config=checkpoint.config)
+    if fetched.commit is not None and processes.is_main:
         for note in checkpoint.notes:
             _log.warning("%s: %s", fetched.name, note)
     stages, small_files, complete = Stages(processes=processes, progress=progress), {}, False
@@ -155,7 +167,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         small_files = small_digests(checkpoint.folder, checkpoint.error)
         with progress.stage("Reading the weights"):
             weight_files = weight_digests(checkpoint) if settings.resume else {}
-        fingerprint = _fingerprint(plan, fetched, {**weight_files, **small_files})
+        fingerprint = _fingerprint(plan, {**weight_files, **small_files})
         if plan.placed and placed_bundle(settings.state_dir, settings.output_dir) == fingerprint:
             with suppress(BundleError):  # the interrupted run was killed after the bundle was complete
                 verify_bundle(settings.output_dir)
@@ -181,15 +193,18 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             require_finite_logits(source, fetched.name)
             processes.gather(None)
         texts = {**bundle_files(fetched.folder, source.tokenizer), **end_turns(source, fetched.folder)}
-        source, checkpoint, tokens, held_out, rotation, compared = _prepare_model(plan, source, checkpoint, stages)
-        results, choice = _search(source, tokens, settings, stages)
+        model = _prepare_model(plan, source, checkpoint, stages)
+        del source
+        results, choice = _search(model.source, model.tokens, settings, stages)
         if not processes.is_main:
             return None
         sensitivity_at = settings.default_of(results) if settings.full_report(plan.device.type) else None
-        measurement = measure(source, tokens, results, settings.calibration, sensitivity_at, held_out, progress)
-        planes = source.planes
-        del source  # frees memory: the bundle is written from the checkpoint's files
-        recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, rotation, compared)
+        measurement = measure(
+            model.source, model.tokens, results, settings.calibration, sensitivity_at, model.held_out, progress
+        )
+        recipe = _recipe(plan, model, results, choice)
+        checkpoint, planes = model.checkpoint, model.source.planes
+        del model  # frees memory: the bundle is written from the checkpoint's files
         report = Report(recipe, plan.config, measurement)
         masks = {}
         for sparsity, result in results.items():
@@ -232,7 +247,7 @@ def library_versions() -> dict[str, str]:
     return {"wisparse": wisparse.__version__, **{name: metadata.version(name) for name in libraries}}
 
 
-def _fingerprint(plan: Plan, fetched: Source, files: Mapping[str, str]) -> dict[str, Any]:
+def _fingerprint(plan: Plan, files: Mapping[str, str]) -> dict[str, Any]:
     """Everything that a bundle's bytes depend on, as JSON values by name."""
     settings = plan.settings
     return {
@@ -242,8 +257,8 @@ def _fingerprint(plan: Plan, fetched: Source, files: Mapping[str, str]) -> dict[
         "device": torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type,
         "computing in": str(plan.dtype),
         **library_versions(),
-        "name": fetched.name,
-        "commit": fetched.commit,
+        "name": plan.source.name,
+        "commit": plan.source.commit,
         "dtype": settings.dtype,
         "max_shard_size": settings.max_shard_size,
         "upload_repo": settings.upload_repo,
@@ -251,18 +266,8 @@ def _fingerprint(plan: Plan, fetched: Source, files: Mapping[str, str]) -> dict[
     }
 
 
-def _prepare_model(
-    plan: Plan, source: SourceModel, checkpoint: Checkpoint, stages: Stages
-) -> tuple[
-    SourceModel,
-    Checkpoint,
-    CalibrationTokens,
-    CalibrationTokens | None,
-    RotationRecord | None,
-    dict[str, Any] | None,
-]:
-    """Rotate and quantize the model. Returns the model, its checkpoint, the calibration tokens, the measurement tokens
-    (None unless the model wrote them), the rotation record, and the KL compared with and without rotation."""
+def _prepare_model(plan: Plan, source: SourceModel, checkpoint: Checkpoint, stages: Stages) -> Prepared:
+    """Rotate and quantize the model."""
     settings = plan.settings
     samples, length, seed = settings.num_samples, settings.length, settings.seed
     sizes = {
@@ -302,7 +307,7 @@ def _prepare_model(
         checkpoint = checkpoint.quantize(matrices, scale_dtype)
         if kind == "graded":
             source = read_in_planes(source, matrices)
-    return source, checkpoint, tokens, texts.get("measurement"), record, compared
+    return Prepared(source, checkpoint, tokens, texts.get("measurement"), record, compared)
 
 
 def _self_texts(
@@ -341,16 +346,7 @@ def _search(
         return {sparsity: levels.with_curve(result, curve) for sparsity, result in sorted(results.items())}, choice
 
 
-def _recipe(
-    plan: Plan,
-    fetched: Source,
-    checkpoint: Checkpoint,
-    tokens: CalibrationTokens,
-    results: Mapping[float, SearchResult],
-    choice: Choice | None,
-    rotation: RotationRecord | None,
-    compared: Mapping[str, Any] | None,
-) -> Recipe:
+def _recipe(plan: Plan, model: Prepared, results: Mapping[float, SearchResult], choice: Choice | None) -> Recipe:
     settings, levels = plan.settings, []
     by_block = [list(plan.config.projections(block)) for block in range(plan.config.num_blocks)]
     for sparsity, result in results.items():
@@ -367,21 +363,23 @@ def _recipe(
     search["settings"] = {key: value for key, value in search["settings"].items() if key != "sparsity"}
     own = ({key: value for key, value in each.details.items() if key not in shared} for each in results.values())
     search["levels"] = [{"sparsity": sparsity, **details} for sparsity, details in zip(results, own, strict=True)]
-    if compared is not None:
-        search["coordinates"] = compared
+    if model.compared is not None:
+        search["coordinates"] = model.compared
     if choice is not None:
         search["budget"] = {"max_kl": settings.max_kl, "min_top1": settings.min_top1, **choice.to_dict()}
     return Recipe(
-        base_model=fetched.name,
-        base_revision=fetched.commit,
+        base_model=plan.source.name,
+        base_revision=plan.source.commit,
         method=settings.method,
         default=settings.default_of(results),
         levels=tuple(levels),
-        calibration=CalibrationRecord(**{key: getattr(tokens, key) for key in CalibrationRecord.__dataclass_fields__}),
+        calibration=CalibrationRecord(
+            **{key: getattr(model.tokens, key) for key in CalibrationRecord.__dataclass_fields__}
+        ),
         search=search,
         versions=library_versions(),
-        vision_tensors_left_out=checkpoint.vision_tensors,
+        vision_tensors_left_out=model.checkpoint.vision_tensors,
         dequantised_from=plan.dequantised_from,
-        rotation=rotation,
+        rotation=model.rotation,
         plane_bits=PLANE_BITS if settings.weights == "graded" else (),
     )

@@ -83,17 +83,11 @@ def make_decoder(
     nbytes += weight_bytes(bundle, dtype, rounded, chosen.keeps) if rounded is not None else 0
     head_bytes, head_position_bytes = head.memory(dtype) if head is not None else (0, 0)
     with memory_errors(device, "to begin with"):
-        limits = default_limits(
-            bundle.config,
-            device,
-            max_batch,
-            max_seq_len,
-            weight_bytes=nbytes + head_bytes,
-            paging=paging_of(bundle.config, dtype, kv_cache_dtype, chosen.page_bytes),
-            slot_bytes=states_kept(max_drafted) * state_bytes(bundle.config, dtype),
-            head_bytes=head_position_bytes * min(max_seq_len or longest, _HEADED_POSITIONS),
-            memory_bytes=kv_cache_memory_bytes,
-        )
+        paging = paging_of(bundle.config, dtype, kv_cache_dtype, chosen.page_bytes)
+        states = states_kept(max_drafted) * state_bytes(bundle.config, dtype)
+        headed = head_position_bytes * min(max_seq_len or longest, _HEADED_POSITIONS)
+        sizes = nbytes + head_bytes, paging, states, headed, kv_cache_memory_bytes
+        limits = default_limits(bundle.config, device, max_batch, max_seq_len, *sizes)
     if max_seq_len is None and limits[1] < longest:
         text = "max_seq_len %d: the model's context of %d does not fit the free memory's share"
         log.info(text, limits[1], longest)

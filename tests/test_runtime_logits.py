@@ -206,8 +206,13 @@ def test_scores_are_the_models_own(model: Model) -> None:
 def test_a_prompt_is_scored_without_all_its_logits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = (model.tokenizer.encode("def f(x):\n    return x + 1\n") * 12)[:120]
     expected = score_tokens(model.decoder.logits(torch.tensor(ids), len(ids))[:-1], ids[1:], 2)
-    rows, compute = [], model.decoder._logits  # type: ignore[attr-defined]
-    monkeypatch.setattr(model.decoder, "_logits", lambda hidden: rows.append(len(hidden)) or compute(hidden))
+    rows, prefill = [], model.decoder.prefill
+
+    def watched(*given: Any, on_logits: Any, **more: Any) -> Any:
+        seen = on_logits and (lambda logits: rows.append(len(logits)) or on_logits(logits))
+        return prefill(*given, on_logits=seen, **more)
+
+    monkeypatch.setattr(model.decoder, "prefill", watched)
     monkeypatch.setattr(model.decoder, "logits", lambda *_: pytest.fail("(T, V) float32"))
     monkeypatch.setattr(model.decoder, "prefill_chunk", 16)
     scheduler = Scheduler(model.decoder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -60,7 +60,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._max_queue: int | None = None
         self._stopping = False
-        self._measuring: list[int] = []  # the ``every`` of each ``start_measuring``
+        self._measuring = Counter[int]()  # by ``every``, the users of ``start_measuring``
 
     @property
     def state(self) -> EngineState:
@@ -122,24 +122,21 @@ class Engine:
     def start_measuring(self, every: int = 1) -> Future[None]:
         """Count dropped channels in one of ``every`` decode steps until :meth:`stop_measuring`. Of several users the lowest
         ``every`` counts; a change of it starts from zero."""
-        return self.ask(partial(self._measure, started=every))
+        return self.ask(partial(self._measure, every, 1))
 
     def stop_measuring(self, every: int = 1) -> None:
         with self._changed:
             if not self.closed:
-                self.ask(partial(self._measure, stopped=every))
+                self.ask(partial(self._measure, every, -1))
 
-    def _measure(self, started: int | None = None, stopped: int | None = None) -> None:
-        before = min(self._measuring, default=None)
-        if started is not None:
-            self._measuring.append(started)
-        if stopped is not None:
-            self._measuring.remove(stopped)
-        every = min(self._measuring, default=None)
-        if every is None:
+    def _measure(self, every: int, users: int) -> None:
+        before = min(+self._measuring, default=None)
+        self._measuring[every] += users
+        lowest = min(+self._measuring, default=None)
+        if lowest is None:
             self.decoder.measure_sparsity(False)
-        elif every != before:
-            self.decoder.measure_sparsity(True, every)
+        elif lowest != before:
+            self.decoder.measure_sparsity(True, lowest)
 
     def start(self, max_queue: int) -> None:
         """Compile and capture, then run the steps in a thread, with at most ``max_queue`` waiting requests."""

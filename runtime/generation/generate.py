@@ -19,6 +19,8 @@ from .request import Request
 from .scheduler import Scheduler
 from .speculation import make_drafter
 
+Rows = Sequence[Request | None]  # by slot; None: idle
+
 _IDLE = SamplingParams()  # sampling of idle rows
 
 
@@ -27,15 +29,18 @@ def generate_step(scheduler: Scheduler, interrupted: Callable[[], object] | None
     ``Decoder.delivery_interval``. Returns the requests that may have new tokens, or failed."""
     decoder, stats, advanced = scheduler.decoder, scheduler.stats, list[Request]()
     scheduler.at_fault = []
-    scheduler.admit_next()
+    if scheduler.prefilling is None:
+        scheduler.admit()
     if size := scheduler.chunk_size():
         advanced += _prefill_jointly(scheduler, size) or _prefill_chunk(scheduler, size)
         scheduler.step_ended = time.perf_counter()
         return advanced + scheduler.take_failed()
 
     scheduler.prefilled = 0
-    for level in scheduler.levels_of_step():
-        rows = scheduler.rows_of(level)  # by slot; None: idle
+    levels = {request.sparsity for request in scheduler.running if request is not scheduler.prefilling}
+    # During a prefill all levels are decoded, one token each.
+    for level in scheduler.levels.of_step(levels, all_levels=scheduler.prefilling is not None):
+        rows = scheduler.rows_of(level)
         running = [request for request in rows if request is not None]
         if not running:
             continue
@@ -52,7 +57,7 @@ def generate_step(scheduler: Scheduler, interrupted: Callable[[], object] | None
             drafts = _propose(scheduler, rows)
             verified = bool(drafts) and not decoder.running_ahead
             if verified:
-                _verify(scheduler, rows, settings, drafts)
+                _verify(scheduler, rows, drafts)
             else:
                 if scored:
                     chosen = _sample(scheduler, rows, decoder.decode(tokens), decoder.lengths[: len(rows)])
@@ -137,8 +142,8 @@ def _prefill_jointly(scheduler: Scheduler, size: int) -> list[Request]:
     while request is not None:
         batch.append((request, scheduler.sequence))
         budget -= len(scheduler.sequence)
-        more = scheduler.waiting and None in scheduler.slots and len(batch) < PROMPTS_TOGETHER
-        request = scheduler.prefilling if more and joins(scheduler.waiting[0]) and scheduler.admit() else None
+        more = scheduler.waiting and len(batch) < PROMPTS_TOGETHER and joins(scheduler.waiting[0])
+        request = scheduler.prefilling if more and scheduler.admit() else None
     requests = scheduler.at_fault = [request for request, _ in batch]
     prompts = [(scheduler.slots.index(request), tokens, request.num_computed_tokens) for request, tokens in batch]
     logits = decoder.prefill_together(prompts)
@@ -154,7 +159,7 @@ def _prefill_jointly(scheduler: Scheduler, size: int) -> list[Request]:
     return requests
 
 
-def _propose(scheduler: Scheduler, rows: Sequence[Request | None]) -> dict[int, list[int]]:
+def _propose(scheduler: Scheduler, rows: Rows) -> dict[int, list[int]]:
     """The drafts by slot, up to the tokens that one step verifies beside each row's newest token. Of a drafter that
     uses the decoder they are placeholders, which `_verify` replaces."""
     drafts: dict[int, list[int]] = {}
@@ -178,15 +183,11 @@ def _propose(scheduler: Scheduler, rows: Sequence[Request | None]) -> dict[int, 
     return drafts
 
 
-def _verify(
-    scheduler: Scheduler,
-    rows: Sequence[Request | None],
-    settings: Sequence[SamplingParams],
-    drafts: dict[int, list[int]],
-) -> None:
+def _verify(scheduler: Scheduler, rows: Rows, drafts: dict[int, list[int]]) -> None:
     """One step over every row's newest token and draft. Draft tokens are accepted up to the first that differs from the
     sampled token, which is appended in its place."""
     decoder, starts = scheduler.decoder, scheduler.decoder.lengths
+    settings = [request.sampling if request else _IDLE for request in rows]
     asked = (slot for slot in drafts if (row := rows[slot]) and row.drafter and row.drafter.uses_decoder)
     sizes = {slot: len(drafts[slot]) for slot in asked}
     if sizes:
@@ -225,9 +226,7 @@ def _verify(
             request.drafter.settle(len(draft), appended - 1, undecided=undecided)
 
 
-def _sample(
-    scheduler: Scheduler, rows: Sequence[Request | None], logits: Tensor, positions: Sequence[int]
-) -> list[int]:
+def _sample(scheduler: Scheduler, rows: Rows, logits: Tensor, positions: Sequence[int]) -> list[int]:
     """Sample a token for each row of logits (B, V); add its log-probability, by the unprocessed logits, if requested."""
     unprocessed = logits
     if any(request is not None and request.processor.active for request in rows):
@@ -241,7 +240,7 @@ def _sample(
     return chosen
 
 
-def _process(scheduler: Scheduler, rows: Sequence[Request | None], logits: Tensor) -> None:
+def _process(scheduler: Scheduler, rows: Rows, logits: Tensor) -> None:
     """Apply penalties, biases and grammars to logits (B, V) in place. A request whose logits cannot be processed fails
     alone: the decoder's step goes on, and the row's token is not used."""
     for row, request in zip(logits, rows, strict=True):
@@ -260,6 +259,6 @@ def _close_logits(logits: Tensor, margin: float) -> list[bool]:
     return close
 
 
-def _last_tokens(rows: Sequence[Request | None]) -> Tensor:
+def _last_tokens(rows: Rows) -> Tensor:
     """(B,) int64: the newest token of each row, -1 for an idle row."""
     return torch.tensor([request.output_token_ids[-1] if request else -1 for request in rows], dtype=torch.int64)

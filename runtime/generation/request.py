@@ -79,6 +79,7 @@ def _as_prompt(value: Any, field: str) -> Prompt | None:
         return None
     if first_kind == "ids":
         return [guard.integer(f"{field}[{index}]", token, 0) for index, token in enumerate(value)]
+    messages: list[Message] = []
     for index, message in enumerate(value):
         expected = "a message with a role (str) and a content"
         guard.expect(isinstance(message.get("role"), str), f"{field}[{index}]", expected, dict(message))
@@ -89,14 +90,11 @@ def _as_prompt(value: Any, field: str) -> Prompt | None:
             for part in content:
                 is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
                 guard.expect(is_text, where, expected, part)
+            message = {**message, "content": "".join(part["text"] for part in content)}
         elif content is not None or not message.keys() - {"role", "content"}:
             guard.text(f"{field}[{index}]: content", content)
-    return [_with_joined_content(message) for message in value]
-
-
-def _with_joined_content(message: Message) -> Message:
-    parts = message.get("content")
-    return {**message, "content": "".join(part["text"] for part in parts)} if isinstance(parts, list) else message
+        messages.append(message)
+    return messages
 
 
 @dataclass(frozen=True, kw_only=True)

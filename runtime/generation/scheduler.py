@@ -237,11 +237,6 @@ class Scheduler:
             size = min(size, SCORE_CHUNK)
         return size if alone or self.prefilled < size else 0
 
-    def levels_of_step(self) -> list[float | None]:
-        """The levels to decode in this step: the current one; all of them, one token each, during a prefill."""
-        levels = {request.sparsity for request in self.running if request is not self.prefilling}
-        return self.levels.of_step(levels, all_levels=self.prefilling is not None)
-
     def rows_of(self, level: float | None) -> list[Request | None]:
         """By slot, the requests to decode of a level, with pages for one more token each; None: idle."""
         for request in sorted(self.running, key=lambda request: request.arrival):
@@ -290,13 +285,10 @@ class Scheduler:
             self._free_slot(newest)
             self.waiting.appendleft(newest)
 
-    def admit_next(self) -> None:
-        """Begin the prefill of the first waiting request if none is in progress and there is room."""
-        if self.prefilling is None and self.waiting and None in self.slots and not self._out_of_pages:
-            self.admit()
-
     def admit(self) -> bool:
-        """Move the first waiting request to a slot if there are pages for its tokens and one more."""
+        """Move the first waiting request to a slot if one is free, with pages for its tokens and one more."""
+        if not self.waiting or None not in self.slots or self._out_of_pages:
+            return False
         request = self.waiting.popleft()
         self.at_fault = [request]
         tokens = [*request.prompt_token_ids, *request.output_token_ids]

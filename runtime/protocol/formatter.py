@@ -124,6 +124,10 @@ class Formatter:
     """Formats the answer to one request as a list of items. Subclasses spell the events of an item, and the response."""
 
     id_prefix = ""
+    failure: Callable[[ApiError], bytes]  # the events that end a failed stream
+    item_events: Callable[[str, Item, str], bytes]  # see `ItemEvents`
+    response: Callable[[Generation | None], dict[str, Any]]  # with the items so far; complete if it has the answer
+    response_events: Callable[[Generation], bytes]  # those after the items'
 
     def __init__(self, request: Any, context: Context) -> None:
         self._request, self._context = request, context
@@ -141,28 +145,12 @@ class Formatter:
         ends = self._parsers[0].finish(answers[0].finish_reason)
         return b"".join(self.item_events(*one) for one in ends) + self.response_events(answers[0])
 
-    def failure(self, error: ApiError) -> bytes:
-        """The events that end a failed stream."""
-        raise NotImplementedError
-
     def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
         """The complete response; ``items``: all chunks of all answers."""
         parser = self._parsers[0]
         deque(parser.add([chunk for _, chunk in items]), 0)
         deque(parser.finish(answers[0].finish_reason), 0)
         return self.response(answers[0])
-
-    def item_events(self, what: str, item: Item, text: str) -> bytes:
-        """For ``what`` see :data:`ItemEvents`."""
-        raise NotImplementedError
-
-    def response(self, answer: Generation | None = None) -> dict[str, Any]:
-        """The response with the items so far, complete if ``answer`` is its result."""
-        raise NotImplementedError
-
-    def response_events(self, answer: Generation) -> bytes:
-        """The events after those of the items."""
-        raise NotImplementedError
 
 
 class ChoiceFormatter(Formatter):

@@ -10,15 +10,23 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..generation.request import Generation
 from .formatter import Formatter, Item, event
-from .requests import MAX_STOPS, UNSUPPORTED, ApiError, ChatRequest, GenerationRequest, Strict, invalid, validated
+from .requests import (
+    MAX_STOPS,
+    UNSUPPORTED,
+    ApiError,
+    ChatRequest,
+    FunctionName,
+    GenerationRequest,
+    ObjectSchema,
+    Strict,
+    as_response_format,
+    invalid,
+    validated,
+)
 
 PATH = "/v1/messages"
 # Claude Code's first system block. It differs in each request, which would defeat the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
-# Chat completions' field -> this API's field, for errors.
-_RENAMED = (
-    ("].function.parameters", "].input_schema"), ("].function", "]"), ("response_format", "output_config.format"),
-)  # fmt: skip
 _STATUS = {429: 529, 501: 400}  # clients retry after 5xx
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 529: "overloaded_error"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -96,9 +104,9 @@ class InputMessage(Strict):
 
 class ToolParam(Strict):
     type: Literal["custom"] = Field("custom", description="this server runs no tools of its own")
-    name: str
+    name: FunctionName
     description: str = ""
-    input_schema: dict[str, Any]
+    input_schema: ObjectSchema
 
 
 class ToolChoice(Strict):
@@ -145,7 +153,7 @@ class CountTokensRequest(GenerationRequest):
         return self.thinking.type != "disabled"
 
     def as_chat(self) -> ChatRequest:
-        """Convert to a chat completion; raises ApiError with the chat's field names."""
+        """Convert to a chat completion; raises ApiError."""
         body = self.model_dump(exclude_unset=True, by_alias=True, include=set(GenerationRequest.model_fields))
         body["messages"] = self._messages()
         thinks = self.thinks
@@ -153,11 +161,8 @@ class CountTokensRequest(GenerationRequest):
         given = self.chat_template_kwargs
         body["chat_template_kwargs"] = given if switches.keys() & given.keys() else {**switches, **given}
         body["thinking_token_budget"] = self.thinking.budget_tokens if thinks else None
-        match self.output_config.get("format"):
-            case {"type": "json_schema"} as output_format:
-                body["response_format"] = {"type": "json_schema", "json_schema": output_format}
-            case output_format if output_format is not None:
-                body["response_format"] = output_format
+        if (output_format := self.output_config.get("format")) is not None:
+            body["response_format"] = as_response_format(output_format, "output_config.format")
         functions = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in self.tools
         ]
@@ -215,9 +220,6 @@ def error_answer(error: ApiError) -> tuple[int, dict[str, Any]]:
     status = _STATUS.get(error.status_code, error.status_code)
     kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     message = str(error.error["message"])
-    for chat, field in _RENAMED:
-        if chat in (error.error["param"] or ""):
-            message = message.replace(chat, field, 1)
     if error.error["code"] == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # clients recognise this text and shorten the prompt
     return status, {"type": "error", "error": {"type": kind, "message": message}}

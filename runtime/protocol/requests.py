@@ -8,7 +8,16 @@ import logging
 from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 
 from wisparse.formats.errors import ContextLengthError, PromptError, UnavailableError, UsageError, WisparseError
@@ -176,12 +185,20 @@ class ResponseFormat(Strict):
         return self
 
 
+def as_response_format(value: Any, where: str) -> ResponseFormat:
+    """The format of an API where the object of type json_schema has the schema itself; raises ApiError."""
+    if isinstance(value, dict) and value.get("type") == "json_schema":
+        value = {"type": "json_schema", "json_schema": value}
+    return validated(ResponseFormat, value, where)
+
+
 class GenerationRequest(Strict):
     """The fields of all endpoints. Omitted sampling fields have the generation config's values. Unknown fields are allowed."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     unsupported: ClassVar = UNSUPPORTED
     ignored: ClassVar[Set[str]] = IGNORED
+    prompt_field: ClassVar = "messages"
 
     model: str | None = None
     stream: bool = False
@@ -264,6 +281,7 @@ class CompletionRequest(GenerationRequest):
     """``/v1/completions``. A single prompt is validated to a list of one."""
 
     unsupported: ClassVar = {**UNSUPPORTED, "tools": ([],), "tool_choice": ("none", "auto")}
+    prompt_field: ClassVar = "prompt"
 
     prompt: list[str | list[int]]
     max_tokens: int = Field(16, ge=0, le=_MAX_INT, description="0: score the prompt only")
@@ -352,20 +370,23 @@ class Message(Strict):
         return {name: value for name, value in message.items() if value is not None}
 
 
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise invalid("", "the JSON schema of an object", schema)
+    return schema
+
+
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+ObjectSchema = Annotated[dict[str, Any], AfterValidator(_of_an_object)]
+
+
 class Function(Strict):
     model_config = ConfigDict(strict=True, extra="allow")
 
-    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    name: FunctionName
     description: str = ""
-    parameters: dict[str, Any] = Field({})
+    parameters: ObjectSchema = Field({})
     strict: bool = False
-
-    @field_validator("parameters")
-    @classmethod
-    def _schema_of_an_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
-        if parameters.get("type", "object") != "object":
-            raise invalid("", "the JSON schema of an object", parameters)
-        return parameters
 
     def for_template(self) -> dict[str, Any]:
         """The function as chat templates expect it, with the fields of transformers' JSON schemas."""

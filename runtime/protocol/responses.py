@@ -14,15 +14,14 @@ from .requests import (
     ApiError,
     ChatRequest,
     FieldError,
+    Function,
     GenerationRequest,
     Message,
     Strict,
+    Tool,
+    as_response_format,
     validated,
 )
-
-# Chat completions' field -> this API's field, for errors.
-_RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
-_RENAMED |= {"response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 
 # Kind of item -> prefix of its id, its type, name of its text events, further fields of these.
 _ITEMS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -53,6 +52,14 @@ class ResultItem(Strict):
     call_id: str
 
 
+class Reasoning(Strict):
+    effort: str | None = None
+
+
+class _Chat(ChatRequest):
+    prompt_field: ClassVar = "input"
+
+
 class ResponsesRequest(GenerationRequest):
     """``/v1/responses``; also accepts the other fields of chat completions."""
 
@@ -75,7 +82,7 @@ class ResponsesRequest(GenerationRequest):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**63 - 1)
     text: dict[str, Any] = Field({})
-    reasoning: dict[str, Any] = Field({}, description="effort; summary is not read")
+    reasoning: Reasoning = Field(Reasoning(), description="effort; summary is not read")
     tools: list[dict[str, Any]] = Field([], max_length=128)
     tool_choice: Any = "auto"
 
@@ -92,25 +99,25 @@ class ResponsesRequest(GenerationRequest):
         return text
 
     def as_chat(self) -> ChatRequest:
-        """Convert to a chat completion; raises ApiError with the chat's field names."""
+        """Convert to a chat completion; raises ApiError."""
         own = {"input", "instructions", "max_output_tokens", "text", "reasoning", *self.unsupported}
         body = {**self.model_dump(exclude_unset=True, by_alias=True, exclude=own), **(self.model_extra or {})}
         body["messages"] = self._messages()
         body["max_completion_tokens"] = self.max_output_tokens
-        body["reasoning_effort"] = self.reasoning.get("effort", body.get("reasoning_effort"))
-        match self.text.get("format"):
-            case {"type": "json_schema"} as text_format:
-                body["response_format"] = {"type": "json_schema", "json_schema": text_format}
-            case text_format if text_format is not None:
-                body["response_format"] = text_format
-        body["tools"] = [
-            {"type": tool.get("type"), "function": {key: value for key, value in tool.items() if key != "type"}}
-            for tool in self.tools
-        ]
+        body["reasoning_effort"] = self.reasoning.effort or body.get("reasoning_effort")
+        if (text_format := self.text.get("format")) is not None:
+            body["response_format"] = as_response_format(text_format, "text.format")
+        body["tools"] = []
+        for index, tool in enumerate(self.tools):
+            where, kind = f"tools[{index}]", tool.get("type")
+            function: Any = {key: value for key, value in tool.items() if key != "type"}
+            if kind == "function":
+                function = validated(Function, function, where)
+            body["tools"].append(validated(Tool, {"type": kind, "function": function}, where))
         match self.tool_choice:
             case {"type": "function", "name": name}:
                 body["tool_choice"] = {"type": "function", "function": {"name": name}}
-        return validated(ChatRequest, body)
+        return validated(_Chat, body)
 
     def _messages(self) -> list[Message]:
         messages: list[tuple[str, dict[str, Any]]] = []  # path in the body, message
@@ -142,6 +149,8 @@ class ResponsesRequest(GenerationRequest):
             if thought and message["role"] == "assistant":
                 message["reasoning_content"], thought = thought, ""
             messages.append((where, message))
+        if not messages:
+            raise ApiError(400, "input: expected a message, found none", param="input", code="invalid_value")
         return [validated(Message, message, where) for where, message in messages]
 
 
@@ -150,17 +159,6 @@ def _content(content: Any) -> Any:
         return content
     texts = ("input_text", "output_text")
     return [{**one, "type": "text"} if isinstance(one, dict) and one.get("type") in texts else one for one in content]
-
-
-def renamed(error: ApiError) -> ApiError:
-    """Rename a chat completion's fields in an error to this API's."""
-    param = error.error["param"]
-    if param is not None:
-        name = param.replace("].function", "]")
-        for chat, field in _RENAMED.items():
-            name = field + name.removeprefix(chat) if name.startswith(chat) else name
-        error.error |= {"param": name, "message": str(error.error["message"]).replace(param, name, 1)}
-    return error
 
 
 class ResponsesFormatter(Formatter):

@@ -29,7 +29,7 @@ from ..model import Model
 from ..protocol.formatter import ChatFormatter, CompletionFormatter, Context, Formatter, cached_tokens, to_json
 from ..protocol.messages import CountTokensRequest, MessagesFormatter, MessagesRequest
 from ..protocol.requests import ApiError, ChatRequest, CompletionRequest, as_api_error
-from ..protocol.responses import ResponsesFormatter, ResponsesRequest, renamed
+from ..protocol.responses import ResponsesFormatter, ResponsesRequest
 from ..protocol.tools import HERMES, ToolCallParser, call_grammar, short_ids, syntax_of
 from ..thoughts import HARMONY
 from .transport import WARNING, EventStream, Metrics, http_server, set_up, unless_disconnected
@@ -113,7 +113,9 @@ class Encoder:
         messages, functions, syntax = body.conversation(), body.functions, self._syntax
         calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
         if self._template and "tool" not in self._template and calls:
-            raise _unsupported("messages", "chat template ignores tool calls and their results; write them as text")
+            raise _unsupported(
+                body.prompt_field, "chat template ignores tool calls and their results; write them as text"
+            )
         if functions and syntax is None:
             known = "Hermes's and Qwen's <tool_call>, Llama 3's JSON, Mistral's [TOOL_CALLS] with a list"
             why = f"chat template has no tools in a syntax that this server reads ({known}); leave them out"
@@ -288,10 +290,7 @@ class Server:
 
     async def respond(self, body: ResponsesRequest, http: HttpRequest) -> Response:
         warn(http, body.warning)
-        try:
-            return await self._answer(http, body.as_chat(), functools.partial(ResponsesFormatter, body))
-        except (ApiError, WisparseError) as error:
-            raise renamed(as_api_error(error)) from error
+        return await self._answer(http, body.as_chat(), functools.partial(ResponsesFormatter, body))
 
     async def message(self, body: MessagesRequest, http: HttpRequest) -> Response:
         warn(http, body.warning)
@@ -336,7 +335,7 @@ class Server:
                 taken = _REFUSAL_FACTOR * (time.perf_counter() - began)
                 await asyncio.sleep(min(max(_REFUSAL_SECONDS, taken), _REFUSAL_MOST))
             if isinstance(error, WisparseError):
-                raise as_api_error(error, "messages" if isinstance(body, ChatRequest) else "prompt") from error
+                raise as_api_error(error, body.prompt_field) from error
             raise
         self.metrics.first_token.observe(time.perf_counter() - began)
         self.metrics.prompt_tokens.inc(context.prompt_tokens)
