@@ -37,7 +37,7 @@ from wisparse.formats.weight_types import PLANE_BITS
 from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration, write_calibration
-from .checks import require_centred_weights, require_finite_logits, warn_of_absurd_perplexity
+from .checks import end_turns, require_centred_weights, require_finite_logits, warn_of_absurd_perplexity
 from .cpu_kernels import start_compiling, wait_for_compilers
 from .estimate import conversion_seconds
 from .gguf_source import gguf_weights, open_checkpoint, open_source
@@ -54,7 +54,6 @@ from .settings import MAX_SPARSITY, ConvertOptions, ConvertSettings
 from .source import SourceModel, load_source, small_digests, weight_digests
 from .state import Stages, placed_bundle, remove_state
 from .tokenizer import bundle_files
-from .turns import end_turns
 
 _log = logging.getLogger("wisparse")
 

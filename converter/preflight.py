@@ -1,4 +1,4 @@
-"""The preflight: all checks that need no weights, and estimates of memory and disk, in seconds."""
+"""The preflight: all checks that need no weights, in seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from wisparse.formats.architectures import WRAPPERS
-from wisparse.formats.bundle import scale_shapes
 from wisparse.formats.checkpoint import read_config
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.generation_config import FILE, sampling_defaults
@@ -27,11 +26,11 @@ from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .calibration import CalibrationTokens, describe_spec, load_calibration
 from .config import full_config
+from .estimate import BASE_BYTES, bundle_bytes, itemsize, working_bytes
 from .gguf_source import dequantised_from, open_checkpoint, open_source
 from .gptq import group_size
 from .processes import SILENT, Progress
 from .rotation import why_fixed
-from .sensitivity import LARGEST_LOGITS
 from .settings import ConvertSettings, auto_seq_len
 from .source import choose_dtype, lacks_accelerate
 from .state import check_folder, placed_bundle
@@ -40,9 +39,6 @@ from .tokenizer import load_tokenizer
 _log = logging.getLogger("wisparse")
 
 _log = logging.getLogger("wisparse")
-
-# Memory of a Python process with torch and transformers, without a model.
-BASE_BYTES = 600 << 20
 
 
 @dataclass(frozen=True)
@@ -220,39 +216,11 @@ def preflight(settings: ConvertSettings, progress: Progress = SILENT) -> Plan:
         max_memory=_spread_over(device, free, working) if needed > free else None,
         placed=placed,
         not_rotated=not_rotated,
-        extra_embedding_bytes=untied * _itemsize(config, settings.dtype),
+        extra_embedding_bytes=untied * itemsize(config, settings.dtype),
     )
     if not placed:
         _check_resources(plan)
     return plan
-
-
-def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str, num_levels: int = 3) -> int:
-    """Estimated size of a bundle of ``num_parameters``, stored in ``dtype`` (``auto``: the source's)."""
-    sidecar = sum(4 * num_levels * math.prod(shape) + 512 for shape in scale_shapes(config).values())
-    return num_parameters * _itemsize(config, dtype) + sidecar + (32 << 20)  # tokenizers have up to 20 MB
-
-
-def _itemsize(config: ModelConfig, dtype: str) -> int:
-    return getattr(torch, config.dtype if dtype == "auto" else dtype, torch.float32).itemsize
-
-
-def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSettings) -> int:
-    """Memory that a conversion needs beside the weights: a bound from measurements (benchmarks/results/scale*.json)."""
-    length, tokens = settings.length, settings.num_samples * settings.length
-    # One block's inputs at all tokens, twice while they are concatenated; its input and output.
-    chosen = max(1 if block.experts is None else block.experts.chosen for block in config.blocks)
-    states = tokens * (4 * chosen * config.hidden_size + 2 * config.mlp_size) * dtype.itemsize
-    states += tokens * config.num_blocks * config.per_layer_size * dtype.itemsize
-    # A backward pass of one micro-batch: attention scores in float32, rows of logits.
-    attention = 6 * 4 * config.num_heads * length * length
-    logits = 6 * 4 * min(LARGEST_LOGITS, tokens * config.vocab_size)
-    # The refinement's float64 sums of four micro-batches, and its state; experts have many channels.
-    channels = 160 * sum(map(math.prod, scale_shapes(config).values()))
-    # The KV cache while the model generates its calibration text.
-    kv_bytes = tokens * config.kv_size * dtype.itemsize
-    cache = min(2 * kv_bytes, 4 << 30) * 5 // 4 if settings.calibration == ("self",) else 0
-    return max(states, attention + logits + channels, cache) + BASE_BYTES
 
 
 def _spread_over(device: torch.device, free: int, working: int) -> dict[int | str, int] | None:

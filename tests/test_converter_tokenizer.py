@@ -15,9 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from wisparse import UnsupportedModelError, convert
 from wisparse.cli import main
+from wisparse.converter.checks import end_turns
 from wisparse.converter.source import load_source
 from wisparse.converter.tokenizer import bundle_files, differing_text, load_tokenizer
-from wisparse.converter.turns import end_turns
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.tokenizer import Tokenizer, check_tokenizer, stop_ids
 
