@@ -33,6 +33,8 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     base_defaults, full = PreTrainedConfig().to_dict(), _respelled(text_config)
     # A multimodal model's text model gets the fields of its own class, then those of the text-only class.
     for read_as in dict.fromkeys((text_config["model_type"], plain_type)):
+        if read_as not in CONFIG_MAPPING:  # a text model's type of before, EXAONE 4.5's
+            continue
         full = _as_declared(full, CONFIG_MAPPING[read_as])
         if full.get("num_hidden_layers") is not None:  # configuration classes make lists of this length
             dimension(full, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)

@@ -159,6 +159,11 @@ def weights_of(model: Any, config: ModelConfig) -> dict[str, Tensor]:
         router = "" if block.experts is None else f"model.layers.{index}.{block.experts.router}"
         if router and router not in tensors:  # checkpoints of old families name the router otherwise than transformers
             tensors[router] = tensors[f"model.layers.{index}.mlp.gate.weight"]
+        bias = None if block.experts is None else block.experts.choice_bias
+        if bias is not None and f"model.layers.{index}.{bias}" not in tensors:
+            tensors[f"model.layers.{index}.{bias}"] = tensors[
+                f"model.layers.{index}.{bias.replace('mlp.', 'mlp.gate.')}"
+            ]
     return tensors
 
 

@@ -53,11 +53,24 @@ class ExpertsLayout:
     """A family's config keys and tensor names of experts."""
 
     renormalised: bool | str  # whether the top-k weights are divided by their sum, or the config key for it
+    norm_added: float = 0.0  # added to that sum
+    norm_least: str | None = None  # config key of its least value
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits: the experts' weights
+    # Tensor (E,) or (1, E) in a block that is added to the scores for the choice alone, and the config key for it.
+    choice_bias: tuple[str, str | None] | None = None
+    scale: str | None = None  # config key of the weights' factor
+    count: str | None = None  # config key of the number of experts; None: one of transformers' two
     chosen: str = "num_experts_per_tok"
     intermediate_size: str = "moe_intermediate_size"
-    shared_size: str | None = None  # config key of the width of ``shared_expert``, which ``shared_expert_gate`` gates
-    # By the config keys ``decoder_sparse_step`` and ``mlp_only_layers``, some blocks have a dense MLP.
-    dense_blocks: bool = False
+    shared_size: str | None = None  # config key of the width of the shared expert,
+    shared_count: str | None = None  # and of the number that it is multiplied by
+    shared_module: str = "shared_expert"
+    shared_gate: bool = True  # ``shared_expert_gate`` gates it
+    # Config key by which some blocks have a dense MLP: every so many blocks have experts, but for ``mlp_only_layers``; each
+    # block's kind, ``dense`` or ``sparse``; the number of first blocks; or every so many from one block to another.
+    dense_blocks: Literal["decoder_sparse_step", "mlp_layer_types", "num_dense_layers", "moe_layer_interval"] | None = (
+        None
+    )
     module: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
@@ -116,6 +129,8 @@ class Architecture:
     interleaved: bool = False  # rotary pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
     # ``rope_parameters`` has a rotary embedding for each layer type.
     local_rope: bool = False
+    # Config key of each block's base of the rotary angles; 0: no rotary embedding.
+    rope_thetas: str | None = None
     # Blocks without a rotary embedding: ``full`` attention ones, or those ``listed`` in the config.
     unrotated: Literal["full", "listed"] | None = None
     attention_scale: Power | None = None  # factor of the scores; None: head_dim**-0.5
@@ -131,7 +146,7 @@ class Architecture:
     # Checkpoints may have an MTP head, ``mtp.*``: an attention block over the last hidden state and the next token's
     # embedding. Embedding and output layer are the model's.
     mtp: bool = False
-    without: tuple[str, ...] = ()  # config keys of unsupported arithmetic, which have to be null
+    without: tuple[str, ...] = ()  # config keys of unsupported arithmetic, which have to be null or false
 
     def __post_init__(self) -> None:
         for name, given, known in (("qkv", self.qkv, _QKV), ("gate_up", self.gate_up, _GATE_UP)):
@@ -150,6 +165,27 @@ _NEWER_GEMMA: dict[str, Any] = {
     "attention_scale": ("query_pre_attn_scalar", -0.5),
     "logits_softcap": "final_logit_softcapping",
 }
+_GEMMA4: dict[str, Any] = {
+    **_NEWER_GEMMA,
+    "norm_offset": False,
+    "attention_scale": ("head_dim", 0),  # 1, whatever the width
+    "qk_norm": QKNorm(),
+    "full_heads": True,
+    "shared_values": "attention_k_eq_v",
+    "value_norm": True,
+    "block_scalar": "layer_scalar",
+    "shared_kv": "num_kv_shared_layers",
+    "wide_mlp": "use_double_wide_mlp",
+    "local_rope": True,
+}
+_GRANITE: dict[str, Any] = {
+    **_BIASES,
+    "mlp_bias": "mlp_bias",
+    "attention_scale": ("attention_multiplier", 1),
+    "embedding_multiplier": ("embedding_multiplier", 1),
+    "residual_multiplier": ("residual_multiplier", 1),
+    "logits_multiplier": ("logits_scaling", -1),
+}
 _QWEN3: dict[str, Any] = {**_BIASES, **_WINDOWS, "qk_norm": QKNorm()}
 _QWEN3_5: dict[str, Any] = {
     **_QWEN3,
@@ -166,18 +202,21 @@ _LFM2: dict[str, Any] = {
     "eps": "norm_eps",
     "modules": {
         "o_proj": "self_attn.out_proj",
+        "experts": "feed_forward.experts",
         **{f"{role}_proj": f"feed_forward.{name}" for role, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
     },
     "qk_norm": QKNorm(names=("q_layernorm", "k_layernorm")),
     "activation": None,
     "layer_types": True,
     "recurrent": "conv",
-    "adjusted_mlp": True,
 }
 _GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "partial": True, "interleaved": True}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
+    "iquestcoder": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
+    "internlm3": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
+    "cwm": Architecture("CwmForCausalLM", **_WINDOWS, mlp_bias="mlp_bias"),
     "mistral": Architecture("MistralForCausalLM", window=True),
     "ministral": Architecture("MinistralForCausalLM", **_WINDOWS),
     "ministral3": Architecture("Ministral3ForCausalLM", window=True, query_scaling=True),
@@ -189,7 +228,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         **_BIASES,
         window=True,
         qk_norm=QKNorm(),
-        experts=ExpertsLayout("norm_topk_prob", dense_blocks=True),
+        experts=ExpertsLayout("norm_topk_prob", dense_blocks="decoder_sparse_step"),
+    ),
+    "mellum": Architecture(
+        "MellumForCausalLM",
+        **_QWEN3,
+        local_rope=True,
+        experts=ExpertsLayout("norm_topk_prob", dense_blocks="mlp_layer_types"),
     ),
     "qwen3_5_moe_text": Architecture(
         "Qwen3_5MoeForCausalLM",
@@ -231,16 +276,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3_text": Architecture("Gemma3ForCausalLM", **_NEWER_GEMMA, qk_norm=QKNorm(), local_rope=True),
     "gemma4_text": Architecture(
         "Gemma4ForCausalLM",
-        **{**_NEWER_GEMMA, "norm_offset": False, "attention_scale": ("head_dim", 0)},  # 1, whatever the width
-        qk_norm=QKNorm(),
-        full_heads=True,
-        shared_values="attention_k_eq_v",
-        value_norm=True,
-        block_scalar="layer_scalar",
-        shared_kv="num_kv_shared_layers",
-        wide_mlp="use_double_wide_mlp",
+        **_GEMMA4,
         per_layer="hidden_size_per_layer_input",
-        local_rope=True,
         experts=ExpertsLayout(
             True,
             chosen="top_k_experts",
@@ -250,17 +287,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             parallel_mlp="enable_moe_block",
         ),
     ),
+    "gemma4_unified_text": Architecture("Gemma4UnifiedForCausalLM", **_GEMMA4),
     "olmo2": Architecture("Olmo2ForCausalLM", **_OLMO),
     "olmo3": Architecture("Olmo3ForCausalLM", **_OLMO, **_WINDOWS, local_rope=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", **_BIASES, **_WINDOWS, mlp_bias="mlp_bias", unrotated="listed"),
-    "granite": Architecture(
-        "GraniteForCausalLM",
-        **_BIASES,
-        mlp_bias="mlp_bias",
-        attention_scale=("attention_multiplier", 1),
-        embedding_multiplier=("embedding_multiplier", 1),
-        residual_multiplier=("residual_multiplier", 1),
-        logits_multiplier=("logits_scaling", -1),
+    "granite": Architecture("GraniteForCausalLM", **_GRANITE),
+    "granite_swa": Architecture(
+        "GraniteSWAForCausalLM", **_GRANITE, **_WINDOWS, sinks=True, rope_thetas="layer_rope_theta"
     ),
     "glm": Architecture("GlmForCausalLM", **_GLM),
     "glm4": Architecture(
@@ -279,7 +312,38 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ernie4_5": Architecture(
         "Ernie4_5ForCausalLM", qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", interleaved=True
     ),
-    "lfm2": Architecture("Lfm2ForCausalLM", **_LFM2),
+    "ernie4_5_moe": Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        interleaved=True,
+        without=("use_bias",),  # of the output layer too
+        experts=ExpertsLayout(
+            True,
+            norm_least="moe_norm_min",
+            choice_bias=("mlp.moe_statics.e_score_correction_bias", None),
+            count="moe_num_experts",
+            chosen="moe_k",
+            shared_size="moe_intermediate_size",
+            shared_count="moe_num_shared_experts",
+            shared_module="shared_experts",
+            shared_gate=False,
+            dense_blocks="moe_layer_interval",
+        ),
+    ),
+    "lfm2": Architecture("Lfm2ForCausalLM", **_LFM2, adjusted_mlp=True),
+    "lfm2_moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        **_LFM2,
+        experts=ExpertsLayout(
+            "norm_topk_prob",
+            norm_added=1e-6,
+            score="sigmoid",
+            choice_bias=("feed_forward.expert_bias", "use_expert_bias"),
+            scale="routed_scaling_factor",
+            dense_blocks="num_dense_layers",
+            module="feed_forward",
+            names=("w1", "w3", "w2"),
+        ),
+    ),
 }
 
 # Multimodal models: ``model_type`` -> ``model_type`` of the text model's config -> its row above; the first is the default.
@@ -288,6 +352,8 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},
     "gemma3": {"gemma3_text": "gemma3_text"},
     "gemma4": {"gemma4_text": "gemma4_text"},
+    "gemma4_unified": {"gemma4_unified_text": "gemma4_unified_text"},
+    "exaone4_5": {"exaone4": "exaone4", "exaone4_5_text": "exaone4"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
@@ -300,7 +366,15 @@ RENAMED: Mapping[str, str] = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_NOT_TEXT = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.")
+_NOT_TEXT = (
+    "vision_tower.",
+    "visual.",
+    "multi_modal_projector.",
+    "embed_vision.",
+    "audio_tower.",
+    "embed_audio.",
+    "vision_embedder.",
+)
 
 
 def text_name(stored: str) -> str | None:

@@ -65,6 +65,11 @@ class Router(Op):
 
 
 @dataclass(frozen=True)
+class GeneralRouter(Router):
+    """A router whose choice has a bias, or whose weights are sigmoids or have a factor."""
+
+
+@dataclass(frozen=True)
 class Experts(Op):
     """The weighted sum of the chosen experts' MLPs; reads the MLPs' input and the router's result. A shared expert with a
     gate is one more expert, chosen by every row, with weight sigmoid(gate)."""
@@ -131,10 +136,16 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
     if spec.experts is None:
         add(mlp(norm(HIDDEN, "mlp_input", "mlp_input")), "mlp_output")
     elif not spec.experts.parallel_mlp:
-        n = norm(HIDDEN, "mlp_input", "mlp_input")
-        found.append(Router((n,), "routing", normed=False))
-        found.append(Experts((n, "routing"), "experts", tuple(one for group in groups for one in group)))
-        add("experts", "mlp_output")
+        n, plain_shared = (
+            norm(HIDDEN, "mlp_input", "mlp_input"),
+            spec.experts.shared_size and not spec.experts.shared_gate,
+        )
+        found.append((Router if spec.experts.plain_router else GeneralRouter)((n,), "routing", normed=False))
+        routed = [one for _ in range(2) for one in next(groups)] if plain_shared else [one for g in groups for one in g]
+        found.append(Experts((n, "routing"), "experts", tuple(routed)))
+        if plain_shared:
+            found.append(Sum((mlp(n, "shared_"), "experts"), "mlp"))
+        add("mlp" if plain_shared else "experts", "mlp_output")
     else:  # a dense MLP beside the experts
         routed = tuple(one for _ in range(2) for one in next(groups))
         found.append(Router((HIDDEN,), "routing", normed=True))
@@ -157,6 +168,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     DeltaNet: ("recurrent blocks", frozenset({"onnx", "vllm"})),
     ShortConv: ("gated short convolutions", frozenset({"numba", "onnx", "vllm"})),
+    GeneralRouter: ("routers with a bias, sigmoids or a factor", frozenset({"numba", "triton", "onnx", "vllm"})),
     Experts: ("experts", frozenset({"onnx"})),
     PerLayer: ("per-layer embeddings", frozenset({"triton", "onnx"})),
 }

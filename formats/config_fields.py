@@ -44,7 +44,7 @@ def listed(config: Mapping[str, Any], key: str, length: int, what: str = "entrie
     return list(values)
 
 
-def count(config: Mapping[str, Any], key: str | None) -> int:
+def read_count(config: Mapping[str, Any], key: str | None) -> int:
     """A non-negative number; 0 if ``key`` is None or missing."""
     value = 0 if key is None or config.get(key) is None else config[key]
     require(type(value) is int and 0 <= value <= LARGEST_DIMENSION, str(key), "0 or a positive integer", value)

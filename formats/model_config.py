@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from .architectures import ARCHITECTURES, MIXERS, Activation, Architecture, ExpertsLayout, Mixer, Power, why_refused
-from .config_fields import LARGEST_DIMENSION, count, dimension, listed, number, require, switch
+from .config_fields import LARGEST_DIMENSION, dimension, listed, number, read_count, require, switch
 from .errors import UnsupportedModelError
 from .rope_config import RopeConfig, read_rope
 
@@ -51,8 +51,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class Experts:
-    """A block's routed experts. The router's weight (E, H) gives their logits; a token uses the top ``chosen``, weighted by
-    the softmax over all logits."""
+    """A block's routed experts. The router's weight (E, H) gives their logits, ``score`` their scores. A token uses the
+    ``chosen`` with the largest sums of score and bias, weighted by score."""
 
     count: int
     chosen: int
@@ -62,7 +62,16 @@ class Experts:
     router: str  # tensor names within the block: the router, and the shared expert's gate
     router_bias: str | None = None
     parallel_mlp: bool = False  # see `ExpertsLayout`; the shared expert is the dense MLP, without a gate
-    shared_gate: str = "mlp.shared_expert_gate.weight"
+    shared_gate: str | None = "mlp.shared_expert_gate.weight"  # None: no gate
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    choice_bias: str | None = None
+    norm: tuple[float, float] = (0.0, 0.0)  # the sum is at least the first; the second is added to it
+    scale: float = 1.0  # factor of the weights
+
+    @property
+    def plain_router(self) -> bool:
+        """Whether the weights are those of a softmax, renormalised or not."""
+        return self.score == "softmax" and self.choice_bias is None and self.scale == 1.0
 
 
 @dataclass(frozen=True)
@@ -240,12 +249,13 @@ class ModelConfig:
                 module = f"model.layers.{index}." if experts.parallel_mlp else mlp
                 folder = module if experts.parallel_mlp else f"model.layers.{index}.{arch.experts.module}."
                 parts = tuple(f"{folder}experts.{expert}.{stored}" for expert in range(experts.count))
-                name = f"{module}experts.{role}"
+                module = module if experts.parallel_mlp else f"model.layers.{index}."
+                name = f"{module}{'experts' if experts.parallel_mlp else arch.modules.get('experts', 'mlp.experts')}.{role}"
                 yield Projection(name, index, role, *shape, arch.experts.biases, experts.count, experts.chosen, parts)
             for role in roles if experts.shared_size else ():
                 shape = (experts.shared_size, hidden) if role == "down_proj" else (hidden, experts.shared_size)
-                name = mlp + role if experts.parallel_mlp else f"{mlp}shared_expert.{role}"
-                yield Projection(name, index, f"shared_{role}", *shape, False)
+                name = mlp + role if experts.parallel_mlp else f"{mlp}{arch.experts.shared_module}.{role}"
+                yield Projection(name, index, f"shared_{role}", *shape, self.mlp_bias)
 
     def shared_inputs(self, block: int) -> list[list[Projection]]:
         """A block's projections, grouped by common input, in the order of execution."""
@@ -285,7 +295,7 @@ class ModelConfig:
             return None if key is None or config[key] is None else number(config, key)
 
         for key in arch.without:
-            require(config.get(key) is None, key, "null, the only value known here", config.get(key))
+            require(config.get(key) in (None, False), key, "null or false, the only values known here", config.get(key))
         sizes = ("hidden_size", "vocab_size", "max_position_embeddings")
         dimensions: dict[str, Any] = {key: dimension(config, key) for key in sizes}
         inner = "intermediate_size"
@@ -310,7 +320,7 @@ class ModelConfig:
             blocks = _with_experts(config, arch.experts, blocks)
             narrow = not any(block.wide_mlp for block in blocks)
             require(narrow, str(arch.wide_mlp), "false where blocks have experts", True)
-        per_layer_size = count(config, arch.per_layer)
+        per_layer_size = read_count(config, arch.per_layer)
         if per_layer_size:
             rows, key = config.get("vocab_size_per_layer_input"), "vocab_size_per_layer_input"
             require(rows == dimensions["vocab_size"], key, f"vocab_size ({dimensions['vocab_size']})", rows)
@@ -330,6 +340,10 @@ class ModelConfig:
         if arch.local_rope:
             full_dim = next((block.head_dim for block in blocks if block.rotary == 0), head_dim)
             ropes = [(rope.get("full_attention"), full_dim), (rope.get("sliding_attention"), head_dim)]
+        if arch.rope_thetas is not None:
+            ropes = [
+                ({**rope, "rope_theta": theta}, head_dim) for theta in _thetas(config, arch, num_blocks)[0]
+            ] or ropes
         query_scaling = None
         if arch.query_scaling and rope.get("llama_4_scaling_beta") is not None:
             positions = dimension(rope, "original_max_position_embeddings")
@@ -383,14 +397,18 @@ def _blocks(
         rotated = listed(config, "no_rope_layers", num_blocks)
     elif arch.recurrent or (arch.unrotated == "full" and window is not None):
         rotated = [(kind == other) != bool(arch.recurrent) for kind in kinds]
+    which = [0] * num_blocks
+    if arch.rope_thetas is not None:
+        known, thetas = _thetas(config, arch, num_blocks)
+        rotated, which = thetas, [known.index(theta) if theta else 0 for theta in thetas]
     blocks = []
-    for kind, has_rotary in zip(kinds, rotated, strict=True):
+    for kind, has_rotary, at in zip(kinds, rotated, which, strict=True):
         own = window if kind == other and not arch.recurrent else None
-        rotary = 1 if arch.local_rope and own is not None else 0
+        rotary = 1 if arch.local_rope and own is not None else at
         blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, MIXERS.get(kind, "attention")))
     if arch.full_heads:
         blocks = _with_full_heads(config, arch, blocks)
-    shared = count(config, arch.shared_kv)
+    shared = read_count(config, arch.shared_kv)
     require(shared < num_blocks, str(arch.shared_kv), f"fewer than num_hidden_layers ({num_blocks})", shared)
     wide = arch.wide_mlp is not None and switch(config, arch.wide_mlp)
     first = num_blocks - shared
@@ -402,6 +420,17 @@ def _blocks(
         require(own == source, "per_layer_config", f"{source} num_key_value_heads in block {index}", own)
         blocks[index] = replace(blocks[index], kv_from=of_kind[-1], wide_mlp=wide)
     return tuple(blocks)
+
+
+def _thetas(config: Mapping[str, Any], arch: Architecture, num_blocks: int) -> tuple[list[float], list[float]]:
+    """The different bases of the rotary angles, at most two, and each block's; 0: no rotary embedding."""
+    key = str(arch.rope_thetas)
+    thetas: list[Any] = listed(config, key, num_blocks, "numbers")
+    for theta in thetas:
+        require(type(theta) in (int, float) and 0 <= theta <= 1e30, key, "numbers from 0", theta)
+    different = sorted({theta for theta in thetas if theta})
+    require(len(different) <= 2, key, "at most two different bases", different)
+    return different, thetas
 
 
 def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list[Block]) -> list[Block]:
@@ -435,35 +464,57 @@ def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list
 
 def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
     # transformers has both spellings, and writes one or the other.
-    local = "num_local_experts"
-    count = dimension(config, local if local in config else "num_experts", largest=_MOST_EXPERTS // len(blocks))
-    require(config.get("num_experts", count) == count, "num_experts", f"{local} ({count})", config.get("num_experts"))
+    key = layout.count or ("num_local_experts" if "num_local_experts" in config else "num_experts")
+    count = dimension(config, key, largest=_MOST_EXPERTS // len(blocks))
+    require(config.get("num_experts", count) == count, "num_experts", f"{key} ({count})", config.get("num_experts"))
     chosen = dimension(config, layout.chosen)
     require(chosen <= count, layout.chosen, f"at most the number of experts ({count})", chosen)
     how = layout.renormalised
     if isinstance(how, str):
         require(isinstance(config.get(how), bool), how, "true or false", config.get(how))
     for key in _NOT_ROUTERS:
-        found = config.get(key)
+        found = None if key == layout.scale else config.get(key)
         require(found in (None, False, 0, 1, "softmax"), key, "nothing: such a router is not known here", found)
+    shared_size = 0 if layout.shared_size is None else dimension(config, layout.shared_size)
+    if layout.shared_count is not None:
+        shared_size *= read_count(config, layout.shared_count)
+    bias, switch_of_bias = layout.choice_bias or (None, None)
+    if switch_of_bias is not None and not switch(config, switch_of_bias):
+        bias = None
     experts = Experts(
         count,
         chosen,
         dimension(config, layout.intermediate_size),
         bool(config[how]) if isinstance(how, str) else how,
-        0 if layout.shared_size is None else dimension(config, layout.shared_size),
+        shared_size,
         f"{layout.router}.weight" if layout.parallel_mlp else f"{layout.module}.{layout.router}.weight",
         f"{layout.module}.{layout.router}.bias" if layout.biases else None,
         layout.parallel_mlp is not None,
+        Experts.shared_gate if layout.shared_gate and layout.parallel_mlp is None else None,
+        layout.score,
+        bias,
+        (0.0 if layout.norm_least is None else number(config, layout.norm_least, 0), layout.norm_added),
+        1.0 if layout.scale is None else number(config, layout.scale),
     )
     every, dense = 1, list[int]()
-    if layout.dense_blocks:
-        every, listed = dimension(config, "decoder_sparse_step"), config.get("mlp_only_layers")
-        valid = isinstance(listed, list) and all(type(one) is int and 0 <= one < len(blocks) for one in listed)
-        require(valid, "mlp_only_layers", "a list of blocks", listed)
-        dense += listed or ()
+    if layout.dense_blocks == "mlp_layer_types":
+        kinds = listed(config, "mlp_layer_types", len(blocks))
+        require(set(kinds) <= {"dense", "sparse"}, "mlp_layer_types", "dense or sparse", kinds)
+        dense += [index for index, kind in enumerate(kinds) if kind == "dense"]
+    elif layout.dense_blocks == "num_dense_layers":
+        dense += range(read_count(config, "num_dense_layers"))
+    elif layout.dense_blocks == "moe_layer_interval":
+        every, last = dimension(config, "moe_layer_interval"), config.get("moe_layer_end_index")
+        require(type(last) is int and last >= 0, "moe_layer_end_index", "a block", last)
+        first = read_count(config, "moe_layer_start_index")
+        dense += [index for index in range(len(blocks)) if not first <= index <= last]
+    elif layout.dense_blocks:
+        every, named = dimension(config, "decoder_sparse_step"), config.get("mlp_only_layers")
+        valid = isinstance(named, list) and all(type(one) is int and 0 <= one < len(blocks) for one in named)
+        require(valid, "mlp_only_layers", "a list of blocks", named)
+        dense += named or ()
     routed = [index not in dense and (index + 1) % every == 0 for index in range(len(blocks))]
-    require(any(routed), "decoder_sparse_step", "blocks with experts", every)
+    require(any(routed), str(layout.dense_blocks), "blocks with experts", config.get(str(layout.dense_blocks)))
     pairs = zip(blocks, routed, strict=True)
     return tuple(replace(block, experts=experts) if here else block for block, here in pairs)
 

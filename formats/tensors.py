@@ -105,6 +105,9 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
         routing.append(row("router", experts.router, experts.count, hidden))
         if experts.router_bias is not None:
             routing.append(row("router_bias", experts.router_bias, experts.count))
+        if experts.choice_bias is not None:
+            rows = () if "moe_statics" not in experts.choice_bias else (1,)
+            routing.append(row("choice_bias", experts.choice_bias, *rows, experts.count))
         if experts.parallel_mlp:
             routing += [
                 row("experts_input", "pre_feedforward_layernorm_2.weight", hidden, norm=True),
@@ -113,7 +116,7 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
                 row("router_scale", "router.scale", hidden),
                 row("expert_scale", "router.per_expert_scale", experts.count),
             ]
-        elif experts.shared_size:
+        elif experts.shared_size and experts.shared_gate is not None:
             before["shared_gate_proj"] = [row("shared_gate", experts.shared_gate, 1, hidden)]
     interleaved = arch.experts is not None and arch.experts.stacked == "interleaved"
     for one in projections:

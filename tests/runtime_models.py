@@ -45,6 +45,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 2.5,
         "attention_bias": True,
     }),
+    "granite-swa": ("granite_swa", {
+        **_WINDOWS, "layer_rope_theta": [100.0, 0, 10000.0], "embedding_multiplier": 3.0, "attention_multiplier": 0.4,
+        "residual_multiplier": 0.6, "logits_scaling": 2.5, "tie_word_embeddings": False,
+    }),
+    "cwm": ("cwm", {**_WINDOWS, "head_dim": 24, "rope_parameters": LLAMA3}),
+    "internlm3": ("internlm3", {"head_dim": 24, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("iquestcoder", {"head_dim": 24}),
     "gemma": ("gemma", {"head_dim": 24, "attention_bias": True}),
     "ministral": ("ministral", {**_WINDOWS, "head_dim": 24}),
     "helium": ("helium", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
@@ -60,6 +67,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie": ("ernie4_5", {"use_bias": True, "head_dim": 24}),
     "ministral3": ("ministral3", {"head_dim": 24, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.7}}),
 }
+
+_GEMMA4 = {key: value for key, value in FAMILIES["gemma4"][1].items() if key != "hidden_size_per_layer_input"}
+FAMILIES["gemma4-unified"] = ("gemma4_unified_text", _GEMMA4)
 
 # Some of their blocks are recurrent.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,6 +101,19 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {
         "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1],
         "norm_topk_prob": True,
+    }),
+    "mellum": ("mellum", {
+        **_WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": _NEAR},
+    }),
+    "ernie-moe": ("ernie4_5_moe", {
+        "head_dim": 24, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40, "moe_num_shared_experts": 2,
+        "tie_word_embeddings": False,
+    }),
+    "lfm2-moe": ("lfm2_moe", {
+        "layer_types": ["conv", "full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "num_dense_layers": 1, "routed_scaling_factor": 1.5, "intermediate_size": 96,
     }),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
@@ -170,6 +193,14 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         {"model_type": "gemma4_text", **SMALL["gemma4-small"][1]},
         {**_VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64},
     ),
+    "gemma4-unified": (
+        "gemma4_unified", {}, {"model_type": "gemma4_unified_text", **_GEMMA4},
+        {"mm_embed_dim": 16, "mm_posemb_size": 8, "patch_size": 4, "output_proj_dims": 64},
+    ),
+    "exaone4.5": (
+        "exaone4_5", {"tie_word_embeddings": False}, {"model_type": "exaone4", **_WINDOWS},
+        {**_QWEN_NEW_VISION, "fullatt_block_indexes": [0], "num_key_value_heads": 2},
+    ),
     "qwen2-vl": ("qwen2_vl", {}, {"rope_parameters": _mrope(2, 3, 3)}, {**_QWEN_VISION, "embed_dim": 16}),
     "qwen2.5-vl": (
         "qwen2_5_vl", {"tie_word_embeddings": True}, {"rope_parameters": _mrope(2, 3, 3), "tie_word_embeddings": True},
@@ -202,7 +233,9 @@ def make_checkpoint(variant: str, out: Path, *, vocab_size: int = 101) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, settings = {**VARIANTS, **HYBRIDS, **SMALL, **EXPERTS}[variant]
-    rows = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input")[: 2 if "gemma4" in variant else 1], vocab_size)
+    rows = dict.fromkeys(
+        ("vocab_size", "vocab_size_per_layer_input")[: 2 if model_type == "gemma4_text" else 1], vocab_size
+    )
     config = AutoConfig.for_model(model_type, **rows, **{**_SIZES, **settings})
     return save_random(AutoModelForCausalLM, config, variant, out)
 
@@ -212,7 +245,7 @@ def save_random(auto: Any, config: Any, name: str, out: Path) -> Path:
     torch.manual_seed(len(name))
     model = auto.from_config(config).eval()
     with torch.no_grad():
-        scalars = [pair for pair in model.named_buffers() if pair[0].endswith("layer_scalar")]
+        scalars = [pair for pair in model.named_buffers() if pair[0].endswith(("layer_scalar", "expert_bias"))]
         for name, parameter in [*model.named_parameters(), *scalars]:
             # The usual initialisation gives nearly the same logits to every token, and zero biases hide a forgotten one.
             if parameter.dim() == 2:

@@ -32,19 +32,8 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 
 # One family a feature: biases, norms of whole vectors, windows and soft caps, fused projections, DeltaNet, shared keys and
 # values, experts and a shared one, attention sinks. Experts alone are in test_experts.py.
-FEATURES = (
-    "seed-oss",
-    "olmo2",
-    "gemma2",
-    "phi3-partial",
-    "qwen3.5",
-    "gemma4",
-    "qwen3.5-moe",
-    "gpt-oss",
-    "gemma4-moe",
-    "lfm2",
-)
-FEATURES += (*SMALL,)
+FEATURES = ("seed-oss", "olmo2", "gemma2", "phi3-partial", "qwen3.5", "gemma4", "qwen3.5-moe", "gpt-oss", "gemma4-moe")
+FEATURES += ("lfm2", "granite-swa", *SMALL)
 # ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default, with the rotation.
 CASES = [
     pytest.param(name, search, marks=() if search == "uniform" and name in FEATURES else pytest.mark.exhaustive)
@@ -110,9 +99,8 @@ def test_a_family_is_converted_and_decoded_as_transformers_does(variant: str, se
     dense = hugging_face(bundles.source(variant, search))
     bundle = bundles.bundle(variant, search)
     check_bundle(bundle, dense, bundles.answer(variant, search))
-    if (
-        block_ops.not_yet(Bundle.open(bundle).config, "triton") is None
-    ):  # the read ahead of a GPU's loader expects the order in which it asks for them
+    # The read ahead of a GPU's loader expects the order in which it asks for them.
+    if block_ops.not_yet(Bundle.open(bundle).config, "triton") is None:
         load_weights(Bundle.open(bundle), torch.device("cpu"), torch.float32)
 
 

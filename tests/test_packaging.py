@@ -329,7 +329,7 @@ def test_the_first_models_page_has_the_benchmarks_commands() -> None:
 
 
 def test_the_page_of_limits_has_the_sources_numbers() -> None:
-    from wisparse.formats import bundle, checkpoint, manifest, model_config
+    from wisparse.formats import bundle, checkpoint, manifest, model_config, tensor_file
     from wisparse.runtime.decoding import sampling
     from wisparse.runtime.generation import grammar, grammar_worker
     from wisparse.runtime.serve import transport
@@ -340,7 +340,7 @@ def test_the_page_of_limits_has_the_sources_numbers() -> None:
         f"levels in a bundle | {manifest.MAX_LEVELS} |",
         f"blocks | {model_config.LARGEST_NUM_BLOCKS:,} |",
         f"a chat template | {checkpoint.MAX_CONFIG_BYTES >> 20} MiB each |",
-        f"the index of the weights | {checkpoint.MAX_INDEX_BYTES >> 20} MiB each |",
+        f"the index of the weights | {tensor_file.MAX_INDEX_BYTES >> 20} MiB each |",
         f"`merges.txt` | {bundle.SMALL_FILES['merges.txt'] >> 20} MiB each |",
         f"`wisparse.json` | {manifest.MAX_MANIFEST_BYTES >> 20} MiB |",
         f"any other file but weights | {bundle.MAX_FILE_BYTES >> 20} MiB |",

@@ -14,6 +14,7 @@ from runtime_models import EXPERTS, FAMILIES, HYBRIDS
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.converter.config import full_config
+from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.tensors import expected_tensors
@@ -37,8 +38,10 @@ CONFIGS = {
     "phi3": dict(_COMMON, model_type="phi3", partial_rotary_factor=0.5),
 }
 MORE_CONFIGS = {
-    name: {**_COMMON, "num_hidden_layers": 3, "model_type": model_type, **settings}
+    name: config
     for name, (model_type, settings) in {**FAMILIES, **HYBRIDS, **EXPERTS}.items()
+    if (config := {**_COMMON, "num_hidden_layers": 3, "model_type": model_type, **settings})
+    and not_yet(ModelConfig.from_dict(full_config(config)), "triton") is None
 }
 
 

@@ -203,6 +203,7 @@ class Block(Generic[Linear]):
     # Of a block with experts: (E, H), (E,); of a shared expert its projections and gate (1, H).
     router: Tensor | None = None
     router_bias: Tensor | None = None
+    choice_bias: Tensor | None = None  # (E,) or (1, E)
     shared_gate_up: Linear | None = None
     shared_down: Linear | None = None
     shared_gate: Tensor | None = None
@@ -425,10 +426,18 @@ def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     assert experts is not None
     assert router is not None
     logits = functional.linear(x, router, block.router_bias)
-    probabilities = logits.softmax(-1, dtype=float_dtype(x.dtype))
-    weights, chosen = probabilities.topk(experts.chosen, dim=-1)
+    logits = logits.to(float_dtype(x.dtype))
+    probabilities = logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
+    if block.choice_bias is None:
+        weights, chosen = probabilities.topk(experts.chosen, dim=-1)
+    else:
+        chosen = (probabilities + block.choice_bias.flatten()).topk(experts.chosen, dim=-1).indices
+        weights = probabilities.gather(-1, chosen)
     if experts.renormalised:
-        weights = weights / weights.sum(-1, keepdim=True)
+        least, added = experts.norm
+        weights = weights / (weights.sum(-1, keepdim=True).clamp(min=least) + added)
+    if experts.scale != 1.0:
+        weights = weights * experts.scale
     if block.expert_scale is not None:
         weights = weights * block.expert_scale[chosen]
     return weights.to(x.dtype), chosen
