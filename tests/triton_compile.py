@@ -52,7 +52,7 @@ from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.launch import Scratch, launch_linear
 from wisparse.kernels.gpu.packed_gemv import subnormal_kernel, sum_source
 from wisparse.kernels.gpu.products import choose_product
-from wisparse.kernels.gpu.reduction import Beside, launch_activate, launch_combine, launch_residual_add
+from wisparse.kernels.gpu.reduction import ParallelExperts, launch_activate, launch_combine, launch_residual_add
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
 from wisparse.kernels.gpu.short_conv import launch_short_conv
 from wisparse.kernels.gpu.tiles import Gpu, Tile
@@ -423,7 +423,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "add offset": partial(add, norm=empty(4096, dtype=FP32)),
         "add norm": partial(add, norm=hidden[0]),
         "add multiplied": partial(add, multiplier=0.22),
-        "add beside": partial(add, norm=hidden[0], scalar=empty(1), beside=Beside(hidden, hidden[0], hidden[0])),
+        "add beside": partial(add, norm=hidden[0], scalar=empty(1), parallel=ParallelExperts(hidden, hidden[0], hidden[0])),
         "add scaled": partial(add, norm=hidden[0], scalar=empty(1)),
         "add, then norm": partial(add, next_norm=hidden[0], normed=hidden),
         "activate": partial(launch_activate, empty(64, 28672), "silu"),

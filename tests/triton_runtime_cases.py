@@ -16,8 +16,8 @@ from wisparse.runtime.cuda import decoder as cuda_decoder
 from wisparse.runtime.cuda import prefill as cuda_prefill
 from wisparse.runtime.cuda import step as cuda_step
 from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.cuda.many_rows import ManyRowsStep
 from wisparse.runtime.cuda.step import DecodeStep
-from wisparse.runtime.cuda.wide import WideStep
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
 from wisparse.runtime.generation.generate import generate_step
@@ -184,7 +184,7 @@ def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
 def test_short_prompts_are_read_together(family, monkeypatch):
     """One behind a prefix; the cache goes on to be decoded from."""
     monkeypatch.setattr(cuda_prefill, "_ROWS", (16,))
-    monkeypatch.setattr(cuda_prefill, "_ROWS_TOGETHER", (32,))
+    monkeypatch.setattr(cuda_prefill, "_JOINT_ROWS", (32,))
     settings = {"family": family, "max_batch": 3, "max_seq_len": 40, "dense": ("_proj",)}
     fast, slow = (make(cls, dtype=torch.float16, **settings) for cls in (CudaDecoder, TorchDecoder))
     exact = make(TorchDecoder, dtype=torch.float64, **settings)
@@ -394,7 +394,7 @@ def test_the_steps_change_where_the_context_grows_long(prompt, monkeypatch, laun
 def test_more_rows_than_usual_take_a_step_of_another_kind_or_several(several, monkeypatch, launches):
     """Idle slots among them, tokens started ahead, and what is counted."""
     monkeypatch.setattr(cuda_decoder, "MAX_ROWS", 4)
-    monkeypatch.setattr(cuda_decoder, "WIDE_ROWS", 4 if several else 32)
+    monkeypatch.setattr(cuda_decoder, "MANY_ROWS", 4 if several else 32)
 
     def story(decoder: Decoder) -> Iterator[object]:
         tokens = torch.full((9,), -1)
@@ -410,7 +410,7 @@ def test_more_rows_than_usual_take_a_step_of_another_kind_or_several(several, mo
     fast, _ = told(story, bundle=make_bundle("qwen2", 0.5, num_hidden_layers=1), max_batch=9)
     with pytest.raises(UsageError, match="1 to max_batch"):
         fast.decode(torch.zeros(10, dtype=torch.int64))
-    assert {type(step) for step in launches} == {DecodeStep if several else WideStep}
+    assert {type(step) for step in launches} == {DecodeStep if several else ManyRowsStep}
     assert len(launches) == 4 * (2 if several else 1)  # two, one ahead, and one that gave logits
 
 

@@ -92,7 +92,7 @@ def plane_value(x, row, problem: tl.constexpr):
 
 
 @triton.jit
-def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.constexpr, CHUNK: tl.constexpr, begin=0):
+def program_channels(inputs, weights, of, problem: tl.constexpr, launch: tl.constexpr, CHUNK: tl.constexpr, begin=0):
     """The ``Channels`` of a program from position ``begin`` on. Loads constants only, so it may precede gdc_wait."""
     position = tl.arange(0, launch.segment)
     k = segment_channel(begin + position, of.split, launch.splits, CHUNK)
@@ -102,7 +102,7 @@ def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.const
         threshold = tl.load(weights.thresholds + of.projection)
     else:
         threshold = tl.load(weights.thresholds + of.projection * problem.planes + k % problem.planes)
-    norm = tl.load(given.norm + channel, mask=live, other=0.0) if given.norm is not None else k
+    norm = tl.load(inputs.norm + channel, mask=live, other=0.0) if inputs.norm is not None else k
     scale_at = weights.scales + of.projection * (problem.k // problem.planes) + channel
     scale = k if problem.dense else tl.load(scale_at, mask=live, other=0.0)
     CHUNKS: tl.constexpr = (problem.k + CHUNK - 1) // CHUNK
@@ -112,7 +112,7 @@ def program_channels(given, weights, of, problem: tl.constexpr, launch: tl.const
 
 
 @triton.jit
-def paired_channels(given, weights, of, problem: tl.constexpr, launch: tl.constexpr):
+def paired_channels(inputs, weights, of, problem: tl.constexpr, launch: tl.constexpr):
     """The ``Channels`` of a program with graded weights, one position for both planes of a channel, so that its score
     is computed once; ``k``: channels, ``count``: rows."""
     CHUNK: tl.constexpr = launch.chunk // 2
@@ -122,7 +122,7 @@ def paired_channels(given, weights, of, problem: tl.constexpr, launch: tl.conste
     live = k < CHANNELS
     high = tl.load(weights.thresholds + of.projection * 2)
     low = tl.load(weights.thresholds + of.projection * 2 + 1)
-    norm = tl.load(given.norm + k, mask=live, other=0.0) if given.norm is not None else k
+    norm = tl.load(inputs.norm + k, mask=live, other=0.0) if inputs.norm is not None else k
     scale = tl.load(weights.scales + of.projection * CHANNELS + k, mask=live, other=0.0)
     CHUNKS: tl.constexpr = (CHANNELS + CHUNK - 1) // CHUNK
     count = ((CHUNKS - of.split + launch.splits - 1) // launch.splits) * launch.chunk
@@ -154,23 +154,23 @@ def is_dropped(x, scale, limit):
 
 
 @triton.jit
-def drops(given, x, channels, row, LOW: tl.constexpr = False):
+def drops(inputs, x, channels, row, LOW: tl.constexpr = False):
     """``is_dropped`` for a row's channels, LOW: for their low planes; none of a row whose ``row_mask`` is 0."""
     limit = channels.low if LOW else channels.threshold
-    if given.row_mask is not None:
-        limit = limit * tl.load(given.row_mask + row)
+    if inputs.row_mask is not None:
+        limit = limit * tl.load(inputs.row_mask + row)
     return is_dropped(x, channels.scale, limit)
 
 
 @triton.jit
-def load_input(given, row, channels, problem: tl.constexpr, dtype: tl.constexpr, PAIRED: tl.constexpr = False):
+def load_input(inputs, row, channels, problem: tl.constexpr, dtype: tl.constexpr, PAIRED: tl.constexpr = False):
     """A row's x at the program's channels, without norm, or attention's combined KV splits in ``dtype``. Each KV split
     is a tensor of its own: reducing a second dimension would exchange data between threads."""
     k = channels.k if PAIRED else channel_of(channels.k, problem)
     CHANNELS: tl.constexpr = problem.k // problem.planes
     live = channels.live
-    if given.attention is None:
-        x = tl.load(given.x + row * CHANNELS + k, mask=live, other=0.0)
+    if inputs.attention is None:
+        x = tl.load(inputs.x + row * CHANNELS + k, mask=live, other=0.0)
     else:
         KV_SPLITS: tl.constexpr = problem.kv_splits
         HEAD_DIM: tl.constexpr = problem.head_dim
@@ -179,9 +179,9 @@ def load_input(given, row, channels, problem: tl.constexpr, dtype: tl.constexpr,
         totals = ()
         parts = ()
         for s in tl.static_range(KV_SPLITS):
-            ms += (tl.load(given.attention.maximum + at + s, mask=live, other=0.0),)
-            totals += (tl.load(given.attention.total + at + s, mask=live, other=1.0),)
-            part = tl.load(given.attention.x + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
+            ms += (tl.load(inputs.attention.maximum + at + s, mask=live, other=0.0),)
+            totals += (tl.load(inputs.attention.total + at + s, mask=live, other=1.0),)
+            part = tl.load(inputs.attention.x + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
             parts += (part,)
         m = ms[0]
         for s in tl.static_range(1, KV_SPLITS):
@@ -198,7 +198,7 @@ def load_input(given, row, channels, problem: tl.constexpr, dtype: tl.constexpr,
 
 @triton.jit
 def choose_channels(
-    given, channels, counting, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr,
+    inputs, channels, counting, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr,
     PAIRED: tl.constexpr = False,
 ):  # fmt: skip
     """For one or two rows: the float32 values of each row at the program's channels, and for each channel ``any_kept``
@@ -206,30 +206,30 @@ def choose_channels(
     channel, and rows are counted. PAIRED: values and masks of the high planes, then of the low ones."""
     BATCH: tl.constexpr = problem.batch
     CHANNELS: tl.constexpr = problem.k // problem.planes
-    NORMED: tl.constexpr = given.norm is not None
+    NORMED: tl.constexpr = inputs.norm is not None
     # All loads first: the compiler moves none across a store or a barrier.
-    inputs = ()
+    loaded = ()
     squares = ()
     for row in tl.static_range(BATCH):
-        inputs += (load_input(given, row, channels, problem, dtype, PAIRED),)
+        loaded += (load_input(inputs, row, channels, problem, dtype, PAIRED),)
         if NORMED:
-            squares += (load_squares(given.ssq, row, ssq_parts, problem.ssq_pad),)
+            squares += (load_squares(inputs.ssq, row, ssq_parts, problem.ssq_pad),)
     keep = channels.position < 0
     keep_low = keep
     kept_rows = channels.position * 0
     xs = ()
     lows = ()
     for row in tl.static_range(BATCH):
-        x = inputs[row]
+        x = loaded[row]
         if NORMED:
             x = rms_normalize(x, channels.norm, reciprocal_rms(squares[row], eps, CHANNELS), dtype)
         value = x.to(tl.float32) * 16.0 if PAIRED else plane_value(x, channels.k, problem)
         if not problem.dense:
-            keep_row = channels.live & ~drops(given, x, channels, row)
+            keep_row = channels.live & ~drops(inputs, x, channels, row)
             keep = keep | keep_row
             kept = keep_row.to(tl.int32)
             if PAIRED:
-                keep_row_low = channels.live & ~drops(given, x, channels, row, True)
+                keep_row_low = channels.live & ~drops(inputs, x, channels, row, True)
                 keep_low = keep_low | keep_row_low
                 kept += keep_row_low.to(tl.int32)
                 lows += (tl.where(keep_row_low, x.to(tl.float32), 0.0),)
@@ -243,7 +243,7 @@ def choose_channels(
 
 @triton.jit
 def store_inputs(
-    values, given, channels, counting, eps, ssq_parts,
+    values, inputs, channels, counting, eps, ssq_parts,
     problem: tl.constexpr, LENGTH: tl.constexpr, SHARED: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr = 1.0,
     RUN: tl.constexpr = 1,
 ):  # fmt: skip
@@ -252,7 +252,7 @@ def store_inputs(
     ``smem_store_runs``."""
     BATCH: tl.constexpr = problem.batch
     CHANNELS: tl.constexpr = problem.k // problem.planes
-    NORMED: tl.constexpr = given.norm is not None
+    NORMED: tl.constexpr = inputs.norm is not None
     COUNT: tl.constexpr = counting is not None
     AT_ONCE: tl.constexpr = 8 if BATCH <= 16 or COUNT else 16  # rows whose inputs are loaded together
     position = channels.position
@@ -270,22 +270,22 @@ def store_inputs(
     kept_before = zero.to(tl.int64)
     if COUNT:
         kept_before = tl.load(counting.before + channels.cell, mask=channels.counts, other=0)
-    if given.attention is not None:
-        splits = given.attention
+    if inputs.attention is not None:
+        splits = inputs.attention
         splits = KVSplits(splits.x + zero, splits.maximum + zero, splits.total + zero)
-        after_wait = Input(None, None, None, splits, given.row_mask)
+        after_wait = Input(None, None, None, splits, inputs.row_mask)
     else:
-        after_wait = Input(given.x + zero, None, None, None, given.row_mask)
-    ssq_ptr = given.ssq
+        after_wait = Input(inputs.x + zero, None, None, None, inputs.row_mask)
+    ssq_ptr = inputs.ssq
     if NORMED:
         ssq_ptr += zero
     for begin in tl.static_range(0, BATCH, AT_ONCE):
         # All loads first: the compiler moves none across a store or a barrier.
-        inputs = ()
+        loaded = ()
         squares = ()
         for row in tl.static_range(begin, begin + AT_ONCE):
             if row < BATCH:
-                inputs += (load_input(after_wait, row, channels, problem, dtype),)
+                loaded += (load_input(after_wait, row, channels, problem, dtype),)
         if NORMED:
             if SHARED:
                 issue_loads(zero)
@@ -296,11 +296,11 @@ def store_inputs(
             issue_loads(zero)
         for row in tl.static_range(begin, begin + AT_ONCE):
             if row < BATCH:
-                x = inputs[row - begin]
+                x = loaded[row - begin]
                 if NORMED:
                     x = rms_normalize(x, channels.norm, reciprocal_rms(squares[row - begin], eps, CHANNELS), dtype)
                 if not problem.dense:
-                    dropped = drops(given, x, channels, row)
+                    dropped = drops(inputs, x, channels, row)
                     if COUNT:
                         kept_rows += (channels.live & ~dropped & (tl.load(counting.token + row) >= 0)).to(tl.int32)
                     x = tl.where(dropped, 0.0, x).to(dtype)

@@ -98,8 +98,8 @@ def _convolve(
 
 @triton.jit(do_not_specialize=["first"])
 def _delta_net_kernel(
-    given, weights, memory, rows, out_ptr, eps, query_scale,  # as of launch_delta_net
-    ssq_parts,  # columns of given.ssq
+    inputs, weights, memory, rows, out_ptr, eps, query_scale,  # as of launch_delta_net
+    ssq_parts,  # columns of inputs.ssq
     first,  # row
     shape: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def _delta_net_kernel(
     MIXED: tl.constexpr = 2 * KEY_SIZE + VALUE_SIZE
     TAPS: tl.constexpr = shape.taps
     SHARE: tl.constexpr = shape.value_heads // shape.key_heads
-    NORMED: tl.constexpr = given.norm is not None
+    NORMED: tl.constexpr = inputs.norm is not None
     head = tl.program_id(0)
     row = first + tl.program_id(1)
     key_head = head // SHARE
@@ -152,13 +152,13 @@ def _delta_net_kernel(
         a += (tl.load(weights.a + head * H + start + h, mask=live, other=0.0),)
         b += (tl.load(weights.b + head * H + start + h, mask=live, other=0.0),)
         if NORMED:
-            norm += (tl.load(given.norm + start + h, mask=live, other=0.0),)
+            norm += (tl.load(inputs.norm + start + h, mask=live, other=0.0),)
     rate = tl.exp(tl.load(weights.log_rate + head).to(tl.float32))
     dt_bias = tl.load(weights.dt_bias + head).to(tl.float32)
     out_norm = tl.load(weights.norm + j, mask=j < VALUE, other=0.0)
     gdc_wait(PDL)
 
-    new_ptr = given.mixed + row * (MIXED + VALUE_SIZE)
+    new_ptr = inputs.mixed + row * (MIXED + VALUE_SIZE)
     gate = tl.load(new_ptr + MIXED + head * VALUE + j, mask=j < VALUE, other=0.0).to(tl.float32)
     q = _convolve(q_kernel, q, memory.inputs, new_ptr, after, q_at, live_key, stores_key, MIXED, TAPS, dtype)
     k = _convolve(k_kernel, k, memory.inputs, new_ptr, after, k_at, live_key, stores_key, MIXED, TAPS, dtype)
@@ -167,9 +167,9 @@ def _delta_net_kernel(
     sums_b = tl.zeros((BLOCK_H,), tl.float32)
     rstd = eps
     if NORMED:
-        rstd = reciprocal_rms(load_squares(given.ssq, row, ssq_parts, shape.ssq_pad), eps, H)
+        rstd = reciprocal_rms(load_squares(inputs.ssq, row, ssq_parts, shape.ssq_pad), eps, H)
     for start in tl.static_range(0, H, BLOCK_H):
-        x = tl.load(given.hidden + row * H + start + h, mask=start + h < H, other=0.0)
+        x = tl.load(inputs.hidden + row * H + start + h, mask=start + h < H, other=0.0)
         if NORMED:
             x = rms_normalize(x, norm[start // BLOCK_H], rstd, dtype)
         sums_a += x.to(tl.float32) * a[start // BLOCK_H].to(tl.float32)
@@ -197,21 +197,21 @@ def delta_state_size(key_dim: int, value_dim: int) -> int:
 
 
 def launch_delta_net(
-    given: DeltaInput, weights: DeltaTensors, memory: DeltaMemory, rows: Rows, out: Tensor, *, key_heads: int,
+    inputs: DeltaInput, weights: DeltaTensors, memory: DeltaMemory, rows: Rows, out: Tensor, *, key_heads: int,
     eps: float, pdl: bool = False, in_order: bool = False,
 ) -> None:  # fmt: skip
     """Launch one block's Gated DeltaNet for B rows: out (B, value_heads * value_dim). ``key_heads``: of queries and of
     keys; each serves a group of value heads. ``eps``: of the input's norm and of each head's output norm. ``in_order``:
     rows may be consecutive positions of one slot and are launched one after the other."""
     buffers, _, value_heads, key_dim, value_dim = memory.state.shape
-    batch, hidden = given.hidden.shape
-    parts = 1 if given.ssq is None else given.ssq.shape[1]
+    batch, hidden = inputs.hidden.shape
+    parts = 1 if inputs.ssq is None else inputs.ssq.shape[1]
     ssq_pad = max(32, triton.next_power_of_2(parts))
     shape = _Shape(hidden, key_heads, value_heads, key_dim, value_dim, weights.kernel.shape[-1], ssq_pad, buffers)
     pdl = pdl and not in_order  # a row reads the state before gdc_wait
     for first in range(batch) if in_order else (0,):
         _delta_net_kernel[(value_heads, 1 if in_order else batch)](
-            given, weights, memory, rows, out, eps, key_dim**-0.5, parts, first, shape, pdl,
+            inputs, weights, memory, rows, out, eps, key_dim**-0.5, parts, first, shape, pdl,
             # Enough that the state fits in registers with few spills.
             num_warps=max(1, min(16, delta_state_size(key_dim, value_dim) // (32 * 32))),
             launch_pdl=pdl,

@@ -113,7 +113,7 @@ class Router(NamedTuple):
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def _router_kernel(
-    given, weight_ptr, bias_ptr, scale_ptr, logit_ptr, counter_ptr, routing, eps, ssq_parts,  # scale_ptr: of experts
+    inputs, weight_ptr, bias_ptr, scale_ptr, logit_ptr, counter_ptr, routing, eps, ssq_parts,  # scale_ptr: of experts
     K: tl.constexpr, SSQ_PAD: tl.constexpr, MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
     E: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, RENORMALISED: tl.constexpr,
 ):  # fmt: skip
@@ -124,13 +124,13 @@ def _router_kernel(
     expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = (expert < ROWS)[:, None] & (k < K)[None, :]
     w = tl.load(weight_ptr + expert[:, None] * K + k[None, :], mask=live, other=0.0)
-    if given.norm is not None:
-        norm = tl.load(given.norm + k, mask=k < K, other=0.0)
+    if inputs.norm is not None:
+        norm = tl.load(inputs.norm + k, mask=k < K, other=0.0)
     gdc_wait(PDL)
-    x = tl.load(given.x + row * K + k, mask=k < K, other=0.0)
+    x = tl.load(inputs.x + row * K + k, mask=k < K, other=0.0)
     dtype: tl.constexpr = x.dtype
-    if given.norm is not None:
-        rstd = reciprocal_rms(load_squares(given.ssq, row, ssq_parts, SSQ_PAD), eps, K)
+    if inputs.norm is not None:
+        rstd = reciprocal_rms(load_squares(inputs.ssq, row, ssq_parts, SSQ_PAD), eps, K)
         x = rms_normalize(x, norm, rstd, dtype)
     if MULTIPLIER != 1.0:
         x = (x.to(tl.float32) * MULTIPLIER).to(dtype)
@@ -203,16 +203,16 @@ def _choose_kernel(
 
 
 def launch_router(
-    given: Input, router: Router, logits: Tensor, counter: Tensor, routing: Routing, *, eps: float = 0.0,
+    inputs: Input, router: Router, logits: Tensor, counter: Tensor, routing: Routing, *, eps: float = 0.0,
     pdl: bool = False,
 ) -> None:  # fmt: skip
     """Each row's experts, by descending logit and then ascending id, and their weights. ``logits``: (B, rows of the
     router's weights) float32 scratch memory; ``counter``: (B,) int32, 0 before and after."""
-    assert given.x is not None
-    ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
+    assert inputs.x is not None
+    ssq_parts = 1 if inputs.ssq is None else inputs.ssq.shape[1]
     rows, k = router.weight.shape
-    _router_kernel[(triton.cdiv(rows, _ROUTER_ROWS), len(given.x))](
-        given, router.weight, router.bias, router.expert_scale, logits, counter, routing, eps, ssq_parts, k,
+    _router_kernel[(triton.cdiv(rows, _ROUTER_ROWS), len(inputs.x))](
+        inputs, router.weight, router.bias, router.expert_scale, logits, counter, routing, eps, ssq_parts, k,
         max(32, triton.next_power_of_2(ssq_parts)), router.multiplier, _ROUTER_ROWS, pdl, *router.choice, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
@@ -236,7 +236,7 @@ def scale_offset(expert, of: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def expert_gemv_kernel(
-    given, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
+    inputs, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
     routing,  # Routing
     problem: tl.constexpr, launch: tl.constexpr,
     packed: tl.constexpr,  # PackedConfig; None: sparse_gemv_kernel
@@ -260,11 +260,11 @@ def expert_gemv_kernel(
     expert = tl.load(routing.expert + pair, cache_modifier=".cg").to(tl.int64)
 
     # --- offset all pointers to this expert and this row
-    x = given.x + in_row * K
-    if given.norm is not None:
-        given = Input(x, given.ssq + in_row * ssq_parts, given.norm, None, None)
+    x = inputs.x + in_row * K
+    if inputs.norm is not None:
+        inputs = Input(x, inputs.ssq + in_row * ssq_parts, inputs.norm, None, None)
     else:
-        given = Input(x, None, None, None, None)
+        inputs = Input(x, None, None, None, None)
     bias = weights.bias
     if bias is not None and not ADDS:
         bias += expert * N
@@ -305,24 +305,24 @@ def expert_gemv_kernel(
         counting = Counting(counting.token + row, counting.before + cells, counting.after + cells)
 
     if packed is not None:
-        packed_gemv_kernel(given, weights, output, workspace, counting, eps, ssq_parts, problem, launch, packed)
+        packed_gemv_kernel(inputs, weights, output, workspace, counting, eps, ssq_parts, problem, launch, packed)
     else:
-        sparse_gemv_kernel(given, weights, output, workspace, counting, eps, ssq_parts, problem, launch)
+        sparse_gemv_kernel(inputs, weights, output, workspace, counting, eps, ssq_parts, problem, launch)
 
 
 def launch_experts(
-    linear: ExpertLinear, given: Input, output: Output, scratch: Scratch, product: Product, *, routing: Routing,
+    linear: ExpertLinear, inputs: Input, output: Output, scratch: Scratch, product: Product, *, routing: Routing,
     eps: float = 0.0, counting: Counting | None = None,
 ) -> None:  # fmt: skip
-    """``launch.launch_linear`` for experts. gate_up: ``given`` (B, K), ``output`` (B * k, I); down:
-    ``given`` (B * k, I), ``output`` (B, N). ``counting``: before and after (B * k, projections, splits)."""
+    """``launch.launch_linear`` for experts. gate_up: ``inputs`` (B, K), ``output`` (B * k, I); down:
+    ``inputs`` (B * k, I), ``output`` (B, N). ``counting``: before and after (B * k, projections, splits)."""
     weight = linear.weight
     weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
-    ssq_parts = 1 if given.ssq is None else given.ssq.shape[1]
+    ssq_parts = 1 if inputs.ssq is None else inputs.ssq.shape[1]
     assert product.problem is not None
     assert product.tile is not None
     expert_gemv_kernel[(product.programs, product.pairs)](
-        given, weights, output, scratch.workspace(product), counting, eps, ssq_parts, routing, product.problem,
+        inputs, weights, output, scratch.workspace(product), counting, eps, ssq_parts, routing, product.problem,
         product.launch, product.packed, routing.expert.shape[1], num_warps=product.tile.warps,
         launch_pdl=product.problem.pdl and product.tile.early,
     )  # fmt: skip

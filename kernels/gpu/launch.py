@@ -62,7 +62,7 @@ class Scratch:
 
 
 def launch_linear(
-    linear: FusedLinear, given: Input, output: Output, scratch: Scratch, product: Product, *, eps: float = 0.0,
+    linear: FusedLinear, inputs: Input, output: Output, scratch: Scratch, product: Product, *, eps: float = 0.0,
     counting: Counting | None = None,
 ) -> None:  # fmt: skip
     """Launch a linear with its ends, after ``scratch.reserve(product)``; nothing is checked or allocated. ``eps``: of
@@ -73,10 +73,10 @@ def launch_linear(
     weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
     packed, ssq_parts = (
         () if product.packed is None else (product.packed,),
-        1 if given.ssq is None else given.ssq.shape[1],
+        1 if inputs.ssq is None else inputs.ssq.shape[1],
     )
     KERNELS[product.kernel][(product.programs,)](
-        given, weights, output, scratch.workspace(product), counting, eps, ssq_parts, product.problem, product.launch,
+        inputs, weights, output, scratch.workspace(product), counting, eps, ssq_parts, product.problem, product.launch,
         *packed, num_warps=product.tile.warps,
         launch_pdl=product.problem.pdl and product.tile.early,
     )  # fmt: skip

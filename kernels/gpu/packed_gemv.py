@@ -166,8 +166,8 @@ def subnormal_kernel(out_ptr, X: tl.constexpr, TOTAL: tl.constexpr, CONSTRAINTS:
     thread = tl.arange(0, 32)
     x = tl.full((32,), X, tl.int32)
     zero = thread.to(tl.float32) * 0.0
-    given = (x, x, zero, zero, zero, zero)
-    sums = tl.inline_asm_elementwise(TOTAL, CONSTRAINTS, given, dtype=(tl.float32,) * 4, is_pure=False, pack=1)
+    operands = (x, x, zero, zero, zero, zero)
+    sums = tl.inline_asm_elementwise(TOTAL, CONSTRAINTS, operands, dtype=(tl.float32,) * 4, is_pure=False, pack=1)
     for i in tl.static_range(4):
         tl.store(out_ptr + i * 32 + thread, sums[i])
 
@@ -188,7 +188,7 @@ def keeps_subnormals(device: torch.device, dtype: torch.dtype) -> bool:
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def packed_gemv_kernel(
-    given, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
+    inputs, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
     problem: tl.constexpr,
     launch: tl.constexpr,  # chunk a multiple of 16 and of the group
     packed: tl.constexpr,  # PackedConfig
@@ -233,9 +233,9 @@ def packed_gemv_kernel(
 
     # --- this program's channels, as in sparse_gemv_kernel
     if LISTED and problem.planes == 2:
-        channels = paired_channels(given, weights, of, problem, launch)
+        channels = paired_channels(inputs, weights, of, problem, launch)
     else:
-        channels = program_channels(given, weights, of, problem, launch, launch.chunk)
+        channels = program_channels(inputs, weights, of, problem, launch, launch.chunk)
     count = channels.count
     slots = count // SLOT if GROUPED else 1
     if X_TILES > 1:  # at least one, so that a program without channels also waits for the previous kernel
@@ -246,7 +246,7 @@ def packed_gemv_kernel(
     if LISTED:
         clear_lists(base, base + LENGTH * 4, K, BATCH * LENGTH // 2, launch, True)
         gdc_wait(problem.pdl, launch.trigger == 1)
-        kept_rows = _store_list(base, given, channels, counting, eps, ssq_parts, problem, launch, packed, dtype)
+        kept_rows = _store_list(base, inputs, channels, counting, eps, ssq_parts, problem, launch, packed, dtype)
         base = smem_barrier(base, True)
         kept_at = base + LENGTH * (4 + 2 * BATCH)
         index = base + 16 * t
@@ -263,7 +263,7 @@ def packed_gemv_kernel(
         prefetch_at = _next_stage(prefetch_at, kept_at, GROUPED, launch, packed)
     if not LISTED and X_TILES == 1:
         values = store_inputs(
-            base, given, channels, counting, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
+            base, inputs, channels, counting, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
         )
 
     # --- the product
@@ -281,7 +281,7 @@ def packed_gemv_kernel(
         if X_TILES > 1:
             tile_start = first // SEGMENT * SEGMENT
             if first == tile_start:
-                tile_channels = program_channels(given, weights, of, problem, launch, launch.chunk, first)
+                tile_channels = program_channels(inputs, weights, of, problem, launch, launch.chunk, first)
                 tile_counting = counting
                 if counting is not None:  # tiles after the first add to what the tile before has stored
                     tile_counting = Counting(
@@ -289,7 +289,7 @@ def packed_gemv_kernel(
                     )
                 base = smem_barrier(base, True)  # all warps have read the tile before
                 values = row_at + store_inputs(
-                    base, given, tile_channels, tile_counting, eps, ssq_parts, problem, LENGTH, True, dtype,
+                    base, inputs, tile_channels, tile_counting, eps, ssq_parts, problem, LENGTH, True, dtype,
                     packed.value_scale, RUN,
                 )  # fmt: skip
         if GROUPED:
@@ -333,7 +333,7 @@ def packed_gemv_kernel(
 
 @triton.jit
 def _store_list(
-    base, given, channels, counting, eps, ssq_parts,
+    base, inputs, channels, counting, eps, ssq_parts,
     problem: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Select the program's channels and store to shared memory the index list (from ``base`` on), each row's x, and the
@@ -346,7 +346,7 @@ def _store_list(
     SLOT_POSITIONS: tl.constexpr = SLOT // PLANES
     position = channels.position
     xs, keep, keep_low, kept_rows = choose_channels(
-        given, channels, counting, eps, ssq_parts, problem, True, dtype, PLANES == 2
+        inputs, channels, counting, eps, ssq_parts, problem, True, dtype, PLANES == 2
     )
     rank = keep.to(tl.int32)
     if PLANES == 2:

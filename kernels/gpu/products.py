@@ -74,7 +74,7 @@ _EXCLUSIVE = 64 * 1024  # bytes of weights in flight from which fused_gemm runs 
 # all unless the driver is asked for more, which Triton does if its own part exceeds that; the static part is limited to
 # 48 KiB in any case.
 SMEM_LIMIT = 36 * 1024
-SMEM_LIMIT_WIDE = 31 * 1024  # more than sixteen rows: Triton takes 16 KiB to reduce their splits with four warps
+SMEM_LIMIT_MANY_ROWS = 31 * 1024  # more than sixteen rows: Triton takes 16 KiB to reduce their splits with four warps
 
 
 def smem_source(num_bytes: int, limit: int = SMEM_LIMIT) -> str:
@@ -288,7 +288,7 @@ def _packed_launch(
     # of eight rows have no bank conflicts.
     length = triton.cdiv(triton.cdiv(channels, block_k) * block_k + block_k - 16, 64) * 64 + 16
     listed, x_tiles = not shape.dense and rows <= 2, 1
-    limit = SMEM_LIMIT if rows <= 16 else SMEM_LIMIT_WIDE
+    limit = SMEM_LIMIT if rows <= 16 else SMEM_LIMIT_MANY_ROWS
     if not listed and 2 * rows * length > limit:
         segment = 1 << ((limit // (2 * rows) - 16).bit_length() - 1)
         length, x_tiles = segment + 16, triton.cdiv(channels, segment)

@@ -225,17 +225,17 @@ def activate(
     return (activated * up).to(dtype)
 
 
-class Beside(NamedTuple):
-    """The output of experts beside a dense MLP, and the norms of both outputs before they are added."""
+class ParallelExperts(NamedTuple):
+    """The output of experts parallel a dense MLP, and the norms of both outputs before they are added."""
 
-    half: Tensor  # (B, K), of the experts
+    output: Tensor  # (B, K), of the experts
     norm: Tensor  # (K,)
     norm_of_first: Tensor  # (K,), of the dense MLP's output
 
 
 @triton.jit
 def _residual_add_kernel(
-    half_ptr, beside, hidden_ptr, norm_ptr, scalar_ptr, ssq_ptr, next_ptr, normed_ptr, eps,  # as of launch_residual_add
+    output_ptr, parallel, hidden_ptr, norm_ptr, scalar_ptr, ssq_ptr, next_ptr, normed_ptr, eps,  # as of launch_residual_add
     MULTIPLIER: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
@@ -246,11 +246,11 @@ def _residual_add_kernel(
         norm = tl.load(norm_ptr + k, mask=live, other=0.0)
     gdc_wait(PDL)
     hidden = tl.load(hidden_ptr + row * K + k, mask=live, other=0.0).to(tl.float32)
-    y = tl.load(half_ptr + row * K + k, mask=live, other=0.0).to(tl.float32)
-    if beside is not None:
-        other = tl.load(beside.half + row * K + k, mask=live, other=0.0).to(tl.float32)
-        norm_y = tl.load(beside.norm_of_first + k, mask=live, other=0.0)
-        norm_other = tl.load(beside.norm + k, mask=live, other=0.0)
+    y = tl.load(output_ptr + row * K + k, mask=live, other=0.0).to(tl.float32)
+    if parallel is not None:
+        other = tl.load(parallel.output + row * K + k, mask=live, other=0.0).to(tl.float32)
+        norm_y = tl.load(parallel.norm_of_first + k, mask=live, other=0.0)
+        norm_other = tl.load(parallel.norm + k, mask=live, other=0.0)
         y = rms_normalize(y, norm_y, tl.rsqrt(tl.sum(y * y, axis=0) / K + eps), dtype).to(tl.float32)
         other = rms_normalize(other, norm_other, tl.rsqrt(tl.sum(other * other, axis=0) / K + eps), dtype)
         y = (y + other.to(tl.float32)).to(dtype).to(tl.float32)
@@ -275,16 +275,16 @@ def _residual_add_kernel(
 
 
 def launch_residual_add(
-    half: Tensor, hidden: Tensor, ssq: Tensor | None, *, beside: Beside | None = None, norm: Tensor | None = None,
+    output: Tensor, hidden: Tensor, ssq: Tensor | None, *, parallel: ParallelExperts | None = None, norm: Tensor | None = None,
     scalar: Tensor | None = None, next_norm: Tensor | None = None, normed: Tensor | None = None, eps: float = 0.0,
     multiplier: float = 1.0, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """hidden = (hidden + multiplier * norm?(half)) * scalar?, both (B, K), with the roundings of transformers; norm
+    """hidden = (hidden + multiplier * norm?(output)) * scalar?, both (B, K), with the roundings of transformers; norm
     (K,) as ``common.Input.norm``, scalar (1,). ``ssq`` (B, 1) float32 receives the sums of squares of hidden's rows,
     ``normed`` (B, K) the RMSNorm ``next_norm`` of hidden, or a copy. One program computes a row."""
     batch, width = hidden.shape
     _residual_add_kernel[(batch,)](
-        half, beside, hidden, norm, scalar, ssq, next_norm, normed, eps, multiplier, width,
+        output, parallel, hidden, norm, scalar, ssq, next_norm, normed, eps, multiplier, width,
         triton.next_power_of_2(width), pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -34,13 +34,13 @@ from .weights import dequantize_block, quant_columns
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def sparse_gemv_kernel(
-    given,  # Input
+    inputs,  # Input
     weights,  # Weights
     output,  # Output
     workspace,  # Workspace
     counting,  # Counting; None: nothing is counted
     eps,  # RMSNorm
-    ssq_parts,  # columns of given.ssq
+    ssq_parts,  # columns of inputs.ssq
     problem: tl.constexpr,  # Problem
     launch: tl.constexpr,  # LaunchConfig
 ):
@@ -66,7 +66,7 @@ def sparse_gemv_kernel(
     columns = quant_columns(of, of.n, problem) if problem.quant != "none" else weights.weight_t + of.column
 
     # --- before gdc_wait: constants, and the first rows of weights
-    channels = program_channels(given, weights, of, problem, launch, launch.chunk)
+    channels = program_channels(inputs, weights, of, problem, launch, launch.chunk)
     position = channels.position
     count = channels.count
     kept = program * 0
@@ -95,7 +95,7 @@ def sparse_gemv_kernel(
         gdc_launch(problem.pdl)
 
     # --- select: compact the kept channels
-    xs, keep, _, kept_rows = choose_channels(given, channels, counting, eps, ssq_parts, problem, BATCH > 1, dtype)
+    xs, keep, _, kept_rows = choose_channels(inputs, channels, counting, eps, ssq_parts, problem, BATCH > 1, dtype)
     entry = position
     listed = position >= 0
     if not DENSE:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from wisparse.kernels.gpu.attention import (
 from wisparse.kernels.gpu.common import Input, KVSplits
 from wisparse.kernels.gpu.experts import ExpertLinear, Router, choose_experts
 from wisparse.kernels.gpu.kv_cache import KVSlots
-from wisparse.kernels.gpu.reduction import Beside, Mask, launch_activate, launch_residual_add
+from wisparse.kernels.gpu.reduction import Mask, ParallelExperts, launch_activate, launch_residual_add
 from wisparse.kernels.gpu.short_conv import launch_short_conv
 
 from ..decoding.rotary import Rotary, query_scales
@@ -39,34 +39,37 @@ from ..torch.block import Block, Norm
 from .eager import run_experts
 from .weights import AnyLinear, CudaWeights
 
-# By the index ``rotary`` of a block's spec; None: no rotary embedding.
-PositionTables = dict[int | None, RotaryTables]
+
+class AttentionParts(NamedTuple):
+    """What launches of a block's attention take beside its input; built once."""
+
+    rotary: RotaryTables
+    shape: AttentionShape
+    norms: QKNorms
 
 
-def position_tables(
-    config: ModelConfig, rotaries: Sequence[Rotary], max_seq_len: int, device: torch.device, dtype: torch.dtype
-) -> PositionTables:
-    scales = query_scales(config, 0, max_seq_len, device)
+def attention_parts(
+    config: ModelConfig, blocks: Sequence[Block[AnyLinear]], rotaries: Sequence[Rotary], max_seq_len: int,
+    device: torch.device, dtype: torch.dtype,
+) -> list[AttentionParts]:  # fmt: skip
+    """Of each block."""
+    scales, norm, arch = query_scales(config, 0, max_seq_len, device), config.architecture.qk_norm, config.architecture
     factors = None if scales is None else scales.to(dtype)
-    found: PositionTables = {i: RotaryTables(*one.step_tables(max_seq_len), factors) for i, one in enumerate(rotaries)}
-    return found | {None: RotaryTables(found[0].cos[:, :0], found[0].sin[:, :0], factors)}
-
-
-def attention_shape(config: ModelConfig, block: Block[AnyLinear], rotary: RotaryTables) -> AttentionShape:
-    spec, norm = block.spec, config.architecture.qk_norm
-    return AttentionShape(
-        config.num_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        rotary.cos.shape[1] * 2,
-        spec.window or 0,
-        config.rotaries[0].interleaved,
-        config.attention_softcap or 0.0,
-        "whole" if norm and not norm.per_head else "rotated head" if norm and norm.after_rotary else "head",
-        config.architecture.attention_gate,
-        spec.shared_values,
-        config.architecture.value_norm,
-    )
+    tables = [RotaryTables(*one.step_tables(max_seq_len), factors) for one in rotaries]
+    tables.append(RotaryTables(tables[0].cos[:, :0], tables[0].sin[:, :0], factors))  # no rotary embedding
+    place = "whole" if norm and not norm.per_head else "rotated head" if norm and norm.after_rotary else "head"
+    found = []
+    for block in blocks:
+        spec = block.spec
+        rotary = tables[-1 if spec.rotary is None else spec.rotary]
+        shape = AttentionShape(
+            config.num_heads, spec.num_kv_heads, spec.head_dim, rotary.cos.shape[1] * 2, spec.window or 0,
+            config.rotaries[0].interleaved, config.attention_softcap or 0.0, place, arch.attention_gate,
+            spec.shared_values, arch.value_norm,
+        )  # fmt: skip
+        q_norm, k_norm = (None if one is None else one.factors for one in (block.q_norm, block.k_norm))
+        found.append(AttentionParts(rotary, shape, QKNorms(q_norm, k_norm, config.rms_norm_eps)))
+    return found
 
 
 def router_of(block: Block[AnyLinear]) -> Router:
@@ -74,15 +77,10 @@ def router_of(block: Block[AnyLinear]) -> Router:
     assert experts is not None
     assert weight is not None
     assert isinstance(block.gate_up, ExpertLinear)
+    multiplier = 1.0 if block.router_scale is None else weight.shape[1] ** -0.5
+    chosen, shared = experts.chosen, block.gate_up.chosen - experts.chosen
     return Router(
-        weight,
-        experts.count,
-        experts.chosen,
-        block.gate_up.chosen - experts.chosen,
-        experts.renormalised,
-        1.0 if block.router_scale is None else weight.shape[1] ** -0.5,
-        block.router_bias,
-        block.expert_scale,
+        weight, experts.count, chosen, shared, experts.renormalised, multiplier, block.router_bias, block.expert_scale
     )
 
 
@@ -112,7 +110,7 @@ class BlockLauncher(ABC):
     normed: Tensor | None = None
     pdl = False  # launches overlap by programmatic dependent launch
     _last_norm: Norm | None = None  # after the last block; None: not computed with its last addition
-    _tables: PositionTables
+    _parts: Sequence[AttentionParts]
     _cache: dict[int, KVSlots]
     _kept: dict[int, Tensor]  # inputs of each short convolution
     _inputs: Rows
@@ -151,7 +149,7 @@ class BlockLauncher(ABC):
                     x = Input(self._experts(index, x, others[0]))
                 case ops.Sum():
                     (other,) = others
-                    parallel = Beside(other.x, other.norm, x.norm)
+                    parallel = ParallelExperts(other.x, other.norm, x.norm)
                     x = Input(x.x)
                 case ops.Add():
                     if others[0].x is not self.hidden:  # else the linear's launch has added it
@@ -191,31 +189,16 @@ class BlockLauncher(ABC):
         """Attention of the rows, (T, heads * head_dim)."""
 
     def _attend_rows(
-        self,
-        index: int,
-        qkv: Tensor,
-        rows: Rows,
-        out: KVSplits,
-        *,
-        stored: bool,
-        stages: int = 3,
-        pdl: bool = False,
+        self, index: int, qkv: Tensor, out: KVSplits, *, stored: bool, stages: int = 3, pdl: bool = False
     ) -> Input:
         """Attention of rows of any slots; ``stored``: they may be consecutive positions of one slot."""
-        block, cache = self.weights.blocks[index], self._cache[index]
-        rotary = self._tables[block.spec.rotary]
-        shape, norms = attention_shape(self.config, block, rotary), self._qk_norms(block)
+        (rotary, shape, norms), cache, rows = self._parts[index], self._cache[index], self._inputs
         if stored:
             self._launch("store", launch_store_rows, qkv, cache, rows, rotary, shape, norms, pdl=pdl)
-        options = {"scale": self.config.attention_scale, "sinks": block.sinks, "stages": stages, "stored": stored}
-        self._launch(
-            "attention", launch_attention, qkv, cache, rows, rotary, out, shape, norms=norms, pdl=pdl, **options
-        )
+        options = {"scale": self.config.attention_scale, "sinks": self.weights.blocks[index].sinks, "stages": stages}
+        options |= {"norms": norms, "stored": stored, "pdl": pdl}
+        self._launch("attention", launch_attention, qkv, cache, rows, rotary, out, shape, **options)
         return Input(None, attention=out)
-
-    def _qk_norms(self, block: Block[AnyLinear]) -> QKNorms:
-        q_norm, k_norm = (None if norm is None else norm.factors for norm in (block.q_norm, block.k_norm))
-        return QKNorms(q_norm, k_norm, self.config.rms_norm_eps)
 
     def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
         raise NotImplementedError
@@ -236,27 +219,23 @@ class BlockLauncher(ABC):
         return run_experts(self.config, self.weights.blocks[index], n, routing, len(n))
 
     def _add(
-        self, index: int, role: str, y: Input, parallel: Beside | None, multiplier: float, later: Sequence[ops.Op]
+        self,
+        index: int,
+        role: str,
+        y: Input,
+        parallel: ParallelExperts | None,
+        multiplier: float,
+        later: Sequence[ops.Op],
     ) -> None:
         """Add y, the output of ``role``, to the residual stream; ``later``: the operations after the Add."""
         block = self.weights.blocks[index]
         scaled = bool(later) and isinstance(later[0], ops.Scale)
         norm = None if self.normed is None else self._next_norm(index, later[scaled:])
         self._launch(
-            f"{role} add",
-            launch_residual_add,
-            y.x,
-            self.hidden,
-            self._sums(index, role),
-            beside=parallel,
-            norm=y.norm,
-            scalar=block.scalar if scaled else None,
-            next_norm=None if norm is None else norm.factors,
-            normed=self.normed,
-            eps=self.config.rms_norm_eps,
-            multiplier=multiplier,
-            pdl=self.pdl,
-        )
+            f"{role} add", launch_residual_add, y.x, self.hidden, self._sums(index, role), parallel=parallel, norm=y.norm,
+            scalar=block.scalar if scaled else None, next_norm=None if norm is None else norm.factors,
+            normed=self.normed, eps=self.config.rms_norm_eps, multiplier=multiplier, pdl=self.pdl,
+        )  # fmt: skip
 
     def _next_norm(self, index: int, later: Sequence[ops.Op]) -> Norm | None:
         """The norm that the next reader of the residual stream applies."""

@@ -31,13 +31,13 @@ from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.sampling import SamplingParams, sample
 from ..memory import memory_errors
 from ..torch.block import Block, finish_logits
-from .blocks import position_tables, router_of
+from .blocks import attention_parts, router_of
 from .eager import Observer, attention, head_products, lower_right, project, run_experts
+from .many_rows import MANY_ROWS, ManyRowsStep, takes_many_rows
 from .pages import CudaPages
 from .prefill import PIECE, PromptReader, chunk_size, too_little_memory
 from .step import MAX_ROWS, DecodeStep, capture, contexts_between, kv_splits_for
 from .weights import AnyLinear, CudaWeights, dense_linears, load_weights, put_masks, with_dense
-from .wide import WIDE_ROWS, WideStep, takes_wide_steps
 
 log = logging.getLogger(__name__)
 
@@ -91,14 +91,15 @@ class CudaDecoder(Decoder):
         config, device, dtype, max_batch = self.config, self.device, self.dtype, self.max_batch
         self.weights = load_weights(bundle, device, dtype, weights)
         self._embedding, self._blocks = self.weights.embedding, self.weights.blocks
-        self._tables = position_tables(config, self._rotaries, self.max_seq_len, device, dtype)
+        blocks, rotaries = self.weights.blocks, self._rotaries
+        self._parts = attention_parts(config, blocks, rotaries, self.max_seq_len, device, dtype)
         options = max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, max(2, self._state_buffers)
         memory = CudaPages if device.type == "cuda" else Pages
         self._cache = cache or KVCache(config, *options, memory=memory, pages=self._pages)
         self.prefill_chunk = chunk_size(config, dtype)
         self.chunks_split_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
-        self._prompts = PromptReader(self.weights, config, self._cache, self._tables) if refusal is None else None
+        self._prompts = PromptReader(self.weights, config, self._cache, self._parts) if refusal is None else None
         self.max_joint_prefill = 0 if self._prompts is None else self._prompts.max_joint_prefill
         self._steps: dict[_StepKey, DecodeStep] = {}
         # Numbers of rows of verifying steps, one of them for the longest draft of one request.
@@ -107,7 +108,7 @@ class CudaDecoder(Decoder):
         self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
             dense_linears(config, bundle.masks): (self.weights, self._steps)
         }
-        self._most_rows = WIDE_ROWS if takes_wide_steps(self.weights) else MAX_ROWS  # of one step
+        self._most_rows = MANY_ROWS if takes_many_rows(self.weights) else MAX_ROWS  # of one step
         # The most rows of a DecodeStep; with more, cuBLAS is faster for unquantized weights.
         native = self._most_rows > MAX_ROWS and dtype != torch.float32 and self.weights.dequantized is None
         self._fused_rows = MAX_ROWS // 2 if native else MAX_ROWS
@@ -166,7 +167,7 @@ class CudaDecoder(Decoder):
         for slot, ids, start in prompts:
             self._grow(slot, len(ids))
             self._cache.begin(slot, start)
-        logits = self._prompts.read_together(prompts)
+        logits = self._prompts.read_jointly(prompts)
         for slot, ids, _ in prompts:
             self._cache.lengths[slot] = len(ids)
         return finish_logits(self.config, logits)
@@ -222,7 +223,7 @@ class CudaDecoder(Decoder):
         key = -1, rows, kv_splits
         if key not in self._steps:
             self._steps[key] = DecodeStep(
-                self.weights, self.config, self._cache, self._tables, rows=rows, kv_splits=kv_splits, verifies=True,
+                self.weights, self.config, self._cache, self._parts, rows=rows, kv_splits=kv_splits, verifies=True,
                 head=self.head,
             )  # fmt: skip
         return self._steps[key]
@@ -407,8 +408,8 @@ class CudaDecoder(Decoder):
     def new_step(self, rows: int, context: int, tiles: dict[str, Tile] | None = None) -> DecodeStep:
         """A step as of :meth:`step_for` that is not kept; ``tiles``: by role, instead of the chosen ones."""
         rows = triton.next_power_of_2(rows)
-        return (DecodeStep if rows <= self._fused_rows else WideStep)(
-            self.weights, self.config, self._cache, self._tables, rows=rows, tiles=tiles,
+        return (DecodeStep if rows <= self._fused_rows else ManyRowsStep)(
+            self.weights, self.config, self._cache, self._parts, rows=rows, tiles=tiles,
             kv_splits=kv_splits_for(context, rows), head=self.head,
         )  # fmt: skip
 
@@ -500,7 +501,7 @@ class CudaDecoder(Decoder):
 
     def _output(self, x: Tensor) -> Tensor:
         head, scales = self.weights.head, self.weights.head_scales
-        if scales is None or len(x) > WIDE_ROWS:
+        if scales is None or len(x) > MANY_ROWS:
             return finish_logits(self.config, head_products(self.weights, x).float())
         out = Logits.empty(len(x), head)
         launch_logits(x, None, None, head, scales, out)

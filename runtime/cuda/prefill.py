@@ -30,7 +30,7 @@ from ..decoding.decoder import PROMPTS_TOGETHER
 from ..decoding.heads import DraftHead
 from ..decoding.rotary import switch_length
 from ..torch.block import embed
-from .blocks import BlockLauncher, PositionTables, attention_shape, tensor_of
+from .blocks import AttentionParts, BlockLauncher, tensor_of
 from .step import capture
 from .weights import CudaWeights
 
@@ -43,7 +43,7 @@ PIECE = 512
 # Rows of the graphs; a chunk is padded to the next size.
 _ROWS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 # Rows of the graphs that read several short prompts together.
-_ROWS_TOGETHER = (32, 128, 512)
+_JOINT_ROWS = (32, 128, 512)
 # Bytes of GPU memory that have to be free before graphs are captured: they take some tens of MB, and cuBLAS a
 # workspace.
 _FREE = 1 << 30
@@ -74,19 +74,21 @@ class _Graph(NamedTuple):
 class PromptReader:
     """Dense prefill of a decoder's prompts; see :meth:`refusal` for what is not supported."""
 
-    def __init__(self, weights: CudaWeights, config: ModelConfig, cache: KVCache, tables: PositionTables) -> None:
-        self.weights, self.config, self.tables = weights, config, tables
+    def __init__(
+        self, weights: CudaWeights, config: ModelConfig, cache: KVCache, parts: Sequence[AttentionParts]
+    ) -> None:
+        self.weights, self.config, self.parts = weights, config, parts
         self.cache = {index: kv_slots(*stored) for index, stored in cache.attention.items()}
         self.kept = {index: states.inputs for index, states in cache.recurrent.items()}
         self._switch = switch_length(config)
         device = weights.embedding.device
         self.logits = Logits.empty(1, weights.head)
-        self.prompts = min(PROMPTS_TOGETHER, len(cache.lengths))  # the most in one call of ``read_together``
-        fitting = -(-len(cache.lengths) * len(tables[0].cos) // 16) * 16
-        self._together_rows = sorted({min(rows, fitting) for rows in _ROWS_TOGETHER}) if self.prompts > 1 else []
+        self.prompts = min(PROMPTS_TOGETHER, len(cache.lengths))  # the most in one call of ``read_jointly``
+        fitting = -(-len(cache.lengths) * len(parts[0].rotary.cos) // 16) * 16
+        self._joint_rows = sorted({min(rows, fitting) for rows in _JOINT_ROWS}) if self.prompts > 1 else []
         self.joint_logits = Logits.empty(self.prompts, weights.head)
         self._graphs: list[_Graph] = []
-        self._together: list[_Graph] = []
+        self._joint_graphs: list[_Graph] = []
         self.head: DraftHead | None = None
         self.gpu = gpu_of(device)
         self.scratch = Scratch(device, weights.embedding.dtype, weights.dequantized)
@@ -97,8 +99,8 @@ class PromptReader:
 
     @property
     def max_joint_prefill(self) -> int:
-        """The most positions of a call of ``read_together``."""
-        return max(self._together_rows, default=0)
+        """The most positions of a call of ``read_jointly``."""
+        return max(self._joint_rows, default=0)
 
     @staticmethod
     def refusal(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -115,7 +117,7 @@ class PromptReader:
 
     def attach(self, head: DraftHead) -> None:
         """Store the hidden states that a draft head reads. Prompts are then read one by one."""
-        self.head, self._together_rows = head, []
+        self.head, self._joint_rows = head, []
 
     def capture(self, chunk: int) -> None:
         """Capture the graphs of up to ``chunk`` rows, largest first, in one memory pool, as one runs at a time."""
@@ -124,7 +126,7 @@ class PromptReader:
             pool = torch.cuda.graph_pool_handle()
         sizes = sorted({min(rows, chunk) for rows in _ROWS}, reverse=True)
         graphs = [(3 + rows, rows, False) for rows in sizes]
-        graphs += [(2 * rows + self.prompts, rows, True) for rows in reversed(self._together_rows)]
+        graphs += [(2 * rows + self.prompts, rows, True) for rows in reversed(self._joint_rows)]
         with triton_compiling(2 * len(set(self.config.blocks)) + len(sizes)):
             if device.type == "cuda":
                 distinct = {block: index for index, block in enumerate(self.config.blocks)}
@@ -137,7 +139,7 @@ class PromptReader:
                 inputs = torch.full((size,), -1 if several else 0, device=device)
                 inputs[rows * several :].zero_()
                 launch = partial(self._launch, inputs, several=several)
-                (self._together if several else self._graphs).insert(
+                (self._joint_graphs if several else self._graphs).insert(
                     0, _Graph(rows, inputs, capture(launch, device, pool))
                 )
         if device.type == "cuda":
@@ -164,12 +166,12 @@ class PromptReader:
             start = end
         return self.logits.logit
 
-    def read_together(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
+    def read_jointly(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
         """Read several prompts to their ends; prompts: (slot, token ids, first position to read), in all at most
         ``max_joint_prefill`` positions. Returns (len(prompts), V) as :meth:`read`."""
         parts = [(slot, start, ids[start:]) for slot, ids, start in prompts]
         count, device = sum(len(ids) for *_, ids in parts), self.logits.logit.device
-        rows = next(rows for rows in self._together_rows if count <= rows)
+        rows = next(rows for rows in self._joint_rows if count <= rows)
         inputs = torch.zeros(2 * rows + self.prompts, dtype=torch.int64)
         inputs[:rows] = -1
         inputs[:count] = torch.cat([ids for *_, ids in parts])
@@ -179,7 +181,7 @@ class PromptReader:
             first, end = end, end + len(ids)
             positions[first:end] = torch.arange(start, start + len(ids))
             slots[first:end], inputs[2 * rows + index] = slot, end - 1
-        graph = next((graph for graph in self._together if graph.rows == rows), None)
+        graph = next((graph for graph in self._joint_graphs if graph.rows == rows), None)
         if graph is None:
             self._launch(inputs.to(device, non_blocking=True), several=True)
         else:
@@ -201,7 +203,7 @@ class _Pass(BlockLauncher):
     def __init__(self, reader: PromptReader, inputs: Tensor, *, several: bool) -> None:
         """``inputs``: as in ``_Graph``."""
         config, weights = reader.config, reader.weights
-        self.config, self.weights, self._tables, self._cache = config, weights, reader.tables, reader.cache
+        self.config, self.weights, self._parts, self._cache = config, weights, reader.parts, reader.cache
         self._kept, self._several = reader.kept, several
         self._head, self._scratch, self._gpu = reader.head, reader.scratch, reader.gpu
         self._chunk, self._logits = inputs, reader.logits
@@ -246,21 +248,13 @@ class _Pass(BlockLauncher):
     def _attend(self, index: int, qkv: Tensor) -> Input:
         hidden, block = self.hidden, self.weights.blocks[index]
         if self._several:
-            self._attend_rows(index, qkv, self._inputs, self._splits, stored=True)
+            self._attend_rows(index, qkv, self._splits, stored=True)
             return Input(launch_combine(self._splits, hidden.dtype))
-        rotary, cache, out = self._tables[block.spec.rotary], self._cache[index], torch.empty_like(self._queries)
-        shape = attention_shape(self.config, block, rotary)
-        launch_store_kv(qkv, self._chunk, cache, rotary, self._queries, shape, self._qk_norms(block))
+        (rotary, shape, norms), cache, out = self._parts[index], self._cache[index], torch.empty_like(self._queries)
+        launch_store_kv(qkv, self._chunk, cache, rotary, self._queries, shape, norms)
+        options = {"sinks": block.sinks, "stages": self._stages}
         launch_chunk_attention(
-            self._queries,
-            qkv,
-            self._chunk,
-            cache,
-            out,
-            shape,
-            self.config.attention_scale,
-            sinks=block.sinks,
-            stages=self._stages,
+            self._queries, qkv, self._chunk, cache, out, shape, self.config.attention_scale, **options
         )
         return Input(out.reshape(len(hidden), -1))
 

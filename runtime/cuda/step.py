@@ -41,7 +41,7 @@ from ..decoding.cache import KVCache
 from ..decoding.heads import DraftHead
 from ..decoding.sampling import SamplingParams
 from ..torch.block import LINEARS, SHARED, Block
-from .blocks import BlockLauncher, PositionTables, added_by_linears, router_of
+from .blocks import AttentionParts, BlockLauncher, added_by_linears, router_of
 from .weights import AnyLinear, CudaWeights
 
 MAX_ROWS = 16
@@ -94,14 +94,14 @@ class DecodeStep(BlockLauncher):
     """A step of ``rows`` rows, each of any slot."""
 
     def __init__(
-        self, weights: CudaWeights, config: ModelConfig, cache: KVCache, tables: PositionTables, *, rows: int,
+        self, weights: CudaWeights, config: ModelConfig, cache: KVCache, parts: Sequence[AttentionParts], *, rows: int,
         tiles: dict[str, Tile] | None = None, kv_splits: int = max(KV_SPLITS.values()), verifies: bool = False,
         head: DraftHead | None = None,
     ) -> None:  # fmt: skip
         """``tiles``: by role (qkv, o, gate_up, down), in place of the chosen ones, for measurements.
         ``verifies``: rows may be consecutive positions of one slot. ``head``: receives the hidden states that it
         reads."""
-        self.weights, self.config, self.rows, self._tables = weights, config, rows, tables
+        self.weights, self.config, self.rows, self._parts = weights, config, rows, parts
         self._verifies, self._head = verifies, head
         device, dtype = weights.embedding.device, weights.embedding.dtype
         gpu = gpu_of(device)
@@ -139,7 +139,7 @@ class DecodeStep(BlockLauncher):
         long = gpu.arch == 90 and dtype != torch.float32 and kv_splits * rows > min(KV_SPLITS.values())
         self._attention_stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
         chosen = max(map(self._pairs, weights.blocks)) // rows
-        beside = any(block.shared_down is not None for block in weights.blocks)
+        parallel = any(block.shared_down is not None for block in weights.blocks)
         # Outputs of linears that are not added to the residual stream at once.
         sizes = [
             math.prod(self._shape(block, role)) for block in weights.blocks for role in GATE_UP if getattr(block, role)
@@ -149,7 +149,7 @@ class DecodeStep(BlockLauncher):
             "qkv": empty(rows * max(block.qkv.out_features for block in weights.blocks)),
             "o": added,
             "gate_up": activated,
-            "down": empty(rows * config.hidden_size) if beside else added,
+            "down": empty(rows * config.hidden_size) if parallel else added,
             "shared_gate_up": activated,
             "shared_down": added,
         }
@@ -250,7 +250,7 @@ class DecodeStep(BlockLauncher):
 
     def _attend(self, index: int, qkv: Tensor) -> Input:
         stages, pdl, out = self._attention_stages[index], self.pdl and self.normed is None, self._attended[index]
-        return self._attend_rows(index, qkv, self._inputs, out, stored=self._verifies, stages=stages, pdl=pdl)
+        return self._attend_rows(index, qkv, out, stored=self._verifies, stages=stages, pdl=pdl)
 
     def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
         delta, pdl = self.weights.blocks[index].delta, self.pdl and self.normed is None
@@ -393,7 +393,7 @@ class _KeptCells:
                 if linear.dense:
                     continue
                 pairs = (step._pairs(block),) if isinstance(linear, ExpertLinear) else ()
-                chosen = step.plans[index][role]  # not fused, or without a mask: ``WideStep`` counts these itself
+                chosen = step.plans[index][role]  # not fused, or without a mask: ``ManyRowsStep`` counts these itself
                 splits = chosen.launch.splits if chosen.launch is not None and chosen.masks else 1
                 shape = (*pairs, len(linear.widths), splits)
                 self._shapes[index, role] = size, shape

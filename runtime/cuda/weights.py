@@ -187,9 +187,9 @@ def _linears(config: ModelConfig, index: int) -> Iterator[tuple[str, list[Projec
     with a mask of its own, that one tensor stores (2 for a fused gate_up_proj). A dense MLP beside experts has its own roles."""
     fused, experts = len(config.architecture.gate_up) == 1, config.blocks[index].experts
     own = config.shared_inputs(index)
-    beside = experts is not None and experts.parallel_mlp
-    shared = {} if beside else dict(zip(EXPERTS, own[len(LINEARS) :], strict=False))
-    for role, projections in zip((*LINEARS, *SHARED) if beside else LINEARS, own, strict=False):
+    parallel = experts is not None and experts.parallel_mlp
+    shared = {} if parallel else dict(zip(EXPERTS, own[len(LINEARS) :], strict=False))
+    for role, projections in zip((*LINEARS, *SHARED) if parallel else LINEARS, own, strict=False):
         yield role, projections, shared.get(role, []), 2 if fused and role == "gate_up" else 1
 
 

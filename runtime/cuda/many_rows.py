@@ -29,19 +29,19 @@ from .blocks import tensor_of
 from .step import DecodeStep
 from .weights import AnyLinear, CudaWeights
 
-WIDE_ROWS = 32
+MANY_ROWS = 32
 
 
-def takes_wide_steps(weights: CudaWeights) -> bool:
-    """Whether the weights support a step of ``WIDE_ROWS`` rows: quantized ones if a kernel multiplies their codes."""
+def takes_many_rows(weights: CudaWeights) -> bool:
+    """Whether the weights support a step of ``MANY_ROWS`` rows: quantized ones if a kernel multiplies their codes."""
     linears = [linear for block in weights.blocks for linear in block.linears]
     return not any(isinstance(linear, ExpertLinear) for linear in linears) and all(
-        linear.weight.quant == "none" or choose_product(linear.shape, WIDE_ROWS, "rows").kernel != "cuBLAS"
+        linear.weight.quant == "none" or choose_product(linear.shape, MANY_ROWS, "rows").kernel != "cuBLAS"
         for linear in linears
     )
 
 
-class WideStep(DecodeStep):
+class ManyRowsStep(DecodeStep):
     def _plan(self, tiles: dict[str, Tile], kv_splits: int) -> None:
         self._last_norm = self.weights.norm
         for block in self.weights.blocks:
