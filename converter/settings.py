@@ -29,12 +29,63 @@ USUAL_BITS, USUAL_DEFAULT_BITS = (4.25, 3.5, 3.0), 3.5
 _OWN_SEARCH = {"wisparse": "refine", "teal": "greedy", "wina": "uniform", "wina-code": "uniform"}
 
 _LARGEST = 2**63 - 1
-_FRACTION = f"a number from 0 to {MAX_SPARSITY}"
-_BITS = f"a number of bits from {bits_of(MAX_SPARSITY):.1g} to 8"
+# Ranges: lower bound, upper bound, and both in words.
+_FRACTION = 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}"
+_BITS = bits_of(MAX_SPARSITY), 8.0, f"a number of bits from {bits_of(MAX_SPARSITY):.1g} to 8"
+_LEVEL = 0.0, 8.0, "a sparsity or, of --weights graded, a number of bits"
+_NATS = 0.0, 1e6, "a number of nats per token, 0 or more"
+_SHARE = 0.0, 1.0, "a share of tokens, from 0 to 1"
 
 
-def _option(kind: str, default: Any, group: str, help: str, **more: Any) -> Any:
-    return field(default=default, metadata={"kind": kind, "group": group, "help": help, **more})
+# Help texts of the options.
+HELP: dict[str, str] = dict(
+    entry.split(": ", 1)
+    for entry in """
+output_dir: Folder to write the bundle to.
+sparsity: Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95. Several are sparsity levels of one
+    bundle: choose among them when you load it.
+bits: Of --weights graded: how many of a weight's 8 bits to read, on average over channels and tokens. Several are levels of
+    one bundle.
+default: The level in force unless another is asked for, by its sparsity or its bits.
+max_kl: Find the highest sparsity (of --weights graded the fewest bits) whose KL(dense || sparse), in nats per token, is at
+    most this, on text that neither the calibration nor the search has seen.
+min_top1: The same for the share of tokens where dense and sparse choose the same: at least this, such as 0.95.
+method: How channels are scored.
+search: How the sparsity is spread over the layers. auto: refine; for other methods, their authors' way. fisher: nearly as
+    good, in less time.
+num_generations: Generations of --search paper. The paper has 400.
+num_offspring: Candidates per generation of --search paper. The paper has 64.
+calibration: self: the model writes its own text. paper: the paper's mixture, from the Hub. Or a text, JSONL or source file, a
+    folder of them, or a Hub data set (USER/NAME). Repeat it for several.
+num_samples: Calibration sequences.
+seq_len: Tokens per calibration sequence.
+seed: The same seed gives the same bundle.
+rotation: pca: rotate the weights to the principal directions of what flows through them, where leaving channels out costs far
+    less; the dense model stays the same but for rounding. none: the source's bytes. auto: pca where the model allows it; for
+    int4, whichever costs less at the default level, measured.
+weights: How the bundle stores the layers' weights. native: as the source does. int8, fp8: rounded, with a scale a row. int4:
+    fitted to the calibration text (GPTQ), in groups of 128. graded: int8 in groups of 128, of which each token reads as many
+    bits of a channel as its value is worth. As compressed-tensors, which others load.
+dtype: Of the bundle's weights; auto copies the source's bytes.
+device: auto, cpu, cuda or cuda:N.
+revision: Branch, tag or commit of a model on the Hub.
+gguf_file: The GGUF file to convert, of those in MODEL.
+max_shard_size: Largest weight file.
+work_dir: Folder for the state of an unfinished conversion.
+resume: Keep the results of finished stages, and go on after the last one.
+overwrite: Replace an existing bundle, once the new one is complete.
+report: full: the report shows how sensitive each block is alone. brief leaves that out: nothing is decided by it, and on a CPU
+    it takes time. auto: full on a GPU, brief on a CPU.
+upload_repo: Push the bundle to the Hub afterwards.
+private: Make that repository private.
+""".replace("\n    ", " ")
+    .strip()
+    .splitlines()
+)
+
+
+def _option(kind: str, default: Any, group: str, **more: Any) -> Any:
+    return field(default=default, metadata={"kind": kind, "group": group, **more})
 
 
 class ConvertOptions(TypedDict, total=False):
@@ -74,98 +125,41 @@ class ConvertSettings:
 
     model: str = field(metadata={"kind": "place"})
     output_dir: Path = _option(  # noqa: RUF009
-        "folder", None, "Output", "Folder to write the bundle to.", letter="-o",
-        shown="MODEL's name and -wisparse, with one sparsity its percentage",
-    )  # fmt: skip
+        "folder", None, "Output", letter="-o", shown="MODEL's name and -wisparse, with one sparsity its percentage"
+    )
     sparsity: tuple[float, ...] = _option(
-        "fractions", (), "Sparsity",
-        "Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95. Several are sparsity levels "
-        "of one bundle: choose among them when you load it.",
-        low=0.0, high=MAX_SPARSITY, expected=_FRACTION, metavar="FRACTION[,…]", shown=",".join(map(str, USUAL)),
-    )  # fmt: skip
+        "fractions", (), "Sparsity", range=_FRACTION, metavar="FRACTION[,…]", shown=",".join(map(str, USUAL))
+    )
     bits: tuple[float, ...] = _option(
-        "fractions", (), "Sparsity",
-        "Of --weights graded: how many of a weight's 8 bits to read, on average over channels and tokens. Several are "
-        "levels of one bundle.",
-        low=bits_of(MAX_SPARSITY), high=8.0, expected=_BITS, metavar="BITS[,…]", shown=",".join(map(str, USUAL_BITS)),
-    )  # fmt: skip
+        "fractions", (), "Sparsity", range=_BITS, metavar="BITS[,…]", shown=",".join(map(str, USUAL_BITS))
+    )
     default: float | None = _option(
-        "float", None, "Sparsity", "The level in force unless another is asked for, by its sparsity or its bits.",
-        low=0.0, high=8.0, expected="a sparsity or, of --weights graded, a number of bits", metavar="LEVEL",
-        shown="0.4, or the nearest to it; 3.5 bits",
-    )  # fmt: skip
-    max_kl: float | None = _option(
-        "float", None, "Sparsity",
-        "Find the highest sparsity (of --weights graded the fewest bits) whose KL(dense || sparse), in nats per token, is at most this, on text that neither "
-        "the calibration nor the search has seen.",
-        low=0.0, high=1e6, expected="a number of nats per token, 0 or more", metavar="NATS",
-    )  # fmt: skip
-    min_top1: float | None = _option(
-        "float", None, "Sparsity",
-        "The same for the share of tokens where dense and sparse choose the same: at least this, such as 0.95.",
-        low=0.0, high=1.0, expected="a share of tokens, from 0 to 1", metavar="SHARE",
-    )  # fmt: skip
-    method: str = _option("choice", "wisparse", "Search", "How channels are scored.", choices=METHODS)
-    search: str = _option(
-        "choice", "auto", "Search",
-        "How the sparsity is spread over the layers. auto: refine; for other methods, their authors' way. fisher: "
-        "nearly as good, in less time.", choices=("auto", *SEARCHES),
-    )  # fmt: skip
-    num_generations: int | None = _option(
-        "int", None, "Search", "Generations of --search paper. The paper has 400.", low=1
+        "float", None, "Sparsity", range=_LEVEL, metavar="LEVEL", shown="0.4, or the nearest to it; 3.5 bits"
     )
-    num_offspring: int | None = _option(
-        "int", None, "Search", "Candidates per generation of --search paper. The paper has 64.", low=1
-    )
-    calibration: tuple[str, ...] = _option(
-        "places", ("self",), "Calibration",
-        "self: the model writes its own text. paper: the paper's mixture, from the Hub. Or a text, JSONL or source "
-        "file, a folder of them, or a Hub data set (USER/NAME). Repeat it for several.", metavar="SOURCE",
-    )  # fmt: skip
-    num_samples: int = _option("int", 16, "Calibration", "Calibration sequences.", low=1)
+    max_kl: float | None = _option("float", None, "Sparsity", range=_NATS, metavar="NATS")
+    min_top1: float | None = _option("float", None, "Sparsity", range=_SHARE, metavar="SHARE")
+    method: str = _option("choice", "wisparse", "Search", choices=METHODS)
+    search: str = _option("choice", "auto", "Search", choices=("auto", *SEARCHES))
+    num_generations: int | None = _option("int", None, "Search", low=1)
+    num_offspring: int | None = _option("int", None, "Search", low=1)
+    calibration: tuple[str, ...] = _option("places", ("self",), "Calibration", metavar="SOURCE")
+    num_samples: int = _option("int", 16, "Calibration", low=1)
     # The first token of a sequence is not counted.
-    seq_len: int | None = _option(
-        "int", None, "Calibration", "Tokens per calibration sequence.", low=8, shown="2048 on a GPU, 512 on a CPU"
-    )
-    seed: int = _option("int", 0, "Calibration", "The same seed gives the same bundle.", low=0)
-    rotation: str = _option(
-        "choice", "auto", "Weights",
-        "pca: rotate the weights to the principal directions of what flows through them, where leaving channels out "
-        "costs far less; the dense model stays the same but for rounding. none: the source's bytes. auto: pca where "
-        "the model allows it; for int4, whichever costs less at the default level, measured.", choices=ROTATIONS,
-    )  # fmt: skip
-    weights: str = _option(
-        "choice", "native", "Weights",
-        "How the bundle stores the layers' weights. native: as the source does. int8, fp8: rounded, with a scale a "
-        "row. int4: fitted to the calibration text (GPTQ), in groups of 128. graded: int8 in groups of 128, of which "
-        "each token reads as many bits of a channel as its value is worth. As compressed-tensors, which others load.",
-        choices=WEIGHTS,
-    )  # fmt: skip
-    dtype: str = _option(
-        "choice", "auto", "Weights", "Of the bundle's weights; auto copies the source's bytes.", choices=DTYPES
-    )
-    device: str = _option("any", "auto", "Run", "auto, cpu, cuda or cuda:N.")
-    revision: str | None = _option("text", None, "Run", "Branch, tag or commit of a model on the Hub.")
-    gguf_file: str | None = _option(
-        "text", None, "Run", "The GGUF file to convert, of those in MODEL.", metavar="NAME.gguf"
-    )
-    max_shard_size: str = _option("size", "5GB", "Output", "Largest weight file.")
-    work_dir: Path | None = _option(  # noqa: RUF009
-        "folder", None, "Run", "Folder for the state of an unfinished conversion.", shown="OUTPUT_DIR.work"
-    )
-    resume: bool = _option(
-        "switch", True, "Run", "Keep the results of finished stages, and go on after the last one.", no="--no-resume"
-    )
-    overwrite: bool = _option("switch", False, "Output", "Replace an existing bundle, once the new one is complete.")
-    report: str = _option(
-        "choice", "auto", "Output",
-        "full: the report shows how sensitive each block is alone. brief leaves that out: nothing is decided by it, "
-        "and on a CPU it takes time. auto: full on a GPU, brief on a CPU.", choices=REPORTS,
-    )  # fmt: skip
-    upload_repo: str | None = _option(
-        "text", None, "Output", "Push the bundle to the Hub afterwards.", metavar="USER/NAME"
-    )
-    private: bool = _option("switch", False, "Output", "Make that repository private.")
+    seq_len: int | None = _option("int", None, "Calibration", low=8, shown="2048 on a GPU, 512 on a CPU")
+    seed: int = _option("int", 0, "Calibration", low=0)
+    rotation: str = _option("choice", "auto", "Weights", choices=ROTATIONS)
+    weights: str = _option("choice", "native", "Weights", choices=WEIGHTS)
+    dtype: str = _option("choice", "auto", "Weights", choices=DTYPES)
+    device: str = _option("any", "auto", "Run")
+    revision: str | None = _option("text", None, "Run")
+    gguf_file: str | None = _option("text", None, "Run", metavar="NAME.gguf")
+    max_shard_size: str = _option("size", "5GB", "Output")
+    work_dir: Path | None = _option("folder", None, "Run", shown="OUTPUT_DIR.work")  # noqa: RUF009
+    resume: bool = _option("switch", True, "Run", no="--no-resume")
+    overwrite: bool = _option("switch", False, "Output")
+    report: str = _option("choice", "auto", "Output", choices=REPORTS)
+    upload_repo: str | None = _option("text", None, "Output", metavar="USER/NAME")
+    private: bool = _option("switch", False, "Output")
 
     def __post_init__(self) -> None:
         """Validate each value, then combinations of values; raises UsageError before anything is read."""
@@ -280,15 +274,16 @@ def _validated(option: Field[Any], value: Any) -> Any:
             return tuple(guard.place(name, item) for item in values)
         if value is None or (isinstance(value, tuple) and not value):
             return ()
-        expected = f"{metadata['expected']}, or several"
+        low, high, words = metadata["range"]
+        expected = f"{words}, or several"
         if not values:
             raise UsageError(f"{name}: expected {expected}, found none")
-        return tuple(sorted(guard.number(name, item, metadata["low"], metadata["high"], expected) for item in values))
+        return tuple(sorted(guard.number(name, item, low, high, expected) for item in values))
     if value is None and option.default is None:
         return None
     match metadata["kind"]:
         case "float":
-            return guard.number(name, value, metadata["low"], metadata["high"], metadata["expected"])
+            return guard.number(name, value, *metadata["range"])
         case "int":
             return guard.integer(name, value, metadata["low"], _LARGEST)
         case "switch":

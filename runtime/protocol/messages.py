@@ -9,20 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..generation.request import Generation
+from . import requests as api
 from .formatter import Formatter, Item, event
-from .requests import (
-    MAX_STOPS,
-    UNSUPPORTED,
-    ApiError,
-    ChatRequest,
-    FunctionName,
-    GenerationRequest,
-    ObjectSchema,
-    Strict,
-    as_response_format,
-    invalid,
-    validated,
-)
 
 PATH = "/v1/messages"
 # Claude Code's first system block. It differs in each request, which would defeat the prefix cache.
@@ -38,7 +26,7 @@ def _joined(content: Any) -> Any:
         return content
     for block in content:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise invalid("", "a block of type text, as this server reads text alone", block)
+            raise api.invalid("", "a block of type text, as this server reads text alone", block)
     return "".join(block["text"] for block in content)
 
 
@@ -54,21 +42,21 @@ _OR_TEXT = BeforeValidator(
 )
 
 
-class TextBlock(Strict):
+class TextBlock(api.Strict):
     text: str
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlock(api.Strict):
     thinking: str = ""
 
 
-class ToolUseBlock(Strict):
+class ToolUseBlock(api.Strict):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResultBlock(Strict):
+class ToolResultBlock(api.Strict):
     tool_use_id: str
     content: _Text = ""
     is_error: bool = False
@@ -84,7 +72,7 @@ _BLOCKS: Mapping[str, Mapping[str, type[Block]]] = {
 }
 
 
-class InputMessage(Strict):
+class InputMessage(api.Strict):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[dict[str, Any]], _OR_TEXT]
 
@@ -97,34 +85,34 @@ class InputMessage(Strict):
             if kind not in known:
                 expected = f"{' or '.join(known)}, as this server reads text alone"
                 why = f"{path}: expected a block of type {expected}, found {kind!r:.40}"
-                raise ApiError(400, why, param=path, code="unsupported_content")
-            blocks.append(validated(known[kind], block, path))
+                raise api.ApiError(400, why, param=path, code="unsupported_content")
+            blocks.append(api.validated(known[kind], block, path))
         return blocks
 
 
-class ToolParam(Strict):
+class ToolParam(api.Strict):
     type: Literal["custom"] = Field("custom", description="this server runs no tools of its own")
-    name: FunctionName
+    name: api.FunctionName
     description: str = ""
-    input_schema: ObjectSchema
+    input_schema: api.ObjectSchema
 
 
-class ToolChoice(Strict):
+class ToolChoice(api.Strict):
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(Strict):
+class Thinking(api.Strict):
     type: Literal["enabled", "disabled", "adaptive"] = "disabled"
     budget_tokens: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
 
 
-class CountTokensRequest(GenerationRequest):
+class CountTokensRequest(api.GenerationRequest):
     """``/v1/messages/count_tokens``."""
 
     unsupported: ClassVar = {
-        **{field: neutral for field, neutral in UNSUPPORTED.items() if field != "thinking"},
+        **{field: neutral for field, neutral in api.UNSUPPORTED.items() if field != "thinking"},
         "container": (),
         "mcp_servers": ([],),
         "output_format": (),
@@ -143,18 +131,18 @@ class CountTokensRequest(GenerationRequest):
     def _has_the_tool(self) -> Self:
         names, name = [tool.name for tool in self.tools], self.tool_choice.name
         if self.tool_choice.type == "tool" and name not in names:
-            raise invalid("tool_choice.name", "the name of one of the tools", name)
+            raise api.invalid("tool_choice.name", "the name of one of the tools", name)
         if self.tool_choice.type == "any" and not names:
-            raise invalid("tool_choice", "tools, one of which has to be called", "none")
+            raise api.invalid("tool_choice", "tools, one of which has to be called", "none")
         return self
 
     @property
     def thinks(self) -> bool:
         return self.thinking.type != "disabled"
 
-    def as_chat(self) -> ChatRequest:
+    def as_chat(self) -> api.ChatRequest:
         """Convert to a chat completion; raises ApiError."""
-        body = self.model_dump(exclude_unset=True, by_alias=True, include=set(GenerationRequest.model_fields))
+        body = self.model_dump(exclude_unset=True, by_alias=True, include=set(api.GenerationRequest.model_fields))
         body["messages"] = self._messages()
         thinks = self.thinks
         switches = {"enable_thinking": thinks, "thinking": thinks}
@@ -162,7 +150,7 @@ class CountTokensRequest(GenerationRequest):
         body["chat_template_kwargs"] = given if switches.keys() & given.keys() else {**switches, **given}
         body["thinking_token_budget"] = self.thinking.budget_tokens if thinks else None
         if (output_format := self.output_config.get("format")) is not None:
-            body["response_format"] = as_response_format(output_format, "output_config.format")
+            body["response_format"] = api.as_response_format(output_format, "output_config.format")
         functions = [
             {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in self.tools
         ]
@@ -170,7 +158,7 @@ class CountTokensRequest(GenerationRequest):
         named = {"type": "function", "function": {"name": self.tool_choice.name}}
         body["tool_choice"] = {"any": "required", "tool": named}.get(self.tool_choice.type, self.tool_choice.type)
         body["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        return validated(ChatRequest, body)
+        return api.validated(api.ChatRequest, body)
 
     def _messages(self) -> list[dict[str, Any]]:
         """Messages of a chat completion: one for each tool result, and one for adjacent messages of the same role."""
@@ -201,21 +189,21 @@ class MessagesRequest(CountTokensRequest):
     """``/v1/messages``."""
 
     max_tokens: int = Field(ge=1, le=2**63 - 1)
-    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=1000)]] = Field([], max_length=MAX_STOPS)
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=1000)]] = Field([], max_length=api.MAX_STOPS)
 
     @model_validator(mode="after")
     def _ends_with_a_user(self) -> Self:
         if self.messages[-1].role == "assistant":
             expected = "a user's message at the end, as this server does not continue an assistant's"
-            raise invalid("messages", expected, "assistant")
+            raise api.invalid("messages", expected, "assistant")
         return self
 
-    def as_chat(self) -> ChatRequest:
+    def as_chat(self) -> api.ChatRequest:
         update = {"max_tokens": self.max_tokens, "stop": [*self.stop, *self.stop_sequences]}
         return super().as_chat().model_copy(update=update)
 
 
-def error_answer(error: ApiError) -> tuple[int, dict[str, Any]]:
+def error_answer(error: api.ApiError) -> tuple[int, dict[str, Any]]:
     """The status and the body of an error in Anthropic's format."""
     status = _STATUS.get(error.status_code, error.status_code)
     kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
@@ -233,7 +221,7 @@ class MessagesFormatter(Formatter):
     def start(self) -> bytes:
         return event("message_start", message=self.response())
 
-    def failure(self, error: ApiError) -> bytes:
+    def failure(self, error: api.ApiError) -> bytes:
         _, body = error_answer(error)
         return event(body.pop("type"), **body)
 

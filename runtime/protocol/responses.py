@@ -7,21 +7,8 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from ..generation.request import Generation
+from . import requests as api
 from .formatter import Formatter, Item, event
-from .requests import (
-    IGNORED,
-    UNSUPPORTED,
-    ApiError,
-    ChatRequest,
-    FieldError,
-    Function,
-    GenerationRequest,
-    Message,
-    Strict,
-    Tool,
-    as_response_format,
-    validated,
-)
 
 # Kind of item -> prefix of its id, its type, name of its text events, further fields of these.
 _ITEMS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -33,39 +20,39 @@ _ITEMS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 _REPEATED = ("tool_choice", "tools", "instructions", "max_output_tokens", "temperature", "top_p")
 
 
-class ReasoningPart(Strict):
+class ReasoningPart(api.Strict):
     text: str
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(api.Strict):
     content: list[ReasoningPart] = Field([])
 
 
-class CallItem(Strict):
+class CallItem(api.Strict):
     name: str
     arguments: str
     call_id: str
 
 
-class ResultItem(Strict):
+class ResultItem(api.Strict):
     output: Any
     call_id: str
 
 
-class Reasoning(Strict):
+class Reasoning(api.Strict):
     effort: str | None = None
 
 
-class _Chat(ChatRequest):
+class _Chat(api.ChatRequest):
     prompt_field: ClassVar = "input"
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(api.GenerationRequest):
     """``/v1/responses``; also accepts the other fields of chat completions."""
 
-    ignored: ClassVar = IGNORED | ChatRequest.model_fields.keys()
+    ignored: ClassVar = api.IGNORED | api.ChatRequest.model_fields.keys()
     unsupported: ClassVar = {
-        **{field: neutral for field, neutral in UNSUPPORTED.items() if field != "reasoning"},
+        **{field: neutral for field, neutral in api.UNSUPPORTED.items() if field != "reasoning"},
         "background": (False,),
         "conversation": (),
         # Thoughts are sent unencrypted.
@@ -95,10 +82,10 @@ class ResponsesRequest(GenerationRequest):
     @classmethod
     def _without_verbosity(cls, text: dict[str, Any]) -> dict[str, Any]:
         if text.get("verbosity") not in (None, "medium"):
-            raise FieldError("verbosity", "this server does not have it; leave it out")
+            raise api.FieldError("verbosity", "this server does not have it; leave it out")
         return text
 
-    def as_chat(self) -> ChatRequest:
+    def as_chat(self) -> api.ChatRequest:
         """Convert to a chat completion; raises ApiError."""
         own = {"input", "instructions", "max_output_tokens", "text", "reasoning", *self.unsupported}
         body = {**self.model_dump(exclude_unset=True, by_alias=True, exclude=own), **(self.model_extra or {})}
@@ -106,20 +93,20 @@ class ResponsesRequest(GenerationRequest):
         body["max_completion_tokens"] = self.max_output_tokens
         body["reasoning_effort"] = self.reasoning.effort or body.get("reasoning_effort")
         if (text_format := self.text.get("format")) is not None:
-            body["response_format"] = as_response_format(text_format, "text.format")
+            body["response_format"] = api.as_response_format(text_format, "text.format")
         body["tools"] = []
         for index, tool in enumerate(self.tools):
             where, kind = f"tools[{index}]", tool.get("type")
             function: Any = {key: value for key, value in tool.items() if key != "type"}
             if kind == "function":
-                function = validated(Function, function, where)
-            body["tools"].append(validated(Tool, {"type": kind, "function": function}, where))
+                function = api.validated(api.Function, function, where)
+            body["tools"].append(api.validated(api.Tool, {"type": kind, "function": function}, where))
         match self.tool_choice:
             case {"type": "function", "name": name}:
                 body["tool_choice"] = {"type": "function", "function": {"name": name}}
-        return validated(_Chat, body)
+        return api.validated(_Chat, body)
 
-    def _messages(self) -> list[Message]:
+    def _messages(self) -> list[api.Message]:
         messages: list[tuple[str, dict[str, Any]]] = []  # path in the body, message
         if self.instructions:
             messages.append(("instructions", {"role": "system", "content": self.instructions}))
@@ -128,12 +115,12 @@ class ResponsesRequest(GenerationRequest):
             where = f"input[{index}]"
             match item.get("type", "message"):
                 case "reasoning":
-                    thought = "".join(part.text for part in validated(ReasoningItem, item, where).content)
+                    thought = "".join(part.text for part in api.validated(ReasoningItem, item, where).content)
                     continue
                 case "message":
                     message = {"role": item.get("role"), "content": _content(item.get("content"))}
                 case "function_call":
-                    called = validated(CallItem, item, where)
+                    called = api.validated(CallItem, item, where)
                     function = {"name": called.name, "arguments": called.arguments}
                     call = {"id": called.call_id, "type": "function", "function": function}
                     if messages and messages[-1][1]["role"] == "assistant":  # a turn is one message
@@ -141,17 +128,17 @@ class ResponsesRequest(GenerationRequest):
                         continue
                     message = {"role": "assistant", "tool_calls": [call]}
                 case "function_call_output":
-                    result = validated(ResultItem, item, where)
+                    result = api.validated(ResultItem, item, where)
                     message = {"role": "tool", "content": _content(result.output), "tool_call_id": result.call_id}
                 case kind:
                     why = f"{where}: this server does not have items of type {kind!r:.40}"
-                    raise ApiError(400, why, param=where, code="unsupported_parameter")
+                    raise api.ApiError(400, why, param=where, code="unsupported_parameter")
             if thought and message["role"] == "assistant":
                 message["reasoning_content"], thought = thought, ""
             messages.append((where, message))
         if not messages:
-            raise ApiError(400, "input: expected a message, found none", param="input", code="invalid_value")
-        return [validated(Message, message, where) for where, message in messages]
+            raise api.ApiError(400, "input: expected a message, found none", param="input", code="invalid_value")
+        return [api.validated(api.Message, message, where) for where, message in messages]
 
 
 def _content(content: Any) -> Any:
@@ -170,7 +157,7 @@ class ResponsesFormatter(Formatter):
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event(kind, response=self.response()) for kind in kinds)
 
-    def failure(self, error: ApiError) -> bytes:
+    def failure(self, error: api.ApiError) -> bytes:
         fields = {name: error.error[name] for name in ("code", "message", "param")}
         failed = {"status": "failed", "error": {"code": "server_error", "message": fields["message"]}}
         return self._event("error", **fields) + self._event("response.failed", response={**self.response(), **failed})

@@ -28,7 +28,7 @@ from ..generation.request import Chunk, Generation, Request
 from ..model import Model
 from ..protocol.formatter import ChatFormatter, CompletionFormatter, Context, Formatter, cached_tokens, to_json
 from ..protocol.messages import CountTokensRequest, MessagesFormatter, MessagesRequest
-from ..protocol.requests import ApiError, ChatRequest, CompletionRequest, as_api_error
+from ..protocol.requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, as_api_error
 from ..protocol.responses import ResponsesFormatter, ResponsesRequest
 from ..protocol.tools import HERMES, ToolCallParser, call_grammar, short_ids, syntax_of
 from ..thoughts import HARMONY
@@ -281,24 +281,20 @@ class Server:
             self._grammars.shutdown(cancel_futures=True)
 
     async def chat(self, body: ChatRequest, http: HttpRequest) -> Response:
-        warn(http, body.warning)
-        return await self._answer(http, body, functools.partial(ChatFormatter, body))
+        return await self._answer(http, body, body, ChatFormatter)
 
     async def complete(self, body: CompletionRequest, http: HttpRequest) -> Response:
-        warn(http, body.warning)
-        return await self._answer(http, body, functools.partial(CompletionFormatter, body))
+        return await self._answer(http, body, body, CompletionFormatter)
 
     async def respond(self, body: ResponsesRequest, http: HttpRequest) -> Response:
-        warn(http, body.warning)
-        return await self._answer(http, body.as_chat(), functools.partial(ResponsesFormatter, body))
+        return await self._answer(http, body, body.as_chat(), ResponsesFormatter)
 
     async def message(self, body: MessagesRequest, http: HttpRequest) -> Response:
-        warn(http, body.warning)
         chat = body.as_chat()
         if body.thinks and self._model.thoughts is None:  # Anthropic's clients ask all models for thoughts
             warn(http, "thinking: this model marks no thoughts")
             chat.thinking_token_budget = None
-        return await self._answer(http, chat, functools.partial(MessagesFormatter, body))
+        return await self._answer(http, body, chat, MessagesFormatter)
 
     async def count_tokens(self, body: CountTokensRequest, http: HttpRequest) -> dict[str, int]:
         self._check_name(body.model)
@@ -307,10 +303,11 @@ class Server:
         return {"input_tokens": await unless_disconnected(http.receive, count)}
 
     async def _answer(
-        self, http: HttpRequest, body: ChatRequest | CompletionRequest, make: Callable[[Context], Formatter]
+        self, http: HttpRequest, asked: GenerationRequest, body: ChatRequest | CompletionRequest, kind: type[Formatter]
     ) -> Response:
-        """Encode an HTTP request, submit its engine requests, and stream or collect their answers."""
+        """Submit the engine requests of a body, and stream or collect their answers. ``asked``: what the client sent."""
         began = time.perf_counter()
+        warn(http, asked.warning)
         self._check_name(body.model)
         run = asyncio.get_running_loop().run_in_executor
         answers = AnswerQueue(self._model, self.metrics)
@@ -325,7 +322,7 @@ class Server:
             requests, context, grammar = await unless_disconnected(http.receive, encoding)
             if grammar is not None:
                 await unless_disconnected(http.receive, run(self._grammars, self._encoder.constrain, requests, grammar))
-            formatter = make(context)
+            formatter = kind(asked, context)
             answers.submit(requests, score_only=body.max_tokens == 0)
             # Errors of a request show before its first token, so before the status is sent.
             first = await unless_disconnected(http.receive, answers.next())

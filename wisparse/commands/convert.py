@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wisparse.converter.settings import ConvertSettings
+from wisparse.converter.settings import HELP, ConvertSettings
 from wisparse.formats.checkpoint import require_supported
 from wisparse.formats.guard import find_gguf
 from wisparse.formats.hub import require_place
@@ -53,7 +53,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str | No
 
 def _option(field: Field[Any]) -> Any:
     metadata, name = field.metadata, "--" + field.name.replace("_", "-")
-    kwargs = {key: metadata[key] for key in ("help", "metavar") if key in metadata}
+    kwargs: dict[str, Any] = {"help": HELP[field.name], "metavar": metadata.get("metavar")}
     match metadata["kind"]:
         case "switch":
             names = f"{name}/{metadata['no']}" if "no" in metadata else name
