@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import AccessError, CalibrationError, UsageError
+from wisparse.formats.manifest import QualityTable
 
 from .calibration import CalibrationTokens, load_calibration
 from .calibration_state import CalibrationState
-from .evaluation import Quality, evaluate_text
+from .evaluation import Measured, Quality, evaluate_text
 from .experts import weights_read
+from .logits_cache import rounded
 from .masking import MaskedModel
 from .processes import SILENT, Progress
+from .quality_table import can_round, dense_logits, estimate, noise_floor, quality_table, rounded_weights, unmasked
 from .search.allocation import MAX_SPARSITY
 from .search.search import SearchResult, SparsityLevels
 from .source import SourceModel
@@ -30,7 +33,11 @@ _log = logging.getLogger("wisparse")
 LEVELS = (0.4, 0.5, 0.6)
 # Added to the calibration's seed. Far from seeds that users choose.
 _SEED_OFFSET, _CHOICE_SEED_OFFSET = 1_000_003, 2_000_003
-_SAMPLES, _SEQ_LEN = 8, 256  # of the measurement text, at most
+_SIZE, _WRITTEN = (16, 512), (8, 256)  # samples and length of the measurement text, at most; of text written on a CPU
+# On a CPU only the dense model and the default level are measured on all of it, the others on this many tokens, so that
+# it takes about 5% of a conversion.
+_FEW_TOKENS = 1024
+_ROUNDED = ("int8", "fp8")  # that a bundle's weights can be rounded to at load; int4 is only good if it is fitted
 _SENSITIVITY_TOKENS = 1024
 # The lowest sparsity that `choose` tries: below it a mask saves less time than it takes.
 LOWEST = 0.05
@@ -71,6 +78,7 @@ class Measurement:
     text: str  # a description of the measurement text
     sensitivity: BlockSensitivity | None
     curve: tuple[tuple[float, Quality], ...] = ()  # by sparsity, ascending; includes the levels
+    table: QualityTable | None = None
 
 
 class MaskedLogits(AbstractContextManager["MaskedLogits"]):
@@ -117,40 +125,82 @@ def measure(
     sensitivity_at: float | None = None,
     fresh: CalibrationTokens | None = None,
     progress: Progress = SILENT,
+    *,
+    default: float | None = None,
+    reference: Sequence[Tensor] = (),
 ) -> Measurement:
     """Measure ``results``, by sparsity, of searches on ``tokens``. ``sensitivity_at``: the sparsity whose scales the block
-    sensitivity is measured with; ``fresh``: the text to measure on, else read or generated like ``calibration``."""
-    num_samples, seq_len, seed = fresh_text(tokens.num_samples, tokens.seq_len, tokens.seed)
+    sensitivity is measured with; ``fresh``: the text to measure on, else read or generated like ``calibration``;
+    ``default``: the default level, else the highest; ``reference``: logits of the first sequences of ``fresh`` before the
+    weights were quantized."""
+    written = calibration in ("self", ["self"])
+    size = fresh_text(tokens.num_samples, tokens.seq_len, tokens.seed, source.device.type, written)
     try:
         if fresh is None:
-            fresh = load_calibration(calibration, source.tokenizer, source.model, num_samples, seq_len, seed, progress)
+            fresh = load_calibration(calibration, source.tokenizer, source.model, *size, progress)
         text = f"{fresh.source}, with another seed than the calibration's"
         if fresh.source == "self":
             text = "text that the model wrote, not what it was calibrated on"
     except (AccessError, CalibrationError) as error:
         # The data set was available before the search: do not lose the search's results now.
         _log.warning("quality is measured on the calibration text itself, which flatters it: %s", error)
-        fresh, text = _truncate(tokens, num_samples, seq_len), "the calibration text itself"
-    dense: dict[bytes, Tensor] = {}  # dense logits by token ids, reused for all levels
+        fresh, text = _truncate(tokens, *size[:2]), "the calibration text itself"
+    default = max(results) if default is None else default
+    texts = fresh.input_ids[: len(reference) or None]
+    known = {ids.numpy().tobytes(): one for ids, one in zip(texts, reference, strict=False)}
 
-    @torch.no_grad()
-    def dense_logits(ids: Tensor, _: int) -> Tensor:
+    def reference_of(ids: Tensor, _: int) -> Tensor:
         key = ids.numpy().tobytes()
-        if key not in dense:
-            dense[key] = source.model(input_ids=ids.to(source.device)[None], use_cache=False).logits[0].float()
-        return dense[key]
+        if key not in known:
+            known[key] = rounded(dense_logits(source, ids)).cpu()
+        return known[key].to(source.device)
 
-    levels: dict[float, Quality] = {}
-    curve: dict[float, Quality] = {}
-    passes = sum(1 + len(result.thresholds_at) for result in results.values())
-    with progress.stage("Measuring", fresh.num_samples * passes) as stage:
-        for target, result in sorted(results.items()):
+    kinds = _ROUNDED if not reference and can_round(source) else ()
+    few = len(texts) if source.device.type == "cuda" else max(1, min(len(texts), _FEW_TOKENS // texts.shape[1]))
+    levels, curve = dict[float, Quality](), dict[float, Quality]()
+    pairs: dict[tuple[str, float], Measured] = {}
+    part = whole = unmasked(0, math.nan)  # the default level on a part of the text and on all
+    passes = sum(1 + len(result.thresholds_at) for result in results.values()) + len(kinds) * (1 + len(results))
+    with progress.stage("Measuring", passes * few + len(texts) - few) as stage:
+
+        def quality(logits: Callable[[Tensor, int], Tensor], part: Tensor, counter: Any = None) -> Quality:
+            given: dict[str, Any] = {"reference": reference_of, "counter": counter, "advance": stage.advance}
+            return evaluate_text(logits, part, ["all"], **given)["all"]
+
+        def plain(ids: Tensor, _: int) -> Tensor:
+            return dense_logits(source, ids)
+
+        # The default level first: by it the others are estimated from fewer tokens.
+        for target, result in sorted(results.items(), key=lambda item: item[0] != default):
             with MaskedLogits(source, result) as logits:
-                for sparsity, thresholds in {target: logits.thresholds, **result.thresholds_at}.items():
+                own = logits.thresholds
+                for sparsity, thresholds in {target: own, **result.thresholds_at}.items():
                     logits.thresholds = thresholds
-                    options: dict[str, Any] = {"reference": dense_logits, "counter": logits, "advance": stage.advance}
-                    quality = evaluate_text(logits, fresh.input_ids, ["all"], **options)["all"]
-                    (levels if sparsity == target else curve)[sparsity] = quality
+                    found = quality(logits, texts[:few], logits)
+                    if sparsity == default:
+                        part = whole = found.sparse
+                        if few < len(texts):
+                            whole = quality(logits, texts).sparse
+                    figures = estimate(found.sparse, part, whole) if sparsity != default else whole
+                    if sparsity == target:
+                        pairs["native", target] = figures
+                    figures = replace(figures, num_tokens=whole.num_tokens)
+                    (levels if sparsity == target else curve)[sparsity] = replace(
+                        found, sparse=figures, overall=figures
+                    )
+                logits.thresholds = own
+                for kind in kinds if target else ():
+                    with rounded_weights(source, kind):
+                        pairs[kind, target] = estimate(quality(logits, texts[:few]).sparse, part, whole)
+        if reference and 0.0 not in results:
+            pairs["native", 0.0] = estimate(quality(plain, texts[:few]).sparse, part, whole)
+        elif 0.0 not in results:
+            pairs["native", 0.0] = unmasked(whole.num_tokens, whole.dense_perplexity)
+        for kind in kinds:
+            with rounded_weights(source, kind):
+                pairs[kind, 0.0] = estimate(quality(plain, texts[:few]).sparse, part, whole)
+        floor = noise_floor(source, texts)
+    table = quality_table(text, floor, whole, pairs)
     sensitivity = None
     if sensitivity_at is not None:
         num_samples = min(4, tokens.num_samples)  # few: it is only reported
@@ -158,12 +208,14 @@ def measure(
             for name in calib.names:
                 calib.set_scale(name, results[sensitivity_at].channel_scales[name])
             sensitivity = block_sensitivity(calib, LEVELS, progress)
-    return Measurement(levels, text, sensitivity, tuple(sorted({**curve, **levels}.items())))
+    levels = dict(sorted(levels.items()))
+    return Measurement(levels, text, sensitivity, tuple(sorted({**curve, **levels}.items())), table)
 
 
-def fresh_text(num_samples: int, seq_len: int, seed: int) -> tuple[int, int, int]:
-    """(num_samples, seq_len, seed) of the measurement text, from those of the calibration text."""
-    return min(_SAMPLES, num_samples), min(_SEQ_LEN, seq_len), seed + _SEED_OFFSET
+def fresh_text(num_samples: int, seq_len: int, seed: int, device_type: str, written: bool) -> tuple[int, int, int]:
+    """(num_samples, seq_len, seed) of the measurement text, from those of the calibration text; ``written``: by the model."""
+    most, longest = _WRITTEN if written and device_type == "cpu" else _SIZE
+    return min(most, num_samples), min(longest, seq_len), seed + _SEED_OFFSET
 
 
 def _truncate(tokens: CalibrationTokens, num_samples: int, seq_len: int) -> CalibrationTokens:

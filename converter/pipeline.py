@@ -21,7 +21,7 @@ from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle, ProjectionMask, verify_bundle
 from wisparse.formats.card import read_inherited
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import BundleError, ResourceError
+from wisparse.formats.errors import AccessError, BundleError, CalibrationError, ResourceError
 from wisparse.formats.folder import clear_leftovers
 from wisparse.formats.hub import push_bundle
 from wisparse.formats.machine import choose_device
@@ -46,6 +46,7 @@ from .measurement import Budget, Choice, choose, fresh_text, measure
 from .planes import plane_ratios, read_in_planes
 from .preflight import Plan, preflight
 from .processes import Processes, Progress, joined
+from .quality_table import reference_logits
 from .report import Report
 from .rotation import rotate
 from .search.allocation import mean_sparsity
@@ -82,7 +83,8 @@ class Prepared:
     source: SourceModel
     checkpoint: Checkpoint
     tokens: CalibrationTokens
-    held_out: CalibrationTokens | None  # measurement tokens; None unless the model wrote them
+    held_out: CalibrationTokens | None  # measurement tokens; None if they are not read yet
+    reference: list[Tensor]  # the logits on them before quantization, float16; empty for native weights
     rotation: RotationRecord | None = None
     compared: dict[str, Any] | None = None  # the KL with and without rotation
 
@@ -199,9 +201,17 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             return None
         sensitivity_at = settings.default_of(results) if settings.full_report(plan.device.type) else None
         measurement = measure(
-            model.source, model.tokens, results, settings.calibration, sensitivity_at, model.held_out, progress
+            model.source,
+            model.tokens,
+            results,
+            settings.calibration,
+            sensitivity_at,
+            model.held_out,
+            progress,
+            default=settings.default_of(results),
+            reference=model.reference,
         )
-        recipe = _recipe(plan, model, results, choice)
+        recipe = replace(_recipe(plan, model, results, choice), quality=measurement.table)
         checkpoint, planes = model.checkpoint, model.source.planes
         del model  # frees memory: the bundle is written from the checkpoint's files
         report = Report(recipe, plan.config, measurement)
@@ -274,7 +284,7 @@ def _prepare_model(plan: Plan, source: SourceModel, checkpoint: Checkpoint, stag
         # Half the calibration text's size: principal directions need fewer tokens than thresholds.
         "rotation": (-(-samples // 2), length, seed + _DIRECTIONS_SEED_OFFSET),
         "coordinates": (SAMPLES, min(LONGEST, length), seed + _COORDINATES_SEED_OFFSET),
-        "measurement": fresh_text(samples, length, seed),
+        "measurement": fresh_text(samples, length, seed, plan.device.type, plan.tokens is None),
     }
     texts = {}
     if plan.tokens is None:
@@ -293,20 +303,25 @@ def _prepare_model(plan: Plan, source: SourceModel, checkpoint: Checkpoint, stag
     rotation_text, record, compared = partial(text, "rotation"), None, None
     if settings.rotation == "auto":
         sparsity = settings.usual_default if settings.has_budget else settings.default_of(settings.levels)
-        held_out = partial(text, "coordinates")
-        kls = compare_coordinates(source, checkpoint, tokens, rotation_text, held_out, sparsity, stages)
+        other = partial(text, "coordinates")
+        kls = compare_coordinates(source, checkpoint, tokens, rotation_text, other, sparsity, stages)
         compared = {"sparsity": sparsity, "kl": kls}
     if settings.rotation == "pca" or (compared and kls["pca"] < kls["none"]):
         source, checkpoint, record = rotate(source, checkpoint, tokens, rotation_text, stages)
+    reference: list[Tensor] = []
     if settings.weights != "native":  # `source` computes with the quantized weights from here on
         kind, scale_dtype = settings.weights, checkpoint.dtype
         # int4 is fitted to the rotation text too, which is loaded already.
         fit = tokens.joined(text("rotation")) if kind == "int4" and settings.rotation != "none" else tokens
+        if stages.processes.is_main:
+            with suppress(AccessError, CalibrationError):  # `measure` says so
+                reference = reference_logits(source, text("measurement").input_ids)
         matrices = quantise_weights(source, fit, kind, scale_dtype, stages)
         checkpoint = checkpoint.quantize(matrices, scale_dtype)
         if kind == "graded":
             source = read_in_planes(source, matrices)
-    return Prepared(source, checkpoint, tokens, texts.get("measurement"), record, compared)
+    held_out = text("measurement") if texts or reference else None
+    return Prepared(source, checkpoint, tokens, held_out, reference, record, compared)
 
 
 def _self_texts(

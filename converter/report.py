@@ -54,14 +54,14 @@ def grade_of(kl: float, top1: float = 1.0, rise: float = 0.0) -> str:
     return _WORST
 
 
-ENOUGH_TOKENS = 2048  # that a KL is judged from
+FEW_TOKENS = 2048  # with fewer a KL is not judged
 
 
 def note_on(num_tokens: int, kl: float, rise: float) -> str:
     """What a reader should know of a KL from ``num_tokens`` tokens beside the perplexity's relative ``rise``; may be empty."""
     notes = []
-    if num_tokens < ENOUGH_TOKENS:
-        notes.append(f"too few tokens to tell: {num_tokens:,}, expected {ENOUGH_TOKENS:,} or more")
+    if num_tokens < FEW_TOKENS:
+        notes.append(f"too few tokens to tell: {num_tokens:,}, expected {FEW_TOKENS:,} or more")
     if kl > _GRADES[0][0] and rise < 0:
         notes.append(
             "perplexity counts only the probability of the text's own tokens, which can rise while the distribution moves "
@@ -79,9 +79,12 @@ def verdict(sparsity: float, quality: Quality | None, graded: bool = False) -> s
     tokens = {"all": "every token sparse", "half": "the last half of each text sparse"}.get(quality.prefill, "")
     change = figures.perplexity / figures.dense_perplexity - 1
     perplexity = f", perplexity {figures.dense_perplexity:.3g} -> {figures.perplexity:.3g} ({change:+.1%})"
+    error = f" ± {figures.kl_stderr:.1g}" if math.isfinite(figures.kl_stderr) and figures.kl_stderr else ""
+    judged = "" if figures.num_tokens < FEW_TOKENS else f": {grade(quality)}"
+    note = note_on(figures.num_tokens, figures.kl, change)
     return (
-        f"At {level} ({tokens}), KL {figures.kl:.2g} nats/token, top-1 agreement "
-        f"{figures.top1_agreement:.0%}{perplexity if math.isfinite(change) else ''}: {grade(quality)}."
+        f"At {level} ({tokens}), KL {figures.kl:.2g}{error} nats/token, top-1 agreement {figures.top1_agreement:.0%}"
+        f"{perplexity if math.isfinite(change) else ''}{judged}{f'; {note}' if note else ''}."
     )
 
 

@@ -87,6 +87,33 @@ def read_inherited(folder: str | os.PathLike[str]) -> Inherited:
     )
 
 
+QUALITY_HEADS = ("weights", "level", "KL, nats/token", "top-1 agreement", "perplexity", "tokens")
+
+
+def quality_cells(recipe: Recipe) -> list[tuple[str, ...]]:
+    """The quality table as text, by `QUALITY_HEADS`; empty without one."""
+    rows: list[tuple[str, ...]] = []
+    for row in recipe.quality.rows if recipe.quality else ():
+        error = f" ± {row.kl_stderr:.1g}" if row.kl_stderr else ""
+        level = level_name(row.sparsity, recipe.graded) if row.sparsity else "dense"
+        figures = f"{row.kl:.2g}{error}", f"{row.top1_agreement:.1%}", f"{row.perplexity:.3f}"
+        rows.append((row.weights, level, *figures, f"{row.num_tokens:,}"))
+    return rows
+
+
+def quality_note(recipe: Recipe) -> str:
+    """What the quality table was measured on, and its noise floor; empty without one."""
+    table = recipe.quality
+    if table is None:
+        return ""
+    few = (
+        "" if all(row.num_tokens == table.num_tokens for row in table.rows) else ", the others from fewer by its ratio"
+    )
+    floor = "not measured" if table.noise_floor is None else f"KL {table.noise_floor:.2g}"
+    scope = f"{table.num_tokens:,} tokens of {table.text}, every token sparse, against the source's weights"
+    return f"{scope}; the default level on all of them{few}. Noise floor of the arithmetic: {floor}"
+
+
 def render_card(
     recipe: Recipe,
     inherited: Inherited,
@@ -143,6 +170,9 @@ def render_card(
         metadata=metadata.to_yaml(),
         title=title,
         level_of=level_of,
+        quality_heads=QUALITY_HEADS,
+        quality_cells=quality_cells(recipe),
+        quality_note=quality_note(recipe),
         recipe=recipe,
         inherited=inherited,
         report=report,

@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from .errors import AccessError, BundleError
 from .folder import Kind
 from .guard import dump_json, read_json
-from .weight_types import PLANE_BITS
+from .weight_types import PLANE_BITS, WEIGHT_TYPES
 
 FORMAT_VERSION = 2
 MANIFEST, SIDECAR = "wisparse.json", "wisparse.safetensors"
@@ -74,6 +74,32 @@ class RotationRecord:
 
 
 @dataclass(frozen=True)
+class QualityRow:
+    """Quality of a weight type at a sparsity level against the source's weights, every token sparse. Means over the table's
+    tokens; with fewer ``num_tokens`` they are estimated from those by the default level's ratio between both."""
+
+    weights: str  # one of `WEIGHT_TYPES`
+    sparsity: _Sparsity  # one of the bundle's levels, or 0
+    num_tokens: int
+    kl: float  # nats per token
+    kl_stderr: float | None  # over sequences; None of one sequence
+    top1_agreement: _Fraction
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class QualityTable:
+    """What the conversion measured of each weight type and level that can be had from the bundle."""
+
+    text: str
+    num_tokens: int
+    dense_perplexity: float  # of the source's weights
+    # KL of the arithmetic that the table was measured in to float32, the source's weights in both; None: not measured.
+    noise_floor: float | None
+    rows: tuple[QualityRow, ...]
+
+
+@dataclass(frozen=True)
 class Recipe:
     base_model: str  # Hub id or folder name of the source, without a local path
     base_revision: str | None  # commit of a source on the Hub
@@ -86,6 +112,7 @@ class Recipe:
     vision_tensors_left_out: int = 0  # number of the source's tensors outside the text model; on disk only if not 0
     rotation: RotationRecord | None = None  # on disk only if the weights were rotated
     plane_bits: tuple[int, ...] = ()  # of a graded bundle, the high plane first; on disk only then
+    quality: QualityTable | None = None  # MAY be there
     dequantised_from: str = ""  # of a GGUF file, the types of its matrices with their number; on disk only then
 
     @property
@@ -122,7 +149,7 @@ class Recipe:
         return f"dequantised from GGUF, {types}; {against}" if types else None
 
     def to_dict(self) -> dict[str, Any]:
-        only_if_any = ("vision_tensors_left_out", "rotation", "plane_bits", "dequantised_from")
+        only_if_any = ("vision_tensors_left_out", "rotation", "plane_bits", "quality", "dequantised_from")
         document = {key: value for key, value in asdict(self).items() if value or key not in only_if_any}
         return {"format_version": FORMAT_VERSION, **document}
 
@@ -142,6 +169,16 @@ class Recipe:
         for one in recipe.levels[0].projections if found and not found[0] else ():
             where = f"{one.name:.200}: sparsity"
             checks.append((not one.sparsity, where, "0 at the sparsity level 0", f"{one.sparsity!r:.20}"))
+        pairs = [(row.weights, row.sparsity) for row in recipe.quality.rows] if recipe.quality else []
+        for number, (kind, sparsity) in enumerate(pairs):
+            where, levels = f"quality.rows[{number}]", f"0 or one of the sparsity levels {listed}"
+            checks.append(
+                (kind in WEIGHT_TYPES, f"{where}.weights", f"one of {', '.join(WEIGHT_TYPES)}", f"{kind!r:.60}")
+            )
+            checks.append((sparsity in (0, *found), f"{where}.sparsity", levels, f"{sparsity!r:.20}"))
+        checks.append(
+            (len(set(pairs)) == len(pairs), "quality.rows", "each weight type and sparsity once", "one twice")
+        )
         for valid, where, wanted, given in checks:
             if not valid:
                 raise BundleError(f"{MANIFEST}: {where}: expected {wanted}, found {given}; convert again")

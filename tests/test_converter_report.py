@@ -34,8 +34,15 @@ def recipe(of: ModelConfig, realised: float | None = None, **changes: object) ->
     return dataclasses.replace(made, **changes)
 
 
-def quality(kl: float = 0.05, policy: str = "all", perplexity: float = 8.4, top1: float = 0.88) -> Quality:
-    measured = Measured(1000, kl, 8.0, perplexity, top1)
+def quality(
+    kl: float = 0.05,
+    policy: str = "all",
+    perplexity: float = 8.4,
+    top1: float = 0.88,
+    num_tokens: int = 4000,
+    stderr: float = math.nan,
+) -> Quality:
+    measured = Measured(num_tokens, kl, 8.0, perplexity, top1, stderr)
     return Quality(policy, measured, measured, 0.49)
 
 
@@ -58,6 +65,11 @@ def test_what_the_report_says() -> None:
     assert "clearly damaged" in verdict(0.3, quality(0.001, "all", 16.0, 0.97))
     assert "perplexity" not in verdict(0.5, quality(perplexity=math.nan))
     assert "not measured" in verdict(0.5, None)
+    assert "KL 0.05 ± 0.002 nats" in verdict(0.5, quality(stderr=0.002))
+    few, falling = verdict(0.5, quality(num_tokens=100)), verdict(0.5, quality(0.3, perplexity=7.0))
+    assert few.endswith("(+5.0%); too few tokens to tell: 100, expected 2,048 or more.")
+    assert "(-12.5%): clearly damaged" in falling
+    assert "the probability of the text's own tokens, which can rise while" in falling
     # The report says what sparsity to expect on other text.
     found = dataclasses.replace(quality(), realised_range=(0.478, 0.512))
     model = config()

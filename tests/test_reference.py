@@ -54,7 +54,7 @@ def test_figures_are_those_of_evaluate_text() -> None:
         token_figures(models[0](ids, 0), models[1](ids, 0), torch.cat((ids[1:], torch.tensor([-1])))) for ids in texts
     ]
     found = divergence(rows)
-    wanted = evaluate_text(models[1], texts, ["all"], reference=models[0])["all"].sparse
+    wanted = evaluate_text(models[1], texts, ["all"], reference=models[0])["all"].overall
     estimates = (found.kl, found.top1_agreement)
     assert [one.mean for one in estimates] == pytest.approx([wanted.kl, wanted.top1_agreement], rel=1e-5)
     assert [one.stderr for one in estimates] == pytest.approx([wanted.kl_stderr, wanted.top1_stderr], rel=1e-4)
@@ -115,7 +115,7 @@ def test_models_of_all_kinds(
     assert "40%" in sparse["how"]
     # The same figure as the bundle's own evaluation, as its dense model is the reference.
     code, out, err = run("eval", bundle, "--prefill", "all", "--backend", "torch", *text)
-    own = json.loads(out)["bundles"][0]["quality"]["all"]["sparse"]
+    own = json.loads(out)["bundles"][0]["quality"]["all"]["overall"]
     assert sparse["kl"]["mean"] == pytest.approx(own["kl"], rel=1e-3)
     assert sparse["kl"]["stderr"] == pytest.approx(own["kl_stderr"], rel=1e-3)
     # A bundle as reference is its dense model; the second run reads the cache, unless a file is damaged.

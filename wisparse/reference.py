@@ -83,9 +83,14 @@ class Against:
 
 
 def compare(
-    reference: str, models: Sequence[str], texts: Sequence[str], size: tuple[int, int, int], prefill: str,
-    options: Mapping[str, Any], progress: Progress,
-) -> tuple[CalibrationTokens, list[Against]]:  # fmt: skip
+    reference: str,
+    models: Sequence[str],
+    texts: Sequence[str],
+    size: tuple[int, int, int],
+    prefill: str,
+    options: Mapping[str, Any],
+    progress: Progress,
+) -> tuple[CalibrationTokens, list[Against]]:
     """Each of ``models`` against ``reference``, which is computed in float32, a bundle with masks off. ``size``: num_samples,
     seq_len, seed of the text; ``options``: `load`'s, of which other models than bundles take ``device`` and ``dtype``."""
     device = choose_device(options["device"])
@@ -221,8 +226,13 @@ def _require_same_vocabulary(first: Place, other: Place) -> None:
         )
     text = differing_text(other.source.folder, tokenizers[0].encode)
     if text is not None:
-        _log.warning("%s cuts text into other tokens than %s, such as %r; all models get %s's tokens",
-                     other.name, first.name, text[:60], first.name)  # fmt: skip
+        _log.warning(
+            "%s cuts text into other tokens than %s, such as %r; all models get %s's tokens",
+            other.name,
+            first.name,
+            text[:60],
+            first.name,
+        )
 
 
 def print_comparison(reference: str, tokens: CalibrationTokens, results: Sequence[Against]) -> None:
@@ -254,10 +264,14 @@ def print_comparison(reference: str, tokens: CalibrationTokens, results: Sequenc
         ]
         print_rows(text, rows)
         lines = [
-            (f"{bucket.low:.0%} to {bucket.high:.0%}", f"{bucket.num_tokens:,}", with_error(bucket.kl, ".5f"),
-             with_error(bucket.top1_agreement, ".2%"))
+            (
+                f"{bucket.low:.0%} to {bucket.high:.0%}",
+                f"{bucket.num_tokens:,}",
+                with_error(bucket.kl, ".5f"),
+                with_error(bucket.top1_agreement, ".2%"),
+            )
             for bucket in found.buckets
-        ]  # fmt: skip
+        ]
         heads = ("reference's confidence", "tokens", "KL, nats/token", "top-1 agreement")
         print_table(heads, lines, note="confidence: the probability of its most likely token; ± is a standard error")
         click.echo()

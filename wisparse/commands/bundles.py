@@ -11,6 +11,7 @@ import click
 from wisparse.formats import hub
 from wisparse.formats.block_ops import describe
 from wisparse.formats.bundle import Bundle, verify_bundle
+from wisparse.formats.card import QUALITY_HEADS, quality_cells, quality_note
 from wisparse.formats.errors import AccessError, BundleError, UsageError, printable
 from wisparse.formats.guard import WANTED_BUNDLE, find_folder, quoted
 from wisparse.formats.manifest import level_name
@@ -75,6 +76,8 @@ def inspect(
     for name, value in rows:
         if value:
             click.echo(f"{name:<12} {printable(value)[:500]}")
+    if cells := quality_cells(recipe):
+        print_table(QUALITY_HEADS, cells, title="quality", left=2, note=quality_note(recipe))
     formats = {"alpha": "{0.alpha:.2f}", "threshold": "{0.threshold:.4g}", "sparsity": "{0.sparsity:.1%}"}
     cell, level = formats.get(show, "{0.realised_sparsity:.1%}"), recipe.at(opened.sparsity)
     entries = {entry.name: entry for entry in level.projections}

@@ -168,9 +168,15 @@ def command(
 
 
 def _against_reference(
-    reference: str | None, models: Sequence[str], texts: Sequence[str], size: tuple[int, int, int],
-    policies: Sequence[str], options: Mapping[str, Any], given: Mapping[str, Any], as_json: bool,
-) -> None:  # fmt: skip
+    reference: str | None,
+    models: Sequence[str],
+    texts: Sequence[str],
+    size: tuple[int, int, int],
+    policies: Sequence[str],
+    options: Mapping[str, Any],
+    given: Mapping[str, Any],
+    as_json: bool,
+) -> None:
     if reference is None or not models:
         raise UsageError("--reference and --model go together: the first is compared with the second")
     if wrong := [name for name, value in given.items() if value]:
