@@ -18,6 +18,7 @@ from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelEr
 from wisparse.formats.folder import Kind, check_target, replaced_folder
 from wisparse.formats.guard import dump_json, expect, read_json
 from wisparse.formats.tensor_file import is_finite
+from wisparse.formats.tensors import expected_tensors
 from wisparse.kernels.reference import keep_mask, scores
 
 from .decoding.rotary import switch_length
@@ -83,6 +84,11 @@ def export_onnx(
         raise UnsupportedModelError(f"{config.model_type}: {why}")
     graph = DecoderGraph(bundle, opset, dtype)
     model = graph.build()
+    read = {tensor for tensor, _ in graph.weights.values()}
+    if unread := [name for name in expected_tensors(config) if name not in read]:
+        raise UnsupportedModelError(
+            f"{config.model_type}: {unread[0]} has no ONNX export yet; run the bundle with wisparse generate"
+        )
     notes = []
     properties = {"base_model": recipe.base_model, "base_revision": recipe.base_revision or ""}
     properties |= {"method": recipe.method, "sparsity": repr(bundle.sparsity)}

@@ -36,10 +36,11 @@ from wisparse.runtime.onnx_graph import DOMAIN  # noqa: E402
 
 PROMPTS = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18], [9]]
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-# optimum-onnx's transformers knows neither ministral3 nor Gemma 4.
+# optimum-onnx's transformers does not know the newest families.
+_NEW = ("ministral3", "gemma4", "gemma4-unified", "granite-swa", "cwm", "internlm3", "iquestcoder")
 PEER_VARIANTS = (
     *("llama-tied", "llama-head-dim", "mistral-window", "qwen2", "qwen3", "phi3-partial"),
-    *(name for name in FAMILIES if name not in ("ministral3", "gemma4")),
+    *(name for name in FAMILIES if name not in _NEW),
 )
 
 
