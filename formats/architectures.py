@@ -122,6 +122,8 @@ class Architecture:
     layer_types: bool = False
     window: bool = False
     recurrent: str | None = None  # key of ``MIXERS``
+    # A DeltaNet's projections are ``in_proj_qkvz`` and ``in_proj_ba``, in which the rows of a key head stand together.
+    interleaved_delta: bool = False
     # The MLP's width is two thirds of ``intermediate_size`` times ``block_ffn_dim_multiplier``, rounded up to a multiple
     # of ``block_multiple_of``, unless ``block_auto_adjust_ff_dim`` is false.
     adjusted_mlp: bool = False
@@ -240,6 +242,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen3_5MoeForCausalLM",
         **_QWEN3_5,
         experts=ExpertsLayout(True, shared_size="shared_expert_intermediate_size"),
+    ),
+    "qwen3_next": Architecture(
+        "Qwen3NextForCausalLM",
+        **{**_QWEN3_5, "mtp": False},
+        interleaved_delta=True,
+        experts=ExpertsLayout(
+            "norm_topk_prob", shared_size="shared_expert_intermediate_size", dense_blocks="decoder_sparse_step"
+        ),
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",

@@ -48,6 +48,11 @@ class DeltaNet(Op):
 
 
 @dataclass(frozen=True)
+class InterleavedDeltaNet(DeltaNet):
+    """Gated DeltaNet of one projection, in whose output the parts of a key head stand together."""
+
+
+@dataclass(frozen=True)
 class ShortConv(Op):
     """Gated short convolution of the projections' output: c * conv(b * x). Reads and writes the recurrent state."""
 
@@ -128,7 +133,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
     n = norm(HIDDEN, "attention_input", "attention_input")
     qkv = linear(n, "qkv", "qkv")
     if spec.mixer == "delta_net":
-        found.append(DeltaNet((qkv, n), "attended"))
+        found.append((InterleavedDeltaNet if arch.interleaved_delta else DeltaNet)((qkv, n), "attended"))
     else:
         found.append((ShortConv if spec.mixer == "short_conv" else Attention)((qkv,), "attended"))
     add(linear("attended", "o", "o"), "attention_output")
@@ -167,6 +172,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 # Operation -> what a model that has it consists of, and the back ends and exports that do not run it yet.
 NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     DeltaNet: ("recurrent blocks", frozenset({"onnx", "vllm"})),
+    InterleavedDeltaNet: ("in_proj_qkvz of recurrent blocks", frozenset({"numba", "triton", "onnx", "vllm"})),
     ShortConv: ("gated short convolutions", frozenset({"numba", "onnx", "vllm"})),
     GeneralRouter: ("routers with a bias, sigmoids or a factor", frozenset({"numba", "triton", "onnx", "vllm"})),
     Experts: ("experts", frozenset({"onnx"})),

@@ -358,7 +358,7 @@ class Checkpoint:
             ignore.append(r"re:.*\.(gate|router|router\.proj|shared_expert_gate)$")
         if self.config.delta_net is not None:
             # Small linear layers that are no projections.
-            ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
+            ignore.append(r"re:.*\.linear_attn\.in_proj_(a|b|ba)$")
         if f"{MTP}fc.weight" in tensors:
             ignore.append(r"re:mtp\..*")
         if self.config.per_layer_size:

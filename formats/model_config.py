@@ -97,6 +97,13 @@ class DeltaNet:
     def mixed_size(self) -> int:
         return 2 * self.key_size + self.value_size
 
+    def order(self, *sizes: int) -> list[int]:
+        """Rows of a matrix that has, for each key head, parts of these ``sizes``: those of all heads' first parts, …"""
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        heads = range(0, self.key_heads * sum(sizes), sum(sizes))
+        parts = zip(starts, sizes, strict=True)
+        return [head + start + row for start, size in parts for head in heads for row in range(size)]
+
 
 @dataclass(frozen=True)
 class ShortConv:
@@ -222,6 +229,8 @@ class ModelConfig:
             elif mixer == "delta_net" and delta is not None:
                 part = "linear_attn"
                 outputs = {"in_proj_qkv": delta.mixed_size, "in_proj_z": delta.value_size}
+                if arch.interleaved_delta:
+                    outputs = {"in_proj_qkvz": delta.mixed_size + delta.value_size}
                 sizes = [(role, hidden, rows, False) for role, rows in outputs.items()]
                 sizes.append(("out_proj", delta.value_size, hidden, False))
             else:

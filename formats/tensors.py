@@ -88,9 +88,12 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
         if arch.sinks:
             mixer.append(row("sinks", "self_attn.sinks", config.num_heads))
     elif spec.mixer == "delta_net" and (delta := config.delta_net) is not None:
+        if arch.interleaved_delta:
+            mixer.append(row("delta.ba", "linear_attn.in_proj_ba.weight", 2 * delta.value_heads, hidden))
+        else:
+            names = {"delta.b": "linear_attn.in_proj_b.weight", "delta.a": "linear_attn.in_proj_a.weight"}
+            mixer += [row(field, name, delta.value_heads, hidden) for field, name in names.items()]
         mixer += [  # small and sensitive, so no masked projections
-            row("delta.b", "linear_attn.in_proj_b.weight", delta.value_heads, hidden),
-            row("delta.a", "linear_attn.in_proj_a.weight", delta.value_heads, hidden),
             row("delta.kernel", "linear_attn.conv1d.weight", delta.mixed_size, 1, delta.taps),
             row("delta.dt_bias", "linear_attn.dt_bias", delta.value_heads),
             row("delta.log_rate", "linear_attn.A_log", delta.value_heads),

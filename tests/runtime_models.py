@@ -121,6 +121,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         **HYBRIDS["qwen3.5"][1], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56,
     }),
+    "qwen3-next": ("qwen3_next", {
+        **HYBRIDS["qwen3.5"][1], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56, "mlp_only_layers": [1],
+    }),
     "gemma4-moe": ("gemma4_text", {
         **FAMILIES["gemma4"][1], "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
         "moe_intermediate_size": 40,

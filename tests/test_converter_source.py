@@ -280,7 +280,7 @@ def test_two_names_for_one_tensor_are_refused(wrapper: Path, tmp_path: Path) -> 
         ({"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": {"num_experts": 8}}}, "of-experts"),
         ({"model_type": "some_vlm", "vision_config": {}, "text_config": {"num_local_experts": 8}}, "of-experts"),
         ({"model_type": "llava", "vision_config": {}, "text_config": {"model_type": "llama"}}, "pictures and text"),
-        ({"model_type": "qwen3_next"}, "of-experts"),
+        ({"model_type": "deepseek_v4"}, "of-experts"),
         ({"model_type": "mistrall3"}, "did you mean 'mistral3'"),
         ({**QWEN, "quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({**GEMMA, "quantization_config": {"quant_method": "awq"}}, "quantised"),

@@ -122,6 +122,13 @@ class DeltaWeights:
     norm: Tensor  # (value_dim,), over each head's output
     eps: float
 
+    def split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """The output of in_proj_qkvz to those of in_proj_qkv and in_proj_z."""
+        delta = self.config
+        values = delta.value_size // delta.key_heads
+        order = delta.order(delta.key_dim, delta.key_dim, values, values)
+        return projected[:, order].split((delta.mixed_size, delta.value_size), dim=-1)
+
     def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, cached: RecurrentState) -> Tensor:
         """The next T positions, (T, value_size), the input of out_proj; updates ``cached`` in place. x: (T, H), the block's
         normed input; mixed: (T, mixed_size), of in_proj_qkv; gate: (T, value_size), of in_proj_z."""
@@ -233,6 +240,9 @@ def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) ->
         mixer, _, name = field_.rpartition(".")
         tensor = read(spec.name)
         (parts[mixer] if mixer else found)[name] = Norm(tensor, eps, offset) if spec.norm else tensor
+    if "ba" in parts["delta"] and config.delta_net is not None:
+        each = config.delta_net.value_heads // config.delta_net.key_heads
+        parts["delta"] |= zip("ba", parts["delta"].pop("ba")[config.delta_net.order(each, each)].chunk(2), strict=True)
     if parts["delta"] and config.delta_net is not None:
         found["delta"] = DeltaWeights(config.delta_net, eps=eps, **parts["delta"])
     if parts["conv"]:
@@ -341,8 +351,9 @@ def _run(
         case block_ops.Attention():
             return _attention(config, index, block, inputs[0], at, executor)
         case block_ops.DeltaNet():
-            (mixed, gate), n = inputs
+            parts, n = inputs
             assert block.delta is not None
+            mixed, gate = parts if len(parts) == 2 else block.delta.split(parts[0])
             return block.delta(n, mixed, gate, at.cache.advance(index, at.slot, at.start, at.start + len(n)))
         case block_ops.ShortConv():
             ((projected,),) = inputs
