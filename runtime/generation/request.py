@@ -29,6 +29,15 @@ Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
 
 _MAX_ANSWERS = 64  # to one prompt
+# Checks of the fields of `GenerationSettings` whose values are independent of others.
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "max_new_tokens": partial(guard.integer, least=1),
+    "n": partial(guard.integer, least=1, most=_MAX_ANSWERS),
+    "prefill": partial(guard.choice, known=PREFILL_POLICIES),
+    "thinking_budget": partial(guard.integer, least=0),
+    **dict.fromkeys(("measure_sparsity", "speculative", "thinking"), guard.switch),
+    **dict.fromkeys(("system_prompt", "reasoning_effort"), guard.text),
+}
 
 _FORMS = "a text, messages with a role, token ids, or a list of these"
 
@@ -118,28 +127,17 @@ class GenerationSettings(SamplingParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.thinking is not None:
-            guard.switch("thinking", self.thinking)
-        if self.thinking_budget is not None:
-            guard.integer("thinking_budget", self.thinking_budget, 0)
-        if self.reasoning_effort is not None:
-            guard.text("reasoning_effort", self.reasoning_effort)
+        for option in fields(self):
+            value, check = getattr(self, option.name), _CHECKS.get(option.name)
+            if check is not None and not (value is None and "None" in str(option.type)):
+                object.__setattr__(self, option.name, check(option.name, value))  # a numpy integer becomes an int
         kwargs = self.chat_template_kwargs
         guard.expect(kwargs is None or isinstance(kwargs, Mapping), "chat_template_kwargs", "a mapping", kwargs)
         _ = self.stop_texts, self.parsed_grammar  # both validate their fields
-        if self.max_new_tokens is not None:  # a numpy integer becomes an int
-            object.__setattr__(self, "max_new_tokens", guard.integer("max_new_tokens", self.max_new_tokens, 1))
-        if self.system_prompt is not None:
-            guard.text("system_prompt", self.system_prompt)
         if isinstance(self.chat_template, str):
             guard.text("chat_template", self.chat_template, empty=False)
         elif self.chat_template is not None:
             guard.switch("chat_template", self.chat_template)
-        if self.prefill is not None:
-            guard.choice("prefill", self.prefill, PREFILL_POLICIES)
-        guard.integer("n", self.n, 1, _MAX_ANSWERS)
-        guard.switch("measure_sparsity", self.measure_sparsity)
-        guard.switch("speculative", self.speculative)
 
     @property
     def parsed_grammar(self) -> Grammar | None:

@@ -104,11 +104,12 @@ def command(
     wisparse eval out --tasks interpreter_chains --sparsity 0.4 --save
     """
     set_up_logging(verbose)
+    size = num_samples, seq_len, seed
     for text in texts:
         place("--text", text)
     if reference is not None or models:
         given = {"BUNDLE": bundles, "--compare": compare, "--tasks": tasks, "--save": save, "--revision": revision}
-        _against_reference(reference, models, texts, (num_samples, seq_len, seed), policies, options, given, as_json)
+        _against_reference(reference, models, texts, size, policies, options, given, as_json)
         return
     if not bundles:
         raise click.UsageError("expected a BUNDLE, or --reference and --model; found neither")
@@ -140,7 +141,7 @@ def command(
 
     progress, tokens, text_facts = Progress(), None, None
     if texts or not names:
-        tokens = _read_text(opened, texts or ("self",), num_samples, seq_len, seed, options["device"], progress)
+        tokens = _read_text(opened, texts or ("self",), size, options["device"], progress)
         text_facts = {name: getattr(tokens, name) for name in ("source", "num_samples", "seq_len", "seed", "digest")}
     rows = []
     for name, bundle in zip(bundles, opened, strict=True):
@@ -199,10 +200,9 @@ def _against_reference(
 
 
 def _read_text(
-    bundles: Sequence[Bundle], texts: Sequence[str], num_samples: int, seq_len: int, seed: int, device: str,
-    progress: Progress,
-) -> CalibrationTokens:  # fmt: skip
-    """The evaluation tokens of all bundles, read or generated like calibration tokens."""
+    bundles: Sequence[Bundle], texts: Sequence[str], size: tuple[int, int, int], device: str, progress: Progress
+) -> CalibrationTokens:
+    """The evaluation tokens of all bundles, read or generated like calibration tokens. ``size``: samples, length, seed."""
     from wisparse.converter.calibration import load_calibration
     from wisparse.converter.source import load_source
     from wisparse.converter.tokenizer import load_tokenizer
@@ -214,14 +214,14 @@ def _read_text(
             advice = "so no token is the same in both; compare bundles of one model"
             raise UsageError(f"--compare: {differ}, {advice}")
     limit = first.config.max_position_embeddings
-    if seq_len > limit:
-        raise UsageError(f"--seq-len: expected at most the model's context, {limit} tokens, found {seq_len}")
+    if size[1] > limit:
+        raise UsageError(f"--seq-len: expected at most the model's context, {limit} tokens, found {size[1]}")
     if list(texts) != ["self"]:
         tokenizer = load_tokenizer(first.folder)
-        return load_calibration(texts, tokenizer, None, num_samples, seq_len, seed, progress)
+        return load_calibration(texts, tokenizer, None, *size, progress)
     # The dense model generates the text: a bundle is also a dense checkpoint.
     source = load_source(first.folder, device=device, bundle=True)
-    return load_calibration("self", source.tokenizer, source.model, num_samples, seq_len, seed, progress)
+    return load_calibration("self", source.tokenizer, source.model, *size, progress)
 
 
 def _on_text(
@@ -252,10 +252,10 @@ def _on_text(
         passes = 1 + 2 * len(levels) if quantized else len(levels)
         stage = stack.enter_context(progress.stage("Evaluating", passes * tokens.num_samples))
         decoder, native_decoder = model.decoder, reference.decoder
+        once, dense = list(dict.fromkeys(policies)), native_decoder.logits
         measure = functools.partial(
-            evaluate_text, sequences=tokens.input_ids, policies=list(dict.fromkeys(policies)),
-            reference=native_decoder.logits, advance=stage.advance,
-        )  # fmt: skip
+            evaluate_text, sequences=tokens.input_ids, policies=once, reference=dense, advance=stage.advance
+        )
         rounding = measure(lambda ids, _: decoder.logits(ids, len(ids))) if quantized else None
         for level in levels:
             model.sparsity = reference.sparsity = level
