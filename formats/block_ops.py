@@ -1,5 +1,5 @@
-"""What a transformer block computes: its operations in order. The reference (``runtime.torch.block``), the ONNX graph and the
-CUDA launches (``runtime.cuda.blocks``) run this list; the CPU step has the order in its own code."""
+"""What a transformer block computes: its operations in order. The reference (``runtime.torch.block``), the ONNX graph, the
+CUDA launches (``runtime.cuda.blocks``) and the CPU step (``runtime.cpu.step``) run this list."""
 
 from __future__ import annotations
 

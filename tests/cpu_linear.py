@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,26 +10,29 @@ from torch import Tensor
 from wisparse.kernels.cpu.barrier import barrier
 from wisparse.kernels.cpu.intrinsics import exact, num_threads, span, thread_num, words
 from wisparse.kernels.cpu.launch import REGIONS, launch, team_size
-from wisparse.kernels.cpu.layout import NAMES, PARTIAL_EXTRA, ProjectionField, StoredAs, TeamField
+from wisparse.kernels.cpu.layout import NAMES, PARTIAL_EXTRA, ProjectionField, Row, StoredAs, TeamField, Word, positions
 from wisparse.kernels.cpu.linear import gather, project, select
 from wisparse.runtime.cpu.weights import Matrix
 
 
-class LinearField(IntEnum):
+class LinearRow(Row):
     """Parameters of the region that computes one projection."""
 
-    PROJECTION = 0  # a row of the table of projections
-    THRESHOLD = 1  # (2,) float32
-    ROWS = 2
-    X = 3  # (rows, K) float32
-    Y = 4  # (rows, N) float32
-    SEGMENT_INDEX = 5  # (K,) int32
-    SEGMENT_VALUE = 6  # (rows, K) float32
-    SEGMENT_COUNT = 7  # (threads, 2) int64
-    LISTS = 8  # per thread: (K,) int32, then (rows, K) float32
-    COUNTS = 9  # (threads,) int64, kept channels are added
-    TEAM = 10  # see `TeamField`
-    PARTIAL = 11  # per thread: (rows, N + PARTIAL_EXTRA) float32
+    projection: Word  # of `ProjectionRow`
+    threshold: Word  # (2,) float32
+    rows: Word
+    x: Word  # (rows, K) float32
+    y: Word  # (rows, N) float32
+    segment_index: Word  # (K,) int32
+    segment_value: Word  # (rows, K) float32
+    segment_count: Word  # (threads, 2) int64
+    lists: Word  # per thread: (K,) int32, then (rows, K) float32
+    counts: Word  # (threads,) int64, kept channels are added
+    team: Word  # see `TeamField`
+    partial: Word  # per thread: (rows, N + PARTIAL_EXTRA) float32
+
+
+LinearField = positions(LinearRow)
 
 
 @exact
@@ -92,25 +93,24 @@ def sparse_linear(
     rows_x = x.reshape(-1, k).float().contiguous()
     rows, length, threads = len(rows_x), k * weight.planes, team_size()
     projection, y = weight.row(), torch.empty(rows, n)
-    projection[ProjectionField.SCALE] = channel_scale.data_ptr()
-    if bias is not None:
-        bias = bias.float()
-        projection[ProjectionField.BIAS] = bias.data_ptr()
-    tensors = {  # which stay alive until the region has run
-        LinearField.THRESHOLD: torch.as_tensor(threshold, dtype=torch.float32).expand(2).contiguous(),
-        LinearField.X: rows_x,
-        LinearField.Y: y,
-        LinearField.SEGMENT_INDEX: torch.empty(length, dtype=torch.int32),
-        LinearField.SEGMENT_VALUE: torch.empty(rows, length),
-        LinearField.SEGMENT_COUNT: torch.empty(threads, 2, dtype=torch.int64),
-        LinearField.LISTS: torch.empty(threads, length * (1 + rows)),
-        LinearField.COUNTS: torch.zeros(threads, dtype=torch.int64),
-        LinearField.TEAM: torch.zeros(TeamField.SIZE, dtype=torch.int64),
-        LinearField.PARTIAL: torch.empty(threads, rows * (n + PARTIAL_EXTRA)),
-    }
-    parameters = np.zeros(len(LinearField), dtype=np.int64)
-    parameters[LinearField.PROJECTION], parameters[LinearField.ROWS] = projection.ctypes.data, rows
-    for field, tensor in tensors.items():
-        parameters[field] = tensor.data_ptr()
-    launch(f"linear_{NAMES[weight.data.dtype if weight.stored_as == StoredAs.BASE else x.dtype]}", parameters, threads)
+    projection.scale, projection.bias = channel_scale, None if bias is None else bias.float()
+    parameters = LinearRow(
+        projection=projection,
+        threshold=torch.as_tensor(threshold, dtype=torch.float32).expand(2),
+        rows=rows,
+        x=rows_x,
+        y=y,
+        segment_index=torch.empty(length, dtype=torch.int32),
+        segment_value=torch.empty(rows, length),
+        segment_count=torch.empty(threads, 2, dtype=torch.int64),
+        lists=torch.empty(threads, length * (1 + rows)),
+        counts=torch.zeros(threads, dtype=torch.int64),
+        team=torch.zeros(TeamField.SIZE, dtype=torch.int64),
+        partial=torch.empty(threads, rows * (n + PARTIAL_EXTRA)),
+    )
+    launch(
+        f"linear_{NAMES[weight.data.dtype if weight.stored_as == StoredAs.BASE else x.dtype]}",
+        parameters.words,
+        threads,
+    )
     return y.to(x.dtype).view(*x.shape[:-1], n)

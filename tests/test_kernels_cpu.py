@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from wisparse.formats.weight_types import interleaved, pack_int4, quantise
 from wisparse.kernels import backend
-from wisparse.kernels.cpu import intrinsics, launch, layout, mlp
+from wisparse.kernels.cpu import intrinsics, launch, layout, projections
 from wisparse.kernels.cpu.attention import store_row
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
@@ -271,8 +271,8 @@ def test_regions_compiled_ahead_are_found(cache: Path, monkeypatch: pytest.Monke
 
 
 @intrinsics.exact
-def run_activation(gate, up, width, activation, constants):
-    mlp.activate_times(gate, up, width, 1, width, activation, intrinsics.floats(constants))
+def run_activation(gate, up, width, activation, slope, limit):
+    projections.activate_times(gate, up, width, 1, width, activation, np.float32(slope), np.float32(limit))
 
 
 @intrinsics.exact
@@ -284,10 +284,8 @@ def test_activations_and_stored_keys_keep_nan() -> None:
     """As the PyTorch reference does: a diverged model shows."""
     nan = np.nan
     gate, up = np.array([1, nan, 1, 9], np.float32), np.array([1, 1, nan, 100], np.float32)
-    constants = np.zeros(len(layout.FloatField), np.float32)
-    constants[layout.FloatField.CLAMP_SLOPE], constants[layout.FloatField.CLAMP_LIMIT] = 1.702, 7
     g, u = torch.from_numpy(gate.copy()).clamp(max=7), torch.from_numpy(up).clamp(-7, 7)
-    run_activation(gate.ctypes.data, up.ctypes.data, 4, layout.MlpActivation.CLAMPED.value, constants.ctypes.data)
+    run_activation(gate.ctypes.data, up.ctypes.data, 4, layout.MlpActivation.CLAMPED.value, 1.702, 7.0)
     torch.testing.assert_close(torch.from_numpy(gate), (u + 1) * (g * torch.sigmoid(g * 1.702)), equal_nan=True)
     for kind in StoredAs.INT8, StoredAs.E4M3:
         for key in ([1, nan, -2, 3], [nan, 1, 2, 3], [1, 2, 3, nan]):
@@ -369,7 +367,7 @@ torch.testing.assert_close(sparse_linear(x, weight, None, torch.ones(50), 0.0), 
 
 def test_a_thread_that_waits_long_gives_its_core_away() -> None:
     launch.prepare(REGION)
-    barrier = mlp.barrier
+    barrier = projections.barrier
 
     @numba.cfunc("void(int64)")
     def arrive(team: int) -> None:
@@ -446,8 +444,7 @@ def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:
     assert bool((error <= 2**-23 * wanted.abs()).all())
     x = x[x.isfinite()]
     gate, up = x.clone(), torch.full_like(x, 0.5)
-    constants = np.zeros(len(layout.FloatField), np.float32)
-    mlp.activate_times(gate.data_ptr(), up.data_ptr(), len(x), 1, len(x), 1, constants)
+    projections.activate_times(gate.data_ptr(), up.data_ptr(), len(x), 1, len(x), 1, np.float32(0), np.float32(0))
     wanted = functional.gelu(x.double(), approximate="tanh") / 2
     error = (gate.double() - wanted).abs()
     assert bool((error <= torch.where(x > 0, 2**-22 * wanted.abs(), 3e-8)).all())  # torch's own: 7.5e-8 below 0

@@ -24,7 +24,8 @@ from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.weight_types import group_of, round_weight
 from wisparse.kernels.cpu import launch as cpu_team
 from wisparse.kernels.cpu.layout import StoredAs
-from wisparse.runtime.cpu import decoder as cpu_step
+from wisparse.runtime.cpu import decoder as decoder_module
+from wisparse.runtime.cpu import step as cpu_step
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.cpu.weights import CpuProjection, read_matrix
 from wisparse.runtime.torch.decoder import TorchDecoder
@@ -291,7 +292,7 @@ def test_a_conversion_compiles_what_its_bundle_runs(
     ahead: list[str] = []
     needed: list[str] = []
     monkeypatch.setattr(cpu_team, "start_compiling", lambda names: ahead.extend(names) or [])
-    monkeypatch.setattr(cpu_step, "prepare", lambda *names: needed.extend(names))
+    monkeypatch.setattr(decoder_module, "prepare", lambda *names: needed.extend(names))
     bundle = Bundle.open(variant_bundle("llama"))
     start_compiling(ConvertSettings(str(bundle.folder), weights=weights), bundle.checkpoint)
     CpuDecoder(bundle, device=torch.device("cpu"), dtype=bundle.checkpoint.dtype, max_seq_len=16, weights=weights)

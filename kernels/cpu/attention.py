@@ -24,15 +24,15 @@ from .intrinsics import (
     float_to_bits,
     floats,
     narrow,
+    number,
     pointer,
     size_of,
     soft_cap,
     widen,
     words,
 )
-from .layout import BlockField, DeltaField, FloatField, StepField, StoredAs
+from .layout import AttentionField, DeltaField, StepField, StoredAs
 
-BLOCK_BYTES = 8 * len(BlockField)
 _INT8, _E4M3 = np.int8(0), np.uint8(0)
 _CODED_AS_INT8, _CODED_AS_E4M3 = StoredAs.INT8.value, StoredAs.E4M3.value
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to an integer
@@ -72,10 +72,10 @@ def _norm_and_rotate(x, dim, block, position, norm, factor, after, eps, out):
             out_[i] = x_[i] * factor * norm_[i]
     else:
         rms_norm(x, norm, dim, eps, out)
-    half = block[BlockField.ROTARY_HALF]
+    half = block[AttentionField.ROTARY_HALF]
     row = 4 * position * half
-    cos_, sin_ = floats(block[BlockField.COS] + row), floats(block[BlockField.SIN] + row)
-    if block[BlockField.INTERLEAVED] == 0:
+    cos_, sin_ = floats(block[AttentionField.COS] + row), floats(block[AttentionField.SIN] + row)
+    if block[AttentionField.INTERLEAVED] == 0:
         for i in range(half):
             a, b = out_[i], out_[i + half]
             out_[i] = a * cos_[i] - b * sin_[i]
@@ -123,12 +123,13 @@ def store_row(x, dim, cache, scales, at, kind, tag):
 @dot
 def _attend(q, heads, first, block, row, start, end, dim, scale, cap, scores, max_len, out, tag):
     """out = softmax(cap(scale * q k^T)) v for heads from ``first`` on that share a KV head, over positions start..end.
-    q, out: (heads, dim). block: a row of `BlockField`; row: of its cache, position 0 of the slot and KV head. scores:
+    q, out: (heads, dim). block: of `AttentionRow`; row: of its cache, position 0 of the slot and KV head. scores:
     scratch (heads, max_len). tag: of the cache's type."""
     size = size_of(tag)
-    keys, values = block[BlockField.KEYS] + row * dim * size, block[BlockField.VALUES] + row * dim * size
-    coded = block[BlockField.KEY_SCALES] != 0
-    key_scales, value_scales = block[BlockField.KEY_SCALES] + 4 * row, block[BlockField.VALUE_SCALES] + 4 * row
+    keys, values = block[AttentionField.KEYS] + row * dim * size, block[AttentionField.VALUES] + row * dim * size
+    coded = block[AttentionField.KEY_SCALES] != 0
+    key_scales = block[AttentionField.KEY_SCALES] + 4 * row
+    value_scales = block[AttentionField.VALUE_SCALES] + 4 * row
     for h in range(heads):
         q_, s_ = floats(q + 4 * h * dim), floats(scores + 4 * h * max_len)
         for i in range(start, end):
@@ -149,8 +150,8 @@ def _attend(q, heads, first, block, row, start, end, dim, scale, cap, scores, ma
         top, total = s_[start], ZERO
         for i in range(start, end):
             top = max(top, s_[i])
-        if block[BlockField.SINKS] != 0:
-            sink = floats(block[BlockField.SINKS])[first + h]
+        if block[AttentionField.SINKS] != 0:
+            sink = floats(block[AttentionField.SINKS])[first + h]
             top = max(top, sink)
             total = exp32(sink - top)
         for i in range(start, end):
@@ -183,28 +184,27 @@ def _attend(q, heads, first, block, row, start, end, dim, scale, cap, scores, ma
 
 
 @exact
-def attention(p, block, thread, threads, out, scratch, tag):
+def attention(p, row, qkv, thread, threads, out, scratch, tag):
     """Attention of this thread's heads for every row, after the new k and v are appended to the cache, unless the block
-    shares another block's. out: (rows, q_size); returns the range of columns that this thread writes. scratch: (heads,
-    dim) float32."""
-    rows, heads, max_len = p[StepField.ROWS], p[StepField.HEADS], p[StepField.MAX_LEN]
-    block_, constants = words(p[StepField.BLOCKS] + block * BLOCK_BYTES), floats(p[StepField.FLOATS])
-    eps, cap = constants[FloatField.EPS], constants[FloatField.ATTENTION_CAP]
+    shares another block's. row: of `AttentionRow`; qkv: (rows, INPUT_WIDTH), queries, keys and values; out: (rows, q_size);
+    returns the range of columns that this thread writes. scratch: (heads, dim) float32."""
+    heads, max_len, kind = p[StepField.HEADS], p[StepField.MAX_LEN], p[StepField.CACHED_AS]
+    block = words(row)
+    eps, cap = number(p[StepField.EPS]), number(p[StepField.ATTENTION_CAP])
     slots, positions = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS])
-    window, kv_heads, dim = block_[BlockField.WINDOW], block_[BlockField.KV_HEADS], block_[BlockField.HEAD_DIM]
-    kind = p[StepField.CACHED_AS]
+    window, kv_heads, dim = block[AttentionField.WINDOW], block[AttentionField.KV_HEADS], block[AttentionField.HEAD_DIM]
+    keys, key_scales = block[AttentionField.KEYS], block[AttentionField.KEY_SCALES]
+    values, value_scales = block[AttentionField.VALUES], block[AttentionField.VALUE_SCALES]
     q_size, share = heads * dim, heads // kv_heads
     stride = 2 * dim if p[StepField.GATED] != 0 else dim  # between queries; a gate follows each
-    keys_from, width = heads * stride, block_[BlockField.INPUT_WIDTH]
+    keys_from, width = heads * stride, block[AttentionField.INPUT_WIDTH]
     values_from, has_kv = width - kv_heads * dim, width > keys_from
-    q_norm, k_norm, v_norm = block_[BlockField.Q_NORM], block_[BlockField.K_NORM], block_[BlockField.VALUE_NORM]
+    q_norm, k_norm = block[AttentionField.Q_NORM], block[AttentionField.K_NORM]
     whole, after = p[StepField.QK_WHOLE], p[StepField.QK_AFTER]
     norm_bytes = 4 * dim if whole != 0 else 0  # between heads' weights
     first, last = heads * thread // threads, heads * (thread + 1) // threads
-    for b in range(rows):
-        qkv = p[StepField.QKV] + 4 * b * width
-        position = positions[b]
-        scale = constants[FloatField.ATTENTION_SCALE]
+    for b in range(p[StepField.ROWS]):
+        position, scale = positions[b], number(p[StepField.ATTENTION_SCALE])
         if p[StepField.QUERY_SCALES] != 0:
             scale *= floats(p[StepField.QUERY_SCALES])[position]
         q_factor = k_factor = ZERO
@@ -215,47 +215,48 @@ def attention(p, block, thread, threads, out, scratch, tag):
         h = first
         while h < last:
             group = h // share
-            stop = min(last, (group + 1) * share)
-            row = (slots[b] * kv_heads + group) * max_len
+            stop, cached = min(last, (group + 1) * share), (slots[b] * kv_heads + group) * max_len
             if has_kv:  # threads that share a KV head both store it, with the same bits
-                _norm_and_rotate(
-                    qkv + 4 * (keys_from + group * dim), dim, block_, position, k_norm + group * norm_bytes, k_factor,
-                    after, eps, scratch,
-                )  # fmt: skip
-                at = row + position
-                store_row(scratch, dim, block_[BlockField.KEYS], block_[BlockField.KEY_SCALES], at, kind, tag)
-                new_value = qkv + 4 * (values_from + group * dim)
-                if v_norm != 0:
-                    rms_norm(new_value, v_norm, dim, eps, scratch)
+                new_key, new_value = qkv + 4 * (keys_from + group * dim), qkv + 4 * (values_from + group * dim)
+                norm, at = k_norm + group * norm_bytes, cached + position
+                _norm_and_rotate(new_key, dim, block, position, norm, k_factor, after, eps, scratch)
+                store_row(scratch, dim, keys, key_scales, at, kind, tag)
+                if block[AttentionField.VALUE_NORM] != 0:
+                    rms_norm(new_value, block[AttentionField.VALUE_NORM], dim, eps, scratch)
                     new_value = scratch
-                store_row(new_value, dim, block_[BlockField.VALUES], block_[BlockField.VALUE_SCALES], at, kind, tag)
+                store_row(new_value, dim, values, value_scales, at, kind, tag)
             for i in range(h, stop):
-                _norm_and_rotate(
-                    qkv + 4 * i * stride, dim, block_, position, q_norm + i * norm_bytes, q_factor, after, eps,
-                    scratch + 4 * (i - h) * dim,
-                )  # fmt: skip
-            scores, target = p[StepField.SCORES] + 4 * h * max_len, out + 4 * (b * q_size + h * dim)
+                q, normed, norm = qkv + 4 * i * stride, scratch + 4 * (i - h) * dim, q_norm + i * norm_bytes
+                _norm_and_rotate(q, dim, block, position, norm, q_factor, after, eps, normed)
+            scores, target = p[StepField.SCORES] + 4 * h * max_len, out + 4 * h * dim
+            heads_of = (
+                scratch,
+                stop - h,
+                h,
+                block,
+                cached,
+                start,
+                position + 1,
+                dim,
+                scale,
+                cap,
+                scores,
+                max_len,
+                target,
+            )
             if kind == _CODED_AS_INT8:
-                _attend(
-                    scratch, stop - h, h, block_, row, start, position + 1, dim, scale, cap, scores,
-                    max_len, target, _INT8,
-                )  # fmt: skip
+                _attend(*heads_of, _INT8)
             elif kind == _CODED_AS_E4M3:
-                _attend(
-                    scratch, stop - h, h, block_, row, start, position + 1, dim, scale, cap, scores,
-                    max_len, target, _E4M3,
-                )  # fmt: skip
+                _attend(*heads_of, _E4M3)
             else:
-                _attend(
-                    scratch, stop - h, h, block_, row, start, position + 1, dim, scale, cap, scores,
-                    max_len, target, tag,
-                )  # fmt: skip
+                _attend(*heads_of, tag)
             if stride != dim:
                 for i in range(h, stop):
-                    out_, gate_ = floats(out + 4 * (b * q_size + i * dim)), floats(qkv + 4 * (i * stride + dim))
+                    out_, gate_ = floats(out + 4 * i * dim), floats(qkv + 4 * (i * stride + dim))
                     for d in range(dim):
                         out_[d] = out_[d] / (ONE + exp32(-gate_[d]))
             h = stop
+        qkv, out = qkv + 4 * width, out + 4 * q_size
     return first * dim, last * dim
 
 
@@ -325,15 +326,15 @@ def _update(state, new_state, q, k, v, key_dim, value_dim, decay, beta, delta, o
 
 
 @exact
-def delta_net(p, table, thread, threads, x, mixed, out, scratch, tag):
-    """Gated DeltaNet of this thread's key heads and their value heads, for every row. table: of `DeltaField`; x: (rows,
+def delta_net(p, row, x, mixed, thread, threads, out, scratch, tag):
+    """Gated DeltaNet of this thread's key heads and their value heads, for every row. row: of `DeltaRow`; x: (rows,
     hidden) float32; mixed: (rows, mixed_size + value_size) float32, queries, keys, values, then the gate; out: (rows,
     value_size); returns the range of columns that this thread writes. scratch: 2 * (key_dim + value_dim) float32."""
-    field = words(table)
+    field = words(row)
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
     slots, positions = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS])
     buffers, num_slots = field[DeltaField.BUFFERS], field[DeltaField.SLOTS]
-    eps = floats(p[StepField.FLOATS])[FloatField.EPS]
+    eps = number(p[StepField.EPS])
     key_heads, value_heads = field[DeltaField.KEY_HEADS], field[DeltaField.VALUE_HEADS]
     key_dim, value_dim, taps = field[DeltaField.KEY_DIM], field[DeltaField.VALUE_DIM], field[DeltaField.TAPS]
     kernel, share = field[DeltaField.KERNEL], value_heads // key_heads
@@ -361,12 +362,13 @@ def delta_net(p, table, thread, threads, x, mixed, out, scratch, tag):
                 step = _product(x + 4 * b * hidden, field[DeltaField.A] + 4 * h * hidden, hidden) + dt_bias[h]
                 # softplus(x); x from 20 on, as in PyTorch
                 step = np.float32(math.log1p(math.exp(np.float64(step)))) if step < np.float32(20) else step
-                head_out = out + 4 * (b * value_size + h * value_dim)
-                _update(
-                    field[DeltaField.STATES] + 4 * (source * value_heads + h) * key_dim * value_dim,
-                    field[DeltaField.STATES] + 4 * (target * value_heads + h) * key_dim * value_dim, q, k, v,
-                    key_dim, value_dim, exp32(-rate[h] * step), beta, delta, head_out,
-                )  # fmt: skip
+                head_out, decay = out + 4 * (b * value_size + h * value_dim), exp32(-rate[h] * step)
+                state, size = (
+                    field[DeltaField.STATES] + 4 * h * key_dim * value_dim,
+                    4 * value_heads * key_dim * value_dim,
+                )
+                state, new_state = state + source * size, state + target * size
+                _update(state, new_state, q, k, v, key_dim, value_dim, decay, beta, delta, head_out)
                 rms_norm(head_out, field[DeltaField.NORM], value_dim, eps, head_out)
                 gate, out_ = floats(new + 4 * (width + h * value_dim)), floats(head_out)
                 for j in range(value_dim):

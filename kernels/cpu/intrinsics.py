@@ -405,6 +405,12 @@ def exp32(x):
 
 
 @exact
+def number(word):
+    """The float32 number in a row's word."""
+    return bits_to_float(np.int32(word))
+
+
+@exact
 def tanh32(x):
     """tanh in float32, within 2 ulp (Cephes' tanhf)."""
     z = x * x

@@ -45,7 +45,6 @@ from ..backend import warn_compiling
 from . import linear
 from .intrinsics import HAS_TILES, SYMBOLS
 from .layout import NAMES, TeamField
-from .mlp import DENSE, EXPERTS
 from .product import product
 from .step import step
 
@@ -70,52 +69,26 @@ _regions: dict[str, Any] = {}  # compiled regions by name
 _lock = threading.Lock()
 
 
-def step_float32(p):
-    step(p, np.float32(0), DENSE)
+def _region(name: str, function: Any, *arguments: Any) -> tuple[str, Any]:
+    """A function of the parameters alone, to be compiled; dtypes and switches are constants in its code."""
+
+    def region(p):
+        function(p, *arguments)
+
+    region.__name__ = region.__qualname__ = name
+    return name, region
 
 
-def step_bfloat16(p):
-    step(p, np.uint16(0), DENSE)
-
-
-def step_float16(p):
-    step(p, np.int16(0), DENSE)
-
-
-# Regions of their own, as they take twice as long to compile.
-
-
-def experts_float32(p):
-    step(p, np.float32(0), EXPERTS)
-
-
-def experts_bfloat16(p):
-    step(p, np.uint16(0), EXPERTS)
-
-
-def experts_float16(p):
-    step(p, np.int16(0), EXPERTS)
-
-
-def dequantize_float32(p):
-    linear.dequantize(p, np.float32(0))
-
-
-def dequantize_bfloat16(p):
-    linear.dequantize(p, np.uint16(0))
-
-
-def product_bfloat16(p):
-    product(p)
-
-
-REGIONS = {
-    region.__name__: region
-    for region in (
-        *(step_float32, step_bfloat16, step_float16, experts_float32, experts_bfloat16, experts_float16),
-        *(dequantize_float32, dequantize_bfloat16, product_bfloat16),
+# A value of each dtype: compiled code has the 16-bit ones as integers.
+_TAGS = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}
+REGIONS = dict(
+    (
+        *(_region(f"step_{name}", step, tag, None) for name, tag in _TAGS.items()),
+        *(_region(f"experts_{name}", step, tag, True) for name, tag in _TAGS.items()),  # take twice as long to compile
+        *(_region(f"dequantize_{name}", linear.dequantize, _TAGS[name]) for name in ("float32", "bfloat16")),
+        _region("product_bfloat16", product),
     )
-}
+)
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -229,7 +202,8 @@ def compile_here(module: str, name: str, folder: str) -> None:
     for symbol in SYMBOLS:  # any address: the code is not run here
         llvmlite.binding.add_symbol(symbol, 1)
     try:
-        _load(getattr(importlib.import_module(module), name), Path(folder))
+        importlib.import_module(module)  # that of a test has regions of its own
+        _load(REGIONS[name], Path(folder))
     except OSError as error:
         sys.exit(f"{_NOT_WRITTEN}{error}")
 

@@ -1,4 +1,5 @@
-"""Names of the int64 parameters of the compiled functions, by position.
+"""What the compiled functions read: rows of int64 words. A row's class declares its words as fields, through which Python
+writes them; compiled code reads a word at its position, a member of the row's enum.
 
 Sizes are in elements. A tensor is the address of its first element, 0 if there is none.
 """
@@ -6,8 +7,11 @@ Sizes are in elements. A tensor is the address of its first element, 0 if there 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 CACHE_LINE = 64
 MOST_LISTED = 256  # rows of a group in `linear._add_in_integers`: up to 128 channels of a graded weight
@@ -17,6 +21,37 @@ LIST_WORDS = 2 * (MOST_LISTED + 16) + MOST_LISTED + MOST_LISTED // 2 + 2
 PARTIAL_EXTRA = 32 + LIST_WORDS
 # dtype names within the names of regions.
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+# An integer; a float, rounded to float32; a tensor, an array or a row, of which the address is written; None: 0.
+Word = Any
+
+
+class Row:
+    """Base of the rows, whose annotations are the fields. Setting a field writes its word; the row keeps alive what its
+    addresses point to."""
+
+    words: np.ndarray
+
+    def __init__(self, **values: Word) -> None:
+        self.__dict__["words"] = np.zeros(len(type(self).__annotations__), np.int64)
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Word) -> None:
+        word = value = value.contiguous() if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            word = value.data_ptr()
+        elif isinstance(value, (np.ndarray, Row)):
+            word = (value.words if isinstance(value, Row) else value).ctypes.data
+        elif isinstance(value, float):
+            word = np.float32(value).view(np.int32)
+        self.words[[*type(self).__annotations__].index(name)] = word or 0
+        self.__dict__[name] = value
+
+
+def positions(row: type[Row]) -> Any:
+    """The enum of a row's fields: their positions, by name in capital letters."""
+    return IntEnum(row.__name__.replace("Row", "Field"), [name.upper() for name in row.__annotations__], start=0)
 
 
 class StoredAs(IntEnum):
@@ -42,131 +77,144 @@ class ScaleType(IntEnum):
     FLOAT16 = 2
 
 
-class ProjectionField(IntEnum):
-    """A row of the table of projections."""
+class ProjectionRow(Row):
+    """A projection."""
 
-    WEIGHT = 0  # (K, N); int4: (K, ceil(N / 2)) bytes
-    N = 1
-    K = 2
-    SCALE = 3  # channel_scale (K,) float32; 0: dense
-    BIAS = 4  # (N,) float32
-    COLUMN_SCALE = 5  # int8: (N,) float32; int4: (K / GROUP, 2, ceil(N / 2)), even outputs, then odd ones
-    STORED_AS = 6  # StoredAs
-    GROUP = 7  # int4: channels that share a scale
-    SCALE_TYPE = 8  # int4: ScaleType
-    ZERO_POINT = 9  # int4: uint8, in the layout of the scales; 0: all zero points are 8
-    PLANES = 10  # rows of WEIGHT for each channel; 2: graded, int4 in both planes, GROUP counts rows
-    STRIDE = 11  # int4: bytes between rows of WEIGHT
-
-
-class BlockField(IntEnum):
-    """A row of the table of blocks."""
-
-    # Norms: float32 weights (hidden,); of q and k (head_dim,), with QK_WHOLE (heads * head_dim,).
-    ATTENTION_INPUT = 0
-    ATTENTION_OUTPUT = 1
-    MLP_INPUT = 2
-    MLP_OUTPUT = 3
-    Q_NORM = 4
-    K_NORM = 5
-    VALUE_NORM = 6
-    # Attention.
-    WINDOW = 7  # 0: attends to all positions
-    KV_HEADS = 8
-    HEAD_DIM = 9
-    KEYS = 10  # (max_batch, kv_heads, max_len, head_dim), of type CACHED_AS; with shared KV another block's
-    VALUES = 11
-    ROTARY_HALF = 12  # rotated pairs of a head; 0: no rotary embedding
-    COS = 13  # (max_len, rotary_half) float32
-    SIN = 14
-    INTERLEAVED = 15  # rotary pairs are (2 i, 2 i + 1), not (i, i + ROTARY_HALF)
-    DELTA = 16  # a row of DeltaField in a recurrent block, 0 in one with attention
-    # Projections.
-    FIRST = 17  # the block's first row in the table of projections
-    NUM_INPUTS = 18  # projections that read the block's input
-    INPUT_WIDTH = 19  # sum of their outputs; values come last, and are the keys if there is no v_proj
-    SCALAR = 20  # () float32: multiplies the block's output
-    # Experts. Their projections follow o's in the table: all gates, all ups, all downs, then the shared expert's three.
-    EXPERTS = 21  # number of experts; 0: a dense MLP
-    CHOSEN = 22  # experts of a token
-    EXPERT_SIZE = 23
-    RENORMALISED = 24  # the chosen experts' weights are divided by their sum
-    ROUTER = 25  # (EXPERTS, hidden) float32
-    SHARED_SIZE = 26  # of the expert for every token; 0: none
-    SHARED_GATE = 27  # (hidden,) float32
-    KEY_SCALES = 28  # (max_batch, kv_heads, max_len) float32 of a quantized cache
-    VALUE_SCALES = 29
-    SINKS = 30  # (heads,) float32: an additional score of each head's softmax; 0: none
-    ROUTER_BIAS = 31  # (EXPERTS,) float32
-    # Experts beside a dense MLP, which is stored as the shared expert, without a gate; with norms float32 (hidden,).
-    BESIDE = 32  # 1 or 0
-    EXPERTS_INPUT = 33
-    EXPERTS_OUTPUT = 34
-    SHARED_OUTPUT = 35
-    ROUTER_SCALE = 36  # (hidden,) float32: the weight of the norm before the router
-    EXPERT_SCALE = 37  # (EXPERTS,) float32: multiplies the chosen experts' weights
-    # Per-layer embeddings, of the base type; the norm is float32 (hidden,).
-    PER_LAYER_GATE = 38  # (PER_LAYER, hidden)
-    PER_LAYER_PROJECTION = 39  # (hidden, PER_LAYER)
-    PER_LAYER_OUTPUT = 40
+    weight: Word  # (K, N); int4: (K, ceil(N / 2)) bytes
+    n: Word
+    k: Word
+    scale: Word  # channel_scale (K,) float32; 0: dense
+    bias: Word  # (N,) float32
+    column_scale: Word  # int8: (N,) float32; int4: (K / GROUP, 2, ceil(N / 2)), even outputs, then odd ones
+    stored_as: Word  # StoredAs
+    group: Word  # int4: channels that share a scale
+    scale_type: Word  # int4: ScaleType
+    zero_point: Word  # int4: uint8, in the layout of the scales; 0: all zero points are 8
+    planes: Word  # rows of WEIGHT for each channel; 2: graded, int4 in both planes, GROUP counts rows
+    stride: Word  # int4: bytes between rows of WEIGHT
 
 
-class DeltaField(IntEnum):
-    """Parameters of a Gated DeltaNet. Tensors are float32 except INPUTS."""
+class OpCode(IntEnum):
+    """The operations of a step. Each thread has all columns of its inputs, unless they are divided: its own columns."""
 
-    KEY_HEADS = 0
-    VALUE_HEADS = 1
-    KEY_DIM = 2
-    VALUE_DIM = 3
-    TAPS = 4  # of the convolution
-    A = 5  # (value_heads, hidden): decay
-    B = 6  # (value_heads, hidden): beta
-    KERNEL = 7  # (taps, mixed_size)
-    RATE = 8  # (value_heads,)
-    DT_BIAS = 9  # (value_heads,)
-    NORM = 10  # (value_dim,)
-    INPUTS = 11  # (buffers, slots, taps - 1, mixed_size), the base type: the convolution's last inputs
-    STATES = 12  # (buffers, slots, value_heads, key_dim, value_dim)
-    BUFFERS = 13  # the state after p positions is in buffer p % BUFFERS
-    SLOTS = 14
-
-
-class FloatField(IntEnum):
-    """float32 constants of a step; a cap of 0: none."""
-
-    EPS = 0
-    ATTENTION_SCALE = 1
-    ATTENTION_CAP = 2
-    EMBEDDING_MULTIPLIER = 3
-    RESIDUAL_MULTIPLIER = 4
-    LOGITS_MULTIPLIER = 5
-    LOGITS_CAP = 6
-    CLAMP_SLOPE = 7  # of the clamped activation
-    CLAMP_LIMIT = 8
+    NORM = 0  # Y = RMSNorm(X)
+    LINEAR = 1  # Y = the projections' outputs of X, concatenated
+    GATE_UP = 2  # Y, divided = activation(gate) * up, of X
+    LINEAR_OF_PARTS = 3  # Y = the projection's output of X, divided
+    ATTENTION = 4  # Y, divided = the heads' outputs, of queries, keys and values X
+    DELTA_NET = (
+        5  # Y, divided = the heads' outputs, of queries, keys, values and gates X, and their projections' input Z
+    )
+    ROUTER = 6  # the chosen experts, and their weights
+    EXPERTS = 7  # Y = the weighted sum of the chosen experts' outputs, of X
+    ADD = 8  # Y += a number * X
+    SCALE = 9  # Y *= a number
+    PER_LAYER = 10  # Y = projection(activation(gate(X)) * the token's per-layer embedding)
+    TAP = 11  # stores X for a draft head
 
 
-class DequantizeField(IntEnum):
-    """Parameters of `linear.dequantize`, for some outputs of an int4 weight."""
+class OpRow(Row):
+    """An operation. Values are (rows, width) float32. Those that each thread has a copy of have a step of SCRATCH_BYTES
+    between the copies, others of 0."""
 
-    PROJECTION = 0
-    FIRST = 1  # output, even
-    LAST = 2  # exclusive
-    TARGET = 3  # (K, LAST - FIRST)
+    code: Word  # OpCode
+    x: Word
+    x_step: Word
+    y: Word
+    y_step: Word
+    z: Word
+    z_step: Word
+    parameters: Word  # (width,) float32 weights of a norm; float32 number; the row of another operation
+    first: Word  # row of its first projection
+    count: Word  # projections
+    width: Word  # sum of their outputs
 
 
-class ProductField(IntEnum):
-    """Parameters of `product.product`, of many rows and one projection; strides in bytes."""
+class AttentionRow(Row):
+    """Norms have float32 weights (head_dim,), with QK_WHOLE (heads * head_dim,)."""
 
-    PROJECTION = 0
-    X = 1  # (ROWS, X_STRIDE) bfloat16
-    X_STRIDE = 2
-    ROWS = 3  # a multiple of half of `product.TILE`
-    KEPT = 4  # rows of Y; the other rows of X are padding
-    Y = 5  # (KEPT, N) bfloat16
-    COLUMNS = 6  # of a block, multiples of `product.TILE`
-    DEPTH = 7  # channels of a block
-    SCRATCH = 8  # (threads, SCRATCH_BYTES)
-    SCRATCH_BYTES = 9
+    q_norm: Word
+    k_norm: Word
+    value_norm: Word
+    window: Word  # 0: attends to all positions
+    kv_heads: Word
+    head_dim: Word
+    keys: Word  # (max_batch, kv_heads, max_len, head_dim), of type CACHED_AS; with shared KV another block's
+    values: Word
+    key_scales: Word  # (max_batch, kv_heads, max_len) float32 of a quantized cache
+    value_scales: Word
+    rotary_half: Word  # rotated pairs of a head; 0: no rotary embedding
+    cos: Word  # (max_len, rotary_half) float32
+    sin: Word
+    interleaved: Word  # rotary pairs are (2 i, 2 i + 1), not (i, i + ROTARY_HALF)
+    sinks: Word  # (heads,) float32: an additional score of each head's softmax; 0: none
+    input_width: Word  # values come last, and are the keys if there is no v_proj
+
+
+class DeltaRow(Row):
+    """A gated DeltaNet. Tensors are float32 except INPUTS."""
+
+    key_heads: Word
+    value_heads: Word
+    key_dim: Word
+    value_dim: Word
+    taps: Word  # of the convolution
+    a: Word  # (value_heads, hidden): decay
+    b: Word  # (value_heads, hidden): beta
+    kernel: Word  # (taps, mixed_size)
+    rate: Word  # (value_heads,)
+    dt_bias: Word  # (value_heads,)
+    norm: Word  # (value_dim,)
+    inputs: Word  # (buffers, slots, taps - 1, mixed_size), the base type: the convolution's last inputs
+    states: Word  # (buffers, slots, value_heads, key_dim, value_dim)
+    buffers: Word  # the state after p positions is in buffer p % BUFFERS
+    slots: Word
+
+
+class ExpertsRow(Row):
+    """Experts and their router. Projections: all gates, all ups, all downs, then the shared expert's three."""
+
+    count: Word
+    chosen: Word  # of a token
+    size: Word  # outputs of gate and up
+    renormalised: Word  # the chosen experts' weights are divided by their sum
+    router: Word  # (COUNT, hidden) float32
+    router_bias: Word  # (COUNT,) float32
+    scale: Word  # (COUNT,) float32: multiplies the chosen experts' weights
+    shared_size: Word  # of the expert for every token; 0: none
+    shared_gate: Word  # (hidden,) float32
+
+
+class PerLayerRow(Row):
+    """A block's per-layer embeddings; tensors are of the base type."""
+
+    block: Word
+    gate: Word  # (PER_LAYER, hidden)
+    projection: Word  # (hidden, PER_LAYER)
+
+
+class DequantizeRow(Row):
+    """`linear.dequantize` of some outputs of an int4 weight."""
+
+    projection: Word
+    first: Word  # output, even
+    last: Word  # exclusive
+    target: Word  # (K, LAST - FIRST)
+
+
+class ProductRow(Row):
+    """`product.product` of many rows and one projection; strides in bytes."""
+
+    projection: Word
+    x: Word  # (ROWS, X_STRIDE) bfloat16
+    x_stride: Word
+    rows: Word  # a multiple of half of `product.TILE`
+    kept: Word  # rows of Y; the other rows of X are padding
+    y: Word  # (KEPT, N) bfloat16
+    columns: Word  # of a block, multiples of `product.TILE`
+    depth: Word  # channels of a block
+    scratch: Word  # (threads, SCRATCH_BYTES)
+    scratch_bytes: Word
 
 
 class TeamField(IntEnum):
@@ -174,102 +222,107 @@ class TeamField(IntEnum):
 
     ARRIVED = 0  # threads waiting at the current barrier
     PASSED = 8  # completed barriers
-    WAITED_NS = 16  # time waited beyond what `step.barrier` spins for
+    WAITED_NS = 16  # time waited beyond what `barrier.barrier` spins for
     SIZE = 24
 
 
-class StepField(IntEnum):
+class StepRow(Row):
     """Parameters of `step.step`."""
 
     # The batch.
-    ROWS = 0
-    SLOTS = 1  # (rows,) int64
-    TOKENS = 2  # (rows,) int64
-    POSITIONS = 3  # (rows,) int64
+    rows: Word
+    slots: Word  # (rows,) int64
+    tokens: Word  # (rows,) int64
+    positions: Word  # (rows,) int64
+    outputs: Word  # (rows,) int64: for each row the row of LOGITS
     # The model.
-    HIDDEN = 4
-    PER_LAYER = 5  # size of the per-layer embeddings; 0: none
-    HEADS = 6
-    MAX_LEN = 7
-    VOCAB = 8
-    NUM_BLOCKS = 9
-    NUM_PROJECTIONS = 10  # of all blocks
-    NUM_GATE_UP = 11  # 2, or 1 if fused
-    QK_WHOLE = 12  # q and k are normalized over all heads, not head by head
-    QK_AFTER = 13  # q and k are normalized after the rotary embedding, not before
-    ACTIVATION = 14  # MlpActivation
-    GATED = 15  # each head's query is followed by a gate (head_dim,) of the attention's output
-    EMBEDDING = 16  # (V, hidden), the base type
-    HEAD = 17  # (V, hidden), the base type or int8
-    HEAD_SCALE = 18  # (V,) float32 of an int8 head
-    FINAL_NORM = 19  # (hidden,) float32
-    QUERY_SCALES = 20  # (max_len,) float32: multiplies queries by position
-    FLOATS = 21  # FloatField
-    BLOCKS = 22  # rows of BlockField
-    PROJECTIONS = 23  # rows of ProjectionField, block by block
-    THRESHOLDS = 24  # (projections, 2) float32, the second for a graded weight's low plane
+    hidden: Word
+    heads: Word
+    max_len: Word
+    vocab: Word
+    qk_whole: Word  # q and k are normalized over all heads, not head by head
+    qk_after: Word  # q and k are normalized after the rotary embedding, not before
+    activation: Word  # MlpActivation
+    gated: Word  # each head's query is followed by a gate (head_dim,) of the attention's output
+    embedding: Word  # (V, hidden), the base type
+    head: Word  # (V, hidden), the base type or int8
+    head_scale: Word  # (V,) float32 of an int8 head
+    final_norm: Word  # (hidden,) float32
+    query_scales: Word  # (max_len,) float32: multiplies queries by position
+    cached_as: Word  # StoredAs of keys and values
+    mapped: Word  # 1: experts are memory-mapped from a file, and madvise precedes their use
+    ops: Word  # rows of `OpRow`: the blocks' operations in order
+    num_ops: Word
+    projections: Word  # rows of `ProjectionRow`, block by block
+    num_projections: Word
+    thresholds: Word  # (projections, 2) float32, the second for a graded weight's low plane
+    # float32 numbers; a cap of 0: none.
+    eps: Word
+    attention_scale: Word
+    attention_cap: Word
+    embedding_multiplier: Word
+    logits_multiplier: Word
+    logits_cap: Word
+    clamp_slope: Word  # of the clamped activation
+    clamp_limit: Word
     # Buffers shared by all threads.
-    LOGITS = 25  # (outputs, V) float32
-    SCORES = 26  # (heads, max_len) float32
-    HALF = 27  # (rows, hidden) float32: the output of attention or MLP
-    QKV = 28  # (rows, INPUT_WIDTH) float32
-    SEGMENT_INDEX = 29  # (list_length,) int32
-    SEGMENT_VALUE = 30  # (rows, list_length) float32
-    SEGMENT_COUNT = 31  # (threads, 2) int64
-    COUNTS = 32  # (threads, projections) int64, to which numbers of kept channels are added
-    SPARE_COUNTS = 33  # (threads,) int64, written instead of COUNTS where nothing is to be counted
-    TEAM = 34  # TeamField
-    # Scratch memory of each thread, see `scratch_layout`.
-    SCRATCH = 35  # (threads, SCRATCH_BYTES)
-    SCRATCH_BYTES = 36
-    LIST_LENGTH = 37  # the largest K * PLANES
-    ACC_LENGTH = 38  # the largest N of an accumulator
-    NORMED_AT = 39  # offsets in bytes
-    ACC_AT = 40
-    ACC_UP_AT = 41
-    INDEX_AT = 42
-    VALUE_AT = 43
-    PARTIAL_AT = 44
-    # One token's experts. Slots: its chosen experts, then the shared one.
-    EXPERT_SCORES = 45  # (experts,) float32
-    EXPERT_CHOICE = 46  # (threads, slots, 2) int64: expert id, and the bits of its float32 weight
-    EXPERT_INDEX = 47  # (slots, EXPERT_LENGTH) int32: down's kept channels, thread by thread
-    EXPERT_VALUE = 48  # (slots, EXPERT_LENGTH) float32
-    EXPERT_COUNT = 49  # (slots, threads, 2) int64
-    EXPERT_SLOTS = 50
-    EXPERT_LENGTH = 51
-    CACHED_AS = 52  # StoredAs of keys and values
-    OUTPUTS = 53  # (rows,) int64: for each row the row of LOGITS
-    # Hidden states for a draft head. (blocks + 2,) int64: for each block the offset of its input in a row of TAPS, -1:
-    # not stored; the offset of the last block's output; the length of a row.
-    TAPPED = 54
-    TAPS = 55  # (rows, length) float32
-    BESIDE = 56  # (rows, hidden) float32: the output of a dense MLP beside experts
-    TOKEN_AT = 57  # offset in the scratch memory: normalized input of one token's experts
-    # With PER_LAYER.
-    PER_LAYER_PROJECTION = 58  # (blocks * PER_LAYER, hidden), the base type
-    PER_LAYER_NORM = 59  # (PER_LAYER,) float32
-    PER_LAYER_INPUTS = 60  # (rows, blocks * PER_LAYER) float32: token embeddings; the step adds PER_LAYER_PROJECTED
-    PER_LAYER_PROJECTED = 61  # (rows, blocks * PER_LAYER) float32: projections of the input embedding
-    PER_LAYER_GATED = 62  # (rows, PER_LAYER) float32: of one block
-    ROW_NUMBERS = 63  # (rows,) int64: 0, 1, ...
-    MAPPED = 64  # 1: experts are memory-mapped from a file, and madvise precedes their use
+    logits: Word  # (outputs, V) float32
+    scores: Word  # (heads, max_len) float32
+    segment_index: Word  # (list_length,) int32
+    segment_value: Word  # (rows, list_length) float32
+    segment_count: Word  # (threads, 2) int64
+    counts: Word  # (threads, projections) int64, to which numbers of kept channels are added
+    spare_counts: Word  # (threads,) int64, written instead of COUNTS where nothing is to be counted
+    team: Word  # TeamField
+    row_numbers: Word  # (rows,) int64: 0, 1, ...
+    taps: Word  # (rows, hidden states, hidden) float32: for a draft head
+    # Scratch memory of each thread. It begins with the residual stream, (rows, hidden) float32.
+    scratch: Word  # (threads, SCRATCH_BYTES)
+    scratch_bytes: Word
+    list_length: Word  # the largest K * PLANES
+    acc_length: Word  # the largest N of an accumulator
+    acc_at: Word  # offsets in bytes
+    acc_up_at: Word
+    index_at: Word
+    value_at: Word
+    partial_at: Word
+    # Experts. A token's slots: its chosen experts, then the shared one.
+    expert_scores: Word  # (rows, experts) float32
+    expert_choice: Word  # (threads, rows, slots, 2) int64: expert id, and the bits of its float32 weight
+    expert_index: Word  # (slots, EXPERT_LENGTH) int32: down's kept channels of a token, thread by thread
+    expert_value: Word  # (slots, EXPERT_LENGTH) float32
+    expert_count: Word  # (slots, threads, 2) int64
+    expert_slots: Word
+    expert_length: Word
+    # Per-layer embeddings.
+    per_layer: Word  # size of an embedding; 0: none
+    num_blocks: Word
+    per_layer_projection: Word  # (blocks * PER_LAYER, hidden), the base type
+    per_layer_norm: Word  # (PER_LAYER,) float32
+    per_layer_inputs: Word  # (rows, blocks * PER_LAYER) float32: token embeddings, then with their projections
+    per_layer_projected: Word  # (rows, blocks * PER_LAYER) float32: projections of the input embedding
+    per_layer_gated: Word  # (rows, PER_LAYER) float32: of one block
 
 
-def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> dict[StepField, int]:
-    """Byte offsets of the buffers in a thread's scratch memory; the residual (rows, hidden) float32 comes first."""
+ProjectionField, OpField, AttentionField = positions(ProjectionRow), positions(OpRow), positions(AttentionRow)
+DeltaField, ExpertsField, PerLayerField = positions(DeltaRow), positions(ExpertsRow), positions(PerLayerRow)
+DequantizeField, ProductField, StepField = positions(DequantizeRow), positions(ProductRow), positions(StepRow)
+
+
+def scratch_layout(rows: int, hidden: int, list_length: int, acc_length: int) -> tuple[dict[str, int], list[int]]:
+    """Fields of `StepRow`: the buffers' byte offsets in a thread's scratch memory; and the offsets of the residual stream
+    and of two more values (rows, hidden) float32."""
     sizes = {
-        StepField.NORMED_AT: rows * hidden,  # float32
-        StepField.TOKEN_AT: hidden,
-        StepField.ACC_AT: rows * acc_length,  # float32, as the other accumulator
-        StepField.ACC_UP_AT: rows * acc_length,
-        StepField.INDEX_AT: list_length,  # int32
-        StepField.VALUE_AT: rows * list_length,  # float32
-        StepField.PARTIAL_AT: rows * (acc_length + PARTIAL_EXTRA),  # float32: sums of one group of int4 weights
+        "acc_at": rows * acc_length,  # float32, as the other accumulator
+        "acc_up_at": rows * acc_length,
+        "index_at": list_length,  # int32
+        "value_at": rows * list_length,  # float32
+        "partial_at": rows * (acc_length + PARTIAL_EXTRA),  # float32: sums of one group of int4 weights
     }
-    layout, offset = {StepField.LIST_LENGTH: list_length, StepField.ACC_LENGTH: acc_length}, 4 * rows * hidden
+    values = [4 * rows * hidden * number for number in range(3)]
+    layout, offset = {"list_length": list_length, "acc_length": acc_length}, 4 * rows * hidden * len(values)
     for field, size in sizes.items():
         layout[field] = offset
         offset += 4 * size
-    layout[StepField.SCRATCH_BYTES] = -(-offset // 4096) * 4096  # whole pages, so that threads share no cache line
-    return layout
+    layout["scratch_bytes"] = -(-offset // 4096) * 4096  # whole pages, so that threads share no cache line
+    return layout, values

@@ -1,7 +1,10 @@
 """Compiled: a decode step of the whole model, run by every thread of a team. Activations are float32.
 
-A block takes five barriers; with experts three, and two for each token; with PER_LAYER two more. Every thread has a
-copy of the whole residual stream, to which it adds the outputs of all threads, as norms and selections need all of it.
+A step runs the rows of its list of operations, which `runtime.cpu.step` writes from ``formats.block_ops``. These pairs of
+neighbours are one row: gate and up with the activation; a linear with the selection of its kept channels (all others have a
+row of their own). A linear takes one barrier, a second one if its input is divided between the threads; a router takes
+one, experts two for each token. Every thread has a copy of the whole residual stream, to which it adds the outputs of all
+threads, as norms and selections need all of it.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import math
 
 import numpy as np
 
-from .attention import BLOCK_BYTES, attention, delta_net, rms_norm
+from .attention import attention, delta_net, rms_norm
 from .barrier import barrier
 from .intrinsics import (
     ONE,
@@ -18,6 +21,7 @@ from .intrinsics import (
     exact,
     floats,
     num_threads,
+    number,
     pointer,
     size_of,
     soft_cap,
@@ -26,41 +30,42 @@ from .intrinsics import (
     widen,
     words,
 )
-from .layout import PARTIAL_EXTRA, BlockField, FloatField, ProjectionField, StepField
-from .linear import gather, output_rows, project, select
-from .mlp import ROW_BYTES, activate_times, mlp
+from .layout import OpCode, OpField, PerLayerField, StepField
+from .linear import output_rows
+from .projections import activate_times, experts, gate_up, linear, linear_of_parts, router
 
+_OP_BYTES = 8 * len(OpField)
 _INT8, _NONE, _SQRT_HALF = np.int8(0), np.int64(0), np.float32(0.5**0.5)
 
 
 @exact
-def _normed(x, norm, rows, hidden, eps, out):
-    """RMSNorm of x (rows, hidden) into ``out``; returns ``out``, or x if ``norm`` is 0."""
-    if norm == 0:
-        return x
+def _norm(x, weight, rows, hidden, eps, out):
+    """out = RMSNorm of x (rows, hidden)."""
     for b in range(rows):
-        rms_norm(x + 4 * b * hidden, norm, hidden, eps, out + 4 * b * hidden)
-    return out
+        rms_norm(x + 4 * b * hidden, weight, hidden, eps, out + 4 * b * hidden)
 
 
 @exact
-def _add(residual, half, length, multiplier):
-    r, h = floats(residual), floats(half)
+def _add(x, other, length, multiplier):
+    x_, other_ = floats(x), floats(other)
     for j in range(length):
-        r[j] += multiplier * h[j]
+        x_[j] += multiplier * other_[j]
 
 
 @exact
-def _tap(p, index, residual, rows, hidden):
-    """Copy the rows' input of block ``index`` to TAPS, if a draft head reads it."""
-    if p[StepField.TAPPED] != 0:
-        tapped = words(p[StepField.TAPPED])
-        if tapped[index] >= 0:
-            x, taps = floats(residual), floats(p[StepField.TAPS])
-            for b in range(rows):
-                at = b * tapped[p[StepField.NUM_BLOCKS] + 1] + tapped[index]
-                for j in range(hidden):
-                    taps[at + j] = x[b * hidden + j]
+def _scale(x, length, factor):
+    x_ = floats(x)
+    for j in range(length):
+        x_[j] *= factor
+
+
+@exact
+def _tap(x, rows, hidden, taps, width):
+    """Copy x (rows, hidden) to ``taps``, of rows of ``width``."""
+    for b in range(rows):
+        from_, to = floats(x + 4 * b * hidden), floats(taps + 4 * b * width)
+        for j in range(hidden):
+            to[j] = from_[j]
 
 
 @exact
@@ -73,8 +78,7 @@ def _logits(p, x, thread, threads, base_tag):
         output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, outputs, vocab, _INT8)
     else:
         output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, outputs, vocab, base_tag)
-    constants = floats(p[StepField.FLOATS])
-    multiplier, cap = constants[FloatField.LOGITS_MULTIPLIER], constants[FloatField.LOGITS_CAP]
+    multiplier, cap = number(p[StepField.LOGITS_MULTIPLIER]), number(p[StepField.LOGITS_CAP])
     for b in range(rows):
         row = floats(out + 4 * words(outputs)[b] * vocab)
         if multiplier != ONE:
@@ -90,13 +94,11 @@ def _per_layer_inputs(p, x, thread, threads, base_tag):
     """PER_LAYER_INPUTS = (PER_LAYER_INPUTS + norm(projection of the embeddings x)) * sqrt(1/2), for this thread's
     blocks."""
     rows, hidden, size = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.PER_LAYER]
-    blocks, eps = p[StepField.NUM_BLOCKS], floats(p[StepField.FLOATS])[FloatField.EPS]
+    blocks, eps = p[StepField.NUM_BLOCKS], number(p[StepField.EPS])
     width, lo, hi = blocks * size, blocks * thread // threads * size, blocks * (thread + 1) // threads * size
     projected, factor = p[StepField.PER_LAYER_PROJECTED], ONE / np.float32(math.sqrt(np.float32(hidden)))
-    output_rows(
-        p[StepField.PER_LAYER_PROJECTION], hidden, lo, hi, x, hidden, rows, _NONE, projected, p[StepField.ROW_NUMBERS],
-        width, base_tag,
-    )  # fmt: skip
+    weight, numbers = p[StepField.PER_LAYER_PROJECTION], p[StepField.ROW_NUMBERS]
+    output_rows(weight, hidden, lo, hi, x, hidden, rows, _NONE, projected, numbers, width, base_tag)
     for b in range(rows):
         for at in range(b * width + lo, b * width + hi, size):
             projected_, inputs = floats(projected + 4 * at), floats(p[StepField.PER_LAYER_INPUTS] + 4 * at)
@@ -108,141 +110,85 @@ def _per_layer_inputs(p, x, thread, threads, base_tag):
 
 
 @exact
-def _add_per_layer(p, block, residual, normed, thread, threads, base_tag):
-    """residual += norm(projection @ (activation(gate @ residual) * PER_LAYER_INPUTS))."""
-    block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
+def _per_layer(p, row, x, y, thread, threads, base_tag):
+    """PER_LAYER. row: of `PerLayerRow`."""
+    block, gate, projection = row[PerLayerField.BLOCK], row[PerLayerField.GATE], row[PerLayerField.PROJECTION]
     rows, hidden, size = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.PER_LAYER]
-    gated, half, row_ids = p[StepField.PER_LAYER_GATED], p[StepField.HALF], p[StepField.ROW_NUMBERS]
-    constants = floats(p[StepField.FLOATS])
-    lo, hi = span(size, thread, threads), span(size, thread + 1, threads)
-    output_rows(
-        block_[BlockField.PER_LAYER_GATE], hidden, lo, hi, residual, hidden, rows, _NONE, gated, row_ids, size, base_tag
+    gated, numbers = p[StepField.PER_LAYER_GATED], p[StepField.ROW_NUMBERS]
+    activation, slope, limit = (
+        p[StepField.ACTIVATION],
+        number(p[StepField.CLAMP_SLOPE]),
+        number(p[StepField.CLAMP_LIMIT]),
     )
+    lo, hi = span(size, thread, threads), span(size, thread + 1, threads)
+    output_rows(gate, hidden, lo, hi, x, hidden, rows, _NONE, gated, numbers, size, base_tag)
     for b in range(rows):
         inputs = p[StepField.PER_LAYER_INPUTS] + 4 * ((b * p[StepField.NUM_BLOCKS] + block) * size + lo)
-        activate_times(gated + 4 * (b * size + lo), inputs, size, 1, hi - lo, p[StepField.ACTIVATION], constants)
+        activate_times(gated + 4 * (b * size + lo), inputs, size, 1, hi - lo, activation, slope, limit)
     barrier(p[StepField.TEAM], threads)
 
     lo, hi = span(hidden, thread, threads), span(hidden, thread + 1, threads)
-    output_rows(
-        block_[BlockField.PER_LAYER_PROJECTION], size, lo, hi, gated, size, rows, _NONE, half, row_ids, hidden, base_tag
-    )
+    output_rows(projection, size, lo, hi, gated, size, rows, _NONE, y, numbers, hidden, base_tag)
     barrier(p[StepField.TEAM], threads)
-
-    x = _normed(half, block_[BlockField.PER_LAYER_OUTPUT], rows, hidden, constants[FloatField.EPS], normed)
-    _add(residual, x, rows * hidden, ONE)
 
 
 @exact
-def step(p, base_tag, kind):
-    """A token of every row: embedding, blocks, final norm, logits. ``kind``: see `mlp`."""
+def step(p, base_tag, routed):
+    """A token of every row: embedding, operations, final norm, logits. ``routed``: None leaves out the experts, which
+    halves the compile time."""
     threads, thread = np.int64(num_threads()), np.int64(thread_num())
-    team = p[StepField.TEAM]
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
-    constants = floats(p[StepField.FLOATS])
-    eps, multiplier = constants[FloatField.EPS], constants[FloatField.RESIDUAL_MULTIPLIER]
-    half, qkv = p[StepField.HALF], p[StepField.QKV]
-    thresholds = p[StepField.THRESHOLDS]
-
-    residual = p[StepField.SCRATCH] + thread * p[StepField.SCRATCH_BYTES]
-    normed = residual + p[StepField.NORMED_AT]
-    acc = residual + p[StepField.ACC_AT]
-    index, value = residual + p[StepField.INDEX_AT], residual + p[StepField.VALUE_AT]
-    partial = residual + p[StepField.PARTIAL_AT]
-    length, acc_stride = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH]
-    partial_stride = acc_stride + PARTIAL_EXTRA
-    seg_index, seg_value, seg_count = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE], p[StepField.SEGMENT_COUNT]
-    segments = words(seg_count)
-    counts = p[StepField.COUNTS] + 8 * thread * p[StepField.NUM_PROJECTIONS]
-    spare = p[StepField.SPARE_COUNTS] + 8 * thread  # all threads select the same channels, thread 0 counts
-
-    lo, hi = span(hidden, thread, threads), span(hidden, thread + 1, threads)
+    eps, multiplier = number(p[StepField.EPS]), number(p[StepField.EMBEDDING_MULTIPLIER])
+    scratch = p[StepField.SCRATCH] + thread * p[StepField.SCRATCH_BYTES]
+    residual, heads = scratch, scratch + p[StepField.INDEX_AT]
 
     tokens = words(p[StepField.TOKENS])
     for b in range(rows):
         source = pointer(p[StepField.EMBEDDING] + tokens[b] * hidden * size_of(base_tag), base_tag)
         target = floats(residual + 4 * b * hidden)
         for j in range(hidden):
-            target[j] = widen(source[j]) * constants[FloatField.EMBEDDING_MULTIPLIER]
+            target[j] = widen(source[j]) * multiplier
     if p[StepField.PER_LAYER] != 0:
         _per_layer_inputs(p, residual, thread, threads, base_tag)
 
-    for block in range(p[StepField.NUM_BLOCKS]):
-        block_ = words(p[StepField.BLOCKS] + block * BLOCK_BYTES)
-        first, num_qkv, width = block_[BlockField.FIRST], block_[BlockField.NUM_INPUTS], block_[BlockField.INPUT_WIDTH]
-        qkv_lo, qkv_hi = span(width, thread, threads), span(width, thread + 1, threads)
-        if thread == 0:
-            _tap(p, block, residual, rows, hidden)
+    lo = hi = np.int64(0)  # this thread's columns of the last divided value
+    for i in range(p[StepField.NUM_OPS]):
+        op = words(p[StepField.OPS] + i * _OP_BYTES)
+        code, row = op[OpField.CODE], op[OpField.PARAMETERS]
+        x, y = op[OpField.X] + thread * op[OpField.X_STEP], op[OpField.Y] + thread * op[OpField.Y_STEP]
+        if code == OpCode.NORM:
+            _norm(x, row, rows, hidden, eps, y)
+        elif code == OpCode.LINEAR:
+            linear(p, op, x, y, thread, threads, base_tag)
+        elif code == OpCode.ATTENTION:
+            lo, hi = attention(p, row, x, thread, threads, y, heads, base_tag)
+        elif code == OpCode.LINEAR_OF_PARTS:
+            linear_of_parts(p, op, x, lo, hi, y, thread, threads, base_tag)
+        elif code == OpCode.ADD:
+            _add(y, x, rows * hidden, number(row))
+        elif code == OpCode.GATE_UP:
+            width = op[OpField.WIDTH]
+            lo, hi = span(width, thread, threads), span(width, thread + 1, threads)
+            first, last = op[OpField.FIRST], op[OpField.FIRST] + op[OpField.COUNT] - 1
+            gate_up(p, first, last, x, rows, lo, hi, y, width, thread, base_tag)
+        elif code == OpCode.DELTA_NET:
+            z = op[OpField.Z] + thread * op[OpField.Z_STEP]
+            lo, hi = delta_net(p, row, z, x, thread, threads, y, heads, base_tag)
+        elif code == OpCode.SCALE:
+            _scale(y, rows * hidden, number(row))
+        elif code == OpCode.PER_LAYER:
+            _per_layer(p, words(row), x, y, thread, threads, base_tag)
+        elif code == OpCode.TAP and thread == 0:
+            _tap(x, rows, hidden, y, op[OpField.WIDTH])
+        if routed is not None:
+            if code == OpCode.ROUTER:
+                router(p, row, x, thread, threads)
+            elif code == OpCode.EXPERTS:
+                experts(p, op, x, y, thread, threads, base_tag)
 
-        # q, k, v: this thread's columns of the concatenated outputs.
-        x = _normed(residual, block_[BlockField.ATTENTION_INPUT], rows, hidden, eps, normed)
-        begin = np.int64(0)
-        for i in range(num_qkv):
-            row = p[StepField.PROJECTIONS] + (first + i) * ROW_BYTES
-            field = words(row)
-            end = begin + field[ProjectionField.N]
-            from_, to = max(begin, qkv_lo), min(end, qkv_hi)
-            if from_ < to or thread == 0:
-                count = select(
-                    x, hidden, rows, 0, hidden, row, thresholds + 8 * (first + i), index, value, length,
-                    counts + 8 * (first + i) if thread == 0 else spare,
-                )  # fmt: skip
-                if from_ < to:
-                    project(
-                        row, index, value, count, length, rows, from_ - begin, to - begin, qkv + 4 * from_, width,
-                        partial, partial_stride, base_tag,
-                    )  # fmt: skip
-            begin = end
-        barrier(team, threads)
-
-        # Attention of this thread's heads into the accumulator, then the list of o's kept channels among them.
-        if block_[BlockField.DELTA] != 0:
-            a_lo, a_hi = delta_net(p, block_[BlockField.DELTA], thread, threads, x, qkv, acc, index, base_tag)
-        else:
-            a_lo, a_hi = attention(p, block, thread, threads, acc, index, base_tag)
-        i = first + num_qkv
-        row = p[StepField.PROJECTIONS] + i * ROW_BYTES
-        field = words(row)
-        begin = a_lo * field[ProjectionField.PLANES]
-        segments[2 * thread] = begin
-        segments[2 * thread + 1] = select(
-            acc, field[ProjectionField.K], rows, a_lo, a_hi, row, thresholds + 8 * i, seg_index + 4 * begin,
-            seg_value + 4 * begin, length, counts + 8 * i,
-        )  # fmt: skip
-        barrier(team, threads)
-
-        count = gather(seg_index, seg_value, length, seg_count, threads, rows, index, value, length)
-        project(
-            row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, partial, partial_stride, base_tag
-        )
-        barrier(team, threads)
-
-        x = _normed(half, block_[BlockField.ATTENTION_OUTPUT], rows, hidden, eps, normed)
-        _add(residual, x, rows * hidden, multiplier)
-
-        x = _normed(residual, block_[BlockField.MLP_INPUT], rows, hidden, eps, normed)
-        mlp(kind, p, block, x, thread, threads, base_tag)
-        barrier(team, threads)
-
-        x = half
-        if block_[BlockField.BESIDE] != 0:
-            x = acc
-            for b in range(rows):
-                experts, dense = acc + 4 * b * hidden, normed + 4 * b * hidden
-                rms_norm(half + 4 * b * hidden, block_[BlockField.EXPERTS_OUTPUT], hidden, eps, experts)
-                rms_norm(p[StepField.BESIDE] + 4 * b * hidden, block_[BlockField.SHARED_OUTPUT], hidden, eps, dense)
-                _add(experts, dense, hidden, ONE)
-        x = _normed(x, block_[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
-        _add(residual, x, rows * hidden, multiplier)
-        if p[StepField.PER_LAYER] != 0:
-            _add_per_layer(p, block, residual, normed, thread, threads, base_tag)
-        if block_[BlockField.SCALAR] != 0:
-            scalar, r = floats(block_[BlockField.SCALAR])[0], floats(residual)
-            for j in range(rows * hidden):
-                r[j] *= scalar
-
-    if thread == 0:
-        _tap(p, p[StepField.NUM_BLOCKS], residual, rows, hidden)
-    x = _normed(residual, p[StepField.FINAL_NORM], rows, hidden, eps, normed)
+    x = residual
+    if p[StepField.FINAL_NORM] != 0:
+        x = scratch + p[StepField.VALUE_AT]
+        _norm(residual, p[StepField.FINAL_NORM], rows, hidden, eps, x)
     _logits(p, x, thread, threads, base_tag)
-    barrier(team, threads)
+    barrier(p[StepField.TEAM], threads)

@@ -30,15 +30,7 @@ from wisparse.formats.weight_types import (
     unpack_int4,
 )
 from wisparse.kernels.cpu.launch import has_tiles, launch, product_dtype, team_size
-from wisparse.kernels.cpu.layout import (
-    CACHE_LINE,
-    NAMES,
-    DequantizeField,
-    ProductField,
-    ProjectionField,
-    ScaleType,
-    StoredAs,
-)
+from wisparse.kernels.cpu.layout import CACHE_LINE, NAMES, DequantizeRow, ProductRow, ProjectionRow, ScaleType, StoredAs
 from wisparse.kernels.cpu.product import PADDING, TILE
 
 from ..torch.block import MaskedLinear
@@ -165,19 +157,21 @@ class Matrix:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.data, self.scale, self.zero) if tensor is not None)
 
-    def row(self) -> np.ndarray:
-        """A row of `ProjectionField`, without mask and bias; it holds addresses of this matrix."""
-        row = np.zeros(len(ProjectionField), dtype=np.int64)
-        row[ProjectionField.STORED_AS], row[ProjectionField.GROUP] = self.stored_as, self.group
-        row[ProjectionField.N], row[ProjectionField.K] = self.shape
-        row[ProjectionField.WEIGHT], row[ProjectionField.PLANES] = self.data.data_ptr(), self.planes
-        row[ProjectionField.STRIDE] = self.data.stride(0)
-        if self.scale is not None:
-            row[ProjectionField.COLUMN_SCALE] = self.scale.data_ptr()
-            row[ProjectionField.SCALE_TYPE] = _SCALE_TYPES[self.scale.dtype]
-        if self.zero is not None:
-            row[ProjectionField.ZERO_POINT] = self.zero.data_ptr()
-        return row
+    def row(self) -> ProjectionRow:
+        """Its row of parameters, without mask and bias; it holds the address of ``data``."""
+        (n, k), kind = self.shape, None if self.scale is None else _SCALE_TYPES[self.scale.dtype]
+        return ProjectionRow(
+            weight=self.data.data_ptr(),
+            n=n,
+            k=k,
+            column_scale=self.scale,
+            stored_as=self.stored_as,
+            group=self.group,
+            scale_type=kind,
+            zero_point=self.zero,
+            planes=self.planes,
+            stride=self.data.stride(0),
+        )
 
     def linear(self, x: Tensor, bias: Tensor | None, low: Tensor | None = None) -> Tensor:
         """The dense product of x (T, K): (T, N) in x's dtype. ``low``: input of a graded weight's low plane, if not x.
@@ -222,37 +216,28 @@ class Matrix:
         padded[: len(x), :k] = x
         y = x.new_empty(len(x), n)
         row, stride = self.row(), 4 * (columns + PADDING)
-        row[ProjectionField.K] = k
-        if bias is not None:
-            bias = bias.float()
-            row[ProjectionField.BIAS] = bias.data_ptr()
+        row.k, row.bias = k, None if bias is None else bias.float()
         scratch = torch.empty(threads, 8 * columns + (rows + depth // 2) * stride, dtype=torch.uint8)
-        parameters = np.zeros(len(ProductField), dtype=np.int64)
-        for field, value in {
-            ProductField.PROJECTION: row.ctypes.data,
-            ProductField.X: padded.data_ptr(),
-            ProductField.X_STRIDE: 2 * padded.stride(0),
-            ProductField.ROWS: rows,
-            ProductField.KEPT: len(x),
-            ProductField.Y: y.data_ptr(),
-            ProductField.COLUMNS: columns,
-            ProductField.DEPTH: depth,
-            ProductField.SCRATCH: scratch.data_ptr(),
-            ProductField.SCRATCH_BYTES: scratch.stride(0),
-        }.items():
-            parameters[field] = value
-        launch("product_bfloat16", parameters, threads)
+        parameters = ProductRow(
+            projection=row,
+            x=padded,
+            x_stride=2 * padded.stride(0),
+            rows=rows,
+            kept=len(x),
+            y=y,
+            columns=columns,
+            depth=depth,
+            scratch=scratch,
+            scratch_bytes=scratch.stride(0),
+        )
+        launch("product_bfloat16", parameters.words, threads)
         return y
 
     def _dequantize(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Outputs first..last of an int4 weight: (last - first, planes * K)."""
         target = torch.empty(len(self.data), last - first, dtype=dtype)
-        row = self.row()
-        parameters = np.zeros(len(DequantizeField), dtype=np.int64)
-        parameters[DequantizeField.PROJECTION] = row.ctypes.data
-        parameters[DequantizeField.FIRST], parameters[DequantizeField.LAST] = first, last
-        parameters[DequantizeField.TARGET] = target.data_ptr()
-        launch(f"dequantize_{NAMES[dtype]}", parameters, team_size())
+        parameters = DequantizeRow(projection=self.row(), first=first, last=last, target=target)
+        launch(f"dequantize_{NAMES[dtype]}", parameters.words, team_size())
         return target.t()
 
 
