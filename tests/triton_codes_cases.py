@@ -12,11 +12,13 @@ from triton_cases import DEVICE, INTERPRETED, apply_linear, assert_close, make_l
 from wisparse.formats.weight_types import interleaved, quantise
 from wisparse.kernels.gpu.gemm import gemm
 from wisparse.kernels.gpu.head import Logits
+from wisparse.kernels.gpu.launch import Scratch
 from wisparse.kernels.gpu.packed_gemv import keeps_subnormals
 from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
 from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized, widen
+from wisparse.runtime.cuda.eager import project
 from wisparse.runtime.decoding.sampling import SamplingParams, sample, uniform
 
 HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
@@ -99,6 +101,17 @@ def test_products_of_many_rows(kind, group, zero_points, count, splits):
     assert_close(apart[:, :300], exact_twin(x[0], dense)[:, :300], torch.float16)
     assert_close(apart[:, 300:], exact_twin(x[1], dense)[:, 300:], torch.float16)
     assert not counter.any()
+
+
+@pytest.mark.parametrize(("kind", "group", "zero_points"), [("graded", 32, False), ("int8", None, False)])
+@pytest.mark.parametrize("first", [0, 3, 6])
+def test_prompts_without_a_graph(kind, group, zero_points, first):
+    """Rows from ``first`` on are masked; of graded weights each plane is."""
+    linear = quantized_linear(kind, group, zero_points, (100, 40), 192, torch.float32, 0.5, bias=True)
+    x, whole = rows(6, 192, torch.float32), replace(linear, thresholds=torch.zeros_like(linear.thresholds))
+    scratch = Scratch(DEVICE, torch.float32, torch.empty(192 * 100, device=DEVICE))
+    found = torch.cat(project(linear, x, first, scratch), dim=1)
+    assert_close(found, torch.cat((exact_twin(x[:first], whole), exact_twin(x[first:], linear))), torch.float32)
 
 
 ODD = [("int4", 7, True), ("int8", None, False), ("fp8", None, False)]

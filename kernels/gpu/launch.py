@@ -13,7 +13,7 @@ from .packed_gemv import packed_gemv_kernel
 from .products import Product
 from .reduction import EMPTY
 from .sparse_gemv import sparse_gemv_kernel
-from .weights import FusedLinear, widen
+from .weights import DeviceWeight, FusedLinear, widen
 
 KERNELS: dict[str, Any] = {
     "sparse_gemv": sparse_gemv_kernel, "fused_gemm": fused_gemm_kernel, "packed_gemv": packed_gemv_kernel
@@ -29,6 +29,12 @@ class Scratch:
         self.partial = self.polled = self.index = self.value.to(torch.int32)  # each grows on its own
         self.counter = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         self.ones = torch.ones(0, device=device)  # the row mask if all rows are masked
+
+    def widened_like(self, weight: DeviceWeight, index: int) -> Tensor:
+        """Where a quantized projection is widened: (K, N)."""
+        assert self.widened is not None
+        k, width = weight.in_features, weight.widths[index]
+        return self.widened[: k * width].view(k, width)
 
     def reserve(self, product: Product) -> None:
         """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses."""
@@ -125,8 +131,7 @@ def separate_products(x: Tensor, linear: FusedLinear, scratch: Scratch) -> Tenso
     for i, (width, bias, out) in enumerate(zip(widths, biases, y.split(widths, 1), strict=True)):
         w = weight.data[:, weight.first(i) :][:, :width]
         if weight.quant != "none":
-            assert scratch.widened is not None
-            w = widen(weight, i, scratch.widened[: weight.in_features * width].view(weight.in_features, width))
+            w = widen(weight, i, scratch.widened_like(weight, i))
         rows = x[i] if x.dim() == 3 else x
         if bias is None:
             torch.mm(rows, w, out=out)

@@ -20,6 +20,7 @@ from wisparse.kernels.backend import compiling_side_by_side
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
 from wisparse.kernels.gpu.experts import ExpertLinear, choose_experts
 from wisparse.kernels.gpu.head import Logits, launch_logits
+from wisparse.kernels.gpu.launch import Scratch
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear
@@ -99,7 +100,9 @@ class CudaDecoder(Decoder):
         self.prefill_chunk = chunk_size(config, dtype)
         self.chunks_split_under_load = max(2, self.prefill_chunk // PIECE)
         refusal = PromptReader.refusal(config, dtype)
-        self._prompts = PromptReader(self.weights, config, self._cache, self._parts) if refusal is None else None
+        self._scratch = Scratch(device, dtype, self.weights.dequantized)  # of prompts
+        prompts = self.weights, config, self._cache, self._parts, self._scratch
+        self._prompts = PromptReader(*prompts) if refusal is None else None
         self.max_joint_prefill = 0 if self._prompts is None else self._prompts.max_joint_prefill
         self._steps: dict[_StepKey, DecodeStep] = {}
         # Numbers of rows of verifying steps, one of them for the longest draft of one request.
@@ -494,7 +497,7 @@ class CudaDecoder(Decoder):
         linear: FusedLinear = getattr(block, role)
         if self._observe is not None:
             self._observe(linear, x, first_sparse)
-        return project(linear, x, first_sparse, self.weights.dequantized)
+        return project(linear, x, first_sparse, self._scratch)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._output(self.weights.norm(hidden))

@@ -15,8 +15,9 @@ from wisparse.kernels.gpu.attention import AttentionShape, launch_chunk_attentio
 from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
 from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.kv_cache import kv_slots
+from wisparse.kernels.gpu.launch import Scratch, multiply, separate_products
 from wisparse.kernels.gpu.products import choose_product
-from wisparse.kernels.gpu.weights import FusedLinear, dequantize, widen
+from wisparse.kernels.gpu.weights import FusedLinear, dequantize
 from wisparse.kernels.reference import keep_mask
 
 from ..torch.block import Block, drop_channels
@@ -30,30 +31,22 @@ _FEW = 64
 Observer = Callable[[FusedLinear, Tensor, int], None]
 
 
-def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor | None) -> tuple[Tensor, ...]:
-    """Each projection of x (T, K), masked from row ``first_sparse`` on; quantized weights are widened into
-    ``scratch``."""
+def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Scratch) -> tuple[Tensor, ...]:
+    """Each projection of x (T, K), masked from row ``first_sparse`` on."""
     weight, widths = linear.weight, linear.widths
-    dense = linear.dense or first_sparse >= len(x)
-    if dense and weight.quant == "none":  # one product for all projections
-        y = x @ weight.data[:, : linear.out_features]
-    else:
-        outputs = []
-        for i, width in enumerate(widths):
-            masked, first = [x], weight.first(i)
-            if not dense:
-                limits = linear.thresholds[i * weight.planes : (i + 1) * weight.planes]
-                keeps = (keep_mask(x[first_sparse:], linear.scales[i], limit) for limit in limits)
-                masked = [drop_channels(x, keep) for keep in keeps]
-            w = weight.data[:, first : first + width]
-            if weight.quant != "none":
-                assert scratch is not None
-                w = widen(weight, i, scratch[: weight.in_features * width].view(weight.in_features, width))
-            outputs.append(masked[0] @ w)
-            if len(masked) > 1:  # subtract the low plane of channels that keep the high plane only
-                outputs[-1] -= (masked[0] - masked[1]) @ dequantize(weight, i, w, low=True)
-        y = torch.cat(outputs, dim=-1)
-    return (y if linear.bias is None else y + linear.bias).split(widths, dim=-1)
+    if linear.dense or first_sparse >= len(x):
+        product = choose_product(linear.shape, len(x), "prompt", ready=True)
+        return multiply(product, linear, x, scratch).split(widths, dim=-1)
+    limits = linear.thresholds.view(len(widths), weight.planes)
+    masked = [  # of each projection, for each plane
+        [drop_channels(x, keep_mask(x[first_sparse:], scale, limit)) for limit in own]
+        for scale, own in zip(linear.scales, limits, strict=True)
+    ]
+    y = separate_products(torch.stack([high for high, *_ in masked]), linear, scratch).split(widths, dim=-1)
+    for i, (high, *lows) in enumerate(masked):
+        for low in lows:  # subtract the low plane of channels that keep the high plane only
+            y[i].sub_((high - low) @ dequantize(weight, i, scratch.widened_like(weight, i), low=True))
+    return y
 
 
 def run_experts(

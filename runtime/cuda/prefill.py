@@ -75,9 +75,14 @@ class PromptReader:
     """Dense prefill of a decoder's prompts; see :meth:`refusal` for what is not supported."""
 
     def __init__(
-        self, weights: CudaWeights, config: ModelConfig, cache: KVCache, parts: Sequence[AttentionParts]
+        self,
+        weights: CudaWeights,
+        config: ModelConfig,
+        cache: KVCache,
+        parts: Sequence[AttentionParts],
+        scratch: Scratch,
     ) -> None:
-        self.weights, self.config, self.parts = weights, config, parts
+        self.weights, self.config, self.parts, self.scratch = weights, config, parts, scratch
         self.cache = {index: kv_slots(*stored) for index, stored in cache.attention.items()}
         self.kept = {index: states.inputs for index, states in cache.recurrent.items()}
         self._switch = switch_length(config)
@@ -91,7 +96,6 @@ class PromptReader:
         self._joint_graphs: list[_Graph] = []
         self.head: DraftHead | None = None
         self.gpu = gpu_of(device)
-        self.scratch = Scratch(device, weights.embedding.dtype, weights.dequantized)
 
     @property
     def captured(self) -> bool:
