@@ -238,6 +238,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         local_rope=True,
         experts=ExpertsLayout("norm_topk_prob", dense_blocks="mlp_layer_types"),
     ),
+    "qwen2_moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        **_WINDOWS,
+        qkv_bias="qkv_bias",
+        experts=ExpertsLayout(
+            "norm_topk_prob", shared_size="shared_expert_intermediate_size", dense_blocks="decoder_sparse_step"
+        ),
+    ),
     "qwen3_5_moe_text": Architecture(
         "Qwen3_5MoeForCausalLM",
         **_QWEN3_5,
@@ -268,6 +276,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         qk_norm=QKNorm(per_head=False),
         experts=ExpertsLayout("norm_topk_prob", intermediate_size="intermediate_size"),
         without=("clip_qkv",),
+    ),
+    "flex_olmo": Architecture(
+        "FlexOlmoForCausalLM", **_OLMO, experts=ExpertsLayout("norm_topk_prob", intermediate_size="intermediate_size")
     ),
     "gpt_oss": Architecture(
         "GptOssForCausalLM",

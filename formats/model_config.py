@@ -395,7 +395,7 @@ class ModelConfig:
 def _blocks(
     config: Mapping[str, Any], arch: Architecture, num_blocks: int, head_dim: int, num_kv_heads: int
 ) -> tuple[Block, ...]:
-    has_windows = (arch.layer_types or arch.window) and config.get("sliding_window") is not None
+    has_windows = (arch.layer_types or arch.window) and config.get("sliding_window") not in (None, 0)
     window = dimension(config, "sliding_window") if has_windows else None
     other = arch.recurrent or "sliding_attention"
     kinds: list[Any] = listed(config, "layer_types", num_blocks) if arch.layer_types else [other] * num_blocks

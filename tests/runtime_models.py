@@ -102,6 +102,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1],
         "norm_topk_prob": True,
     }),
+    "qwen2-moe": ("qwen2_moe", {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
+    }),
+    "flex-olmo": ("flex_olmo", {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "norm_topk_prob": True}),
     "mellum": ("mellum", {
         **_WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
