@@ -27,7 +27,6 @@ from .source import SourceModel, weights_of
 from .state import NO_STATE, Stages
 
 _EMBEDDING = "model.embed_tokens.weight"
-_FINAL_NORM = "model.norm.weight"
 
 # Relative to the largest: a norm's weights below this count as 0; their channels do not matter to the directions.
 _SMALLEST_WEIGHT = 1e-4
@@ -50,7 +49,7 @@ def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
     norms = arch.norms
     if norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input:
         return f"the norms of {config.model_type} tie its hidden state to its coordinates"
-    if arch.attention_gate or config.has_states:
+    if arch.attention_gate or config.delta_net is not None:
         return f"the gates and recurrent blocks of {config.model_type} tie values to their coordinates"
     if quantised:
         return "the source is quantised, and rotated weights would have to be rounded anew"
@@ -67,11 +66,11 @@ def find_rotation(
     hidden_moments = zeros(config.hidden_size, config.hidden_size)
     head_moments = [zeros(config.num_kv_heads, width, width) for _ in range(config.num_blocks)]
     # One projection of each sublayer: the others share its input.
-    first_roles = (config.architecture.qkv[0], config.architecture.gate_up[0])
+    first_roles = (config.architecture.qkv[0], "in_proj", config.architecture.gate_up[0])
     first = {
         projection.name: projection.chosen for projection in config.projections() if projection.role in first_roles
     }
-    outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
+    outputs = {one.name: one.block for one in config.projections() if one.role == "o_proj"}
     norms = {name: norm_factors(checkpoint, input_norms[name], "cpu") for name in first}
     flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH_SIZE)
     batch = 0
@@ -110,6 +109,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         {one.name: (part, one) for part, one in stacked_experts(config).items()},
     )
     q = rotation.residual.to(device)
+    final_norm = f"{config.architecture.final_norm}.weight"
     head = _EMBEDDING if config.tie_word_embeddings else LM_HEAD
 
     @cache  # many experts share a norm
@@ -125,8 +125,8 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         if name == _EMBEDDING:
             return embedding(_EMBEDDING, 1.0)
         if name == LM_HEAD:
-            return embedding(head, norm_of(_FINAL_NORM))
-        if name == _FINAL_NORM or name in input_norms.values():
+            return embedding(head, norm_of(final_norm))
+        if name == final_norm or name in input_norms.values():
             return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
         projection, _, kind = name.rpartition(".")
         if name in stacked and name.endswith("down_proj"):  # of all experts, transposed
@@ -140,9 +140,9 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         if projection not in by_name:  # a router, its bias, sinks, or q/k norms
             reads = projection in input_norms and kind == "weight"
             return (value * norm_of(input_norms[projection])) @ q if reads else value
-        role = by_name[projection].role
+        role = by_name[projection].role.removeprefix("shared_")
         heads = rotation.heads[by_name[projection].block].to(device)
-        if role in ("o_proj", "down_proj"):
+        if role in ("o_proj", "out_proj", "down_proj"):
             if role == "o_proj" and kind == "weight":
                 shaped = value.view(len(value), config.num_kv_heads, -1, config.head_dim)
                 value = torch.einsum("nkri,kij->nkrj", shaped, heads).reshape(len(value), -1)
@@ -172,14 +172,16 @@ def _input_norms(config: ModelConfig) -> dict[str, str]:
     arch = config.architecture
     norms: dict[str, str] = {}
     for projection in config.projections():
-        if projection.role in (*arch.qkv, *arch.gate_up):
-            norm = arch.norms.attention_input if projection.role in arch.qkv else arch.norms.mlp_input
+        role = projection.role.removeprefix("shared_")
+        if role in (*arch.qkv, "in_proj", *arch.gate_up):
+            norm = arch.norms.mlp_input if role in arch.gate_up else arch.norms.attention_input
             names = (projection.name, *projection.parts)
             norms |= dict.fromkeys(names, f"model.layers.{projection.block}.{norm}.weight")
     for index, block in enumerate(config.blocks):
         if block.experts is not None:
-            router = f"model.layers.{index}.{block.experts.router}".removesuffix(".weight")
-            norms[router] = f"model.layers.{index}.{arch.norms.mlp_input}.weight"
+            for name in filter(None, (block.experts.router, block.experts.shared_gate)):
+                reader = f"model.layers.{index}.{name}".removesuffix(".weight")
+                norms[reader] = f"model.layers.{index}.{arch.norms.mlp_input}.weight"
     return norms
 
 

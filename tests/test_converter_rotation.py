@@ -35,6 +35,7 @@ FIXED = [name for name, (kind, _) in VARIANTS.items() if _is_fixed(kind)]
 # Tied, with biases, fused, with fewer key-value heads, with norms of 1 + weight, with multipliers; all others are slow.
 QUICK = ("llama-tied", "llama-bias", "llama-head-dim", "phi3", "gemma", "granite", "qwen3", "ernie")
 TURNED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in VARIANTS if name not in FIXED]
+TURNED += ["lfm2-bias", "qwen2-moe"]  # a recurrent mixer; a shared expert behind a gate
 
 
 def opened(folder: Path) -> tuple[SourceModel, Checkpoint]:
