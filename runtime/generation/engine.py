@@ -17,7 +17,8 @@ from wisparse.formats.errors import ResourceError, UnavailableError, UsageError,
 
 from ..decoding.decoder import Decoder
 from ..memory import memory_errors
-from ..tokenizer import StopStrings, Tokenizer
+from ..tokenizer import Tokenizer
+from .delivery import Delivery
 from .generate import generate_step
 from .request import Chunk, Request
 from .scheduler import Scheduler
@@ -55,7 +56,7 @@ class Engine:
         self._changed = threading.Condition()
         self._run_lock = threading.Lock()  # held by the thread that runs the steps
         self._tasks: deque[Callable[[], None]] = deque()  # tasks for the next step, in order
-        self._open: set[Request] = set()  # submitted, not done
+        self._open: dict[Request, Delivery] = {}  # submitted, not done
         self._waiting: list[Callable[[], object]] = []  # conditions of threads that wait for the running one
         self._thread: threading.Thread | None = None
         self._max_queue: int | None = None
@@ -78,14 +79,13 @@ class Engine:
         self, request: Request, deliver: Callable[[Chunk | WisparseError], None], *, final_only: bool = False
     ) -> Request:
         """Queue a validated request. It runs while a thread is in :meth:`drive`. Thread-safe."""
-        request.deliver, request.final_only = deliver, final_only
         with self._changed:
             self._check_open()
             if self._stopping:
                 raise UnavailableError(SHUTTING_DOWN)
             if self._max_queue is not None and len(self._open) >= self.decoder.max_batch + self._max_queue:
                 raise QueueFullError(f"{self._max_queue} requests are waiting already: ask again later")
-            self._open.add(request)
+            self._open[request] = Delivery(request, deliver, final_only=final_only)
             self._add_task(partial(self._add, request))
         return request
 
@@ -256,12 +256,10 @@ class Engine:
                     self._changed.notify_all()
 
     def _add(self, request: Request) -> None:
-        if request.done:
+        if (delivery := self._open.get(request)) is None:
             return
         try:
-            request.stop_strings = StopStrings(request.stop)
-            if self._text is not None:
-                request.detokenizer = self._text.detokenizer(request.visible_special_tokens)
+            delivery.begin(self._text)
             self.scheduler.add(request)
         except Exception as error:
             self._fail(request, error)
@@ -272,18 +270,19 @@ class Engine:
 
     def _deliver(self, request: Request) -> None:
         """Deliver the request's new tokens. An error ends this request only."""
+        delivery = self._open.get(request)
         try:
-            while not request.done and request.undelivered:
-                chunk = request.next_chunk()
+            while delivery is not None and not request.done and delivery.pending:
+                chunk = delivery.next_chunk()
                 if chunk.finish_reason is not None:
                     self.scheduler.finish(request, "stop")  # no effect if a token finished it
                     realised = self.decoder.realised_sparsity() if request.measure_sparsity else None
-                    generation = request.generation(chunk.finish_reason, self.decoder.device, realised)
+                    generation = delivery.generation(chunk.finish_reason, self.decoder.device, realised)
                     # Before delivery: a receiver of the last chunk may rely on the free slot.
                     self._close_request(request)
-                    request.deliver(replace(chunk, generation=generation))
-                elif not request.final_only:
-                    request.deliver(chunk)
+                    delivery.receive(replace(chunk, generation=generation))
+                elif not delivery.final_only:
+                    delivery.receive(chunk)
             if request.error is not None:
                 self._fail(request, request.error)
         except Exception as error:
@@ -297,7 +296,7 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Finish a request with an error, unless it is done."""
-        if request.done:
+        if (delivery := self._open.get(request)) is None:
             return
         self.scheduler.finish(request, "error")
         request.error = error
@@ -306,13 +305,13 @@ class Engine:
             cause, error = error, WisparseError(f"generation failed: {error}")
             error.__cause__ = cause
         try:
-            request.deliver(error)
+            delivery.receive(error)
         except Exception:
             log.debug("a request's receiver failed", exc_info=True)
 
     def _close_request(self, request: Request) -> None:
         with self._changed:
-            self._open.discard(request)
+            self._open.pop(request, None)
         request.done = True
 
     def _check_open(self) -> None:

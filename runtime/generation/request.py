@@ -11,15 +11,12 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from wisparse.formats import guard
-from wisparse.formats.errors import UsageError, WisparseError
+from wisparse.formats.errors import UsageError
 from wisparse.formats.generation_config import SAMPLING_FIELDS
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
 from ..decoding.sampling import SamplingParams
-from ..detokenizer import Detokenizer
-from ..memory import peak_bytes
 from ..thoughts import LogitsMask, ThoughtParser
-from ..tokenizer import StopStrings
 from .grammar import Grammar
 from .logits import LogitsProcessor, TokenScore, score_tokens
 from .speculation import DraftCounts, Drafter
@@ -269,7 +266,7 @@ class Chunk:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, its parameters, and its state in scheduler and engine."""
+    """A prompt, its parameters, and its state in the scheduler."""
 
     prompt_token_ids: Sequence[int]  # at least one
     max_new_tokens: int | None = None  # None: up to the context's end
@@ -308,15 +305,6 @@ class Request:
     drafter: Drafter | None = field(default=None, init=False, repr=False)
     drafts: DraftCounts = field(default_factory=DraftCounts, init=False)
 
-    deliver: Callable[[Chunk | WisparseError], None] = field(
-        init=False, repr=False
-    )  # this and the next four: by the engine
-    final_only: bool = field(default=False, init=False)
-    detokenizer: Detokenizer | None = field(default=None, init=False, repr=False)
-    stop_strings: StopStrings = field(init=False, repr=False)
-    text_parts: list[str] = field(default_factory=list, init=False, repr=False)
-    thought_parts: list[str] = field(default_factory=list, init=False, repr=False)
-
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -332,52 +320,3 @@ class Request:
         first = len(self.prompt_scores) + 1
         following = self.prompt_token_ids[first : first + len(logits)]
         self.prompt_scores += score_tokens(logits[: len(following)], following, self.sampling.logprobs)
-
-    @property
-    def undelivered(self) -> int:
-        return len(self.output_token_ids) - len(self.text_parts)
-
-    def next_chunk(self) -> Chunk:
-        """The first undelivered token as a chunk; its ``finish_reason`` is ``stop`` if it completes a stop string."""
-        index = len(self.text_parts)
-        token = self.output_token_ids[index]
-        last = self.undelivered == 1 and self.error is None
-        finish_reason = self.finish_reason if last else None
-        text = ""
-        if self.detokenizer is not None:
-            if finish_reason != "stop":  # a stop token has no text of its own
-                text = self.stop_strings.add(self.detokenizer.add(token))
-            if finish_reason is not None:
-                text += self.stop_strings.add(self.detokenizer.finish()) + self.stop_strings.finish()
-            if self.stop_strings.found is not None:
-                finish_reason = "stop"
-        thought = ""
-        if self.thoughts is not None:
-            thought, text = self.thoughts.add(text, finish_reason is not None)
-            self.thought_parts.append(thought)
-        self.text_parts.append(text)
-        score = self.scores[index] if self.scores else None
-        return Chunk(text, token, finish_reason, None, score, self.prompt_scores if index == 0 else None, thought)
-
-    def generation(self, finish_reason: str, device: torch.device, realised_sparsity: float | None) -> Generation:
-        """The result of the chunks so far."""
-        count = len(self.text_parts)
-        return Generation(
-            text="".join(self.text_parts),
-            token_ids=tuple(self.output_token_ids[:count]),
-            finish_reason=finish_reason,
-            seed=None if self.sampling.greedy else self.sampling.seed,
-            prompt_tokens=len(self.prompt_token_ids),
-            prompt_seconds=self.first_token_time - self.prefill_started,
-            generation_seconds=self.last_token_time - self.first_token_time,
-            peak_memory_bytes=peak_bytes(device),
-            realised_sparsity=realised_sparsity,
-            scores=None if self.sampling.logprobs is None else tuple(self.scores[:count]),
-            prompt_scores=None if self.prompt_scores is None else tuple(self.prompt_scores),
-            cached_tokens=self.cached_tokens,
-            stop_string=self.stop_strings.found,
-            drafts=self.drafts,
-            thought="".join(self.thought_parts),
-            thought_tokens=0 if self.thoughts is None else self.thoughts.tokens,
-            thought_closed=self.thoughts is None or self.thoughts.closed,
-        )
