@@ -165,18 +165,18 @@ class Checkpoint:
         if held == {name for name in stored if name.startswith(MTP)}:
             specs += head
         layout = config.architecture.experts
-        together = layout is not None and layout.stacked is not None
+        stacked = layout is not None and layout.stacked is not None
         expected, fused = dict[str, tuple[int, ...]](), dict[str, StackedExperts]()
         for one in specs:
             place = one.stacked
-            if together and place is not None and one.name not in quantised:  # one tensor of all experts
+            if stacked and place is not None and one.name not in quantised:  # one tensor of all experts
                 expected[place.name] = place.shape
                 continue
             expected[one.name] = one.shape
-            if place is not None and not together and not is_bundle and place.name in stored:
+            if place is not None and not stacked and not is_bundle and place.name in stored:
                 fused[one.name] = place
         # gpt-oss' MXFP4 weights, which are converted to bfloat16 when read.
-        four_bits = {name for name in expected if not is_bundle and name + MXFP4[0] in stored} if together else set()
+        four_bits = {name for name in expected if not is_bundle and name + MXFP4[0] in stored} if stacked else set()
         # Name of each required or present optional tensor -> its allowed shapes and dtypes, in order.
         parts: dict[str, Part] = {}
         for name, shape in expected.items():

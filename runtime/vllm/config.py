@@ -20,6 +20,7 @@ from wisparse.formats.block_ops import not_yet
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
 from wisparse.formats.hub import fetch_bundle
+from wisparse.formats.tensors import block_fields
 
 from .product import Layer, channel_major, mask_ahead, mask_tensors, reserve
 from .settings import NAME, MaskedRows, Settings, require_cards, require_known_version, watch_runners
@@ -36,7 +37,7 @@ class WisparseConfig(QuantizationConfig):
         self._refused = refused
         self._folder: Path | None = None  # of the bundle, once it was checked
         self._masks: Mapping[str, ProjectionMask] = {}
-        self._routers: frozenset[str] = frozenset()  # names of their weights
+        self._dense: frozenset[str] = frozenset()  # tensors that no mask belongs to
         self.rows: MaskedRows | None = None  # None until a process builds layers
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class WisparseConfig(QuantizationConfig):
             return linear.UnquantizedLinearMethod()
         # In vLLM's gpt_oss `self_attn` is `attn`; its qwen3_moe states `gate_up_proj` after this was given the mapping.
         prefix = prefix.replace(".attn.", ".self_attn.")
-        if f"{prefix}.weight" in self._routers:
+        if f"{prefix}.weight" in self._dense:  # routers and gates of shared experts
             return linear.UnquantizedLinearMethod()
         parent, _, last = prefix.rpartition(".")
         fused = {"gate_up_proj": ["gate_proj", "up_proj"], **self.packed_modules_mapping}
@@ -141,12 +142,12 @@ class WisparseConfig(QuantizationConfig):
         settings = Settings.read(current.additional_config, os.environ, bundle.sparsity)
         chosen = bundle.at(settings.sparsity)
         self._masks = chosen.masks
-        blocks = enumerate(bundle.config.blocks)
-        self._routers = frozenset(f"model.layers.{i}.{one.experts.router}" for i, one in blocks if one.experts)
+        blocks = range(bundle.config.num_blocks)
+        self._dense = frozenset(one.name for index in blocks for one in block_fields(bundle.config, index).values())
         watch_runners()
         levels = ", ".join(f"{level:g}" for level in bundle.levels if level)
         on, prefill = "on" if chosen.sparsity else "off", settings.prefill
-        whole = ", experts are read whole" if self._routers else ""
+        whole = ", experts are read whole" if bundle.config.has_experts else ""
         said = "masks %s: sparsity %g (the bundle has %s, and 0), prefill %s%s"
         log.info(said, on, chosen.sparsity, levels, prefill, whole)
         graphs = current.compilation_config.cudagraph_capture_sizes or [0]
