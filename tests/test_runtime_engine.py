@@ -33,7 +33,7 @@ def model(bundle: Path) -> Model:
 
 @pytest.fixture
 def engine(model: Model) -> Iterator[Engine]:
-    model.engine.start(max_queue=100)
+    model.engine.start(max_queue=200)
     yield model.engine
     model.engine.stop(drain=False)
 
