@@ -12,18 +12,7 @@ import click
 from wisparse.formats.errors import UsageError
 from wisparse.formats.machine import choose_device
 
-from ..options import (
-    FOLDER_OR_ID,
-    device_options,
-    folders_to_save,
-    open_bundle,
-    option_table,
-    print_table,
-    save_option,
-    save_to,
-    set_up_logging,
-    speculative_option,
-)
+from .. import options as shared
 
 if TYPE_CHECKING:
     from wisparse.formats.card import Finding
@@ -35,8 +24,8 @@ _BASELINE = "Also time the dense model in transformers under torch.compile, with
 
 
 @click.command("bench", context_settings={"show_default": True})
-@click.argument("bundle", type=FOLDER_OR_ID)
-@option_table(
+@click.argument("bundle", type=shared.FOLDER_OR_ID)
+@shared.option_table(
     ("--prompt-length", click.IntRange(min=1), 5, "Tokens of the random prompt."),
     ("--max-new-tokens", click.IntRange(min=1), 200, "Tokens decoded in one run."),
     ("--batch", click.IntRange(min=1), 1, "Sequences in a batch."),
@@ -47,9 +36,9 @@ _BASELINE = "Also time the dense model in transformers under torch.compile, with
 @click.option("--all-weights", is_flag=True, help="One table over all weight types of the back end: native, int8, …")
 @click.option("--baseline", type=click.Choice(["torch.compile"]), help=_BASELINE)
 @click.option("--tune", is_flag=True, help="First tune tile sizes for this GPU and model, and save them.")
-@speculative_option("off")
-@save_option
-@device_options
+@shared.speculative_option("off")
+@shared.save_option
+@shared.device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(
     bundle: str, prompt_length: int, max_new_tokens: int, batch: int, runs: int, kernels: bool, explain: bool,
@@ -68,11 +57,11 @@ def command(
     wisparse bench out --device cuda --kernels --json
     wisparse bench out --sparsity 0.4 --save
     """
-    set_up_logging(verbose)
+    shared.set_up_logging(verbose)
     if all_weights and (loading["weights"] != "native" or kernels or tune or save):
         raise click.UsageError("--all-weights goes without --weights, --kernels, --tune and --save")
-    folders = folders_to_save([bundle], loading["sparsity"], loading["bits"]) if save else []
-    opened = open_bundle(bundle, *(loading.pop(name) for name in ("revision", "sparsity", "bits")))
+    folders = shared.folders_to_save([bundle], loading["sparsity"], loading["bits"]) if save else []
+    opened = shared.open_bundle(bundle, *(loading.pop(name) for name in ("revision", "sparsity", "bits")))
     if loading["max_seq_len"] is None:
         length, context = prompt_length + max_new_tokens, opened.config.max_position_embeddings
         if length > context:
@@ -128,7 +117,7 @@ def command(
                 f"accepted, {drafts['mean_length']:.1f} tokens each"
             )
     for folder in folders:
-        save_to(folder, [_finding(comparisons[loading["weights"]])])
+        shared.save_to(folder, [_finding(comparisons[loading["weights"]])])
 
 
 def _finding(comparison: Comparison) -> Finding:
@@ -189,11 +178,11 @@ def print_tables(comparisons: Mapping[str, Comparison], compiled: CompiledSpeed 
             note += f"\nover {compiled.name}: dense {dense:.2f}x, sparse {sparse:.2f}x"
         how = f"static cache, mode {compiled.mode}; after the others, alone; no token is read between steps"
         note += f"\n{compiled.name}: the same dense model in transformers, {how}"
-    print_table(heads, lines, note=note)
+    shared.print_table(heads, lines, note=note)
     if first.kernels and not all_weights:
         timed = []
         for role, row in first.kernels.items():
             ideal = row.get("ideal_us")
             bound = (f"{ideal:.2f}", f"{ideal / row['us']:.0%}") if ideal else ("", "")
             timed.append((role, f"{row['us']:.2f}", *bound))
-        print_table(("kernel", "us", "ideal us", "share"), timed)
+        shared.print_table(("kernel", "us", "ideal us", "share"), timed)

@@ -16,21 +16,7 @@ from wisparse.formats.errors import ContextLengthError, ResourceError, UsageErro
 from wisparse.formats.folder import write_file
 from wisparse.formats.guard import expand
 
-from ..options import (
-    FOLDER_OR_ID,
-    AnswerPrinter,
-    footer,
-    load_model,
-    loading_options,
-    read_text,
-    sampling_options,
-    score_lines,
-    set_up_logging,
-    show,
-    speculative_option,
-    template_option,
-    thinking_options,
-)
+from .. import options as shared
 
 if TYPE_CHECKING:
     from wisparse.runtime.model import Generation, Model
@@ -41,13 +27,13 @@ _QUOTES = '"""'
 
 
 @click.command("chat")
-@click.argument("bundle", type=FOLDER_OR_ID)
+@click.argument("bundle", type=shared.FOLDER_OR_ID)
 @click.option("--prompt-file", help="File with the first message; the next ones are typed.")
-@loading_options
-@speculative_option("auto")
-@sampling_options
-@thinking_options
-@template_option
+@shared.loading_options
+@shared.speculative_option("auto")
+@shared.sampling_options
+@shared.thinking_options
+@shared.template_option
 def command(
     bundle: str,
     prompt_file: str | None,
@@ -67,11 +53,11 @@ def command(
     wisparse chat USER/NAME --system-prompt "Answer in one sentence."
     wisparse chat out --prompt-file question.txt
     """
-    set_up_logging(verbose)
-    first = None if prompt_file is None else read_text(prompt_file)
+    shared.set_up_logging(verbose)
+    first = None if prompt_file is None else shared.read_text(prompt_file)
     if first is not None and not first.strip():
         raise UsageError("--prompt-file: expected a message, found an empty file")
-    model = load_model(bundle, settings, settings["n"])
+    model = shared.load_model(bundle, settings, settings["n"])
     if chat_template is not None:
         model.tokenizer.select_template(chat_template)
     if model.text is None or model.text.template is None:
@@ -133,12 +119,12 @@ class Chat:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         prompt, text = [*system, *self.messages], ""
         answers: list[Generation] = []
-        printer = AnswerPrinter(self._shown)
+        printer = shared.AnswerPrinter(self._shown)
         try:
             if settings["n"] > 1:
                 answers = [answer for _, answer in sorted(self._model.generate_each([prompt], **settings))]
                 for number, answer in enumerate(answers, 1):
-                    show(f"--- {number} of {len(answers)} ---\n{answer.text}\n")
+                    shared.show(f"--- {number} of {len(answers)} ---\n{answer.text}\n")
                 text = answers[0].text
             else:
                 stream = self._model.stream_together(prompt, **settings)
@@ -162,10 +148,10 @@ class Chat:
             )
             return False
         self.messages.append({"role": "assistant", "content": text})
-        for line in score_lines(answers, self._model):
+        for line in shared.score_lines(answers, self._model):
             _say(line)
         if answers:
-            _say(footer(answers[-1], self._model, settings))
+            _say(shared.footer(answers[-1], self._model, settings))
         return True
 
     def _help(self, _: str) -> None:

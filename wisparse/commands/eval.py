@@ -20,18 +20,7 @@ from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.manifest import level_name
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
-from ..options import (
-    FILE_OR_ID,
-    FOLDER_OR_ID,
-    backend_of,
-    device_options,
-    folders_to_save,
-    option_table,
-    print_table,
-    save_option,
-    save_to,
-    set_up_logging,
-)
+from .. import options as shared
 
 if TYPE_CHECKING:
     from wisparse.converter.calibration import CalibrationTokens
@@ -55,27 +44,29 @@ _PROMPTS = {"dense": "prompts dense", "half": "the last half of each prompt spar
 
 
 @click.command("eval")
-@click.argument("bundles", type=FOLDER_OR_ID, metavar="[BUNDLE]...", nargs=-1)
-@click.option("--reference", type=FILE_OR_ID, metavar="MODEL", help=_REFERENCE)
-@click.option("--model", "models", type=FILE_OR_ID, multiple=True, metavar="MODEL", help=_MODEL)
+@click.argument("bundles", type=shared.FOLDER_OR_ID, metavar="[BUNDLE]...", nargs=-1)
+@click.option("--reference", type=shared.FILE_OR_ID, metavar="MODEL", help=_REFERENCE)
+@click.option("--model", "models", type=shared.FILE_OR_ID, multiple=True, metavar="MODEL", help=_MODEL)
 @click.option("--compare", is_flag=True, help="One table over several bundles, on the same tokens.")
-@click.option("--text", "texts", type=FILE_OR_ID, multiple=True, metavar="PATH|HUB_ID", help=_TEXT)
-@option_table(
+@click.option("--text", "texts", type=shared.FILE_OR_ID, multiple=True, metavar="PATH|HUB_ID", help=_TEXT)
+@shared.option_table(
     ("--num-samples", click.IntRange(min=1), 16, "Sequences of the text."),
     ("--seq-len", click.IntRange(min=2), 512, "Tokens per sequence."),
     ("--seed", click.IntRange(0, 2**32 - 1), 1, "Seed of the choice of passages, or of sampling."),
 )
 @click.option("--prefill", "policies", type=click.Choice(PREFILL_POLICIES), multiple=True, help=_PREFILL)
 @click.option("--tasks", metavar="NAME,...", help=_TASKS)
-@click.option("--include-path", type=FOLDER_OR_ID, multiple=True, metavar="DIR", help="Folder with more YAML tasks.")
+@click.option(
+    "--include-path", type=shared.FOLDER_OR_ID, multiple=True, metavar="DIR", help="Folder with more YAML tasks."
+)
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples per question.  [default: the task's]")
 @click.option("--limit", type=click.IntRange(1, 2**63 - 1), help="Most questions per task.")
 @click.option("--apply-chat-template", is_flag=True, help="Put the tasks' prompts through the chat template.")
 @click.option(
     "--confirm-run-unsafe-code", is_flag=True, help="Allow tasks that run code the model writes (humaneval) here."
 )
-@save_option
-@device_options
+@shared.save_option
+@shared.device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(
     bundles: tuple[str, ...], reference: str | None, models: tuple[str, ...], compare: bool, texts: tuple[str, ...], num_samples: int, seq_len: int, seed: int,
@@ -103,7 +94,7 @@ def command(
     wisparse eval out --tasks gsm8k,mmlu
     wisparse eval out --tasks interpreter_chains --sparsity 0.4 --save
     """
-    set_up_logging(verbose)
+    shared.set_up_logging(verbose)
     size = num_samples, seq_len, seed
     for text in texts:
         place("--text", text)
@@ -131,7 +122,7 @@ def command(
             raise UsageError("--save requires --tasks, whose results it writes")
     if len(bundles) > 1 and not compare:
         raise UsageError(f"found {len(bundles)} bundles: add --compare for one table over them, or give one")
-    to_save = folders_to_save(bundles, options["sparsity"], options["bits"]) if save else []
+    to_save = shared.folders_to_save(bundles, options["sparsity"], options["bits"]) if save else []
     opened = [Bundle.open(fetch_bundle(bundle, revision)) for bundle in bundles]
     bits = options.pop("bits")
     opened = [bundle.chosen(options["sparsity"], bits) for bundle in opened]
@@ -165,7 +156,7 @@ def command(
         if task_rows:
             print_task_table(task_rows)
     for folder, row in zip(to_save, task_rows, strict=True) if save else ():
-        save_to(folder, _findings(row))
+        shared.save_to(folder, _findings(row))
 
 
 def _against_reference(
@@ -259,7 +250,7 @@ def _on_text(
         rounding = measure(lambda ids, _: decoder.logits(ids, len(ids))) if quantized else None
         for level in levels:
             model.sparsity = reference.sparsity = level
-            row = {"backend": backend_of(model), "weights": weights, "warning": warning}
+            row = {"backend": shared.backend_of(model), "weights": weights, "warning": warning}
             row["kv_cache_dtype"] = options["kv_cache_dtype"]
             row["quality"] = measure(decoder.logits, counter=decoder)
             if rounding is not None:
@@ -286,7 +277,7 @@ def _on_tasks(
             results[policy] = evaluate_tasks(model, names, prefill=prefill, **extra)
             if stats.tokens:
                 speed[policy] = {"tokens": stats.tokens, "tok_per_s": stats.tok_per_s}
-        return {"backend": backend_of(model), "tasks": results, "generation": speed}
+        return {"backend": shared.backend_of(model), "tasks": results, "generation": speed}
 
 
 def _with_error(value: float, error: float | None, digits: str) -> str:
@@ -325,7 +316,7 @@ def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
         note += f"\n{row['bundle']}: {verdict(row['sparsity'], measured[-1] if measured else None, row['graded'])}"
     figures = ("KL, nats/token", "KL, all tokens", "perplexity dense", "sparse", "top-1 agreement", "realised sparsity")
     title = f"{text['num_samples']} x {text['seq_len']} tokens of {text['source']}, seed {text['seed']}"
-    print_table(("bundle", "sparsity", "sparse tokens", *figures), lines, title=title, left=3, note=note)
+    shared.print_table(("bundle", "sparsity", "sparse tokens", *figures), lines, title=title, left=3, note=note)
 
 
 def _metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, str, int, dict[str, tuple[float, float | None]]]]:
@@ -350,7 +341,7 @@ def print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
             notes.append(f"{row['bundle']}: answers decoded at {', '.join(rates)} tok/s, prompts left out")
     policies = dict.fromkeys(("masks off", *rows[0]["tasks"]))
     title = "tasks, by which tokens of a prompt are sparse"
-    print_table(("bundle", "task", "metric", "n", *policies), lines, title=title, left=3, note="\n".join(notes))
+    shared.print_table(("bundle", "task", "metric", "n", *policies), lines, title=title, left=3, note="\n".join(notes))
 
 
 def _findings(row: Mapping[str, Any]) -> Iterator[Finding]:

@@ -18,23 +18,7 @@ from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.formats.folder import lock_file, require_writable, write_file
 from wisparse.formats.guard import expand, parse_json
 
-from ..options import (
-    FOLDER_OR_ID,
-    AnswerPrinter,
-    describe_sampling,
-    footer,
-    load_model,
-    loading_options,
-    option_table,
-    read_text,
-    sampling_options,
-    score_lines,
-    set_up_logging,
-    show,
-    speculative_option,
-    template_option,
-    thinking_options,
-)
+from .. import options as shared
 
 if TYPE_CHECKING:
     from wisparse.runtime.model import Generation, Model
@@ -45,7 +29,7 @@ class Batch:
     answered, answers are saved in ``output.progress``, from which a run with the same prompts and settings resumes."""
 
     def __init__(self, prompts: str, output: str, settings: dict[str, Any]) -> None:
-        text = read_text(prompts)
+        text = shared.read_text(prompts)
         self._inputs = [text, settings]
         self._lines: dict[int, dict[str, Any]] = {}  # by line number
         for number, line in enumerate(text.split("\n"), 1):  # splitlines() also splits within JSON strings
@@ -137,19 +121,19 @@ class Batch:
 
 
 @click.command("generate")
-@click.argument("bundle", type=FOLDER_OR_ID)
+@click.argument("bundle", type=shared.FOLDER_OR_ID)
 @click.option("--prompt", help="The prompt; - reads it from standard input, which is also the default in a pipe.")
 @click.option("--prompt-file", help="File with the prompt.")
 @click.option(
     "--input", "prompts", help="File of prompts, one JSON object a line: prompt (a text), or messages (a conversation)."
 )
 @click.option("--output", help="File for their answers, in order; an interrupted run can be resumed.")
-@option_table(("--max-batch", click.IntRange(1, 64), 4, "Prompts of --input in a batch."))
-@loading_options
-@speculative_option("off")
-@sampling_options
-@thinking_options
-@template_option
+@shared.option_table(("--max-batch", click.IntRange(1, 64), 4, "Prompts of --input in a batch."))
+@shared.loading_options
+@shared.speculative_option("off")
+@shared.sampling_options
+@shared.thinking_options
+@shared.template_option
 @click.option("--ignore-chat-template", is_flag=True, help="Continue the prompt unchanged.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end instead of the text.")
 def command(
@@ -167,7 +151,7 @@ def command(
     wisparse generate out --prompt "A person, as JSON" --json-schema @person.json
     wisparse generate out --input prompts.jsonl --output answers.jsonl
     """
-    set_up_logging(verbose)
+    shared.set_up_logging(verbose)
     if ignore_chat_template:
         if settings["chat_template"] is not None:
             raise UsageError("--chat-template and --ignore-chat-template: expected one of them, found both")
@@ -178,14 +162,14 @@ def command(
         if settings["n"] > 1:
             raise UsageError("--n: expected 1 beside --input; repeat the prompts in the file")
         batch = Batch(prompts, output, {"bundle": bundle, **settings})
-        model = load_model(bundle, settings, max_batch)
+        model = shared.load_model(bundle, settings, max_batch)
         count, before = batch.run(model, settings)
         click.echo(f"{count} answers in {output}{f', {before} of them from before' if before else ''}", err=True)
         return
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file: expected one of them, found both")
     if prompt_file is not None:
-        prompt = read_text(prompt_file)
+        prompt = shared.read_text(prompt_file)
     elif prompt in (None, "-"):
         if prompt is None and sys.stdin.isatty():
             raise UsageError("no prompt: give one with --prompt, or - to type it and end with Ctrl-D")
@@ -196,7 +180,7 @@ def command(
         if not prompt:
             raise UsageError("no prompt: standard input is empty; give one with --prompt or --prompt-file")
     assert prompt is not None
-    model = load_model(bundle, settings, settings["n"])
+    model = shared.load_model(bundle, settings, settings["n"])
     answers = []
     if as_json or settings["n"] > 1:
         found = model.generate(prompt, measure_sparsity=True, **settings)
@@ -205,23 +189,23 @@ def command(
         documents = []
         for answer in answers:
             speed = {name: getattr(answer, name) for name in ("prompt_tok_per_s", "generation_tok_per_s")}
-            how = {"backend": model.decoder.name, "sampling": describe_sampling(model, settings)}
+            how = {"backend": model.decoder.name, "sampling": shared.describe_sampling(model, settings)}
             documents.append({**dataclasses.asdict(answer), **speed, **how})
         click.echo(json.dumps(documents if len(documents) > 1 else documents[0], indent=2))
         return
     if answers:
         for number, answer in enumerate(answers, 1):
-            show(f"--- {number} of {len(answers)} ---\n{answer.text}\n")
+            shared.show(f"--- {number} of {len(answers)} ---\n{answer.text}\n")
     else:
         stream = model.stream_together(prompt, measure_sparsity=True, **settings)
-        printer = AnswerPrinter()
+        printer = shared.AnswerPrinter()
         try:
             for chunks in stream:
                 printer.show(chunks)
                 answers = [one for chunk in chunks if (one := chunk.generation)]
         finally:
             click.echo()  # ends the line, also after an interrupt
-    for line in score_lines(answers, model):
+    for line in shared.score_lines(answers, model):
         click.echo(line, err=True)
     if answers:
-        click.echo(footer(answers[-1], model, settings), err=True)
+        click.echo(shared.footer(answers[-1], model, settings), err=True)

@@ -14,17 +14,7 @@ import click
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import shown
 
-from ..options import (
-    FOLDER_OR_ID,
-    describe_sampling,
-    loading_options,
-    open_bundle,
-    option_table,
-    read_text,
-    set_up_logging,
-    speculative_option,
-    template_option,
-)
+from .. import options as shared
 
 _KEY = "WISPARSE_API_KEY"
 # As browsers send it: a scheme, a host and perhaps a port, no path.
@@ -57,8 +47,8 @@ _ALLOWED = (
 
 
 @click.command("serve")
-@click.argument("bundle", type=FOLDER_OR_ID)
-@option_table(
+@click.argument("bundle", type=shared.FOLDER_OR_ID)
+@shared.option_table(
     ("--host", str, "127.0.0.1", "Address to listen at; 0.0.0.0: all interfaces."),
     ("--port", click.IntRange(0, 65535), 8000, "0: any free port."),
     ("--alias", str, None, "Name of the model in requests and responses.  [default: the folder's, or the Hub id]"),
@@ -70,10 +60,10 @@ _ALLOWED = (
      f"File with the API key that clients have to send.  [default: the variable {_KEY}, else none]"),
 )  # fmt: skip
 @click.option("--allowed-host", "hosts", multiple=True, help=_ALLOWED)
-@speculative_option("auto")
+@shared.speculative_option("auto")
 @click.option("--cors", multiple=True, help="Origin whose pages may send requests, * for any; can be repeated.")
-@template_option
-@loading_options
+@shared.template_option
+@shared.loading_options
 def command(
     bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, kv_cache_memory_bytes: int | None,
     max_queue: int, api_key_file: str | None,
@@ -89,7 +79,7 @@ def command(
     wisparse serve out
     wisparse serve USER/NAME --port 8080 --max-batch 8 --alias my-model
     """
-    set_up_logging(verbose)
+    shared.set_up_logging(verbose)
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         raise UsageError('the server needs more packages: pip install ".[serve]" in a clone of wisparse')
     key = read_api_key(api_key_file)
@@ -102,7 +92,7 @@ def command(
     for allowed in hosts:
         if not _HOST.fullmatch(allowed):
             raise UsageError(f"--allowed-host: expected * or a host name without a port, found {allowed!r:.80}")
-    opened = open_bundle(bundle, *(loading.pop(name) for name in ("revision", "sparsity", "bits")))
+    opened = shared.open_bundle(bundle, *(loading.pop(name) for name in ("revision", "sparsity", "bits")))
     from wisparse.runtime.backends import load
     from wisparse.runtime.serve.app import ServeSettings, serve
     from wisparse.runtime.serve.transport import allowed_hosts, open_socket
@@ -118,7 +108,7 @@ def command(
         serving = (
             f"{decoder.name} on {decoder.device}, {decoder.max_batch} requests at a time, context {model.max_seq_len}\n"
             f"KV cache {decoder.cache}; {'an' if key else 'no'} API key\n"
-            f"sampling: {describe_sampling(model, {})}\n"
+            f"sampling: {shared.describe_sampling(model, {})}\n"
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 (Ctrl-C stops it)"
         )
         if decoder.device.type == "cuda":
@@ -133,7 +123,7 @@ def command(
 
 
 def read_api_key(file: str | None) -> str | None:
-    where, key = (_KEY, os.environ.get(_KEY)) if file is None else (shown(file), read_text(file, 4096))
+    where, key = (_KEY, os.environ.get(_KEY)) if file is None else (shown(file), shared.read_text(file, 4096))
     if key is None:
         return None
     key = key.strip()
