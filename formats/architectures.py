@@ -56,8 +56,9 @@ class ExpertsLayout:
     norm_added: float = 0.0  # added to that sum
     norm_least: str | None = None  # config key of its least value
     score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits: the experts' weights
-    # Tensor (E,) or (1, E) in a block that is added to the scores for the choice alone, and the config key for it.
-    choice_bias: tuple[str, str | None] | None = None
+    choice_bias: str | None = None  # a block's tensor (E,) that is added to the scores for the choice alone;
+    choice_bias_row: bool = False  # (1, E)
+    choice_bias_key: str | None = None  # config key for whether there is one; None: always
     scale: str | None = None  # config key of the weights' factor
     count: str | None = None  # config key of the number of experts; None: one of transformers' two
     chosen: str = "num_experts_per_tok"
@@ -340,7 +341,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         experts=ExpertsLayout(
             True,
             norm_least="moe_norm_min",
-            choice_bias=("mlp.moe_statics.e_score_correction_bias", None),
+            choice_bias="mlp.moe_statics.e_score_correction_bias",
+            choice_bias_row=True,
             count="moe_num_experts",
             chosen="moe_k",
             shared_size="moe_intermediate_size",
@@ -358,7 +360,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "norm_topk_prob",
             norm_added=1e-6,
             score="sigmoid",
-            choice_bias=("feed_forward.expert_bias", "use_expert_bias"),
+            choice_bias="feed_forward.expert_bias",
+            choice_bias_key="use_expert_bias",
             scale="routed_scaling_factor",
             dense_blocks="num_dense_layers",
             module="feed_forward",

@@ -146,8 +146,8 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
             spec.experts.shared_size and not spec.experts.shared_gate,
         )
         found.append((Router if spec.experts.plain_router else GeneralRouter)((n,), "routing", normed=False))
-        routed = [one for _ in range(2) for one in next(groups)] if plain_shared else [one for g in groups for one in g]
-        found.append(Experts((n, "routing"), "experts", tuple(routed)))
+        own = [next(groups), next(groups)] if plain_shared else groups
+        found.append(Experts((n, "routing"), "experts", tuple(one for group in own for one in group)))
         if plain_shared:
             found.append(Sum((mlp(n, "shared_"), "experts"), "mlp"))
         add("mlp" if plain_shared else "experts", "mlp_output")

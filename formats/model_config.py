@@ -487,9 +487,7 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
     shared_size = 0 if layout.shared_size is None else dimension(config, layout.shared_size)
     if layout.shared_count is not None:
         shared_size *= read_count(config, layout.shared_count)
-    bias, switch_of_bias = layout.choice_bias or (None, None)
-    if switch_of_bias is not None and not switch(config, switch_of_bias):
-        bias = None
+    biased = layout.choice_bias_key is None or switch(config, layout.choice_bias_key)
     experts = Experts(
         count,
         chosen,
@@ -501,7 +499,7 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
         layout.parallel_mlp is not None,
         Experts.shared_gate if layout.shared_gate and layout.parallel_mlp is None else None,
         layout.score,
-        bias,
+        layout.choice_bias if biased else None,
         (0.0 if layout.norm_least is None else number(config, layout.norm_least, 0), layout.norm_added),
         1.0 if layout.scale is None else number(config, layout.scale),
     )
@@ -513,8 +511,7 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
     elif layout.dense_blocks == "num_dense_layers":
         dense += range(read_count(config, "num_dense_layers"))
     elif layout.dense_blocks == "moe_layer_interval":
-        every, last = dimension(config, "moe_layer_interval"), config.get("moe_layer_end_index")
-        require(type(last) is int and last >= 0, "moe_layer_end_index", "a block", last)
+        every, last = dimension(config, "moe_layer_interval"), read_count(config, "moe_layer_end_index")
         first = read_count(config, "moe_layer_start_index")
         dense += [index for index in range(len(blocks)) if not first <= index <= last]
     elif layout.dense_blocks:

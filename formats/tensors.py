@@ -108,9 +108,9 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
         routing.append(row("router", experts.router, experts.count, hidden))
         if experts.router_bias is not None:
             routing.append(row("router_bias", experts.router_bias, experts.count))
-        if experts.choice_bias is not None:
-            rows = () if "moe_statics" not in experts.choice_bias else (1,)
-            routing.append(row("choice_bias", experts.choice_bias, *rows, experts.count))
+        if experts.choice_bias is not None and arch.experts is not None:
+            one_row = (1,) * arch.experts.choice_bias_row
+            routing.append(row("choice_bias", experts.choice_bias, *one_row, experts.count))
         if experts.parallel_mlp:
             routing += [
                 row("experts_input", "pre_feedforward_layernorm_2.weight", hidden, norm=True),
