@@ -173,7 +173,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     DeltaNet: ("recurrent blocks", frozenset({"onnx", "vllm"})),
     InterleavedDeltaNet: ("in_proj_qkvz of recurrent blocks", frozenset({"numba", "triton", "onnx", "vllm"})),
-    ShortConv: ("gated short convolutions", frozenset({"numba", "onnx", "vllm"})),
+    ShortConv: ("gated short convolutions", frozenset({"onnx", "vllm"})),
     GeneralRouter: ("routers with a bias, sigmoids or a factor", frozenset({"numba", "triton", "onnx", "vllm"})),
     Experts: ("experts", frozenset({"onnx"})),
     PerLayer: ("per-layer embeddings", frozenset({"triton", "onnx"})),

@@ -1,4 +1,5 @@
-"""Compiled, for one decode step: RMSNorm, rotary embedding, attention over the KV cache, and Gated DeltaNet in float32.
+"""Compiled, for one decode step: RMSNorm, rotary embedding, attention over the KV cache, Gated DeltaNet and gated short
+convolution in float32.
 
 Gated DeltaNet, as defined in ``runtime.torch.block``:
 
@@ -28,10 +29,11 @@ from .intrinsics import (
     pointer,
     size_of,
     soft_cap,
+    span,
     widen,
     words,
 )
-from .layout import AttentionField, DeltaField, StepField, StoredAs
+from .layout import AttentionField, DeltaField, ShortConvField, StepField, StoredAs
 
 _INT8, _E4M3 = np.int8(0), np.uint8(0)
 _CODED_AS_INT8, _CODED_AS_E4M3 = StoredAs.INT8.value, StoredAs.E4M3.value
@@ -262,7 +264,7 @@ def attention(p, row, qkv, thread, threads, out, scratch, tag):
 
 @exact
 def _convolve(new, inputs, shifted, kernel, taps, width, lo, count, out, tag):
-    """out = silu(convolution) of ``count`` channels from ``lo`` on. inputs: (taps - 1, width) of the base type, oldest
+    """out = convolution of ``count`` channels from ``lo`` on. inputs: (taps - 1, width) of the base type, oldest
     first; shifted: receives them shifted by one position, may be ``inputs``. new: (width,) float32, this position's
     input; kernel: (taps, width) float32."""
     size = size_of(tag)
@@ -281,8 +283,40 @@ def _convolve(new, inputs, shifted, kernel, taps, width, lo, count, out, tag):
         else:
             for j in range(count):
                 target[lo + j] = narrow(new_[lo + j], tag)
-    for j in range(count):
-        out_[j] = out_[j] / (ONE + exp32(-out_[j]))
+
+
+@exact
+def _silu(x, n):
+    x_ = floats(x)
+    for i in range(n):
+        x_[i] = x_[i] / (ONE + exp32(-x_[i]))
+
+
+@exact
+def short_conv(p, row, projected, thread, threads, out, scratch, tag):
+    """c * conv(b * x) of this thread's channels, for every row. row: of `ShortConvRow`; projected: (rows, 3 * hidden), b, c
+    and x; out: (rows, hidden); returns the range of columns that this thread writes. scratch: (hidden,) float32."""
+    field, hidden = words(row), p[StepField.HIDDEN]
+    slots, positions = words(p[StepField.SLOTS]), words(p[StepField.POSITIONS])
+    buffers, num_slots, taps = field[ShortConvField.BUFFERS], field[ShortConvField.SLOTS], field[ShortConvField.TAPS]
+    size, kernel = (taps - 1) * hidden * size_of(tag), field[ShortConvField.KERNEL]
+    lo, hi = span(hidden, thread, threads), span(hidden, thread + 1, threads)
+    for b in range(p[StepField.ROWS]):
+        source = positions[b] % buffers * num_slots + slots[b]
+        target = (positions[b] + 1) % buffers * num_slots + slots[b]
+        inputs = field[ShortConvField.INPUTS] + source * size
+        shifted = field[ShortConvField.INPUTS] + target * size
+        at, y = projected + 12 * b * hidden, out + 4 * (b * hidden + lo)
+        b_, c_, x_, new, out_ = floats(at), floats(at + 4 * hidden), floats(at + 8 * hidden), floats(scratch), floats(y)
+        for j in range(lo, hi):
+            new[j] = b_[j] * x_[j]
+        _convolve(scratch, inputs, shifted, kernel, taps, hidden, lo, hi - lo, y, tag)
+        if field[ShortConvField.BIAS] != 0:
+            for j in range(lo, hi):
+                out_[j - lo] += floats(field[ShortConvField.BIAS])[j]
+        for j in range(lo, hi):
+            out_[j - lo] *= c_[j]
+    return lo, hi
 
 
 @dot
@@ -354,10 +388,12 @@ def delta_net(p, row, x, mixed, thread, threads, out, scratch, tag):
         for group in range(first, last):
             _convolve(new, inputs, shifted, kernel, taps, width, group * key_dim, key_dim, q, tag)
             _convolve(new, inputs, shifted, kernel, taps, width, key_size + group * key_dim, key_dim, k, tag)
+            _silu(q, 2 * key_dim)  # k, too
             _scale_to(q, key_dim, ONE / np.float32(math.sqrt(np.float32(key_dim))))
             _scale_to(k, key_dim, ONE)
             for h in range(group * share, (group + 1) * share):
                 _convolve(new, inputs, shifted, kernel, taps, width, 2 * key_size + h * value_dim, value_dim, v, tag)
+                _silu(v, value_dim)
                 beta = ONE / (ONE + exp32(-_product(x + 4 * b * hidden, field[DeltaField.B] + 4 * h * hidden, hidden)))
                 step = _product(x + 4 * b * hidden, field[DeltaField.A] + 4 * h * hidden, hidden) + dt_bias[h]
                 # softplus(x); x from 20 on, as in PyTorch

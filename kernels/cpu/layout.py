@@ -7,7 +7,7 @@ Sizes are in elements. A tensor is the address of its first element, 0 if there 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -30,10 +30,14 @@ class Row:
     """Base of the rows, whose annotations are the fields. Setting a field writes its word; the row keeps alive what its
     addresses point to."""
 
+    word_order: ClassVar[dict[str, int]]
     words: np.ndarray
 
+    def __init_subclass__(cls) -> None:
+        cls.word_order = {name: at for at, name in enumerate(cls.__annotations__)}
+
     def __init__(self, **values: Word) -> None:
-        self.__dict__["words"] = np.zeros(len(type(self).__annotations__), np.int64)
+        self.__dict__["words"] = np.zeros(len(self.word_order), np.int64)
         for name, value in values.items():
             setattr(self, name, value)
 
@@ -45,13 +49,13 @@ class Row:
             word = (value.words if isinstance(value, Row) else value).ctypes.data
         elif isinstance(value, float):
             word = np.float32(value).view(np.int32)
-        self.words[[*type(self).__annotations__].index(name)] = word or 0
+        self.words[self.word_order[name]] = word or 0
         self.__dict__[name] = value
 
 
 def positions(row: type[Row]) -> Any:
     """The enum of a row's fields: their positions, by name in capital letters."""
-    return IntEnum(row.__name__.replace("Row", "Field"), [name.upper() for name in row.__annotations__], start=0)
+    return IntEnum(row.__name__.replace("Row", "Field"), {name.upper(): at for name, at in row.word_order.items()})
 
 
 class StoredAs(IntEnum):
@@ -111,6 +115,7 @@ class OpCode(IntEnum):
     SCALE = 9  # Y *= a number
     PER_LAYER = 10  # Y = projection(activation(gate(X)) * the token's per-layer embedding)
     TAP = 11  # stores X for a draft head
+    SHORT_CONV = 12  # Y, divided = c * conv(b * x), of b, c and x X
 
 
 class OpRow(Row):
@@ -168,6 +173,17 @@ class DeltaRow(Row):
     inputs: Word  # (buffers, slots, taps - 1, mixed_size), the base type: the convolution's last inputs
     states: Word  # (buffers, slots, value_heads, key_dim, value_dim)
     buffers: Word  # the state after p positions is in buffer p % BUFFERS
+    slots: Word
+
+
+class ShortConvRow(Row):
+    """A gated short convolution."""
+
+    taps: Word
+    kernel: Word  # (taps, hidden) float32
+    bias: Word  # (hidden,) float32
+    inputs: Word  # (buffers, slots, taps - 1, hidden), the base type: the convolution's last inputs
+    buffers: Word  # as of `DeltaRow`
     slots: Word
 
 
@@ -306,6 +322,7 @@ class StepRow(Row):
 
 ProjectionField, OpField, AttentionField = positions(ProjectionRow), positions(OpRow), positions(AttentionRow)
 DeltaField, ExpertsField, PerLayerField = positions(DeltaRow), positions(ExpertsRow), positions(PerLayerRow)
+ShortConvField = positions(ShortConvRow)
 DequantizeField, ProductField, StepField = positions(DequantizeRow), positions(ProductRow), positions(StepRow)
 
 

@@ -280,7 +280,7 @@ def _add_in_integers(codes, stride, index, p, end, count, value, value_stride, r
         if largest > _LARGEST_BITS:
             return p
     for b in range(rows):
-        given = floats(value + 4 * b * value_stride)
+        of_row = floats(value + 4 * b * value_stride)
         even = partial + 4 * b * partial_stride
         odd = even + 4 * width
         # This row's own list, so that its sums do not depend on other rows: offsets of codes, values, limbs of values.
@@ -292,8 +292,8 @@ def _add_in_integers(codes, stride, index, p, end, count, value, value_stride, r
         upper, lower = pointer(uppers, _INT8), pointer(lowers, _INT8)
         stop = np.int64(0)
         for i in range(p, end):
-            offset[stop], v[stop] = np.int64(listed[i]) * stride, given[i]
-            stop += 1 if given[i] != ZERO else 0
+            offset[stop], v[stop] = np.int64(listed[i]) * stride, of_row[i]
+            stop += 1 if of_row[i] != ZERO else 0
         bits = pointer(quantized, np.int32(0))
         largest = np.int32(0)
         for i in range(stop):

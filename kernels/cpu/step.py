@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from .attention import attention, delta_net, rms_norm
+from .attention import attention, delta_net, rms_norm, short_conv
 from .barrier import barrier
 from .intrinsics import (
     ONE,
@@ -174,6 +174,8 @@ def step(p, base_tag, routed):
         elif code == OpCode.DELTA_NET:
             z = op[OpField.Z] + thread * op[OpField.Z_STEP]
             lo, hi = delta_net(p, row, z, x, thread, threads, y, heads, base_tag)
+        elif code == OpCode.SHORT_CONV:
+            lo, hi = short_conv(p, row, x, thread, threads, y, heads, base_tag)
         elif code == OpCode.SCALE:
             _scale(y, rows * hidden, number(row))
         elif code == OpCode.PER_LAYER:

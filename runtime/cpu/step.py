@@ -22,6 +22,7 @@ from wisparse.kernels.cpu.layout import (
     OpRow,
     PerLayerRow,
     ProjectionField,
+    ShortConvRow,
     StepRow,
     StoredAs,
     scratch_layout,
@@ -256,6 +257,8 @@ class Step:
                     case block_ops.DeltaNet():
                         code, y, parameters = OpCode.DELTA_NET, divided, self._delta_net(index, block)
                         fields = {"z": x[1][0], "z_step": x[1][1]}
+                    case block_ops.ShortConv():
+                        code, y, parameters = OpCode.SHORT_CONV, divided, self._short_conv(index, block)
                     case block_ops.Router():
                         if op.normed:
                             assert block.router_scale is not None
@@ -305,17 +308,21 @@ class Step:
         row.buffers, row.slots = cache.buffers, len(cache.lengths)
         return row
 
+    def _short_conv(self, index: int, block: Block[Any]) -> ShortConvRow:
+        conv, cache = block.conv, self._cache
+        assert conv is not None
+        row = ShortConvRow(kernel=conv.kernel[:, 0].t().float(), bias=_floats(conv.bias), taps=conv.kernel.shape[-1])
+        row.inputs, row.buffers, row.slots = cache.recurrent[index].inputs, cache.buffers, len(cache.lengths)
+        return row
+
 
 def _experts(block: Block[Any]) -> ExpertsRow:
     spec, gate = block.spec.experts, block.shared_gate
     assert spec is not None
     row = ExpertsRow(count=spec.count, chosen=spec.chosen, size=spec.intermediate_size, renormalised=spec.renormalised)
     row.router, row.router_bias = _floats(block.router), _floats(block.router_bias)
-    row.scale, row.shared_gate, row.shared_size = (
-        _floats(block.expert_scale),
-        _floats(gate),
-        0 if gate is None else spec.shared_size,
-    )
+    row.scale, row.shared_gate = _floats(block.expert_scale), _floats(gate)
+    row.shared_size = 0 if gate is None else spec.shared_size
     return row
 
 

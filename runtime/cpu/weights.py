@@ -159,19 +159,11 @@ class Matrix:
 
     def row(self) -> ProjectionRow:
         """Its row of parameters, without mask and bias; it holds the address of ``data``."""
-        (n, k), kind = self.shape, None if self.scale is None else _SCALE_TYPES[self.scale.dtype]
-        return ProjectionRow(
-            weight=self.data.data_ptr(),
-            n=n,
-            k=k,
-            column_scale=self.scale,
-            stored_as=self.stored_as,
-            group=self.group,
-            scale_type=kind,
-            zero_point=self.zero,
-            planes=self.planes,
-            stride=self.data.stride(0),
-        )
+        row = ProjectionRow(weight=self.data.data_ptr(), stored_as=self.stored_as, stride=self.data.stride(0))
+        (row.n, row.k), row.group, row.planes = self.shape, self.group, self.planes
+        row.column_scale, row.zero_point = self.scale, self.zero
+        row.scale_type = None if self.scale is None else _SCALE_TYPES[self.scale.dtype]
+        return row
 
     def linear(self, x: Tensor, bias: Tensor | None, low: Tensor | None = None) -> Tensor:
         """The dense product of x (T, K): (T, N) in x's dtype. ``low``: input of a graded weight's low plane, if not x.
@@ -218,18 +210,9 @@ class Matrix:
         row, stride = self.row(), 4 * (columns + PADDING)
         row.k, row.bias = k, None if bias is None else bias.float()
         scratch = torch.empty(threads, 8 * columns + (rows + depth // 2) * stride, dtype=torch.uint8)
-        parameters = ProductRow(
-            projection=row,
-            x=padded,
-            x_stride=2 * padded.stride(0),
-            rows=rows,
-            kept=len(x),
-            y=y,
-            columns=columns,
-            depth=depth,
-            scratch=scratch,
-            scratch_bytes=scratch.stride(0),
-        )
+        parameters = ProductRow(projection=row, x=padded, y=y, scratch=scratch, rows=rows, kept=len(x))
+        parameters.columns, parameters.depth = columns, depth
+        parameters.x_stride, parameters.scratch_bytes = 2 * padded.stride(0), scratch.stride(0)
         launch("product_bfloat16", parameters.words, threads)
         return y
 
