@@ -212,7 +212,7 @@ def test_which_weights_are_multiplied_on_the_tensor_cores() -> None:
 def test_tensor_cores_that_flush_subnormal_numbers_get_the_dequantizing_kernel(monkeypatch):
     """The check's answer decides; the check itself runs on GPUs (triton_codes_cases.py)."""
     shape = shape_of(4096, (6144,), "int4", 128, device=torch.device("cuda", 0))
-    monkeypatch.setattr(products, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(tiles, "gpu_of", lambda device: H200)
     for keeps in (True, False):
         monkeypatch.setattr(packed_gemv, "keeps_subnormals", lambda device, dtype, keeps=keeps: keeps)
         choose.cache_clear()

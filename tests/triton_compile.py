@@ -43,7 +43,6 @@ from wisparse.kernels.gpu.experts import (
     ExpertLinear,
     Router,
     empty_experts,
-    launch_experts,
     launch_router,
 )
 from wisparse.kernels.gpu.gemm import gemm, mask_rows
@@ -269,7 +268,7 @@ def experts(
     scratch.reserve(chosen)
     pairs, hidden = empty(rows * 8, 768, dtype=dtype), empty(rows, 2048, dtype=dtype)
     sums, cells = empty(rows, 64, dtype=FP32), empty(1, dtype=I64)
-    launch_experts(
+    launch_linear(
         linear, Input(hidden, sums, empty(2048, dtype=dtype)) if gate_up else Input(pairs),
         Output(pairs) if gate_up else Output(hidden, sums), scratch, chosen,
         routing=Routing(empty(rows, 8, dtype=I32), empty(rows, 8, dtype=FP32)),

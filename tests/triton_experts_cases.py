@@ -13,10 +13,9 @@ from wisparse.kernels.gpu.experts import (
     ExpertLinear,
     Router,
     choose_experts,
-    launch_experts,
     launch_router,
 )
-from wisparse.kernels.gpu.launch import Scratch
+from wisparse.kernels.gpu.launch import Scratch, launch_linear
 from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.reference import keep_mask
@@ -146,7 +145,7 @@ def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile,
             out = rows(batch, 104, dtype, seed=9)
             before, sums = out.double(), torch.full((batch, product.ssq_parts), float("nan"), device=DEVICE)
             given, target = Input(x), Output(out, sums)
-        launch_experts(linear, given, target, scratch, product, routing=routing, eps=eps, counting=counting)
+        launch_linear(linear, given, target, scratch, product, routing=routing, eps=eps, counting=counting)
         assert (scratch.polled == -1).all()
         assert not scratch.counter.any()
         outs.append(out)

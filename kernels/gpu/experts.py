@@ -38,9 +38,7 @@ from .common import (
     reciprocal_rms,
     rms_normalize,
 )
-from .launch import Scratch
 from .packed_gemv import packed_gemv_kernel
-from .products import Product
 from .sparse_gemv import sparse_gemv_kernel
 from .weights import DeviceWeight, FusedLinear, LinearShape, empty_weight
 
@@ -308,24 +306,6 @@ def expert_gemv_kernel(
         packed_gemv_kernel(inputs, weights, output, workspace, counting, eps, ssq_parts, problem, launch, packed)
     else:
         sparse_gemv_kernel(inputs, weights, output, workspace, counting, eps, ssq_parts, problem, launch)
-
-
-def launch_experts(
-    linear: ExpertLinear, inputs: Input, output: Output, scratch: Scratch, product: Product, *, routing: Routing,
-    eps: float = 0.0, counting: Counting | None = None,
-) -> None:  # fmt: skip
-    """``launch.launch_linear`` for experts. gate_up: ``inputs`` (B, K), ``output`` (B * k, I); down:
-    ``inputs`` (B * k, I), ``output`` (B, N). ``counting``: before and after (B * k, projections, splits)."""
-    weight = linear.weight
-    weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
-    ssq_parts = 1 if inputs.ssq is None else inputs.ssq.shape[1]
-    assert product.problem is not None
-    assert product.tile is not None
-    expert_gemv_kernel[(product.programs, product.pairs)](
-        inputs, weights, output, scratch.workspace(product), counting, eps, ssq_parts, routing, product.problem,
-        product.launch, product.packed, routing.expert.shape[1], num_warps=product.tile.warps,
-        launch_pdl=product.problem.pdl and product.tile.early,
-    )  # fmt: skip
 
 
 def empty_experts(

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .common import Counting, Input, Output, Weights, Workspace
+from .common import Counting, Input, Output, Routing, Weights, Workspace
+from .experts import ExpertLinear, expert_gemv_kernel
 from .gemm import MOST_TILES, fused_gemm_kernel, gemm, mask_rows
 from .packed_gemv import packed_gemv_kernel
 from .products import Product
 from .reduction import EMPTY
 from .sparse_gemv import sparse_gemv_kernel
 from .weights import DeviceWeight, FusedLinear, widen
-
-KERNELS: dict[str, Any] = {
-    "sparse_gemv": sparse_gemv_kernel, "fused_gemm": fused_gemm_kernel, "packed_gemv": packed_gemv_kernel
-}  # fmt: skip
 
 
 class Scratch:
@@ -68,24 +63,29 @@ class Scratch:
 
 
 def launch_linear(
-    linear: FusedLinear, inputs: Input, output: Output, scratch: Scratch, product: Product, *, eps: float = 0.0,
-    counting: Counting | None = None,
+    linear: FusedLinear | ExpertLinear, inputs: Input, output: Output, scratch: Scratch, product: Product, *,
+    eps: float = 0.0, counting: Counting | None = None, routing: Routing | None = None,
 ) -> None:  # fmt: skip
-    """Launch a linear with its ends, after ``scratch.reserve(product)``; nothing is checked or allocated. ``eps``: of
-    the RMSNorm; ``counting``: count the kept channels (of a linear that is not dense)."""
-    assert product.problem is not None
-    assert product.tile is not None
-    weight = linear.weight
+    """Launch a linear with its ends, after ``scratch.reserve(product)``; nothing is checked or allocated. ``eps``: of the
+    RMSNorm; ``counting``: count the kept channels (of a linear that is not dense). Of experts, by ``routing``: gate_up
+    from (B, K) to (B * k, I), down from (B * k, I) to (B, N); ``counting`` (B * k, projections, splits)."""
+    weight, problem, launch, tile = linear.weight, product.problem, product.launch, product.tile
+    assert problem is not None
+    assert tile is not None
     weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
-    packed, ssq_parts = (
-        () if product.packed is None else (product.packed,),
-        1 if inputs.ssq is None else inputs.ssq.shape[1],
-    )
-    KERNELS[product.kernel][(product.programs,)](
-        inputs, weights, output, scratch.workspace(product), counting, eps, ssq_parts, product.problem, product.launch,
-        *packed, num_warps=product.tile.warps,
-        launch_pdl=product.problem.pdl and product.tile.early,
-    )  # fmt: skip
+    ssq_parts = 1 if inputs.ssq is None else inputs.ssq.shape[1]
+    shared = inputs, weights, output, scratch.workspace(product), counting, eps, ssq_parts
+    options = {"num_warps": tile.warps, "launch_pdl": problem.pdl and tile.early}
+    if routing is not None:
+        chosen = routing.expert.shape[1]
+        expert_gemv_kernel[(product.programs, product.pairs)](
+            *shared, routing, problem, launch, product.packed, chosen, **options
+        )
+    elif product.packed is not None:
+        packed_gemv_kernel[(product.programs,)](*shared, problem, launch, product.packed, **options)
+    else:
+        kernel = sparse_gemv_kernel if product.kernel == "sparse_gemv" else fused_gemm_kernel
+        kernel[(product.programs,)](*shared, problem, launch, **options)
 
 
 def multiply(

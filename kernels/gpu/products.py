@@ -41,25 +41,10 @@ from typing import Any
 import torch
 import triton
 
-from . import packed_gemv
+from . import packed_gemv, tiles
 from .common import LaunchConfig, Problem
 from .packed_gemv import PackedConfig
-from .tiles import (
-    SMEM_LIMIT_GEMM,
-    Gpu,
-    Tile,
-    choose_tile,
-    count_tiles,
-    expert_gemm_tile,
-    expert_tile,
-    gemm_tile,
-    gpu_of,
-    masked_gemm_tile,
-    read_tiles,
-    regime,
-    tuned_file,
-    tuned_tiles,
-)
+from .tiles import SMEM_LIMIT_GEMM, Gpu, Tile, count_tiles, regime
 from .weights import BITS, LinearShape
 
 PLUGIN_ROWS = 8  # of vLLM: with more, masked copies of x are faster than one launch that masks them
@@ -148,17 +133,17 @@ def choose(
     tile: Tile | None = None, **ends: Any,
 ) -> Product:  # fmt: skip
     """`choose_product`, cached; ``spinning``: False: no reducers wait."""
-    gpu = gpu or gpu_of(shape.device)
+    gpu = gpu or tiles.gpu_of(shape.device)
     fused = place == "step"
     if place == "plugin":
-        tile = None if ready or not 2 < rows <= MASKED_ROWS else masked_gemm_tile(shape, rows, gpu)
+        tile = None if ready or not 2 < rows <= MASKED_ROWS else tiles.masked_gemm_tile(shape, rows, gpu)
         if tile is not None:
             return Product("gemm", shape, rows, tile, "measured", masks=True)
         fused = rows <= (2 if ready else PLUGIN_ROWS)
     elif ready:
         shape = shape._replace(dense=True)
     if shape.experts and not fused:
-        return Product("expert_gemm", shape, rows, expert_gemm_tile(shape, rows, gpu))
+        return Product("expert_gemm", shape, rows, tiles.expert_gemm_tile(shape, rows, gpu))
     if fused or (place == "rows" and shape.quant != "none"):
         product = fused_product(gpu, shape, rows, tile, spinning=spinning, **ends)
         if fused or product.packed is not None:
@@ -166,10 +151,10 @@ def choose(
     dense, widths = shape.dense or ready, shape.widths
     copies = () if dense else (1,) * len(widths)
     if shape.quant != "none":
-        tile = gemm_tile(shape, rows, gpu) if rows <= _CODE_ROWS and shape.dtype != torch.float32 else None
+        tile = tiles.gemm_tile(shape, rows, gpu) if rows <= _CODE_ROWS and shape.dtype != torch.float32 else None
         return Product("cuBLAS" if tile is None else "gemm", shape, rows, tile, "heuristic", copies=copies)
     if place == "rows" and not dense and shape.dtype != torch.float32:
-        tile = masked_gemm_tile(shape, rows, gpu)
+        tile = tiles.masked_gemm_tile(shape, rows, gpu)
         if tile is not None:
             return Product("gemm", shape, rows, tile, "measured", masks=True)
     # Projections of unequal widths as one bmm of equal column blocks: 19 instead of 31 us for 8B's qkv.
@@ -192,13 +177,12 @@ def fused_product(
         pairs, experts = rows * shape.chosen, shape.chosen if output in ("residual", "plain") else 0
         rows = 1
         if tile is None:
-            tile = expert_tile(gpu, shape, pairs, experts)
+            tile = tiles.expert_tile(gpu, shape, pairs, experts)
     if tile is None:
-        tile, origin = choose_tile(gpu, shape, rows)
+        tile, origin = tiles.choose_tile(gpu, shape, rows)
     if not spinning:
         tile = replace(tile, reducers=0)
-    tiles = count_tiles(shape.widths, tile.block_n)
-    waiting = tile.reducers * tiles * pairs // max(1, experts)
+    waiting = tile.reducers * count_tiles(shape.widths, tile.block_n) * pairs // max(1, experts)
     if tile.reducers > 1 and waiting > gpu.multiprocessors:
         raise ValueError(
             f"expected at most {gpu.multiprocessors} programs that wait for each other on {shape.device}, found "
@@ -209,9 +193,9 @@ def fused_product(
         tile = replace(tile, stages=max(1, tile.stages // 2))  # an element has twice the bytes
     packed, why_not, launch = None, "", None
     if shape.quant != "none":
-        packed, launch, why_not = _packed_launch(shape, tile, tiles, rows)
+        packed, launch, why_not = _packed_launch(shape, tile, rows)
     if launch is None:
-        launch = (_gemm_launch if many else _gemv_launch)(shape, tile, tiles, rows)
+        launch = (_gemm_launch if many else _gemv_launch)(shape, tile, rows)
     # Splits that the epilogue loads at a time. Spinning reducers and many rows keep their partial sums in registers: at
     # most 32 of them in a thread.
     padded_splits = triton.next_power_of_2(tile.splits * max(1, experts))
@@ -232,9 +216,10 @@ def fused_product(
     )  # fmt: skip
 
 
-def _config(tile: Tile, tiles: int, segment: int, length: int, smem: str, **changes: int) -> LaunchConfig:
+def _config(shape: LinearShape, tile: Tile, segment: int, length: int, smem: str, **changes: int) -> LaunchConfig:
     fields = {name: value for name, value in asdict(tile).items() if name not in ("early", "block_m")} | changes
-    return LaunchConfig(tiles=tiles, segment=segment, length=length, smem=smem, reduce_splits=0, **fields)
+    grid = count_tiles(shape.widths, tile.block_n)
+    return LaunchConfig(tiles=grid, segment=segment, length=length, smem=smem, reduce_splits=0, **fields)
 
 
 def _in_shared(shape: LinearShape) -> bool:
@@ -243,7 +228,7 @@ def _in_shared(shape: LinearShape) -> bool:
     return shape.device.type != "cpu" and shape.dtype != torch.float32
 
 
-def _gemv_launch(shape: LinearShape, tile: Tile, tiles: int, rows: int) -> LaunchConfig:
+def _gemv_launch(shape: LinearShape, tile: Tile, rows: int) -> LaunchConfig:
     """Of ``sparse_gemv_kernel``."""
     k, step = shape.in_features, tile.unroll * tile.block_k
     segment = triton.next_power_of_2(max(triton.cdiv(triton.cdiv(k, tile.chunk), tile.splits) * tile.chunk, 16))
@@ -251,10 +236,10 @@ def _gemv_launch(shape: LinearShape, tile: Tile, tiles: int, rows: int) -> Launc
     length = segment + 3 * step + 1
     reduced = tile.block_k * tile.block_n if tile.block_k > 1 else 0  # accumulators, reduced over block_k
     smem = smem_source(4 * ((1 + rows) * length + reduced)) if _in_shared(shape) else ""
-    return _config(tile, tiles, segment, length, smem, lead=min(tile.lead, segment // step) if shape.dense else 0)
+    return _config(shape, tile, segment, length, smem, lead=min(tile.lead, segment // step) if shape.dense else 0)
 
 
-def _gemm_launch(shape: LinearShape, tile: Tile, tiles: int, rows: int) -> LaunchConfig:
+def _gemm_launch(shape: LinearShape, tile: Tile, rows: int) -> LaunchConfig:
     """Of ``fused_gemm_kernel``."""
     block_k, size = max(16, tile.block_k), shape.dtype.itemsize  # 16: tl.dot's smallest K
     channels = triton.cdiv(triton.cdiv(shape.in_features, block_k), tile.splits) * block_k
@@ -266,12 +251,10 @@ def _gemm_launch(shape: LinearShape, tile: Tile, tiles: int, rows: int) -> Launc
     # many bytes in flight therefore declares so much shared memory that no second one fits beside it.
     exclusive = needed <= limit and in_flight >= _EXCLUSIVE
     smem = smem_source(limit if exclusive else needed, limit) if _in_shared(shape) else ""
-    return _config(tile, tiles, triton.next_power_of_2(channels), length, smem, block_k=block_k)
+    return _config(shape, tile, triton.next_power_of_2(channels), length, smem, block_k=block_k)
 
 
-def _packed_launch(
-    shape: LinearShape, tile: Tile, tiles: int, rows: int
-) -> tuple[PackedConfig | None, LaunchConfig | None, str]:
+def _packed_launch(shape: LinearShape, tile: Tile, rows: int) -> tuple[PackedConfig | None, LaunchConfig | None, str]:
     """Of ``packed_gemv_kernel``; or the reason why the weights go to a kernel that dequantizes them."""
     group, k, dtype = shape.group, shape.in_features, str(shape.dtype).removeprefix("torch.")
     grouped = group < k
@@ -322,19 +305,19 @@ def _packed_launch(
     )  # fmt: skip
     # The tile's other fields are in PackedConfig or unused: at their defaults they cause no recompilation.
     bare = Tile(tile.block_n, 1, tile.splits, tile.warps, chunk=chunk, trigger=tile.trigger, reducers=tile.reducers)
-    return packed, _config(bare, tiles, segment, length, smem), ""
+    return packed, _config(shape, bare, segment, length, smem), ""
 
 
-def remember_tiles(tiles: Mapping[str, Tile]) -> Path:
+def remember_tiles(found: Mapping[str, Tile]) -> Path:
     """Add tuned tiles to the local cache and clear the products; returns the file."""
-    path = tuned_file()
-    read_tiles.cache_clear()  # other processes may have added some
-    merged = {key: asdict(tile) for key, tile in {**tuned_tiles(), **tiles}.items()}
+    path = tiles.tuned_file()
+    tiles.read_tiles.cache_clear()  # other processes may have added some
+    merged = {key: asdict(tile) for key, tile in {**tiles.tuned_tiles(), **found}.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     # Written under a temporary name and renamed: concurrent readers and writers see complete files.
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
         file.write(json.dumps(merged, indent=1, sort_keys=True))
     os.replace(file.name, path)
-    read_tiles.cache_clear()
+    tiles.read_tiles.cache_clear()
     choose.cache_clear()
     return path

@@ -29,7 +29,7 @@ from wisparse.kernels.gpu.attention import (
 )
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
-from wisparse.kernels.gpu.experts import ExpertLinear, launch_experts, launch_router
+from wisparse.kernels.gpu.experts import ExpertLinear, launch_router
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.launch import Scratch, launch_linear
@@ -235,9 +235,8 @@ class DecodeStep(BlockLauncher):
 
     def _linear(self, index: int, role: str, value: Input) -> Tensor:
         block, chosen = self.weights.blocks[index], self.plans[index][role]
-        linear, launch = getattr(block, role), launch_linear
-        if isinstance(linear, ExpertLinear):
-            launch = partial(launch_experts, routing=self._routing)
+        linear = getattr(block, role)
+        routing = self._routing if linear.shape.experts else None
         if chosen.problem is not None and chosen.problem.output == "residual":
             output = Output(self.hidden, self._sums(index, role))
         else:
@@ -245,7 +244,8 @@ class DecodeStep(BlockLauncher):
             output = Output(self._outputs[role][: rows * width].view(rows, width))
         counting = self.counts.of(index, role, self._buffer) if self._counts_now else None
         eps = self.config.rms_norm_eps
-        self._launch(role, launch, linear, value, output, self._scratch, chosen, eps=eps, counting=counting)
+        options = {"eps": eps, "counting": counting, "routing": routing}
+        self._launch(role, launch_linear, linear, value, output, self._scratch, chosen, **options)
         return output.out
 
     def _attend(self, index: int, qkv: Tensor) -> Input:
