@@ -22,9 +22,11 @@ from wisparse.formats.manifest import unread
 from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
+from .choice import MAX_KL, choose_weights, rows_of
 from .decoding.decoder import Decoder
 from .decoding.heads import HeadFiles, MtpFiles
 from .generation.speculation import SpeculativeConfig, make_drafter
+from .measured_choice import choose_level
 from .memory import default_limits, memory_errors, paging_of, state_bytes, states_kept, weight_bytes
 from .model import Model
 from .tokenizer import Tokenizer
@@ -34,6 +36,20 @@ log = logging.getLogger(__name__)
 
 _LARGEST_BATCH = 2**16  # far above what any device holds
 _HEADED_POSITIONS = 16384  # most positions per slot that memory of a draft head is reserved for
+
+
+def decoder_class(device: torch.device, dtype: torch.dtype, backend: str) -> tuple[type[Decoder], str, str]:
+    """The decoder's class of ``backend``, its name, and why it was chosen."""
+    try:
+        name, reason = choose_backend(device, dtype, backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    chosen: type[Decoder] = TorchDecoder
+    if name == "numba":  # imported here: numba and triton take seconds
+        from .cpu.decoder import CpuDecoder as chosen
+    elif name == "triton":
+        from .cuda.decoder import CudaDecoder as chosen
+    return chosen, name, reason
 
 
 def make_decoder(
@@ -58,15 +74,7 @@ def make_decoder(
         raise UsageError(f"weights: expected native for a graded bundle, which has its own, found {weights!r}")
     if max_seq_len is not None and not 1 <= max_seq_len <= longest:
         raise UsageError(f"max_seq_len: expected 1 to the model's context of {longest}, found {max_seq_len}")
-    try:
-        name, reason = choose_backend(device, dtype, backend)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    chosen: type[Decoder] = TorchDecoder
-    if name == "numba":  # imported here: numba and triton take seconds
-        from .cpu.decoder import CpuDecoder as chosen
-    elif name == "triton":
-        from .cuda.decoder import CudaDecoder as chosen
+    chosen, name, reason = decoder_class(device, dtype, backend)
     refused = chosen.refusal(bundle.config, weights)
     if refused is not None and backend == "auto" and name != "torch":
         reason, chosen = f"{name} cannot: {refused}", TorchDecoder
@@ -153,9 +161,10 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     backend: str = "auto",
-    weights: str = "native",
+    weights: str | None = None,
     sparsity: float | None = None,
     bits: float | None = None,
+    max_kl: float | str | None = "auto",
     prefill: str = "dense",
     max_seq_len: int | None = None,
     max_batch: int | None = 1,
@@ -175,6 +184,10 @@ def load(
         weights: ``native``, or rounded where the back end can: ``int8`` (a scale a row), ``int4`` (a scale for each
             group of 128 channels, or the largest divisor below), ``fp8`` (e4m3, a scale a row; NVIDIA GPUs); the output
             layer is int8 with any of them.
+        max_kl: choose the fastest weight type and sparsity level on this machine whose KL is at most this, nats per token, by
+            the bundle's quality table and a measurement of a second that is remembered. ``auto``: 0.05 for a folder or Hub
+            id; None: the default level. Arguments ``weights``, ``sparsity`` and ``bits`` win, and a bundle without a table
+            is loaded natively at its default level.
         sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: its default, or the chosen level of
             an opened bundle. ``model.sparsity`` changes it while no request runs.
         bits: instead of ``sparsity`` for a graded bundle, the bits read per weight; 8 is the dense int8 model.
@@ -209,7 +222,13 @@ def load(
     target = choose_device(device)
     guard.choice("dtype", dtype, ("auto", *DTYPES), NOT_DTYPES)
     guard.choice("backend", backend, ("auto", *BACKENDS))
-    guard.choice("weights", weights, tuple(WEIGHT_TYPES))
+    if weights is not None:
+        guard.choice("weights", weights, tuple(WEIGHT_TYPES))
+    if isinstance(max_kl, str):
+        guard.choice("max_kl", max_kl, ("auto",))
+        max_kl = None if isinstance(bundle, Bundle) else MAX_KL
+    elif max_kl is not None:
+        max_kl = guard.number("max_kl", max_kl, 0, math.inf, "a number of nats per token, 0 or more, or auto")
     guard.choice("prefill", prefill, PREFILL_POLICIES)
     guard.choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     max_batch = None if max_batch is None else guard.integer("max_batch", max_batch, 1, _LARGEST_BATCH)
@@ -228,6 +247,19 @@ def load(
     if head is not None and max_batch is None and max_seq_len is None:  # its memory is reserved at full length
         max_seq_len = min(opened.config.max_position_embeddings, _HEADED_POSITIONS)
     chosen = opened.checkpoint.dtype if dtype == "auto" else getattr(torch, dtype)
+    given, supported = weights, ["native"]
+    if max_kl is not None and sparsity is None and bits is None and opened.recipe.quality is not None:
+        kind, _, _ = decoder_class(target, chosen, backend)
+        supported = [one for one in WEIGHT_TYPES if kind.refusal(opened.config, one) is None] or supported
+        if opened.recipe.graded:
+            supported = ["native"]
+        if not rows_of(opened, weights, supported):
+            max_kl = None
+        else:
+            weights = choose_weights(opened, chosen, weights, supported, max_kl)
+    else:
+        max_kl = None
+    weights = weights or "native"
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     decoder = make_decoder(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
@@ -246,4 +278,7 @@ def load(
             "speculative: no drafts are made: a drafted token takes %.2f of a step, and its verification more than it "
             "saves", decoder.draft_cost,
         )  # fmt: skip
-    return Model(opened, decoder, text, prefill, config if decoder.speculates else None)
+    model = Model(opened, decoder, text, prefill, config if decoder.speculates else None)
+    if max_kl is not None:
+        model.choice = choose_level(model, weights, given, supported, max_kl)
+    return model

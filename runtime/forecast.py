@@ -29,6 +29,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, group_of
 
 from .backends import make_decoder
 from .benchmark import Workload, time_run
+from .choice import bytes_read
 from .decoding.decoder import Decoder
 from .memory import bytes_per_position, weight_bytes
 
@@ -165,15 +166,11 @@ def _by_bytes(
     """A GPU's forecast by that of the dense native weights: a fixed time for each block, the rest proportional to bytes. For
     the steps in benchmarks/results/gpu-h200-weights.md the error is at most 9%."""
 
-    def bytes_read(kind: str, level: float) -> float:
-        weight_type, vocabulary = WEIGHT_TYPES[kind], (config.vocab_size, config.hidden_size)
-        shapes = [(one.out_features * one.chosen, one.in_features) for one in config.projections()]
-        projections = sum(weight_type.nbytes(shape, dtype) for shape in shapes)
-        return projections * (1 - level) + WEIGHT_TYPES[weight_type.head].nbytes(vocabulary, dtype)
-
     seconds = 1 / dense.tok_per_s
     fixed = min(_GPU_BLOCK_SECONDS * config.num_blocks, seconds / 2)
-    rate = 1 / (fixed + (seconds - fixed) * bytes_read(kind, level) / bytes_read("native", 0.0))
+    rate = 1 / (
+        fixed + (seconds - fixed) * bytes_read(config, dtype, kind, level) / bytes_read(config, dtype, "native", 0.0)
+    )
     low, high = rate * dense.low / dense.tok_per_s, rate * dense.high / dense.tok_per_s
     return Forecast(kind, level, rate, low, high, memory)
 

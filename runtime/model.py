@@ -19,6 +19,7 @@ from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.generation_config import FILE, SAMPLING_FIELDS, sampling_defaults
 from wisparse.formats.model_config import ModelConfig
 
+from .choice import Choice
 from .decoding.decoder import Decoder
 from .generation.engine import Engine
 from .generation.grammar import Grammar, Grammars
@@ -59,6 +60,7 @@ class Model(AbstractContextManager["Model"]):
         stop_ids: the tokens that end an answer.
         thoughts: how a reasoning model marks its thoughts, or None.
         grammars: compiles the grammars that constrain answers.
+        choice: how weight type and level were chosen by ``max_kl``; None if they were not.
         sampling_defaults: what generation_config.json says about sampling, by names of :class:`SamplingParams`.
     """
 
@@ -67,6 +69,7 @@ class Model(AbstractContextManager["Model"]):
         speculative: SpeculativeConfig | None = None,
     ) -> None:  # fmt: skip
         self.bundle, self.decoder, self.text, self.prefill = bundle, decoder, text, prefill
+        self.choice: Choice | None = None
         configured = self.stop_ids = stop_ids(bundle, text)
         self.thoughts = None if text is None else find_format(text.template_source or "", text.token_id)
         # gpt-oss' <|end|> ends a message of an answer.

@@ -110,7 +110,7 @@ def test_generate_refuses_what_an_argument_cannot_be(model: Model, name: str) ->
 @pytest.mark.parametrize("name", LOAD)
 def test_load_refuses_what_an_argument_cannot_be(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for value in [*STRANGE, *([] if name in ("max_seq_len", "max_batch") else [None])]:
+    for value in [*STRANGE, *([] if name in ("max_seq_len", "max_batch", "weights") else [None])]:
         given = {"bundle": folder, name: value}
         # A path that leads nowhere is no access (4); a value that is no path is misuse (2).
         expected = WisparseError if name == "bundle" and isinstance(value, (str, Path)) else UsageError

@@ -131,6 +131,26 @@ _LENGTH = "Most tokens of prompt and answer together.  [default: the model's con
 _LEVEL = "A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  [default: the bundle's own]"
 _BITS = "A level of a graded bundle: the bits read of a weight, or 8 for the dense model.  [default: the bundle's own]"
 
+_WEIGHTS = "Quantize the weights at load, if the back end supports it.  [default: by --max-kl where the bundle has a table, else native]"
+_MAX_KL = (
+    "Choose the fastest weight type and level with at most this KL, by the bundle's quality table and a measurement of a "
+    "second; auto is 0.05, off the bundle's default level. --weights, --sparsity and --bits win."
+)
+
+
+class MaxKl(click.ParamType):
+    """A KL, ``auto`` or ``off``, which becomes None."""
+
+    name = "kl"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("auto", "off", None):
+            return None if value == "off" else value
+        return click.FloatRange(min=0, max=1e9).convert(value, param, ctx)
+
+
+max_kl_option = option_table(("--max-kl", MaxKl(), "auto", _MAX_KL))
+
 # Where and how a bundle runs.
 device_options = stacked(
     option_table(
@@ -138,7 +158,7 @@ device_options = stacked(
         ("--dtype", Dtype(["auto", *DTYPES]), "auto", "Type of the weights in memory; auto is that of the files."),
         ("--backend", click.Choice(["auto", *BACKENDS]), "auto",
          "Implementation of the model; auto is the fastest that supports this model on this machine."),
-        ("--weights", click.Choice(WEIGHT_TYPES), "native", "Quantize the weights at load, if the back end supports it."),
+        ("--weights", click.Choice(WEIGHT_TYPES), None, _WEIGHTS),
         ("--kv-cache-dtype", click.Choice(KV_CACHE_DTYPES), "auto",
          "Type of the KV cache. One-byte types halve it; of these, int8 costs the least quality."),
         ("--sparsity", float, None, _LEVEL),
@@ -152,6 +172,7 @@ device_options = stacked(
 # The same for sub-commands that generate text, with a prefill policy.
 loading_options = stacked(
     device_options,
+    max_kl_option,
     option_table(
         ("--prefill", click.Choice(PREFILL_POLICIES), "dense",
          "Which tokens of the prompt are sparse: none, the last half, all. Those of the answer always are."),
@@ -218,8 +239,19 @@ def open_bundle(bundle: str, revision: str | None, sparsity: float | None, bits:
     return Bundle.open(fetch_bundle(bundle, revision)).chosen(sparsity, bits)
 
 
+def max_kl_of(options: dict[str, Any]) -> float | None:
+    """`load`'s max_kl, removed from ``options``; None if they name a level."""
+    from wisparse.runtime.choice import MAX_KL
+
+    max_kl = options.pop("max_kl")
+    named = options["sparsity"] is not None or options["bits"] is not None
+    return None if named else MAX_KL if max_kl == "auto" else max_kl
+
+
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:
     """The bundle loaded with `loading_options`, which are removed from ``options``; the others are validated first."""
+    levels = {name: options[name] for name in ("max_kl", "sparsity", "bits")}
+    del options["max_kl"]
     opened = open_bundle(bundle, *(options.pop(name) for name in ("revision", "sparsity", "bits")))
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.request import GenerationSettings
@@ -227,6 +259,7 @@ def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Mode
     loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype")
     load_options = {name: options.pop(name) for name in loading}
     load_options["speculative"] = options.pop("speculative_config")
+    load_options["max_kl"] = max_kl_of(levels)
     GenerationSettings(**{name: value for name, value in options.items() if value is not None})
     return load(opened, max_batch=max_batch, **load_options)
 
@@ -310,6 +343,8 @@ def footer(answer: Generation, model: Model, given: dict[str, Any]) -> str:
         parts.append(str(answer.drafts))
     if not answer.thought_closed:
         parts.append("the thought did not end, so there is no answer")
+    if model.choice is not None:
+        parts.append(str(model.choice))
     return " | ".join([*parts, f"sampling: {describe_sampling(model, given)}", backend_of(model)])
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import click
 
+from wisparse.formats.card import QUALITY_HEADS, quality_cells, quality_note
 from wisparse.formats.guard import find_gguf
 from wisparse.formats.hub import require_place
+from wisparse.formats.manifest import MANIFEST, Manifest
 
-from ..options import FOLDER_OR_ID, option_table, set_up_logging
+from ..options import FOLDER_OR_ID, option_table, print_table, set_up_logging
 
 
 @click.command("advise", context_settings={"show_default": True})
@@ -50,3 +53,5 @@ def command(model: str, device: str, context: int, revision: str | None, gguf_fi
         click.echo(json.dumps(advice.to_dict(), indent=2))
     else:
         print_advice(advice)
+        if os.path.lexists(folder / MANIFEST) and (cells := quality_cells(recipe := Manifest.read(folder).recipe)):
+            print_table(QUALITY_HEADS, cells, title="measured on this bundle", left=2, note=quality_note(recipe))

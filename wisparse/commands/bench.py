@@ -32,13 +32,18 @@ _BASELINE = "Also time the dense model in transformers under torch.compile, with
     ("--runs", click.IntRange(1, 1000), 5, "Timed runs; medians are shown."),
 )
 @click.option("--kernels", is_flag=True, help="Also time every kernel of a block (NVIDIA GPUs).")
-@click.option("--explain", is_flag=True, help="Print the blocks' operations and each linear's kernel (NVIDIA GPUs).")
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Print what --max-kl chose and why; on NVIDIA GPUs also the blocks' operations and each linear's kernel.",
+)
 @click.option("--all-weights", is_flag=True, help="One table over all weight types of the back end: native, int8, …")
 @click.option("--baseline", type=click.Choice(["torch.compile"]), help=_BASELINE)
 @click.option("--tune", is_flag=True, help="First tune tile sizes for this GPU and model, and save them.")
 @shared.speculative_option("off")
 @shared.save_option
 @shared.device_options
+@shared.max_kl_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(
     bundle: str, prompt_length: int, max_new_tokens: int, batch: int, runs: int, kernels: bool, explain: bool,
@@ -58,9 +63,11 @@ def command(
     wisparse bench out --sparsity 0.4 --save
     """
     shared.set_up_logging(verbose)
-    if all_weights and (loading["weights"] != "native" or kernels or tune or save):
+    if all_weights and (loading["weights"] not in (None, "native") or kernels or tune or save):
         raise click.UsageError("--all-weights goes without --weights, --kernels, --tune and --save")
     folders = shared.folders_to_save([bundle], loading["sparsity"], loading["bits"]) if save else []
+    levels = {name: loading[name] for name in ("max_kl", "sparsity", "bits")}
+    del loading["max_kl"]
     opened = shared.open_bundle(bundle, *(loading.pop(name) for name in ("revision", "sparsity", "bits")))
     if loading["max_seq_len"] is None:
         length, context = prompt_length + max_new_tokens, opened.config.max_position_embeddings
@@ -78,14 +85,23 @@ def command(
         from ..compiled import require_compiler, time_compiled
 
         require_compiler(choose_device(loading["device"]))
-    model = load(opened, max_batch=batch, speculative=speculative_config, **loading)
+    # Without --weights the chosen type is timed, at the chosen level or, if that is the dense model, at the default one.
+    asked = None if all_weights else shared.max_kl_of(levels)
+    model = load(opened, max_batch=batch, speculative=speculative_config, max_kl=asked, **loading)
+    choice = model.choice
+    loading["weights"] = choice.pair.weights if choice is not None else loading["weights"] or "native"
+    if choice is not None:
+        opened = opened.at(choice.pair.sparsity or opened.sparsity)
+        model.sparsity = opened.sparsity
     if tune:
         from wisparse.runtime.cuda.kernel_times import tune as tune_tiles
 
         tune_tiles(model.decoder, batch=batch)
         model.close()
         model = load(opened, max_batch=batch, speculative=speculative_config, **loading)
-    if explain:
+    if explain and choice is not None:
+        click.echo(str(choice), err=as_json)
+    if explain and (choice is None or model.decoder.device.type == "cuda"):
         from wisparse.runtime.cuda.kernel_times import explain as explain_step
 
         click.echo(explain_step(model.decoder, batch=batch), err=as_json)

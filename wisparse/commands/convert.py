@@ -227,6 +227,27 @@ def _document(conversion: Conversion) -> dict[str, Any]:
     }
 
 
+def _recommended(conversion: Conversion) -> str | None:
+    """What the runtime takes of the bundle by default, by the forecast; None without a quality table."""
+    import torch
+
+    from wisparse.formats.bundle import Bundle
+    from wisparse.formats.machine import choose_device
+    from wisparse.runtime.backends import decoder_class
+    from wisparse.runtime.choice import MAX_KL, choose, forecast_pairs, rows_of
+
+    bundle = Bundle.open(conversion.folder)
+    dtype = bundle.checkpoint.dtype
+    kinds = ("native",) if bundle.recipe.graded else decoder_class(choose_device(), dtype, "auto")[0].weight_types
+    rows = rows_of(bundle, None, kinds)
+    if not rows or not isinstance(dtype, torch.dtype):
+        return None
+    found = choose(forecast_pairs(bundle, dtype, rows), MAX_KL, bundle.recipe.graded)
+    level = level_name(found.pair.sparsity, bundle.recipe.graded) if found.pair.sparsity else "dense"
+    reason = f"the fastest by bytes with KL at most {MAX_KL:g}" if found.within else f"nothing has a KL of {MAX_KL:g}"
+    return f"generate, chat and serve take {found.pair.weights} {level}, KL {found.pair.kl:.2g}: {reason}; --max-kl changes it"
+
+
 def _print_conversion(conversion: Conversion) -> None:
     from wisparse.converter.report import verdict
 
@@ -265,6 +286,7 @@ def _print_conversion(conversion: Conversion) -> None:
             for one, quality in neighbours
             if one != default
         ),
+        ("default", _recommended(conversion)),
         ("measured on", report.measured_on),
         # Not shown if all are equal (fisher and refine have 1, TEAL 0).
         ("alpha", f"{min(alphas):g} to {max(alphas):g}" if min(alphas) < max(alphas) else None),

@@ -96,6 +96,7 @@ def command(
     """
     shared.set_up_logging(verbose)
     size = num_samples, seq_len, seed
+    options["weights"] = options["weights"] or "native"
     for text in texts:
         place("--text", text)
     if reference is not None or models:
@@ -233,13 +234,13 @@ def _on_text(
     load_options["sparsity"], weights = levels[0], options["weights"]
     rows: dict[float, dict[str, Any]] = {}
     with ExitStack() as stack:
-        model = stack.enter_context(load(folder, **load_options))
+        model = stack.enter_context(load(folder, **load_options, max_kl=None))
         quantized = [] if weights == "native" else [weights]
         quantized += [] if options["kv_cache_dtype"] == "auto" else [f"{options['kv_cache_dtype']} cache"]
         reference = model
         if quantized:
             native = {"weights": "native", "kv_cache_dtype": "auto"}
-            reference = stack.enter_context(load(folder, **{**load_options, **native}))
+            reference = stack.enter_context(load(folder, **{**load_options, **native}, max_kl=None))
         passes = 1 + 2 * len(levels) if quantized else len(levels)
         stage = stack.enter_context(progress.stage("Evaluating", passes * tokens.num_samples))
         decoder, native_decoder = model.decoder, reference.decoder
@@ -268,7 +269,7 @@ def _on_tasks(
     from wisparse.runtime.lm_eval import evaluate_tasks
 
     results, speed = {}, {}
-    with load(bundle.folder, **options) as model:
+    with load(bundle.folder, **options, max_kl=None) as model:
         for policy in (*dict.fromkeys(policies), "masks off"):
             if policy == "masks off":
                 model.sparsity = 0
