@@ -33,7 +33,7 @@ _log = logging.getLogger("wisparse")
 LEVELS = (0.4, 0.5, 0.6)
 # Added to the calibration's seed. Far from seeds that users choose.
 _SEED_OFFSET, _CHOICE_SEED_OFFSET = 1_000_003, 2_000_003
-_SIZE, _WRITTEN = (16, 512), (8, 256)  # samples and length of the measurement text, at most; of text written on a CPU
+_SIZE, _WRITTEN = (16, 512), (9, 256)  # samples and length of the measurement text, at most; of text written on a CPU
 # On a CPU only the dense model and the default level are measured on all of it, the others on this many tokens, so that
 # it takes about 5% of a conversion.
 _FEW_TOKENS = 1024
