@@ -102,6 +102,7 @@ def multiply(
     if (product.masks or product.copies) and row_mask is None:
         row_mask = scratch.ones[: len(x)]
     if product.copies:
+        assert row_mask is not None
         x = mask_rows(x, linear.scales, linear.thresholds, row_mask, copies=product.copies, pdl=product.pdl)
     if product.tile is not None:
         return gemm(x, linear, product.tile, row_mask=row_mask if product.masks else None, counter=scratch.counter)

@@ -195,7 +195,8 @@ class BlockLauncher(ABC):
         (rotary, shape, norms), cache, rows = self._parts[index], self._cache[index], self._inputs
         if stored:
             self._launch("store", launch_store_rows, qkv, cache, rows, rotary, shape, norms, pdl=pdl)
-        options = {"scale": self.config.attention_scale, "sinks": self.weights.blocks[index].sinks, "stages": stages}
+        sinks = self.weights.blocks[index].sinks
+        options: dict[str, Any] = {"scale": self.config.attention_scale, "sinks": sinks, "stages": stages}
         options |= {"norms": norms, "stored": stored, "pdl": pdl}
         self._launch("attention", launch_attention, qkv, cache, rows, rotary, out, shape, **options)
         return Input(None, attention=out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,9 +61,9 @@ def run_experts(
     assert isinstance(down, ExpertLinear)
     groups, masked_from = sort_by_expert(expert, len(gate_up.scales)), first_sparse if first_sparse < len(x) else None
     activated = x.new_empty(expert.numel(), down.in_features)
-    tiles = [choose_product(linear.shape, len(x), "prompt").tile for linear in (gate_up, down)]
-    ends = {"activation": config.activation, "clamp": config.clamp}
-    expert_gemm(x, gate_up, groups, activated, tiles[0], **ends, first_sparse=masked_from)
+    tiles: list[Any] = [choose_product(linear.shape, len(x), "prompt").tile for linear in (gate_up, down)]
+    ends: dict[str, Any] = {"activation": config.activation, "clamp": config.clamp, "first_sparse": masked_from}
+    expert_gemm(x, gate_up, groups, activated, tiles[0], **ends)
     out = x.new_empty(len(x), expert.shape[1], down.out_features)
     expert_gemm(activated, down, groups, out, tiles[1], weight=weight, first_sparse=masked_from)
     offsets = pairwise(groups.offset.tolist() if observe is not None else ())

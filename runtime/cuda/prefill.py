@@ -256,10 +256,8 @@ class _Pass(BlockLauncher):
             return Input(launch_combine(self._splits, hidden.dtype))
         (rotary, shape, norms), cache, out = self._parts[index], self._cache[index], torch.empty_like(self._queries)
         launch_store_kv(qkv, self._chunk, cache, rotary, self._queries, shape, norms)
-        options = {"sinks": block.sinks, "stages": self._stages}
-        launch_chunk_attention(
-            self._queries, qkv, self._chunk, cache, out, shape, self.config.attention_scale, **options
-        )
+        arguments = self._queries, qkv, self._chunk, cache, out, shape, self.config.attention_scale
+        launch_chunk_attention(*arguments, sinks=block.sinks, stages=self._stages)
         return Input(out.reshape(len(hidden), -1))
 
     def _linear(self, index: int, role: str, value: Input) -> Tensor:

@@ -128,8 +128,8 @@ class DecodeStep(BlockLauncher):
         self.hidden = empty(rows, config.hidden_size)
         self._taps = empty(rows, len(head.taps) if head else 0, config.hidden_size)
         # Partial sums of squares: of down and the embedding for the first norm of a block, of o for the second.
-        parts = max((one.ssq_parts for plans in self.plans for one in plans.values()), default=1)
-        self._ssq = empty(2, rows * parts, kind=torch.float32)
+        sums_of = max((one.ssq_parts for plans in self.plans for one in plans.values()), default=1)
+        self._ssq = empty(2, rows * sums_of, kind=torch.float32)
         self._recalled = empty(rows, config.delta_net.value_size if config.delta_net is not None else 0)
         splits = (rows, config.num_heads, kv_splits)
         sums = empty(*splits, kind=torch.float32), empty(*splits, kind=torch.float32)
@@ -174,7 +174,7 @@ class DecodeStep(BlockLauncher):
         def choose(role: str, output: str, ssq_parts: int = 1, **attention: Any) -> None:
             linear = getattr(block, role)
             alike = linear.widths == getattr(self.weights.blocks[0], role).widths and not linear.shape.experts
-            ends = {"output": output, "ssq_parts": ssq_parts, "pdl": self.pdl} | attention
+            ends: dict[str, Any] = {"output": output, "ssq_parts": ssq_parts, "pdl": self.pdl} | attention
             if linear.shape.experts:
                 ends["clamp"] = self.config.clamp
             chosen[role] = choose_product(linear.shape, self.rows, tile=tiles.get(role) if alike else None, **ends)
