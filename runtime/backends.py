@@ -22,7 +22,7 @@ from wisparse.formats.manifest import unread
 from wisparse.formats.weight_types import DTYPES, KV_CACHE_DTYPES, NOT_DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
-from .choice import MAX_KL, choose_weights, rows_of
+from .choice import auto_max_kl, choose_weights, rows_of
 from .decoding.decoder import Decoder
 from .decoding.heads import HeadFiles, MtpFiles
 from .generation.speculation import SpeculativeConfig, make_drafter
@@ -185,8 +185,8 @@ def load(
             group of 128 channels, or the largest divisor below), ``fp8`` (e4m3, a scale a row; NVIDIA GPUs); the output
             layer is int8 with any of them.
         max_kl: choose the fastest weight type and sparsity level on this machine whose KL is at most this, nats per token, by
-            the bundle's quality table and a measurement of a second that is remembered. ``auto``: 0.05 for a folder or Hub
-            id; None: the default level. Arguments ``weights``, ``sparsity`` and ``bits`` win, and a bundle without a table
+            the bundle's quality table and a measurement of a second that is remembered. ``auto``: 0.05, or ``$WISPARSE_MAX_KL``, for
+            a folder or Hub id; None: the default level. Arguments ``weights``, ``sparsity`` and ``bits`` win, and a bundle without a table
             is loaded natively at its default level.
         sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: its default, or the chosen level of
             an opened bundle. ``model.sparsity`` changes it while no request runs.
@@ -226,7 +226,7 @@ def load(
         guard.choice("weights", weights, tuple(WEIGHT_TYPES))
     if isinstance(max_kl, str):
         guard.choice("max_kl", max_kl, ("auto",))
-        max_kl = None if isinstance(bundle, Bundle) else MAX_KL
+        max_kl = None if isinstance(bundle, Bundle) else auto_max_kl()
     elif max_kl is not None:
         max_kl = guard.number("max_kl", max_kl, 0, math.inf, "a number of nats per token, 0 or more, or auto")
     guard.choice("prefill", prefill, PREFILL_POLICIES)

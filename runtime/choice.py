@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import QualityRow, level_name
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
 
 MAX_KL = 0.05  # nats per token, the default
+_VARIABLE = "WISPARSE_MAX_KL"
 # Masks have to be faster than the dense model by this; of pairs within this of the fastest, that of the lowest KL.
 _PAYS, _CLOSE = 1.02, 0.97
+
+
+def auto_max_kl() -> float | None:
+    """What ``auto`` stands for: ``MAX_KL``, or the environment's number; None with ``off`` there."""
+    given = os.environ.get(_VARIABLE) or "auto"
+    if given in ("auto", "off"):
+        return MAX_KL if given == "auto" else None
+    try:
+        return guard.number(_VARIABLE, float(given), 0, math.inf, "a number of nats per token, 0 or more, auto or off")
+    except ValueError:
+        raise UsageError(
+            f"{_VARIABLE}: expected a number of nats per token, auto or off, found {given!r:.80}"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from wisparse import UsageError, load
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.manifest import Manifest, QualityRow, QualityTable, Recipe, sidecar_metadata
 from wisparse.runtime import measured_choice
-from wisparse.runtime.choice import Pair, choose
+from wisparse.runtime.choice import MAX_KL, Pair, auto_max_kl, choose
 
 KL = {"native": {0.0: 0.0, 0.3: 0.01, 0.5: 0.07}, "int8": {0.0: 0.0004, 0.3: 0.011, 0.5: 0.071}}
 
@@ -95,6 +95,7 @@ TABLE = {("native", 0.0): 0.0, ("native", 0.4): 0.03, ("int8", 0.0): 0.0004, ("i
 @pytest.fixture
 def tabled(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WISPARSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("WISPARSE_MAX_KL")
     return with_table(bundle, tmp_path / "tabled", TABLE)
 
 
@@ -174,3 +175,13 @@ def test_commands(tabled: Path, speeds: dict[float, float], run: Callable[..., t
     code, _, err = run("generate", tabled, "--prompt", "x", "--max-kl", "-1")
     assert code == 2
     assert "--max-kl" in err
+
+
+def test_the_environment_names_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in (("", MAX_KL), ("auto", MAX_KL), ("off", None), ("0.2", 0.2), ("0", 0.0)):
+        monkeypatch.setenv("WISPARSE_MAX_KL", given)
+        assert auto_max_kl() == expected
+    for given in ("-1", "nan", "much"):
+        monkeypatch.setenv("WISPARSE_MAX_KL", given)
+        with pytest.raises(UsageError, match="WISPARSE_MAX_KL: expected a number of nats per token"):
+            auto_max_kl()

@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 VERSION = PROJECT["project"]["version"]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("[A-Z]*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 SITES = [entry for entry in sys.path if entry.endswith("site-packages")]
-_CLEAN = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+_CLEAN = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "WISPARSE_MAX_KL")}
 
 
 def _modules() -> list[str]:

@@ -134,7 +134,7 @@ _BITS = "A level of a graded bundle: the bits read of a weight, or 8 for the den
 _WEIGHTS = "Quantize the weights at load, if the back end supports it.  [default: by --max-kl where the bundle has a table, else native]"
 _MAX_KL = (
     "Choose the fastest weight type and level with at most this KL, by the bundle's quality table and a measurement of a "
-    "second; auto is 0.05, off the bundle's default level. --weights, --sparsity and --bits win."
+    "second; auto is 0.05 or $WISPARSE_MAX_KL, off the bundle's default level. --weights, --sparsity and --bits win."
 )
 
 
@@ -241,11 +241,11 @@ def open_bundle(bundle: str, revision: str | None, sparsity: float | None, bits:
 
 def max_kl_of(options: dict[str, Any]) -> float | None:
     """`load`'s max_kl, removed from ``options``; None if they name a level."""
-    from wisparse.runtime.choice import MAX_KL
+    from wisparse.runtime.choice import auto_max_kl
 
     max_kl = options.pop("max_kl")
     named = options["sparsity"] is not None or options["bits"] is not None
-    return None if named else MAX_KL if max_kl == "auto" else max_kl
+    return None if named else auto_max_kl() if max_kl == "auto" else max_kl
 
 
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:
