@@ -66,7 +66,8 @@ def token_figures(reference: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
     in the model, and whether it is the most likely one there; else NaN."""
     parts = []
     for p, q, targets in zip(reference.split(_ROWS), logits.split(_ROWS), labels.split(_ROWS), strict=True):
-        log_p, log_q = p.float().to(q.device).log_softmax(dim=-1), q.float().log_softmax(dim=-1)
+        # A logit of -inf, or of the type's least number, rules a token out; NaN stays.
+        log_p, log_q = (one.float().to(q.device).log_softmax(dim=-1).clamp(min=-6e4) for one in (p, q))
         best_p, best_q, targets = log_p.argmax(dim=-1), log_q.argmax(dim=-1), targets.to(q.device)
         index = targets.clamp(min=0)[:, None]
         labelled = [log_p.gather(-1, index)[:, 0], log_q.gather(-1, index)[:, 0], best_p == targets, best_q == targets]
@@ -75,6 +76,11 @@ def token_figures(reference: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         kl = kl_rows(log_p, log_q).clamp(min=0)  # rounding
         parts.append(torch.stack([kl, agree, log_p.amax(dim=-1).exp(), *labelled], dim=-1).cpu())
     return torch.cat(parts).double()
+
+
+def _exp(value: float) -> float:
+    """Infinity where `math.exp` raises an error."""
+    return math.exp(value) if value < 700 else math.inf
 
 
 def divergence(texts: Sequence[Tensor]) -> Divergence:
@@ -103,7 +109,7 @@ def divergence(texts: Sequence[Tensor]) -> Divergence:
     quantiles = [float(torch.quantile(all_kl, at)) for at in _QUANTILES] if len(all_kl) else [math.nan] * 4
     squares = estimate([(q.exp() - p.exp()).square() for p, q in pairs(log_p, log_q)])
     ratio = estimate([p - q for p, q in pairs(log_p, log_q)])  # its exponential is the ratio of the perplexities
-    dense, root = math.exp(-estimate(log_p).mean), math.sqrt(squares.mean)
+    dense, root, change = _exp(-estimate(log_p).mean), math.sqrt(squares.mean), _exp(ratio.mean)
     return Divergence(
         num_tokens=len(all_kl),
         kl=estimate(kl),
@@ -113,7 +119,7 @@ def divergence(texts: Sequence[Tensor]) -> Divergence:
         flips_gained=estimate([q * (1 - p) for p, q in pairs(right_p, right_q)]),
         probability_rms=Estimate(root, squares.stderr / (2 * root) if root else 0.0),
         reference_perplexity=dense,
-        perplexity=dense * math.exp(ratio.mean),
-        perplexity_ratio=Estimate(math.exp(ratio.mean), math.exp(ratio.mean) * ratio.stderr),
+        perplexity=_exp(ratio.mean - estimate(log_p).mean),
+        perplexity_ratio=Estimate(change, change * ratio.stderr),
         buckets=tuple(buckets),
     )

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 import torch
@@ -38,7 +42,7 @@ class LogitsCache:
         needed = num_tokens * self._vocab_size * 2
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self._folder).free + sum(path.stat().st_size for path in self._folder.iterdir())
+            free = shutil.disk_usage(self._folder).free + sum(stat.st_size for _, stat in self._files())
         except OSError as error:
             _log.warning("the reference's logits are not cached: %s: %s", self._folder, error.strerror or error)
             return False
@@ -59,25 +63,34 @@ class LogitsCache:
         content = memoryview(data)[_DIGEST_BYTES:]
         if len(content) != size or hashlib.sha256(content).digest() != data[:_DIGEST_BYTES]:
             _log.warning("%s is damaged and ignored; it is computed again", path)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             return None
-        path.touch()
+        with suppress(OSError):  # another user's file
+            path.touch()
         return torch.from_numpy(np.frombuffer(content, np.float16)).view(len(ids), -1)
 
     def write(self, ids: Tensor, logits: Tensor) -> None:
         """Store `rounded` logits; the files that were used least recently are removed first if all exceed the limit."""
         content = logits.cpu().contiguous().numpy().tobytes()
-        files = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime)
-        total = len(content) + sum(path.stat().st_size for path in files)
-        for path in files:
-            if total <= self._max_bytes:
-                break
-            total -= path.stat().st_size
-            path.unlink()
         try:
+            files = sorted(self._files(), key=lambda one: one[1].st_mtime)
+            total = len(content) + sum(stat.st_size for _, stat in files)
+            for path, stat in files:
+                if total <= self._max_bytes:
+                    break
+                total -= stat.st_size
+                path.unlink(missing_ok=True)
             write_file(self._path(ids), hashlib.sha256(content).digest() + content)
         except OSError as error:
             _log.warning("%s: cannot be written: %s", self._folder, error.strerror or error)
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """The folder's files; other processes may remove some meanwhile."""
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):
+                if S_ISREG((stat := path.lstat()).st_mode):
+                    yield path, stat
 
     def _path(self, ids: Tensor) -> Path:
         key = f"{self._model} {self._vocab_size} {ids.tolist()}"

@@ -28,7 +28,7 @@ def choose_level(model: Model, weights: str, given: str | None, supported: Seque
     own = [row for row in rows if row.weights == weights]
     speeds = _speeds(model, weights, [row.sparsity for row in own])
     measured = [Pair(weights, row.sparsity, row.kl, speeds[row.sparsity]) for row in own if row.sparsity in speeds]
-    base = next((pair for pair in measured if pair.sparsity == 0), None)
+    base = min(measured, key=lambda pair: pair.sparsity, default=None)
     others = [row for row in rows if row.weights != weights or row.sparsity not in speeds]
     found = choose([*measured, *forecast_pairs(bundle, decoder.dtype, others, base)], max_kl, bundle.recipe.graded)
     if (
@@ -64,7 +64,7 @@ def _speeds(model: Model, weights: str, levels: Sequence[float]) -> dict[float, 
             return found
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         log.warning("%s is ignored (%s); it is written anew", path, error)
         kept = {}
     found = model.engine.call(lambda: _time_levels(model, levels, steps))

@@ -142,7 +142,7 @@ def test_load_chooses(tabled: Path, bundle: Path, speeds: dict[float, float]) ->
 
 def test_measurement_is_real_and_remembered(tabled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "cache" / "speeds.json"
-    for damage in (None, "{", "[1]", '{"a": 1}'):
+    for damage in (None, "{", "[1]", '{"a": 1}', "[" * 100_000):
         if damage is not None:
             file.write_text(damage)
         with load(tabled, backend="torch", max_seq_len=64) as model:

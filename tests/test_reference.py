@@ -3,13 +3,16 @@
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from gguf_files import write_gguf
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from wisparse.converter.divergence import divergence, token_figures
@@ -87,8 +90,57 @@ def test_cache_is_bounded_and_checked(tmp_path: Path, caplog: pytest.LogCaptureF
             path.write_bytes(damage(path.read_bytes()))
         assert cache.read(texts[1]) is None
         assert "is damaged and ignored; it is computed again" in caplog.messages[-1]
+    (tmp_path / "logits" / "folder").mkdir()  # somebody else's
+    cache.write(texts[2], rounded(_random(40, 10)))
+    cache.write(texts[0], rounded(_random(40, 10)))
+    assert cache.read(texts[0]) is not None
     assert not cache.holds(101)
     assert "the reference's logits are not cached: they take 1 MB, the limit is 1 MB" in caplog.messages[-1]
+
+
+def test_cache_of_a_folder_that_is_gone_or_read_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, ids = LogitsCache("model", 10, folder=tmp_path / "logits"), torch.arange(40)
+    assert cache.holds(40)
+    cache.write(ids, rounded(_random(40, 10)))
+    with monkeypatch.context() as patch:
+        for name in ("touch", "unlink"):
+            patch.setattr(Path, name, Mock(side_effect=PermissionError(13, "Permission denied")))
+        assert cache.read(ids) is not None
+        next((tmp_path / "logits").iterdir()).write_bytes(b"x")
+        assert cache.read(ids) is None
+    shutil.rmtree(tmp_path / "logits")
+    (tmp_path / "logits").write_text("")
+    cache.write(ids, rounded(_random(40, 10)))
+    assert "cannot be written: Not a directory" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("name", ["reference", "model"])
+def test_logits_that_are_no_numbers(
+    example_model: Path, tmp_path: Path, run: Run, stdlib_files: Any, name: str
+) -> None:
+    """NaN is no token to leave out of a mean."""
+    places = {"reference": example_model, "model": example_model, name: tmp_path / "broken"}
+    shutil.copytree(example_model, tmp_path / "broken")
+    for path in (tmp_path / "broken").glob("*.safetensors"):
+        tensors = load_file(path)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"][:] = 3e38
+            save_file(tensors, path, {"format": "pt"})
+    text = ("--text", stdlib_files["evaluation"][0], "--num-samples", 1, "--seq-len", 16)
+    code, _, err = run("eval", "--reference", places["reference"], "--model", places["model"], *text)
+    assert code == 2, err
+    assert f"expected the {name}'s logits to be numbers, found NaN or infinity at 16 of 16 tokens" in err
+
+
+def test_logits_at_the_ends_of_their_range() -> None:
+    """Tokens that are ruled out in both, and a text that the model rules out."""
+    p, q = torch.tensor([[2.0, 1.0, -math.inf]] * 2), torch.tensor([[2.0, 1.0, torch.finfo().min]] * 2)
+    assert divergence([token_figures(p, q, torch.tensor([1, -1]))]).kl.mean == 0
+    found = divergence([token_figures(p, q.flip(-1), torch.tensor([0, -1]))])
+    assert found.kl.mean > 1000
+    assert found.perplexity == found.perplexity_ratio.mean == math.inf
 
 
 def test_models_of_all_kinds(

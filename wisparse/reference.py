@@ -190,6 +190,11 @@ def _diverge(reference: Forward, logits: Forward, texts: Tensor, progress: Progr
         for ids in texts:
             labels = torch.cat((ids[1:], ids.new_full((1,), -1)))
             figures.append(token_figures(reference(ids), logits(ids), labels))
+            for column, whose in ((2, "the reference's"), (0, "the model's")):
+                if wrong := int(figures[-1][:, column].isnan().sum()):
+                    found = f"found NaN or infinity at {wrong} of {len(ids)} tokens"
+                    advice = "the weights are damaged, or overflow in this type: see --dtype"
+                    raise UsageError(f"{what}: expected {whose} logits to be numbers, {found}; {advice}")
             stage.advance()
     return divergence(figures)
 
