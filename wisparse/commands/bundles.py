@@ -85,7 +85,7 @@ def inspect(
         [str(block), *(cell.format(entries[one.name]) for one in config.projections(block)), f"{sparsity:.1%}"]
         for block, sparsity in enumerate(level.block_sparsities)
     ]
-    heads = ("block", *(projection.role for projection in config.projections(0)), "block sparsity")
+    heads = ("block", *(projection.role for projection in config.projections(0)), "whole")
     print_table(heads, lines, title=f"{show} per projection at {levels[opened.sparsity]}", left=0)
 
 
