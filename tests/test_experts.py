@@ -262,7 +262,7 @@ def test_experts_larger_than_memory_are_mapped_from_a_file(
     for weights in ("native", "int8"):
         found = []
         for free in (1 << 40, 600_000):
-            for place in ("runtime.cpu.decoder", "runtime.decoding.decoder"):
+            for place in ("runtime.cpu.decoder", "runtime.memory"):
                 monkeypatch.setattr(f"wisparse.{place}.available_bytes", lambda device, free=free: free)
             caplog.clear()
             decoder = cpu_decoder(bundle, "numba", weights=weights, max_seq_len=None)

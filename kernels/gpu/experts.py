@@ -113,10 +113,10 @@ class Router(NamedTuple):
 def _router_kernel(
     inputs, weight_ptr, bias_ptr, scale_ptr, logit_ptr, counter_ptr, routing, eps, ssq_parts,  # scale_ptr: of experts
     K: tl.constexpr, SSQ_PAD: tl.constexpr, MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-    E: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, RENORMALISED: tl.constexpr,
+    CHOICE: tl.constexpr,  # `Router.choice`
 ):  # fmt: skip
     K_PAD: tl.constexpr = triton.next_power_of_2(K)
-    ROWS: tl.constexpr = E + (1 if SHARED > 0 else 0)
+    ROWS: tl.constexpr = CHOICE[0] + (1 if CHOICE[2] > 0 else 0)
     row = tl.program_id(1)
     k = tl.arange(0, K_PAD)
     expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -142,15 +142,16 @@ def _router_kernel(
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
     if arrived == (ROWS + BLOCK - 1) // BLOCK - 1:
         tl.store(counter_ptr + row, 0)
-        _choose(logit_ptr, scale_ptr, row, routing, dtype, E, CHOSEN, SHARED, RENORMALISED)
+        _choose(logit_ptr, scale_ptr, row, routing, dtype, CHOICE)
 
 
 @triton.jit
-def _choose(
-    logit_ptr, scale_ptr, row, routing, dtype: tl.constexpr, E: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr,
-    RENORMALISED: tl.constexpr,
-):  # fmt: skip
+def _choose(logit_ptr, scale_ptr, row, routing, dtype: tl.constexpr, CHOICE: tl.constexpr):
     """Choose a row's experts and compute their weights, with the roundings of transformers."""
+    E: tl.constexpr = CHOICE[0]
+    CHOSEN: tl.constexpr = CHOICE[1]
+    SHARED: tl.constexpr = CHOICE[2]
+    RENORMALISED: tl.constexpr = CHOICE[3]
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     OTHERS: tl.constexpr = 32
     TOTAL: tl.constexpr = CHOSEN + SHARED
@@ -185,19 +186,11 @@ def _choose(
 
 
 @triton.jit
-def _choose_kernel(
-    logit_ptr,
-    scale_ptr,
-    routing,
-    E: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SHARED: tl.constexpr,
-    RENORMALISED: tl.constexpr,
-):
-    ROWS: tl.constexpr = E + (1 if SHARED > 0 else 0)
+def _choose_kernel(logit_ptr, scale_ptr, routing, CHOICE: tl.constexpr):
+    ROWS: tl.constexpr = CHOICE[0] + (1 if CHOICE[2] > 0 else 0)
     row = tl.program_id(0)
     logits = logit_ptr + row.to(tl.int64) * ROWS
-    _choose(logits, scale_ptr, row, routing, logit_ptr.dtype.element_ty, E, CHOSEN, SHARED, RENORMALISED)
+    _choose(logits, scale_ptr, row, routing, logit_ptr.dtype.element_ty, CHOICE)
 
 
 def launch_router(
@@ -211,7 +204,7 @@ def launch_router(
     rows, k = router.weight.shape
     _router_kernel[(triton.cdiv(rows, _ROUTER_ROWS), len(inputs.x))](
         inputs, router.weight, router.bias, router.expert_scale, logits, counter, routing, eps, ssq_parts, k,
-        max(32, triton.next_power_of_2(ssq_parts)), router.multiplier, _ROUTER_ROWS, pdl, *router.choice, num_warps=4,
+        max(32, triton.next_power_of_2(ssq_parts)), router.multiplier, _ROUTER_ROWS, pdl, router.choice, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
 
@@ -221,7 +214,7 @@ def choose_experts(x: Tensor, router: Router) -> Routing:
     expert = torch.empty(len(x), router.total, dtype=torch.int32, device=x.device)
     routing = Routing(expert, torch.empty_like(expert, dtype=torch.float32))
     logits = functional.linear(x, router.weight, router.bias)
-    _choose_kernel[(len(x),)](logits, router.expert_scale, routing, *router.choice, num_warps=1)
+    _choose_kernel[(len(x),)](logits, router.expert_scale, routing, router.choice, num_warps=1)
     return routing
 
 
