@@ -15,7 +15,7 @@ import pytest
 from served import NAME, TEMPLATE, Running, hold, with_template
 
 import wisparse
-from wisparse.runtime.generation.request import Request
+from wisparse.runtime.generation.delivery import Delivery
 from wisparse.runtime.model import Model
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -170,8 +170,8 @@ def status(tab: Tab) -> str:
 def test_a_conversation(tab: Tab, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     start = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what?"}]
     first = model.generate(start, max_new_tokens=20).text
-    whole = Request.generation
-    monkeypatch.setattr(Request, "generation", lambda *given: replace(whole(*given), generation_seconds=0.125))
+    whole = Delivery.generation
+    monkeypatch.setattr(Delivery, "generation", lambda *given: replace(whole(*given), generation_seconds=0.125))
     fill(tab, system="be brief")
     ask(tab, "what?")
     tab.until("by('status').textContent.startsWith('Answered')")
@@ -247,8 +247,8 @@ def test_escape_stops_an_answer(tab: Tab, server: Running, monkeypatch: pytest.M
 def test_what_a_model_says_is_text_and_a_refusal_is_told(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = "<img src=x onerror='document.title=1'><script>document.title=2</script><b>bold</b>"
     evil += "![i](data:image/png;base64,AA) [l](javascript:document.title=3)"
-    next_chunk = Request.next_chunk
-    monkeypatch.setattr(Request, "next_chunk", lambda self: replace(next_chunk(self), text=evil))
+    next_chunk = Delivery.next_chunk
+    monkeypatch.setattr(Delivery, "next_chunk", lambda self: replace(next_chunk(self), text=evil))
     fill(tab, max_tokens=1)
     ask(tab, evil)
     tab.until("by('status').textContent.startsWith('Answered')")
@@ -265,8 +265,8 @@ def test_what_a_model_says_is_text_and_a_refusal_is_told(tab: Tab, monkeypatch: 
 
 def test_markdown_is_rendered_and_kept_on_reload(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "## Sum\n\n| a | b |\n|--:|---|\n| 1 | **2** |\n\n```python\nprint('<b>')\n```\n[docs](https://example.org)"
-    next_chunk = Request.next_chunk
-    monkeypatch.setattr(Request, "next_chunk", lambda self: replace(next_chunk(self), text=said))
+    next_chunk = Delivery.next_chunk
+    monkeypatch.setattr(Delivery, "next_chunk", lambda self: replace(next_chunk(self), text=said))
     fill(tab, max_tokens=1, system="be brief")
     ask(tab, "what?")
     tab.until("by('status').textContent.startsWith('Answered')")
