@@ -184,10 +184,10 @@ def load(
         weights: ``native``, or rounded where the back end can: ``int8`` (a scale a row), ``int4`` (a scale for each
             group of 128 channels, or the largest divisor below), ``fp8`` (e4m3, a scale a row; NVIDIA GPUs); the output
             layer is int8 with any of them.
-        max_kl: choose the fastest weight type and sparsity level on this machine whose KL is at most this, nats per token, by
-            the bundle's quality table and a measurement of a second that is remembered. ``auto``: 0.05, or ``$WISPARSE_MAX_KL``, for
-            a folder or Hub id; None: the default level. Arguments ``weights``, ``sparsity`` and ``bits`` win, and a bundle without a table
-            is loaded natively at its default level.
+        max_kl: choose the fastest weight type and sparsity level on this machine whose KL is at most this, nats per token,
+            by the bundle's quality table and a measurement of a second that is remembered. ``auto``: 0.05, or
+            ``$WISPARSE_MAX_KL``, for a folder or Hub id; None: the default level. Arguments ``weights``, ``sparsity``
+            and ``bits`` win, and a bundle without a table is loaded natively at its default level.
         sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: its default, or the chosen level of
             an opened bundle. ``model.sparsity`` changes it while no request runs.
         bits: instead of ``sparsity`` for a graded bundle, the bits read per weight; 8 is the dense int8 model.

@@ -6,8 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
@@ -15,6 +14,9 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import QualityRow, level_name
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_KL = 0.05  # nats per token, the default
 _VARIABLE = "WISPARSE_MAX_KL"

@@ -31,9 +31,7 @@ def choose_level(model: Model, weights: str, given: str | None, supported: Seque
     base = min(measured, key=lambda pair: pair.sparsity, default=None)
     others = [row for row in rows if row.weights != weights or row.sparsity not in speeds]
     found = choose([*measured, *forecast_pairs(bundle, decoder.dtype, others, base)], max_kl, bundle.recipe.graded)
-    if (
-        found.pair.weights != weights
-    ):  # the forecast, with which the type was chosen, was wrong: the next best is loaded
+    if found.pair.weights != weights:  # the forecast that chose the loaded type was wrong: the best of this type
         found = choose(measured, max_kl, bundle.recipe.graded)
     model.sparsity = found.pair.sparsity
     log.info("--max-kl %g: %s", max_kl, found)

@@ -131,7 +131,10 @@ _LENGTH = "Most tokens of prompt and answer together.  [default: the model's con
 _LEVEL = "A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  [default: the bundle's own]"
 _BITS = "A level of a graded bundle: the bits read of a weight, or 8 for the dense model.  [default: the bundle's own]"
 
-_WEIGHTS = "Quantize the weights at load, if the back end supports it.  [default: by --max-kl where the bundle has a table, else native]"
+_WEIGHTS = (
+    "Quantize the weights at load, if the back end supports it.  "
+    "[default: by --max-kl where the bundle has a table, else native]"
+)
 _MAX_KL = (
     "Choose the fastest weight type and level with at most this KL, by the bundle's quality table and a measurement of a "
     "second; auto is 0.05 or $WISPARSE_MAX_KL, off the bundle's default level. --weights, --sparsity and --bits win."
@@ -240,26 +243,24 @@ def open_bundle(bundle: str, revision: str | None, sparsity: float | None, bits:
 
 
 def max_kl_of(options: dict[str, Any]) -> float | None:
-    """`load`'s max_kl, removed from ``options``; None if they name a level."""
+    """`load`'s max_kl; None if the options name a level."""
     from wisparse.runtime.choice import auto_max_kl
 
-    max_kl = options.pop("max_kl")
-    named = options["sparsity"] is not None or options["bits"] is not None
-    return None if named else auto_max_kl() if max_kl == "auto" else max_kl
+    if options["sparsity"] is not None or options["bits"] is not None:
+        return None
+    return auto_max_kl() if options["max_kl"] == "auto" else options["max_kl"]
 
 
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:
     """The bundle loaded with `loading_options`, which are removed from ``options``; the others are validated first."""
-    levels = {name: options[name] for name in ("max_kl", "sparsity", "bits")}
-    del options["max_kl"]
+    options["max_kl"] = max_kl_of(options)
     opened = open_bundle(bundle, *(options.pop(name) for name in ("revision", "sparsity", "bits")))
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.request import GenerationSettings
 
-    loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype")
+    loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "kv_cache_dtype", "max_kl")
     load_options = {name: options.pop(name) for name in loading}
     load_options["speculative"] = options.pop("speculative_config")
-    load_options["max_kl"] = max_kl_of(levels)
     GenerationSettings(**{name: value for name, value in options.items() if value is not None})
     return load(opened, max_batch=max_batch, **load_options)
 

@@ -66,7 +66,8 @@ def command(
     if all_weights and (loading["weights"] not in (None, "native") or kernels or tune or save):
         raise click.UsageError("--all-weights goes without --weights, --kernels, --tune and --save")
     folders = shared.folders_to_save([bundle], loading["sparsity"], loading["bits"]) if save else []
-    levels = {name: loading[name] for name in ("max_kl", "sparsity", "bits")}
+    # Without --weights the chosen type is timed, at the chosen level or, if that is the dense model, at the default one.
+    asked = None if all_weights else shared.max_kl_of(loading)
     del loading["max_kl"]
     opened = shared.open_bundle(bundle, *(loading.pop(name) for name in ("revision", "sparsity", "bits")))
     if loading["max_seq_len"] is None:
@@ -85,8 +86,6 @@ def command(
         from ..compiled import require_compiler, time_compiled
 
         require_compiler(choose_device(loading["device"]))
-    # Without --weights the chosen type is timed, at the chosen level or, if that is the dense model, at the default one.
-    asked = None if all_weights else shared.max_kl_of(levels)
     model = load(opened, max_batch=batch, speculative=speculative_config, max_kl=asked, **loading)
     choice = model.choice
     loading["weights"] = choice.pair.weights if choice is not None else loading["weights"] or "native"

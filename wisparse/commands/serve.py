@@ -92,7 +92,7 @@ def command(
     for allowed in hosts:
         if not _HOST.fullmatch(allowed):
             raise UsageError(f"--allowed-host: expected * or a host name without a port, found {allowed!r:.80}")
-    levels = {name: loading[name] for name in ("max_kl", "sparsity", "bits")}
+    loading["max_kl"] = shared.max_kl_of(loading)
     opened = shared.open_bundle(bundle, *(loading.pop(name) for name in ("revision", "sparsity", "bits")))
     from wisparse.runtime.backends import load
     from wisparse.runtime.serve.app import ServeSettings, serve
@@ -100,7 +100,6 @@ def command(
 
     with open_socket(host, port) as listener:
         settings = ServeSettings(name, max_queue, key, allowed_hosts(listener, hosts), cors)
-        loading["max_kl"] = shared.max_kl_of(levels)
         sizes: dict[str, Any] = {"max_batch": max_batch, "kv_cache_memory_bytes": kv_cache_memory_bytes}
         model = load(opened, speculative=speculative_config, **sizes, **loading)
         if chat_template is not None:
