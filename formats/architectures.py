@@ -11,14 +11,14 @@ from typing import Any, Literal
 from .errors import UnsupportedModelError
 from .guard import refusals
 
-Activation = Literal["silu", "gelu_tanh", "clamped"]
+Activation = Literal["silu", "gelu_tanh", "clamped", "relu2"]
 Mixer = Literal["attention", "delta_net", "short_conv"]  # what mixes the tokens of a block
 # A config key and an exponent: Gemma's attention scale is query_pre_attn_scalar**-0.5.
 Power = tuple[str, float]
 
 # Names of projections, separate or fused.
 _QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+_GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",))
 # Kind of a recurrent block in ``layer_types`` -> what it has in place of attention.
 MIXERS: Mapping[str, Mixer] = {"linear_attention": "delta_net", "conv": "short_conv"}
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -94,7 +94,7 @@ class Architecture:
     modules: Mapping[str, str] = field(default_factory=dict)
     norm_offset: bool = False  # norms multiply by 1 + weight in float32 (Gemma)
     qkv: tuple[str, ...] = _QKV[0]  # query, key and value projections, separate or fused
-    gate_up: tuple[str, ...] = _GATE_UP[0]  # gate and up projections, separate or fused
+    gate_up: tuple[str, ...] = _GATE_UP[0]  # gate and up projections, separate or fused; or up alone
     # True, False, or the config key for it.
     qkv_bias: bool | str = False
     o_bias: bool | str = False
@@ -156,9 +156,15 @@ class Architecture:
             if given not in known:
                 raise ValueError(f"{self.class_name}: expected {name} to be one of {known}, found {given}")
 
+    @property
+    def gated(self) -> bool:
+        """Whether an MLP is down(activation(gate(x)) * up(x)); else it is down(activation(up(x)))."""
+        return self.gate_up != ("up_proj",)
+
 
 _BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _WINDOWS: dict[str, Any] = {"layer_types": True}
+_UNGATED: dict[str, Any] = {"gate_up": _GATE_UP[2], "activations": {"relu2": "relu2"}}
 _GEMMA: dict[str, Any] = {**_BIASES, "norm_offset": True, "embedding_multiplier": ("hidden_size", 0.5)}
 _NEWER_GEMMA: dict[str, Any] = {
     **_GEMMA,
@@ -310,6 +316,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ),
     ),
     "gemma4_unified_text": Architecture("Gemma4UnifiedForCausalLM", **_GEMMA4),
+    "arcee": Architecture("ArceeForCausalLM", **_BIASES, **_UNGATED, mlp_bias="mlp_bias"),
     "olmo2": Architecture("Olmo2ForCausalLM", **_OLMO),
     "olmo3": Architecture("Olmo3ForCausalLM", **_OLMO, **_WINDOWS, local_rope=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", **_BIASES, **_WINDOWS, mlp_bias="mlp_bias", unrotated="listed"),

@@ -63,6 +63,11 @@ class Activate(Op):
 
 
 @dataclass(frozen=True)
+class UngatedActivate(Activate):
+    """activation(up), of an MLP without a gate."""
+
+
+@dataclass(frozen=True)
 class Router(Op):
     """The chosen experts of each row and their weights. ``normed``: the input goes through a norm of its own first."""
 
@@ -123,7 +128,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 
     def mlp(value: str, prefix: str = "") -> str:
         gate_up = linear(value, f"{prefix}gate_up", f"{prefix}gate_up")
-        found.append(Activate((gate_up,), f"{prefix}activated"))
+        found.append((Activate if arch.gated else UngatedActivate)((gate_up,), f"{prefix}activated"))
         return linear(f"{prefix}activated", f"{prefix}down", f"{prefix}down")
 
     def add(value: str, weight: str) -> None:
@@ -174,6 +179,7 @@ NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     DeltaNet: ("recurrent blocks", frozenset({"onnx", "vllm"})),
     InterleavedDeltaNet: ("in_proj_qkvz of recurrent blocks", frozenset({"numba", "triton", "onnx", "vllm"})),
     ShortConv: ("gated short convolutions", frozenset({"onnx", "vllm"})),
+    UngatedActivate: ("MLPs without a gate", frozenset({"vllm"})),
     GeneralRouter: ("routers with a bias, sigmoids or a factor", frozenset({"numba", "triton", "onnx", "vllm"})),
     Experts: ("experts", frozenset({"onnx"})),
     PerLayer: ("per-layer embeddings", frozenset({"triton", "onnx"})),

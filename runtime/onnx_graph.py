@@ -12,7 +12,18 @@ import onnx
 import onnx.parser
 from onnx import TensorProto, helper, numpy_helper
 
-from wisparse.formats.block_ops import HIDDEN, Activate, Add, Attention, Linear, Norm, Op, Scale, block_ops
+from wisparse.formats.block_ops import (
+    HIDDEN,
+    Activate,
+    Add,
+    Attention,
+    Linear,
+    Norm,
+    Op,
+    Scale,
+    UngatedActivate,
+    block_ops,
+)
 from wisparse.formats.bundle import Bundle
 
 from .decoding.rotary import attention_scaling, inverse_frequencies, switch_length
@@ -274,6 +285,9 @@ class DecoderGraph:
                 return outputs if op.split else self.to_float32(outputs[0])  # added to the residual stream
             case Attention():
                 return self.attention(index, *inputs)
+            case UngatedActivate():
+                x = self.op("Relu", inputs[0][0])
+                return self.op("Mul", x, x)
             case Activate():
                 (parts,) = inputs
                 gate, up = parts if len(parts) == 2 else self.split(parts[0], *[config.intermediate_size] * 2)

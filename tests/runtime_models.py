@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": _NEAR,
         },
     }),
+    "arcee": ("arcee", {"head_dim": 24, "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {**_WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": _NEAR}}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),

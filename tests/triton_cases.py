@@ -311,14 +311,16 @@ def test_fused_norm_and_residual(dtype, batch, splits):
             *[Tile(block_n=64, splits=splits) for splits in (1, 2)],
             *[Tile(64, 4, 2, 1, unroll=2, reducers=n) for n in (1, 2) if n == 1 or not INTERPRETED],
         ],
+        gated=[True, False],
     )
 )
-def test_gate_and_up_in_one_launch(dtype, batch, tile):
-    linear, x = make_linear((90, 90), 64, dtype, 0.5, bias=True), rows(batch, 64, dtype)
+def test_the_activation_is_in_the_launch(dtype, batch, tile, gated):
+    linear, x = make_linear((90,) * (1 + gated), 64, dtype, 0.5, bias=True), rows(batch, 64, dtype)
     out = torch.full((batch, 90), float("nan"), dtype=dtype, device=DEVICE)
-    launch(linear, Input(x), Output(out), tile=tile, output="silu")
-    both = twin(x, linear)
-    assert_close(out, torch.nn.functional.silu(both[:, :90]) * both[:, 90:], dtype)
+    launch(linear, Input(x), Output(out), tile=tile, output="silu" if gated else "relu2")
+    y = twin(x, linear)
+    exact = torch.nn.functional.silu(y[:, :90]) * y[:, 90:] if gated else torch.relu(y).square()
+    assert_close(out, exact, dtype)
 
 
 def kept(x, stored):

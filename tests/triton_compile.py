@@ -344,6 +344,7 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
         yield linear(f"{kind} {batch} by row", tile, group, batch, pdl=False, by_row=True)
     for name, changes, launches in (  # what families beyond Llama's launch
         ("gelu", {"norm": FP32, "target": "gelu_tanh"}, "gate_up sparse 1, gate_up batch 8"),
+        ("relu2", {"target": "relu2"}, "gate_up sparse 1, gate_up rows 2, gate_up batch 8"),
         ("offset", {"norm": FP32}, "qkv sparse 1, qkv rows 2, qkv batch 8"),
         ("unnormed", {"source": "plain"}, "qkv sparse 1"),
         ("beside", {"target": "plain"}, "o sparse 1, down batch 8"),
@@ -426,6 +427,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "add scaled": partial(add, norm=hidden[0], scalar=empty(1)),
         "add, then norm": partial(add, next_norm=hidden[0], normed=hidden),
         "activate": partial(launch_activate, empty(64, 28672), "silu"),
+        "relu2": partial(launch_activate, empty(64, 14336), "relu2"),
         "activate, then mask": partial(launch_activate, empty(64, 28672), "silu", (empty(1, 14336, dtype=FP32), by_row)),
         "combine": partial(launch_combine, KVSplits(*(empty(32, 32, 2, d, dtype=FP32) for d in (128, 1, 1))), BF16, (by_row, by_row)),
         **{f"widen {kind}": partial(

@@ -71,6 +71,7 @@ class MlpActivation(IntEnum):
     SILU = 0
     GELU_TANH = 1
     CLAMPED = 2
+    RELU2 = 3  # of an MLP without a gate
 
 
 class ScaleType(IntEnum):
@@ -103,7 +104,7 @@ class OpCode(IntEnum):
 
     NORM = 0  # Y = RMSNorm(X)
     LINEAR = 1  # Y = the projections' outputs of X, concatenated
-    GATE_UP = 2  # Y, divided = activation(gate) * up, of X
+    GATE_UP = 2  # Y, divided = activation(gate) * up, or RELU2 of one projection, of X
     LINEAR_OF_PARTS = 3  # Y = the projection's output of X, divided
     ATTENTION = 4  # Y, divided = the heads' outputs, of queries, keys and values X
     DELTA_NET = (

@@ -28,7 +28,7 @@ from .linear import gather, output_rows, project, select
 _ROW_BYTES = 8 * len(ProjectionField)
 _NONE = np.int64(0)
 _BASE, _PAGE, _WILL_NEED = StoredAs.BASE.value, np.int64(mmap.PAGESIZE), np.int32(3)  # MADV_WILLNEED
-_SILU, _CLAMPED = MlpActivation.SILU.value, MlpActivation.CLAMPED.value
+_SILU, _CLAMPED, _RELU2 = MlpActivation.SILU.value, MlpActivation.CLAMPED.value, MlpActivation.RELU2.value
 # GELU's tanh approximation: 0.5 x (1 + tanh(t / 2)) = x / (1 + e**-t) with t = sqrt(8 / pi) (x + 0.044715 x**3).
 _GELU_SLOPE, _GELU_CUBIC = np.float32(1.5957691216057308), np.float32(0.044715)
 
@@ -129,16 +129,22 @@ def linear_of_parts(p, op, x, x_lo, x_hi, y, thread, threads, tag):
 
 @exact
 def gate_up(p, gate, up, x, rows, lo, hi, y, stride, thread, tag):
-    """y (rows, stride), columns lo..hi = activation(gate) * up. gate, up: numbers of projections; the same for a fused
-    one, whose columns are gate's, then up's."""
+    """y (rows, stride), columns lo..hi = activation(gate) * up, or RELU2 of ``gate``. gate, up: numbers of projections;
+    the same for a fused one, whose columns are gate's, then up's."""
     second = p[StepField.SCRATCH] + thread * p[StepField.SCRATCH_BYTES] + p[StepField.ACC_UP_AT]
     row, out = words(p[StepField.PROJECTIONS] + gate * _ROW_BYTES), y + 4 * lo
-    count = 0
-    for part in range(2):
+    count, ungated = 0, p[StepField.ACTIVATION] == _RELU2
+    for part in range(1 if ungated else 2):
         i, offset = up if part else gate, row[ProjectionField.N] // 2 if part and gate == up else 0
         if part == 0 or gate != up:
             count = _list_all(p, i, x, rows, thread)
         _project(p, i, count, rows, offset + lo, offset + hi, second if part else out, stride, thread, tag)
+    if ungated:
+        for b in range(rows):
+            g = floats(out + 4 * b * stride)
+            for j in range(hi - lo):
+                g[j] = ZERO if g[j] < ZERO else g[j] * g[j]  # keeps a NaN
+        return
     slope, limit = number(p[StepField.CLAMP_SLOPE]), number(p[StepField.CLAMP_LIMIT])
     activate_times(out, second, stride, rows, hi - lo, p[StepField.ACTIVATION], slope, limit)
 

@@ -201,7 +201,7 @@ def fused_product(
     padded_splits = triton.next_power_of_2(tile.splits * max(1, experts))
     reduce_splits = min(padded_splits, 32)
     if tile.reducers or many:
-        results = 1 if output in ("plain", "residual") else 2
+        results = 1 if output in ("plain", "residual", "relu2") else 2
         columns = tile.block_n // max(1, tile.reducers) * triton.next_power_of_2(rows) * results
         fitting = 1 << (max(1, 32 * 32 * tile.warps // columns).bit_length() - 1)
         reduce_splits = min(padded_splits, fitting)

@@ -63,7 +63,7 @@ def reduce_tile(of, bias_ptr, output, workspace, problem: tl.constexpr, launch: 
     """Called at the end of every program: a reducer adds up its columns' partial sums of all splits and stores the
     result, row by row, or all rows as one (rows, columns) tensor. ``of``: the tile's ``Columns``."""
     BATCH: tl.constexpr = problem.batch
-    PAIRS: tl.constexpr = problem.output != "plain" and problem.output != "residual"
+    PAIRS: tl.constexpr = problem.output != "plain" and problem.output != "residual" and problem.output != "relu2"
     RESULTS: tl.constexpr = 2 if PAIRS else 1  # of a row: gate, then up
     OUT_N: tl.constexpr = problem.n0 if PAIRS else problem.n
     REDUCERS: tl.constexpr = launch.reducers if launch.reducers > 0 else 1
@@ -193,16 +193,25 @@ def _sum_splits(bits, at, mask, REDUCERS: tl.constexpr, factor=1.0):
 
 @triton.jit
 def _add_bias_and_activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, problem: tl.constexpr):
-    """y + bias, or activation(y + bias) * (up + bias), in dtype, with the roundings of transformers."""
+    """y + bias, relu(y + bias)**2, or activation(y + bias) * (up + bias), in dtype, with the roundings of transformers."""
     if bias_ptr is not None:
         y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(tl.float32)
     y = y.to(dtype)
     OUTPUT: tl.constexpr = problem.output
-    if OUTPUT != "plain" and OUTPUT != "residual":
+    if OUTPUT == "relu2":
+        y = relu_squared(y)
+    elif OUTPUT != "plain" and OUTPUT != "residual":
         if bias_ptr is not None:
             up += tl.load(bias_ptr + problem.n0 + columns, mask=live, other=0.0).to(tl.float32)
         y = activate(y.to(tl.float32), up.to(dtype).to(tl.float32), dtype, OUTPUT, problem.clamp[0], problem.clamp[1])
     return y
+
+
+@triton.jit
+def relu_squared(y):
+    """max(y, 0)**2 in y's dtype; keeps a NaN."""
+    wide = y.to(tl.float32)
+    return tl.where(wide < 0.0, 0.0, wide * wide).to(y.dtype)
 
 
 @triton.jit
@@ -311,16 +320,20 @@ def _activate_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = gate_up_ptr + row * (2 * WIDTH) + n
-    gate = tl.load(at, mask=n < WIDTH, other=0.0).to(tl.float32)
-    up = tl.load(at + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)
-    y = _masked(activate(gate, up, dtype, ACTIVATION), n, n < WIDTH, scale_ptr, threshold_ptr)
+    at = gate_up_ptr + row * (WIDTH if ACTIVATION == "relu2" else 2 * WIDTH) + n
+    gate = tl.load(at, mask=n < WIDTH, other=0.0)
+    if ACTIVATION == "relu2":
+        y = relu_squared(gate)
+    else:
+        up = tl.load(at + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)
+        y = activate(gate.to(tl.float32), up, dtype, ACTIVATION)
+    y = _masked(y, n, n < WIDTH, scale_ptr, threshold_ptr)
     tl.store(out_ptr + row * WIDTH + n, y, mask=n < WIDTH)
 
 
 def launch_activate(gate_up: Tensor, activation: str, mask: Mask | None = None) -> Tensor:
-    """activation(gate) * up, masked: (T, I) of ``gate_up`` (T, 2 I); ``silu`` or ``gelu_tanh``."""
-    rows, width = len(gate_up), gate_up.shape[1] // 2
+    """activation(gate) * up, masked: (T, I) of ``gate_up`` (T, 2 I); ``silu`` or ``gelu_tanh``. ``relu2``: of up (T, I)."""
+    rows, width = len(gate_up), gate_up.shape[1] // (1 if activation == "relu2" else 2)
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(2048, triton.next_power_of_2(width))
     _activate_kernel[(rows, triton.cdiv(width, block))](

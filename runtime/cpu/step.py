@@ -244,7 +244,8 @@ class Step:
                         count, width = len(op.projections), sum(one.out_features for one in op.projections)
                         fields, first = {"first": first, "count": count, "width": width}, first + count
                         if isinstance(ops[later], block_ops.Activate):
-                            code, y, fields["width"] = OpCode.GATE_UP, divided, width // 2
+                            code, y = OpCode.GATE_UP, divided
+                            fields["width"] = width // 2 if config.architecture.gated else width
                         elif x[0] == divided:
                             code, y = OpCode.LINEAR_OF_PARTS, output
                         else:

@@ -185,7 +185,7 @@ def _reads_of_parts(reads: Any, places: Mapping[str, StackedExperts]) -> Iterato
 def _linears(config: ModelConfig, index: int) -> Iterator[tuple[str, list[Projection], list[Projection], int]]:
     """A block's linears: role; projections; those of a shared expert stored among the experts; number of projections, each
     with a mask of its own, that one tensor stores (2 for a fused gate_up_proj). A dense MLP beside experts has its own roles."""
-    fused, experts = len(config.architecture.gate_up) == 1, config.blocks[index].experts
+    fused, experts = config.architecture.gate_up == ("gate_up_proj",), config.blocks[index].experts
     own = config.shared_inputs(index)
     parallel = experts is not None and experts.parallel_mlp
     shared = {} if parallel else dict(zip(EXPERTS, own[len(LINEARS) :], strict=False))

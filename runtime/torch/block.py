@@ -359,6 +359,8 @@ def _run(
             ((projected,),) = inputs
             assert block.conv is not None
             return block.conv(projected, at.cache.advance(index, at.slot, at.start, at.start + len(projected)))
+        case block_ops.UngatedActivate():
+            return functional.relu(inputs[0][0]).square()
         case block_ops.Activate():
             (parts,) = inputs
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
