@@ -46,11 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_logging() -> Iterator[None]:
-    """Undo what a command did to the project's logger: -q in one test must not silence the next one's warnings."""
-    logger = logging.getLogger("wisparse")
+def _own_process() -> Iterator[None]:
+    """Undo what a test did to the process. -q must not silence the next test's warnings; torch's threads, one more in each
+    worker of pytest-xdist than there are cores, slow all tests that follow down to a third."""
+    logger, torch = logging.getLogger("wisparse"), sys.modules.get("torch")
     level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
+    threads = torch.get_num_threads() if torch else None
     yield
+    if torch:
+        torch.set_num_threads(threads)
     logger.setLevel(level)
     logger.handlers[:] = handlers
     logger.propagate = propagate

@@ -99,8 +99,8 @@ def test_the_default_beats_uniform_magnitude_by_far(example_model: Path) -> None
         found = [source.tokenizer(path.read_text("utf-8", "replace")[:2000]).input_ids[:256] for path in names]
         return [ids for ids in found if len(ids) == 256][:count]
 
-    tokens = CalibrationTokens.from_rows(rows(files[0::2], 8), "standard library", 0)
-    held_out = torch.tensor(rows(files[1::2], 12))
+    tokens = CalibrationTokens.from_rows(rows(files[0::2], 5), "standard library", 0)
+    held_out = torch.tensor(rows(files[1::2], 8))
     kl, kept = {}, {}
 
     def run(name: str, compute) -> object:

@@ -3,7 +3,7 @@
 import importlib.util
 import multiprocessing
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -175,9 +175,18 @@ def onnx_answer(bundle: Path, prompt: list[int], count: int) -> tuple[list[int],
     return tokens, logits
 
 
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """The process of `triton_worker`."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), triton_worker.start, (INTERPRETED,)) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("executor", ["numba", "triton", "onnx"])
 @pytest.mark.parametrize("name", [*dict.fromkeys(OPERATIONS.values())])
-def test_executors_run_or_refuse_every_operation(name: str, executor: str, bundles: Bundles) -> None:
+def test_executors_run_or_refuse_every_operation(
+    name: str, executor: str, bundles: Bundles, interpreter: ProcessPoolExecutor
+) -> None:
     """triton_decoder_cases.py compares all families with the plain decoder."""
     if executor == "triton" and importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
@@ -195,8 +204,7 @@ def test_executors_run_or_refuse_every_operation(name: str, executor: str, bundl
         return
     prompt = theirs.prompt.tolist()
     if executor == "triton":
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), triton_worker.start, (INTERPRETED,)) as pool:
-            tokens, logits = pool.submit(triton_worker.answer, str(folder), prompt, TRITON_COUNT).result()
+        tokens, logits = interpreter.submit(triton_worker.answer, str(folder), prompt, TRITON_COUNT).result()
     else:
         answer = numba_answer if executor == "numba" else onnx_answer
         tokens, logits = answer(folder, prompt, TRITON_COUNT)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,12 +40,9 @@ SHAPES = ((1, 1, 1), (5, 7, 7), (33, 8, 4), (31, 9, 3), (64, 17, 17), (97, 130, 
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
+def two_threads() -> None:
     """Tests may set their own number."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def case(n: int, k: int, dtype: torch.dtype, rows: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -35,12 +35,9 @@ VARIANTS = ("llama-bias", "llama-head-dim", "qwen3", "phi3-window", "phi3-long",
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread() -> None:
     """For models this small more are slower; tests about threads set their own number."""
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
