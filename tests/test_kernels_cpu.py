@@ -175,8 +175,8 @@ REGION = "dequantize_float32"
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(launch, "_cache_folder", launch._cache_folder.__wrapped__)
-    monkeypatch.setattr(launch, "_regions", {})
+    monkeypatch.setattr(launch, "cache_folder", launch.cache_folder.__wrapped__)
+    monkeypatch.setattr(launch, "regions", {})
     monkeypatch.setattr(backend, "_warned", set())
     return tmp_path
 
@@ -188,9 +188,9 @@ def test_a_region_is_compiled_once_into_the_cache(
     told = "compiling 1 kernel for the CPU, which takes some seconds; it happens once, later runs find it on disk"
     assert [message for message in caplog.messages if "done" not in message] == [told]
     # Loaded, also the first time: what this process compiled itself might compute other bits than what later ones load.
-    assert launch._regions[REGION].cache_hits == 1
+    assert launch.regions[REGION].cache_hits == 1
     assert [file.name.partition("-")[0] for file in (cache / "wisparse-cpu").iterdir()] == [REGION]
-    monkeypatch.setattr(launch, "_regions", {})
+    monkeypatch.setattr(launch, "regions", {})
     monkeypatch.setattr(launch, "_COMPILER", "raise SystemExit('compiled again')")
     launch.prepare(REGION)
     assert caplog.messages.count(told) == 1
@@ -204,7 +204,7 @@ def test_a_region_is_compiled_once_into_the_cache(
     copy: Any = importlib.import_module("copied.kernels.cpu.launch")
     monkeypatch.setattr(copy, "_COMPILER", "raise SystemExit('compiled again')")
     copy.prepare(REGION)
-    assert copy._regions.pop(REGION).cache_hits == 1
+    assert copy.regions.pop(REGION).cache_hits == 1
     part = Path(copy.__file__).with_name("barrier.py")
     source = part.read_text()
     part.write_text(source + "# changed\n")
@@ -217,10 +217,10 @@ def test_a_region_is_compiled_once_into_the_cache(
     # The user's cache is the default.
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    assert launch._cache_folder().parent == cache / "wisparse"
+    assert launch.cache_folder().parent == cache / "wisparse"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(cache / "home"))
-    assert launch._cache_folder().parent == cache / "home" / ".cache" / "wisparse"
+    assert launch.cache_folder().parent == cache / "home" / ".cache" / "wisparse"
 
 
 def test_damaged_code_is_deleted_and_compiled_again(
@@ -236,10 +236,10 @@ def test_damaged_code_is_deleted_and_compiled_again(
     for damaged in (b"", whole[:1000], whole[:-1], flipped, hashlib.sha256(other).digest() + other):
         file.write_bytes(damaged)
         caplog.clear()
-        monkeypatch.setattr(launch, "_regions", {})
+        monkeypatch.setattr(launch, "regions", {})
         launch.prepare(REGION)
         assert [f"{file} is damaged: deleted, and compiled again" in one for one in caplog.messages] == [True]
-        assert launch._regions[REGION].cache_hits == 1
+        assert launch.regions[REGION].cache_hits == 1
         assert file.read_bytes() == whole
 
 
@@ -307,7 +307,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_survived(
         monkeypatch.setattr(launch, "_COMPILER", compiler)
     with caplog.at_level(logging.INFO):
         launch.prepare(REGION)
-    assert launch._regions[REGION].address
+    assert launch.regions[REGION].address
     assert all(word in caplog.text for word in words)
     assert ("it happens once" in caplog.text) == (compiler is not None)  # else every process compiles
 
@@ -348,7 +348,7 @@ def test_runs_on_one_thread_where_openmp_is_missing() -> None:
 import logging, torch
 logging.basicConfig()
 from wisparse.kernels.cpu import launch
-launch._candidates = lambda: iter(["libdoes-not-exist.so"])
+launch.openmp_libraries = lambda: iter(["libdoes-not-exist.so"])
 from cpu_linear import sparse_linear
 assert launch.team_size() == 1
 weight, x = torch.randn(70, 50), torch.randn(50)
@@ -456,11 +456,11 @@ def test_tiles_multiply_many_rows(kind: str, rows: int) -> None:
     matrix, weight = laid_out(kind, weight.bfloat16(), 128, torch.bfloat16)
     if kind == "graded":
         given, x = x, torch.stack((16 * x, x), -1).flatten(1)
-    product = matrix._multiply_tiles(x, bias)
+    product = matrix.multiply_tiles(x, bias)
     if kind == "graded" and cpu_weights.has_tiles():
         assert torch.equal(matrix.linear(given, bias), product)
         high = torch.stack((16 * given, 0 * given), -1).flatten(1)
-        assert torch.equal(matrix.linear(given, bias, 0 * given), matrix._multiply_tiles(high, bias))
+        assert torch.equal(matrix.linear(given, bias, 0 * given), matrix.multiply_tiles(high, bias))
     numbers = weight.bfloat16() if matrix.stored_as == StoredAs.INT4 else weight
     torch.testing.assert_close(product.float(), x.float() @ numbers.float().T + bias, rtol=2**-8, atol=1e-3)
-    assert torch.equal(product[:1], matrix._multiply_tiles(x[:1], bias))
+    assert torch.equal(product[:1], matrix.multiply_tiles(x[:1], bias))

@@ -28,7 +28,7 @@ from wisparse.kernels.gpu.tiles import Gpu, Tile, choose_tile, measured_tiles, t
 from wisparse.kernels.gpu.weights import BITS, LinearShape, padded_width
 from wisparse.runtime.cuda import kernel_times
 from wisparse.runtime.cuda.decoder import CudaDecoder
-from wisparse.runtime.cuda.kernel_times import _neighbours
+from wisparse.runtime.cuda.kernel_times import neighbours
 from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.torch.decoder import TorchDecoder
 
@@ -59,7 +59,7 @@ def test_spinning_reducers_of_any_shape_have_room(shape, multiprocessors, kind):
     tile = tiles.default_tile(gpu, shape_of(*shape), kind)
     assert has_room(tile, multiprocessors, shape[1])
     most = replace(tile, reducers=tiles.most_reducers(gpu, shape[1], tile))
-    for tried in (most, *_neighbours(tile, kind, shape[1], gpu)):
+    for tried in (most, *neighbours(tile, kind, shape[1], gpu)):
         assert has_room(tried, multiprocessors, shape[1])  # and Tile does not refuse it
     assert 1 <= tile.splits <= max(1, shape[0] // 64)
     if kind == "batch":  # no program without a block of channels

@@ -128,8 +128,8 @@ def test_a_cache_in_codes(name: str, stored: str) -> None:
         expected, found = slow.decode(tokens), fast.decode(tokens)
     differ = [
         (own.view(torch.uint8)[..., :6, :] != other.view(torch.uint8)[..., :6, :]).float().mean()
-        for index in fast._cache.attention
-        for own, other in zip(fast._cache.attention[index][:2], slow._cache.attention[index][:2], strict=True)
+        for index in fast.cache.attention
+        for own, other in zip(fast.cache.attention[index][:2], slow.cache.attention[index][:2], strict=True)
     ]
     assert max(differ) < 1e-3
 
@@ -172,7 +172,7 @@ def test_a_model_drafts_for_itself(weights: str) -> None:
     kinds: dict = {"device": DEVICE, "dtype": torch.float32, "max_seq_len": 24, "max_batch": 2}
     decoder, plain = (CudaDecoder(dense, **kinds) for _ in range(2))
     decoder.draft_by_steps(drafts, weights)
-    steps = CudaDecoder(drafts, weights=weights, cache=plain._cache, **kinds)
+    steps = CudaDecoder(drafts, weights=weights, cache=plain.cache, **kinds)
     settings = [SamplingParams(), SamplingParams(0.8, seed=1)]
     for one in (decoder, plain):
         for slot in (0, 1):
@@ -184,7 +184,7 @@ def test_a_model_drafts_for_itself(weights: str) -> None:
         expected.append(steps.step(expected[-1], settings).cpu())
     given = torch.stack(expected, 1).tolist()
     assert found == {0: given[0][1:], 1: given[1][1:]}
-    plain._cache.lengths[:] = 9, 9
+    plain.cache.lengths[:] = 9, 9
     assert torch.equal(decoder.verify(given, settings)[1], plain.verify(given, settings)[1])
 
 

@@ -70,6 +70,11 @@ def run(decoder: Decoder, token: torch.Tensor, count: int, settings: list[Sampli
     return found
 
 
+def captured_steps(decoder: CudaDecoder) -> list[int]:
+    """How many steps were captured of each kind of masks, sparse and dense."""
+    return [len(steps) for _, steps in decoder._by_dense.values()]
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[DecodeStep]:
     seen: list[DecodeStep] = []
@@ -116,7 +121,7 @@ def test_other_masks_are_what_loading_them_gives():
         assert_as_exact(seen[key], own, exact)
     assert torch.equal(logits(CudaDecoder(level, dtype=torch.float32, **settings)), seen[key])
     assert len({str(found.tolist()) for found in seen.values()}) == 4
-    assert [len(steps) for _, steps in fast._by_dense.values()] == [1, 1]  # sparse and dense
+    assert captured_steps(fast) == [1, 1]
     # The slots stay as they are under masks of another kind, also behind a step that ran ahead.
     slow = TorchDecoder(level, dtype=torch.float64, **settings)
     for decoder in (fast, slow):
@@ -131,7 +136,7 @@ def test_other_masks_are_what_loading_them_gives():
     places = [counts.of(*key, 0) for key in counts._shapes]
     assert all(cells.data_ptr() % 16 == 0 for place in places for cells in place[1:])  # else kernels are compiled twice
     torch.testing.assert_close(fast.decode(torch.tensor([7])), slow.decode(torch.tensor([7])), rtol=1e-5, atol=1e-5)
-    assert [len(steps) for _, steps in fast._by_dense.values()] == [1, 1]  # nothing was captured anew
+    assert captured_steps(fast) == [1, 1]  # nothing was captured anew
 
 
 def test_rows_of_two_levels_take_turns():
@@ -150,7 +155,7 @@ def test_rows_of_two_levels_take_turns():
         assert decoder.lengths == [5, 4]
 
     fast, _ = told(story, bundle=bundle, max_batch=2)
-    assert [len(steps) for _, steps in fast._by_dense.values()] == [1, 1]
+    assert captured_steps(fast) == [1, 1]
 
 
 @pytest.mark.filterwarnings("error")
@@ -331,13 +336,13 @@ def test_recurrent_states_are_those_of_the_tokens_that_were_asked_for():
         decoder.copy(0, 1, 8)
         yield decoder.decode(torch.tensor([8]))[0].argmax().item()
         assert decoder.lengths == [9, 8]
-        copied = decoder._cache.state(0, 1, 8).state
-        assert not torch.equal(copied, decoder._cache.state(0, 0, 9).state), "one has moved on"
+        copied = decoder.cache.state(0, 1, 8).state
+        assert not torch.equal(copied, decoder.cache.state(0, 0, 9).state), "one has moved on"
         yield start(decoder, 0, prompt[1:]).tolist()
         assert decoder.prefix_block_size > decoder.max_seq_len, "no beginning serves again"
 
     decoders = told(story, bundle=bundle, max_batch=2)
-    state, expected = (decoder._cache.state(0, 1, 8).state for decoder in decoders)
+    state, expected = (decoder.cache.state(0, 1, 8).state for decoder in decoders)
     torch.testing.assert_close(state.double(), expected, rtol=1e-4, atol=1e-5)
 
 

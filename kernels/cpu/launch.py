@@ -65,7 +65,7 @@ from wisparse.kernels.cpu.launch import compile_here
 compile_here(*arguments)
 """
 _config: Any = numba.config  # Any: its attributes are defined at run time
-_regions: dict[str, Any] = {}  # compiled regions by name
+regions: dict[str, Any] = {}  # compiled regions by name
 _lock = threading.Lock()
 
 
@@ -119,14 +119,14 @@ def regions_of(dtype: torch.dtype, *, experts: bool, int4: bool) -> list[str]:
 def prepare(*names: str) -> None:
     """Compile the regions that are not on disk, in parallel, and load all; RuntimeError if one cannot be compiled."""
     with _lock:
-        missing = [name for name in dict.fromkeys(names) if name not in _regions]
+        missing = [name for name in dict.fromkeys(names) if name not in regions]
         if missing:
             _register()
-            _regions.update(zip(missing, _compiled(missing), strict=True))
+            regions.update(zip(missing, _compiled(missing), strict=True))
 
 
 def _compiled(names: Sequence[str]) -> list[Any]:
-    folder = _cache_folder()
+    folder = cache_folder()
     if folder is not None:
         try:
             return _through_disk(names, folder)
@@ -142,9 +142,9 @@ def _compiled(names: Sequence[str]) -> list[Any]:
 
 def _through_disk(names: Sequence[str], folder: Path) -> list[Any]:
     """Load regions from a folder, after other processes have compiled the missing ones into it."""
-    regions = {name: _found(REGIONS[name], folder) for name in names}
-    missing = [name for name, region in regions.items() if region is None]
-    if missing and folder == _cache_folder():  # else ``_warn`` has been logged
+    found = {name: _found(REGIONS[name], folder) for name in names}
+    missing = [name for name, region in found.items() if region is None]
+    if missing and folder == cache_folder():  # else ``_warn`` has been logged
         warn_compiling("CPU", len(missing))
     if missing and not sys.executable:
         raise OSError("sys.executable is not set, as this Python is embedded in another program")
@@ -159,13 +159,13 @@ def _through_disk(names: Sequence[str], folder: Path) -> list[Any]:
             raise RuntimeError(
                 f"{name} could not be compiled for this CPU, exit status {compiler.returncode}: {reason}"
             )
-    return [regions[name] or _load(REGIONS[name], folder) for name in names]
+    return [found[name] or _load(REGIONS[name], folder) for name in names]
 
 
 def start_compiling(names: Sequence[str]) -> list[subprocess.Popen[str]]:
     """Start a process for each region that is not on disk; `prepare` tells why one failed. The processes outlive this
     one, and each leaves its region on disk when it has ended."""
-    folder = _cache_folder()
+    folder = cache_folder()
     if folder is None or not sys.executable:
         return []
     missing = [name for name in names if not _file(REGIONS[name], folder).exists()]
@@ -210,7 +210,7 @@ def compile_here(module: str, name: str, folder: str) -> None:
 
 class _OnDisk:
     """numba's cache interface of a function, backed by one file: the sha256 digest of the compiled code, then the code.
-    The digest finds damage; that unpickling is safe, as no other user could write the file, is `_cache_folder`'s part."""
+    The digest finds damage; that unpickling is safe, as no other user could write the file, is `cache_folder`'s part."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -257,7 +257,7 @@ def _file(region: Any, folder: Path) -> Path:
 
 
 @functools.cache
-def _cache_folder() -> Path | None:
+def cache_folder() -> Path | None:
     """The folder of compiled code, under NUMBA_CACHE_DIR or the user's cache; None, with a warning, if it cannot be
     written, or others could put code there: it is another user's, or all may write to it."""
     try:
@@ -289,9 +289,9 @@ def team_size() -> int:
 
 def launch(name: str, parameters: np.ndarray, threads: int) -> None:
     """Run a region on at most ``threads`` threads. parameters: int64; the caller keeps alive what they point to."""
-    if name not in _regions:
+    if name not in regions:
         prepare(name)
-    address, runtime = _regions[name].address, _openmp()
+    address, runtime = regions[name].address, _openmp()
     if runtime is None:
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(parameters.ctypes.data)
     else:
@@ -302,7 +302,7 @@ def launch(name: str, parameters: np.ndarray, threads: int) -> None:
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP runtime that torch uses; None, with a warning, if none was found."""
     tried = []
-    for library in _candidates():
+    for library in openmp_libraries():
         try:
             runtime = ctypes.CDLL(library)
             runtime.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -318,9 +318,9 @@ def _openmp() -> ctypes.CDLL | None:
     return None
 
 
-def _candidates() -> Iterator[str]:
-    # The library in torch's folder is already loaded, so threads are shared with torch. Builds without one (conda,
-    # distributions) use the system's, under one of these names; LLVM's and Intel's also have GOMP's entry points.
+def openmp_libraries() -> Iterator[str]:
+    """Those to try. The library in torch's folder is already loaded, so threads are shared with torch. Builds without one
+    (conda, distributions) use the system's, under one of these names; LLVM's and Intel's also have GOMP's entry points."""
     yield from sorted(str(path) for path in (Path(torch.__file__).parent / "lib").glob("*omp*") if ".so" in path.name)
     yield from filter(None, map(ctypes.util.find_library, ("gomp", "iomp5", "omp")))
 

@@ -174,7 +174,7 @@ class Matrix:
         if self.planes == 2 and not added:  # row 2 k is the high plane of channel k, with a factor of 16
             x = torch.stack((16 * x, x if low is None else low), -1).flatten(1)
         if tiled:
-            return self._multiply_tiles(x, bias)
+            return self.multiply_tiles(x, bias)
         computed = product_dtype(x.dtype)
         weight = self.data.t() if self.transposed else self.data
         few_rows = not self.transposed and len(x) <= 8  # torch's row-major 16-bit product is fast enough
@@ -201,7 +201,8 @@ class Matrix:
         fits = self.transposed and not any(size % TILE for size in self.shape)
         return fits and dtype == torch.bfloat16 and has_tiles()
 
-    def _multiply_tiles(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply_tiles(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ W + bias`` (B, N) in bfloat16 by `kernels.cpu.product`."""
         (k, n), threads, rows = (len(self.data), self.shape[0]), team_size(), -(-2 * len(x) // TILE) * TILE // 2
         columns, depth = (512, 128) if rows <= 2 * TILE else (256, 512)  # measured
         padded = x.new_zeros(rows, k + TILE)  # rows a power of two apart would share a cache set

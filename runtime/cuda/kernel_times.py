@@ -82,7 +82,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, Tile]:
     roles = [role for role in LINEARS if role in tiles and not isinstance(getattr(first, role), ExpertLinear)]
     for role in roles:
         linear = getattr(first, role)
-        for candidate in _neighbours(tiles[role], regime(rows, dense=linear.dense), linear.widths, gpu):
+        for candidate in neighbours(tiles[role], regime(rows, dense=linear.dense), linear.widths, gpu):
             try:
                 found = _time(decoder, batch, {**tiles, role: candidate})
             except OutOfResources:  # more shared memory or registers than a multiprocessor has
@@ -95,7 +95,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, Tile]:
     return named
 
 
-def _neighbours(tile: Tile, kind: str, widths: tuple[int, ...], gpu: Gpu) -> Iterator[Tile]:
+def neighbours(tile: Tile, kind: str, widths: tuple[int, ...], gpu: Gpu) -> Iterator[Tile]:
     """Tiles near ``tile``: other widths with the same bytes per load, other numbers of splits and of reducers."""
     for width in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
         if not 64 <= width <= 1024:
