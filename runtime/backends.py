@@ -66,6 +66,7 @@ def make_decoder(
     drafting: tuple[Bundle, str] | None = None,
     max_drafted: int = 0,
     head: HeadFiles | MtpFiles | None = None,
+    state_checkpoints: int | None = None,
 ) -> Decoder:
     """Construct the decoder of ``backend``; ``auto``: the fastest that supports the model. Arguments as for :func:`load`;
     ``drafting``: for `Decoder.draft_by_steps`; ``max_drafted``: see `Decoder`; ``head``: a draft head."""
@@ -92,14 +93,14 @@ def make_decoder(
     head_bytes, head_position_bytes = head.memory(dtype) if head is not None else (0, 0)
     with memory_errors(device, "to begin with"):
         paging = paging_of(bundle.config, dtype, kv_cache_dtype, chosen.page_bytes)
-        states = states_kept(max_drafted) * state_bytes(bundle.config, dtype)
+        state = state_bytes(bundle.config, dtype)
         headed = head_position_bytes * min(max_seq_len or longest, _HEADED_POSITIONS)
-        sizes = nbytes + head_bytes, paging, states, headed, kv_cache_memory_bytes
-        limits = default_limits(bundle.config, device, max_batch, max_seq_len, *sizes)
+        sizes = nbytes + head_bytes, paging, states_kept(max_drafted) * state, headed, kv_cache_memory_bytes, state
+        limits = default_limits(bundle.config, device, max_batch, max_seq_len, *sizes, state_checkpoints)
     if max_seq_len is None and limits[1] < longest:
         text = "max_seq_len %d: the model's context of %d does not fit the free memory's share"
         log.info(text, limits[1], longest)
-    max_batch, max_seq_len, pages = limits
+    max_batch, max_seq_len, pages, checkpoints = limits
     log.info("back end %s on %s in %s: %s", chosen.name, device, str(dtype).removeprefix("torch."), reason)
     dequantized = {
         stored.packing.kind if stored.packing.group is None else f"{stored.packing.kind} (groups)"
@@ -115,6 +116,7 @@ def make_decoder(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch,
             kv_cache_dtype=kv_cache_dtype, max_drafted=max_drafted, pages=pages, lack=lack,
         )  # fmt: skip
+        decoder.max_checkpoints = checkpoints
         log.info("KV cache: %s, allocated as sequences grow", decoder.cache)
         if drafting is not None:
             decoder.draft_by_steps(*drafting)
@@ -151,7 +153,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("max_num_seqs", "batch_size"), "max_batch"),
     **dict.fromkeys(("gpu_memory_utilization", "kv_cache_size"), "kv_cache_memory_bytes"),
     **dict.fromkeys(("speculative_config", "speculative_model", "assistant_model"), "speculative"),
-    "attn_implementation": "backend", "cache_dtype": "kv_cache_dtype",
+    "ctx_checkpoints": "state_checkpoints", "attn_implementation": "backend", "cache_dtype": "kv_cache_dtype",
 }  # fmt: skip
 
 
@@ -170,6 +172,7 @@ def load(
     max_batch: int | None = 1,
     kv_cache_dtype: str = "auto",
     kv_cache_memory_bytes: int | None = None,
+    state_checkpoints: int | None = None,
     revision: str | None = None,
     speculative: Mapping[str, Any] | str | None = None,
     **unknown: Any,
@@ -201,6 +204,9 @@ def load(
             position and head: ``int8``, or ``fp8`` (e4m3), which costs more quality at the same size.
         kv_cache_memory_bytes: most memory of the KV cache. None: 70% of the memory free beside the weights; on a CPU a
             quarter unless ``max_seq_len`` and ``max_batch`` are numbers.
+        state_checkpoints: most copies of recurrent states that are kept, so that a prompt which begins like an earlier one
+            is read from where they part; part of the KV cache's memory. None: 8 a sequence, in at most a quarter of that
+            memory. No effect on models without recurrent blocks.
         revision: branch, tag or commit on the Hub.
         speculative: speculative decoding, a mapping or its JSON. ``method`` ``ngram``: prompt lookup, with vLLM's keys
             ``num_speculative_tokens`` (7), ``prompt_lookup_min`` (3) and ``prompt_lookup_max`` (8). ``self``: the model
@@ -235,6 +241,8 @@ def load(
     max_seq_len = None if max_seq_len is None else guard.integer("max_seq_len", max_seq_len, 1)
     if kv_cache_memory_bytes is not None:
         kv_cache_memory_bytes = guard.integer("kv_cache_memory_bytes", kv_cache_memory_bytes, 1)
+    if state_checkpoints is not None:
+        state_checkpoints = guard.integer("state_checkpoints", state_checkpoints, 0, _LARGEST_BATCH)
     revision = None if revision is None else guard.text("revision", revision, empty=False)
     config = SpeculativeConfig() if speculative in (None, "auto") else SpeculativeConfig.parse(speculative)
     start = time.perf_counter()
@@ -265,7 +273,7 @@ def load(
         opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
         max_batch=max_batch, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=kv_cache_memory_bytes,
         drafting=drafting_level(opened, config, weights) if config.method == "self" else None,
-        max_drafted=config.num_speculative_tokens if explicit else 0, head=head,
+        max_drafted=config.num_speculative_tokens if explicit else 0, head=head, state_checkpoints=state_checkpoints,
     )  # fmt: skip
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
     # In recurrent blocks a draft needs memory for a state per token: no default.

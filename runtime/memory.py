@@ -26,6 +26,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 _CACHE_SHARES = {"cuda": 0.7, "cpu": 0.25}
 _FEWEST_POSITIONS = 256
 _SERVED_POSITIONS = 2048  # positions per slot by which the default max_batch is chosen
+_SLOT_CHECKPOINTS = 8  # default copies of recurrent states per slot
 _MOST_SLOTS = {"cuda": 32, "cpu": 8}
 # In torch's messages for errors that are a plain RuntimeError.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -146,9 +147,11 @@ def states_kept(max_drafted: int) -> int:
 
 def default_limits(
     config: ModelConfig, device: torch.device, max_batch: int | None, max_seq_len: int | None, weight_bytes: int,
-    paging: Paging, slot_bytes: int = 0, head_bytes: int = 0, memory_bytes: int | None = None,
-) -> tuple[int, int, int]:  # fmt: skip
-    """Resolved ``max_batch`` and ``max_seq_len``, and the cache's pages. Default batch: slots of ``_SERVED_POSITIONS``
+    paging: Paging, slot_bytes: int = 0, head_bytes: int = 0, memory_bytes: int | None = None, state_bytes: int = 0,
+    checkpoints: int | None = None,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Resolved ``max_batch`` and ``max_seq_len``, the cache's pages, and the most ``checkpoints`` of recurrent states, of
+    ``state_bytes`` each; by default ``_SLOT_CHECKPOINTS`` a slot in at most a quarter of the memory. Default batch: slots of ``_SERVED_POSITIONS``
     that fit, up to ``_MOST_SLOTS``. Default length: the model's context, or the positions, a multiple of 256, of one
     sequence in all pages. ``slot_bytes``: of a slot's recurrent states; ``head_bytes``: of its part of a draft head's
     cache. ``memory_bytes``: of the cache; None: a share of the free memory."""
@@ -162,7 +165,9 @@ def default_limits(
     if max_batch is None:
         served = paging.pages(min(max_seq_len or longest, _SERVED_POSITIONS)) * paging.page_bytes + per_slot
         max_batch = min(max(memory // served, 1), _MOST_SLOTS[device.type])
-    pages = max(memory - max_batch * per_slot, 0) // paging.page_bytes
+    if checkpoints is None or not state_bytes:
+        checkpoints = min(_SLOT_CHECKPOINTS * max_batch, memory // 4 // state_bytes) if state_bytes else 0
+    pages = max(memory - max_batch * per_slot - checkpoints * state_bytes, 0) // paging.page_bytes
     fitting = paging.positions(pages, longest)
     if memory_bytes is not None and fitting < min(max_seq_len or _FEWEST_POSITIONS, longest):
         draft_head = f", beside {max_batch * head_bytes:,} bytes of the draft head" if head_bytes else ""
@@ -174,7 +179,7 @@ def default_limits(
         rounded = max(fitting // _FEWEST_POSITIONS * _FEWEST_POSITIONS, _FEWEST_POSITIONS)
         max_seq_len = longest if fitting >= longest else min(rounded, longest)
     slot_pages = paging.pages(max_seq_len)
-    return max_batch, max_seq_len, min(max(pages, slot_pages + paging.least), max_batch * slot_pages)
+    return max_batch, max_seq_len, min(max(pages, slot_pages + paging.least), max_batch * slot_pages), checkpoints
 
 
 @contextmanager

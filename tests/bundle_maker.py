@@ -97,7 +97,9 @@ def scarce(bundle: Bundle, backend: str, patch: pytest.MonkeyPatch, max_batch: i
     patch.setattr(memory, "PAGE_POSITIONS", 8)
     patch.setattr(cache, "_discard", lambda x: x.view(torch.uint8).fill_(0xFF))
     paging = memory.paging_of(bundle.config, settings.get("dtype", torch.float32), "auto", None)
-    size = paging.pages(64) * paging.page_bytes
+    states = memory.state_bytes(bundle.config, settings.get("dtype", torch.float32))
+    size = paging.pages(64) * paging.page_bytes + (max_batch + 5) * states
+    settings |= {"state_checkpoints": 5}
     decoder = small_chunks(bundle, backend, max_batch, kv_cache_memory_bytes=size, **settings)
     for slot in range(max_batch):
         assert decoder.cache.grow(slot, 1)

@@ -217,12 +217,17 @@ def test_default_limits(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
         available.return_value = free * 4 * page + 1000
         object.__setattr__(config, "max_position_embeddings", context)
         found = default_limits(config, torch.device(device), max_batch, max_seq_len, 1000, paging)
-        assert (*found[:2], found[2] / 3) == expected
+        assert (*found[:2], found[2] / 3, found[3]) == (*expected, 0)
     # The states of a slot take as much as a page.
     available.return_value = 40 * 4 * page + 1000
     for max_batch, expected in ((None, (4, 5000, 36)), (10, (10, 5000, 30))):
         found = default_limits(config, torch.device("cpu"), max_batch, None, 1000, paging, slot_bytes=page)
         assert (*found[:2], found[2] / 3) == expected
+    # Copies of them: eight a slot, in a quarter of the memory.
+    for size, most, expected in ((page // 3, None, (24, 1, 29)), (page, None, (10, 1, 27)), (page, 5, (5, 1, 32))):
+        sizes = {"slot_bytes": page, "state_bytes": size, "checkpoints": most}
+        found = default_limits(config, torch.device("cpu"), 3, None, 1000, paging, **sizes)
+        assert (found[3], found[0] // 3, found[2] // 3) == expected
 
 
 @pytest.mark.exhaustive

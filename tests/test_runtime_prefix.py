@@ -1,5 +1,6 @@
 """Prompts in chunks, and what is kept of earlier ones: nobody's tokens depend on either."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +17,17 @@ from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.generate import generate_step
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import PrefixCache, Scheduler
+from wisparse.runtime.generation.speculation import SpeculativeConfig
 
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")
+STATES = ("qwen3.5", "lfm2")  # with recurrent blocks
 CHUNK = 8  # as small_chunks has it
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
-    return variant_bundles(tmp_path_factory.mktemp("prefix"), VARIANTS)
+    return variant_bundles(tmp_path_factory.mktemp("prefix"), VARIANTS + STATES)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,59 @@ def test_a_next_turn_reads_the_rest(bundles: dict[str, Bundle], backend: str, mo
     assert again.output_token_ids == run(Scheduler(decoder), Request(second, 5)).output_token_ids
     # The same prompt once more: its last position has to be read for what follows it.
     assert run(scheduler, Request(second[:32], 5)).cached_tokens == 24
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("variant", STATES)
+@pytest.mark.parametrize("drafts", [None, SpeculativeConfig()])
+def test_recurrent_blocks_go_on_from_kept_states(
+    bundles: dict[str, Bundle], variant: str, backend: str, drafts: SpeculativeConfig | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A document of 40 tokens and a question, another question, the next turn, and what begins like the first half."""
+    bundle, most = bundles[variant], 0 if drafts is None else 3
+    decoder = small_chunks(bundle, backend, 2, max_drafted=most, state_checkpoints=9)
+    decoder.prefill_chunk, text = 16, tokens_of(40)
+    scheduler = Scheduler(decoder, bundle, drafts)
+    read = watch_prefill(decoder, monkeypatch)
+    asked = [[*text, 7, 8, 9], [*text, 7, 8], [*text, 7, 8, *tokens_of(12, 1)], [*text[:25], 9, 7, 8]]
+    expected = ((0, [0, 16, 32, 40, 43]), (40, [40, 42]), (40, [40, 48, 54]), (16, [16, 24, 28]))
+    for prompt, (cached, stops) in zip(asked, expected, strict=True):
+        del read[:]
+        found = run(scheduler, Request(prompt, 9))
+        assert (found.cached_tokens, read) == (cached, list(itertools.pairwise(stops)))
+        fresh = Scheduler(small_chunks(bundle, backend, max_drafted=most), bundle)
+        assert found.output_token_ids == run(fresh, Request(prompt, 9)).output_token_ids
+    # At another level, states serve up to the first sparse position; without copies of states nothing does.
+    for level, policy, cached in ((0.6, "dense", 24), (0.3, "half", 0), (0.3, "half", 24), (0.6, "half", 0)):
+        request = Request(asked[3], 5, prefill=policy, sparsity=level)
+        assert run(scheduler, request).cached_tokens == cached
+        alone = run(Scheduler(small_chunks(bundle, backend), bundle), replace(request))
+        assert request.output_token_ids == alone.output_token_ids
+    scheduler = Scheduler(small_chunks(bundle, backend, state_checkpoints=0), bundle)
+    assert [run(scheduler, Request(asked[0], 1)).cached_tokens for _ in range(2)] == [0, 0]
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 100)), min_size=1, max_size=5), st.integers(1, 9))
+def test_kept_states_are_few_and_near_the_end(turns: list[tuple[int, int]], most: int) -> None:
+    """Each prompt goes on from the one before, up to some of its last tokens."""
+    prefixes, tokens, unlimited = PrefixCache(2, 8, None, most), list[int](), PrefixCache(2, 8, None, 1000)
+    for turn, (added, removed) in enumerate(turns):
+        tokens = [*tokens[: len(tokens) - removed], *[turn] * added]
+        positions = unlimited.checkpoints(len(tokens), 32)
+        assert all(position % 8 == 0 < position < len(tokens) for position in positions)
+        for distance in range(1, len(tokens)):  # from the end: at most twice as far, a block, and the rest of a chunk
+            before = max((one for one in positions if one <= len(tokens) - distance), default=0)
+            assert len(tokens) - before <= 2 * distance + 8 + (32 if distance > 8 else 0)
+        slot, source, start = prefixes.choose(tokens, len(tokens), None, [0, 1])
+        prefixes.note(slot, tokens[:start], len(tokens), len(tokens), None, source)
+        for stop in sorted(position for position in positions if position > start):
+            prefixes.note(slot, tokens[:stop], len(tokens), len(tokens), None)
+            prefixes.keep(slot, [object()])  # type: ignore[list-item]
+        prefixes.note(slot, tokens, len(tokens), len(tokens), None)
+        kept = {id(prefixes.states(slot, at)) for slot in (0, 1) for at in range(1001) if prefixes.states(slot, at)}
+        assert len(kept) <= most
+        assert not positions or prefixes.states(slot, max(positions))  # the newest is kept
 
 
 PROMPT = list(range(20))
@@ -209,7 +265,7 @@ ACTIONS = st.lists(
 
 
 @given(
-    actions=ACTIONS, variant=st.sampled_from(["llama", "phi3-long", "gemma3"]), max_batch=st.integers(1, 3),
+    actions=ACTIONS, variant=st.sampled_from(["llama", "phi3-long", "gemma3", *STATES]), max_batch=st.integers(1, 3),
     policy=st.sampled_from(["dense", "half", "all"]), turn=st.sampled_from([0.0, 0.25]),
     together=st.sampled_from([0, 45]), short=st.booleans(),
 )  # fmt: skip

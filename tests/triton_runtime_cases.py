@@ -339,10 +339,17 @@ def test_recurrent_states_are_those_of_the_tokens_that_were_asked_for():
         copied = decoder.cache.state(0, 1, 8).state
         assert not torch.equal(copied, decoder.cache.state(0, 0, 9).state), "one has moved on"
         yield start(decoder, 0, prompt[1:]).tolist()
-        assert decoder.prefix_block_size > decoder.max_seq_len, "no beginning serves again"
+        decoder.prefill(1, prompt, 5, stop=2)
+        kept = decoder.cache.checkpoint(1)
+        whole = decoder.prefill(1, prompt, 5, start=2).clone()
+        run(decoder, torch.tensor([-1, 3]), 2)
+        for slot in (0, 1):  # another slot, and the same one
+            decoder.copy(1, slot, 2, kept)
+            torch.testing.assert_close(decoder.prefill(slot, prompt, 5, start=2), whole, rtol=1e-5, atol=1e-5)
+        decoder.copy(1, 1, 2, kept)
 
     decoders = told(story, bundle=bundle, max_batch=2)
-    state, expected = (decoder.cache.state(0, 1, 8).state for decoder in decoders)
+    state, expected = (decoder.cache.state(0, 1, 2).state for decoder in decoders)
     torch.testing.assert_close(state.double(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -26,7 +26,7 @@ from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
-from ..decoding.cache import KVCache, Pages
+from ..decoding.cache import KVCache, Pages, RecurrentState
 from ..decoding.decoder import Decoder, OnLogits, verified_settings
 from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.sampling import SamplingParams, sample
@@ -176,9 +176,9 @@ class CudaDecoder(Decoder):
         return finish_logits(self.config, logits)
 
     @torch.inference_mode()
-    def copy(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int, target: int, length: int, states: Sequence[RecurrentState] = ()) -> None:
         self._forget_ahead()
-        super().copy(source, target, length)
+        super().copy(source, target, length, states)
 
     def attach(self, files: HeadFiles | MtpFiles) -> None:
         super().attach(files)

@@ -12,7 +12,7 @@ import logging
 import mmap
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -75,9 +75,12 @@ class RecurrentState:
     inputs: Tensor  # (taps - 1, channels), the convolution's last inputs; zeros at the start
     state: Tensor  # of a gated DeltaNet (value_heads, key_dim, value_dim) float32, else (0,)
 
+    def tensors(self) -> list[Tensor]:
+        return list(vars(self).values())
+
     def take(self, other: RecurrentState) -> None:
-        self.inputs.copy_(other.inputs)
-        self.state.copy_(other.state)
+        for tensor, new in zip(self.tensors(), other.tensors(), strict=True):
+            tensor.copy_(new)
 
 
 class KVCache:
@@ -230,9 +233,8 @@ class KVCache:
         """Prepare a slot for positions from ``start`` on: zero the states at 0, and ``lengths`` until the caller sets it."""
         if start == 0:
             for block in self.recurrent:
-                state = self.state(block, slot, 0)
-                state.inputs.zero_()
-                state.state.zero_()
+                for tensor in self.state(block, slot, 0).tensors():
+                    tensor.zero_()
         self.lengths[slot] = 0
 
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
@@ -266,14 +268,22 @@ class KVCache:
             target.take(self.state(block, slot, start))
         return target
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` positions of slot ``source`` to slot ``target``."""
-        for stored in self.attention.values():
-            for tensor in stored:
-                if tensor is not None:
-                    tensor[target, :, :length] = tensor[source, :, :length]
-        for block in self.recurrent:
-            self.state(block, target, length).take(self.state(block, source, length))
+    def checkpoint(self, slot: int) -> list[RecurrentState]:
+        """A copy of the states of all recurrent blocks after the slot's last position."""
+        states = (self.state(block, slot, self.lengths[slot]) for block in self.recurrent)
+        return [replace(state, **{name: tensor.clone() for name, tensor in vars(state).items()}) for state in states]
+
+    def copy(self, source: int, target: int, length: int, states: Sequence[RecurrentState] = ()) -> None:
+        """Copy the first ``length`` positions of slot ``source`` to slot ``target``, which may be the same. ``states``: the
+        :meth:`checkpoint` after them; empty: the source has ``length`` positions."""
+        if source != target:
+            for stored in self.attention.values():
+                for tensor in stored:
+                    if tensor is not None:
+                        tensor[target, :, :length] = tensor[source, :, :length]
+        states = states or [self.state(block, source, length) for block in self.recurrent]
+        for block, state in zip(self.recurrent, states, strict=True):
+            self.state(block, target, length).take(state)
         self.lengths[target] = length
 
 

@@ -21,7 +21,7 @@ from wisparse.formats.model_config import ModelConfig
 
 from ..memory import states_kept
 from ..torch.block import Block, Executor, PerLayer, Positions, embed, run_block
-from .cache import KVCache
+from .cache import KVCache, RecurrentState
 from .heads import DraftHead, HeadFiles, MtpFiles
 from .rotary import Rotary, query_scales
 from .sampling import SamplingParams, sample
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 12
 _LOGITS_ROWS = 512  # positions of `Decoder.logits` per output layer product
+_STATE_BLOCK = 128  # least distance of two positions at which recurrent states are kept for the prefix cache
 _HEAD_POSITIONS = 1024  # initial length of a draft head's cache
 
 PROMPTS_TOGETHER = 32  # most prompts of `prefill_together`
@@ -60,6 +61,7 @@ class Decoder(Executor, ABC):
     # Verification may pick another token than `decode` only where the two largest logits are closer than this.
     verify_margin: float = 0.0
     verifies_alike: ClassVar[bool] = True  # whether ``verify`` gives the bits of `decode`
+    max_checkpoints = 0  # most copies of recurrent states that the prefix cache keeps, of all prompts
     speculates = False  # whether drafts will be verified; `prepare` covers those steps then
     running_ahead = False  # whether the step of the newest tokens has been launched
     head: DraftHead | None = None
@@ -96,8 +98,8 @@ class Decoder(Executor, ABC):
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
             self._load(bundle, weights, cache)
-        if self.config.has_states:  # a recurrent state has no prefix: disable reuse
-            self.prefix_block_size = max_seq_len + 1
+        if self.config.has_states:  # states are kept at multiples of it
+            self.prefix_block_size = max(self.prefix_block_size, _STATE_BLOCK)
 
     @abstractmethod
     def _load(self, bundle: Bundle, weights: str, cache: KVCache | None) -> None:
@@ -356,11 +358,11 @@ class Decoder(Executor, ABC):
         self._cache.lengths[slot] = length
 
     @torch.inference_mode()
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` positions of a slot to another slot."""
+    def copy(self, source: int, target: int, length: int, states: Sequence[RecurrentState] = ()) -> None:
+        """Copy the first ``length`` positions of a slot to another slot, or truncate the same slot; see `KVCache.copy`."""
         self._grow(target, length)
-        self._cache.copy(source, target, length)
-        if self.head is not None:
+        self._cache.copy(source, target, length, states)
+        if self.head is not None and source != target:
             self.head.copy(source, target, length)
 
     def _grow(self, slot: int, positions: int) -> None:

@@ -104,7 +104,8 @@ def _prefill_chunk(scheduler: Scheduler, size: int) -> list[Request]:
             scheduler.prefilling = None
         return []
     sparse = sparse_from(request.prefill, len(request.prompt_token_ids))
-    stop = min(next_chunk(start, size), total)
+    checkpoints = scheduler.prefixes.checkpoints(len(request.prompt_token_ids), decoder.prefill_chunk)
+    stop = min([next_chunk(start, size), total, *(position for position in checkpoints if position > start)])
     scheduler.allocate_or_preempt(request, stop)
     if not request.running:
         return []
@@ -116,6 +117,8 @@ def _prefill_chunk(scheduler: Scheduler, size: int) -> list[Request]:
     decoder.cache.grow(slot, min(next_chunk(stop, size), total))
     # Generated tokens were computed with masks and are not reused as a prefix.
     scheduler.prefixes.note(slot, list(request.prompt_token_ids[:stop]), total, sparse, request.sparsity)
+    if stop in checkpoints:
+        scheduler.prefixes.keep(slot, decoder.cache.checkpoint(slot))
     scheduler.prefilled += stop - start
     request.num_computed_tokens = stop
     if stop == total == request.num_tokens:

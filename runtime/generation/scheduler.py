@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -16,6 +16,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.weight_types import sparse_from
 
+from ..decoding.cache import RecurrentState
 from ..decoding.decoder import Decoder, check_prompt
 from ..decoding.rotary import switch_length
 from .levels import Levels
@@ -45,26 +46,30 @@ class Stats:
 
 @dataclass
 class _CachedPrefix:
-    """The tokens in a slot's KV cache, how they were computed, and when the slot was last used."""
+    """The tokens in a slot's KV cache, how they were computed, when the slot was last used, and recurrent states."""
 
     tokens: Sequence[int] = ()
     sparse_from: int = 0
     sparsity: float | None = None  # the level of the positions from ``sparse_from`` on
     long_factors: bool = False  # of LongRoPE
     last_used: int = -1
+    states: Mapping[int, Sequence[RecurrentState]] = field(default_factory=dict)  # by the positions that they follow
 
 
-class PrefixCache:  # which prompt tokens each slot's KV cache holds
-    def __init__(self, slots: int, block_size: int, switch: int | None) -> None:
+class PrefixCache:
+    """Which prompt tokens each slot's KV cache holds, and copies of recurrent states after some of them."""
+
+    def __init__(self, slots: int, block_size: int, switch: int | None, max_checkpoints: int | None = None) -> None:
+        """``max_checkpoints``: most copies of recurrent states; None: the model has no recurrent blocks."""
         self._prefixes = [_CachedPrefix() for _ in range(slots)]
-        self._block_size, self._switch = block_size, switch
+        self._block_size, self._switch, self._max_checkpoints = block_size, switch, max_checkpoints
         self._clock = 0
 
     def choose(
         self, tokens: Sequence[int], sparse_from: int, sparsity: float | None, idle: Collection[int]
     ) -> tuple[int, int, int]:
-        """A slot of ``idle`` for a sequence, the slot with the longest common prefix, and its length: whole blocks, at
-        most all tokens but the last."""
+        """A slot of ``idle`` for a sequence, the slot with the longest reusable prefix, and its length: whole blocks, after
+        which states were kept if the model has them, at most all tokens but the last."""
         source, length = -1, 0
         for slot, prefix in enumerate(self._prefixes):
             if prefix.long_factors != self._uses_long_factors(len(tokens)):
@@ -77,8 +82,11 @@ class PrefixCache:  # which prompt tokens each slot's KV cache holds
             while common < limit and prefix.tokens[common : common + 256] == tokens[common : common + 256]:
                 common += 256
             common = next((i for i in range(common, limit) if prefix.tokens[i] != tokens[i]), limit)
-            if self._whole_blocks(common) > length:
-                source, length = slot, self._whole_blocks(common)
+            reusable = self._whole_blocks(common)
+            if self._max_checkpoints is not None:
+                reusable = max((position for position in prefix.states if position <= common), default=0)
+            if reusable > length:
+                source, length = slot, reusable
         oldest = self.oldest(idle)
         if length == 0:
             return oldest, oldest, 0
@@ -88,10 +96,45 @@ class PrefixCache:  # which prompt tokens each slot's KV cache holds
             return source, source, length
         return oldest, source, length
 
-    def note(self, slot: int, tokens: Sequence[int], total: int, sparse_from: int, sparsity: float | None) -> None:
-        """Record the tokens in a slot, computed as the beginning of a sequence of ``total``."""
+    def note(
+        self, slot: int, tokens: Sequence[int], total: int, sparse_from: int, sparsity: float | None,
+        source: int | None = None,
+    ) -> None:  # fmt: skip
+        """Record the tokens in a slot, computed as the beginning of a sequence of ``total`` from what slot ``source`` (None:
+        the same one) holds."""
         self._clock += 1
-        self._prefixes[slot] = _CachedPrefix(tokens, sparse_from, sparsity, self._uses_long_factors(total), self._clock)
+        before = self._prefixes[slot if source is None else source].states
+        states = {position: state for position, state in before.items() if position <= len(tokens)}
+        long_factors = self._uses_long_factors(total)
+        self._prefixes[slot] = _CachedPrefix(tokens, sparse_from, sparsity, long_factors, self._clock, states)
+
+    def checkpoints(self, length: int, chunk_size: int) -> list[int]:
+        """The positions at which to keep states of a prompt of ``length`` tokens: the end of its last whole block, and at
+        twice the distance from it each, ends of blocks, then of whole chunks. A prompt that differs in the last d tokens
+        is read from about 2 d before the end on."""
+        end, positions, distance = self._whole_blocks(length - 1), list[int](), 0
+        while self._max_checkpoints and distance < end:
+            position = end - distance
+            positions.append(position // chunk_size * chunk_size if distance >= chunk_size else position)
+            distance = 2 * distance or self._block_size
+        return [position for position in positions if position]
+
+    def keep(self, slot: int, states: Sequence[RecurrentState]) -> None:
+        """Keep the states after a slot's tokens. Beyond the limit, the prefix that has most of them loses one, not the
+        last: where its neighbours are closest, relative to the distance from the last."""
+        assert self._max_checkpoints is not None
+        prefix = self._prefixes[slot]
+        prefix.states = {**prefix.states, len(prefix.tokens): states}
+        while len({id(one) for prefix in self._prefixes for one in prefix.states.values()}) > self._max_checkpoints:
+            prefix = max(self._prefixes, key=lambda prefix: (len(prefix.states), -prefix.last_used))
+            ends = [0, *sorted(prefix.states)]
+            between = range(1, len(ends) - 1)
+            dropped = min(between, key=lambda i: (ends[i + 1] - ends[i - 1]) / (ends[-1] - ends[i]), default=-1)
+            prefix.states = {at: one for at, one in prefix.states.items() if at != ends[dropped]}
+
+    def states(self, slot: int, length: int) -> Sequence[RecurrentState]:
+        """The states kept after ``length`` tokens of a slot; empty without recurrent blocks."""
+        return self._prefixes[slot].states.get(length, ())
 
     def oldest(self, slots: Iterable[int]) -> int:
         """The least recently used of these slots."""
@@ -132,7 +175,8 @@ class Scheduler:
         self.step_ended = 0.0  # time of the last step's end
         self.at_fault: list[Request] = []  # if a step raises, these requests fail; if empty, all running ones do
         self.switch = switch_length(decoder.config)
-        self.prefixes = PrefixCache(decoder.max_batch, decoder.prefix_block_size, self.switch)
+        most = decoder.max_checkpoints if decoder.config.has_states else None
+        self.prefixes = PrefixCache(decoder.max_batch, decoder.prefix_block_size, self.switch, most)
         self._num_requests = 0
         self._out_of_pages = False  # the first waiting request lacks cache pages; reset when a request ends
         self._failed: list[Request] = []  # requests that failed in this step, while the slots of the others are valid
@@ -324,9 +368,10 @@ class Scheduler:
                 self.levels.use(request.sparsity)
                 self.decoder.prepare(list(batch), shortest + 1, longest, sampled=sampled)
         began = time.perf_counter()
-        if source != slot:
-            self.decoder.copy(source, slot, length)
-        self.prefixes.note(slot, tokens[:length], len(tokens), sparse, request.sparsity)
+        states = self.prefixes.states(source, length)
+        if source != slot or states:
+            self.decoder.copy(source, slot, length, states)
+        self.prefixes.note(slot, tokens[:length], len(tokens), sparse, request.sparsity, source)
         if not request.output_token_ids:
             request.cached_tokens, request.prefill_started = length, began
         request.num_computed_tokens = length

@@ -55,6 +55,8 @@ _ALLOWED = (
     ("--max-batch", BatchSize(), "auto", "Requests in a batch: 1 to 64, or as many as fit in memory, up to 32 (8 on a CPU)."),
     ("--kv-cache-memory-bytes", click.IntRange(min=1), None,
      "Memory of the KV cache.  [default: 70% of what is free beside the weights, on a CPU a quarter]"),
+    ("--state-checkpoints", click.IntRange(min=0), None,
+     "Most copies of recurrent states kept for prompts that begin alike.  [default: 8 a request, in a quarter of the cache]"),
     ("--max-queue", click.IntRange(0, 100_000), 64, "Requests that may wait; more are refused (429)."),
     ("--api-key-file", click.Path(exists=True, dir_okay=False), None,
      f"File with the API key that clients have to send.  [default: the variable {_KEY}, else none]"),
@@ -66,7 +68,7 @@ _ALLOWED = (
 @shared.loading_options
 def command(
     bundle: str, host: str, port: int, alias: str | None, max_batch: int | None, kv_cache_memory_bytes: int | None,
-    max_queue: int, api_key_file: str | None,
+    state_checkpoints: int | None, max_queue: int, api_key_file: str | None,
     hosts: tuple[str, ...], cors: tuple[str, ...], speculative_config: str | None, chat_template: str | None, verbose: bool,
     **loading: Any,
 ) -> None:  # fmt: skip
@@ -100,7 +102,9 @@ def command(
 
     with open_socket(host, port) as listener:
         settings = ServeSettings(name, max_queue, key, allowed_hosts(listener, hosts), cors)
-        sizes: dict[str, Any] = {"max_batch": max_batch, "kv_cache_memory_bytes": kv_cache_memory_bytes}
+        sizes: dict[str, Any] = {
+            "max_batch": max_batch, "kv_cache_memory_bytes": kv_cache_memory_bytes, "state_checkpoints": state_checkpoints,
+        }  # fmt: skip
         model = load(opened, speculative=speculative_config, **sizes, **loading)
         if chat_template is not None:
             model.tokenizer.select_template(chat_template)
