@@ -4,6 +4,7 @@ and losses; the bundle's weights are copied from the source's files."""
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import os
 import re
@@ -223,6 +224,8 @@ def load_source(
             # `full_config`'s: a multimodal model's config.json is not that of its text model.
             plain = {key: value for key, value in checkpoint.config_dict.items() if key != "quantization_config"}
             hf_config = CONFIG_MAPPING[config.model_type].from_dict(plain)
+            if config.model_type == "muse_glimmer_text":
+                importlib.import_module("wisparse.converter.muse_glimmer")
             loader: Any = AutoModelForCausalLM
             from_config = loader.from_config
             if config.per_layer_size:

@@ -45,7 +45,7 @@ class QKNorm:
 
     per_head: bool = True
     after_rotary: bool = False
-    names: tuple[str, str] = ("q_norm", "k_norm")
+    names: tuple[str, ...] = ("q_norm", "k_norm")  # none: without weights
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,13 @@ class ExpertsLayout:
     choice_bias_row: bool = False  # (1, E)
     choice_bias_key: str | None = None  # config key for whether there is one; None: always
     scale: str | None = None  # config key of the weights' factor
-    wide: bool = False  # the router's logits are computed in float32, not in the activations' dtype
     count: str | None = None  # config key of the number of experts; None: one of transformers' two
     chosen: str = "num_experts_per_tok"
     intermediate_size: str = "moe_intermediate_size"
     shared_size: str | None = None  # config key of the width of the shared expert,
     shared_count: str | None = None  # and of the number that it is multiplied by
     shared_module: str = "shared_expert"
-    shared_gate: str | None = None  # a block's tensor (1, H) that gates it
+    shared_gate: bool = True  # ``shared_expert_gate`` gates it
     # Config key by which some blocks have a dense MLP: every so many blocks have experts, but for ``mlp_only_layers``; each
     # block's kind, ``dense`` or ``sparse``; the number of first blocks; or every so many from one block to another.
     dense_blocks: Literal["decoder_sparse_step", "mlp_layer_types", "num_dense_layers", "moe_layer_interval"] | None = (
@@ -93,7 +92,10 @@ class Architecture:
     eps: str = "rms_norm_eps"  # config key
     # Role of a projection -> its name within a block, where it is not `self_attn.q_proj`, `mlp.gate_proj` and so on.
     modules: Mapping[str, str] = field(default_factory=dict)
-    norm_offset: bool = False  # norms multiply by 1 + weight in float32 (Gemma)
+    norm_offset: bool = False  # norms multiply by 1 + weight in float32 (Gemma),
+    final_offset: bool = True  # also the final one
+    output_eps: str | None = None  # config key, of the norms of outputs; None: ``eps``
+    embedding_norm: bool = False  # RMSNorm without weight on the tokens' embeddings
     qkv: tuple[str, ...] = _QKV[0]  # query, key and value projections, separate or fused
     gate_up: tuple[str, ...] = _GATE_UP[0]  # gate and up projections, separate or fused; or up alone
     # True, False, or the config key for it.
@@ -116,8 +118,9 @@ class Architecture:
     shared_kv: str | None = None
     wide_mlp: str | None = None
     per_layer: str | None = None
-    # ``q_proj``'s output is for each head a query, then a gate, whose sigmoid multiplies the head's output.
-    attention_gate: bool = False
+    # Projection of gates, whose sigmoids multiply the heads' outputs: ``q_proj``'s output is for each head a query, then
+    # its gate; or ``attention_gate_proj``.
+    attention_gate: Literal["q_proj", "attention_gate_proj"] | None = None
     sinks: bool = False  # attention sinks: a learned additional logit in each head's softmax
     # ``layer_types`` has each block's kind: ``full_attention``, ``sliding_attention`` or, in place of the latter, the
     # ``recurrent`` one. With ``window`` instead, all blocks have the config's window, if any.
@@ -135,9 +138,10 @@ class Architecture:
     local_rope: bool = False
     # Config key of each block's base of the rotary angles; 0: no rotary embedding.
     rope_thetas: str | None = None
-    # Blocks without a rotary embedding: ``full`` attention ones, or those ``listed`` in the config.
-    unrotated: Literal["full", "listed"] | None = None
+    # Blocks without a rotary embedding: ``full`` attention ones, or the config key of a list that is 0 for them.
+    unrotated: str | None = None
     attention_scale: Power | None = None  # factor of the scores; None: head_dim**-0.5
+    query_multiplier: Power | None = None  # another factor of the scores
     query_scaling: bool = False  # queries are scaled by position, with ``llama_4_scaling_beta``
     # Config keys of the soft caps c in c * tanh(x / c), or None.
     attention_softcap: str | None = None
@@ -200,7 +204,7 @@ _QWEN3: dict[str, Any] = {**_BIASES, **_WINDOWS, "qk_norm": QKNorm()}
 _QWEN3_5: dict[str, Any] = {
     **_QWEN3,
     "norm_offset": True,
-    "attention_gate": True,
+    "attention_gate": "q_proj",
     "recurrent": "linear_attention",
     "partial": True,
     "mtp": True,
@@ -221,11 +225,6 @@ _LFM2: dict[str, Any] = {
     "recurrent": "conv",
 }
 _GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "partial": True, "interleaved": True}
-# A shared expert behind a gate.
-_GATED: dict[str, Any] = {
-    "shared_size": "shared_expert_intermediate_size",
-    "shared_gate": "mlp.shared_expert_gate.weight",
-}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
@@ -255,18 +254,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen2MoeForCausalLM",
         **_WINDOWS,
         qkv_bias="qkv_bias",
-        experts=ExpertsLayout("norm_topk_prob", **_GATED, dense_blocks="decoder_sparse_step"),
+        experts=ExpertsLayout(
+            "norm_topk_prob", shared_size="shared_expert_intermediate_size", dense_blocks="decoder_sparse_step"
+        ),
     ),
     "qwen3_5_moe_text": Architecture(
         "Qwen3_5MoeForCausalLM",
         **_QWEN3_5,
-        experts=ExpertsLayout(True, **_GATED),
+        experts=ExpertsLayout(True, shared_size="shared_expert_intermediate_size"),
     ),
     "qwen3_next": Architecture(
         "Qwen3NextForCausalLM",
         **{**_QWEN3_5, "mtp": False},
         interleaved_delta=True,
-        experts=ExpertsLayout("norm_topk_prob", **_GATED, dense_blocks="decoder_sparse_step"),
+        experts=ExpertsLayout(
+            "norm_topk_prob", shared_size="shared_expert_intermediate_size", dense_blocks="decoder_sparse_step"
+        ),
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",
@@ -319,9 +322,24 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gemma4_unified_text": Architecture("Gemma4UnifiedForCausalLM", **_GEMMA4),
     "arcee": Architecture("ArceeForCausalLM", **_BIASES, **_UNGATED, mlp_bias="mlp_bias"),
+    "muse_glimmer_text": Architecture(
+        "MuseGlimmerForCausalLM",  # of `wisparse.converter.muse_glimmer`: transformers has none of the text model
+        **{**_NEWER_GEMMA, "attention_scale": None, "embedding_multiplier": None},
+        final_offset=False,
+        output_eps="post_norm_eps",
+        embedding_norm=True,
+        modules={"attention_gate_proj": "self_attn.gate_proj"},
+        attention_gate="attention_gate_proj",
+        qk_norm=QKNorm(names=()),
+        query_multiplier=("qk_scale_factor", 1),
+        unrotated="layer_rope_theta",
+        logits_multiplier=("output_multiplier", 1),
+    ),
     "olmo2": Architecture("Olmo2ForCausalLM", **_OLMO),
     "olmo3": Architecture("Olmo3ForCausalLM", **_OLMO, **_WINDOWS, local_rope=True),
-    "smollm3": Architecture("SmolLM3ForCausalLM", **_BIASES, **_WINDOWS, mlp_bias="mlp_bias", unrotated="listed"),
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM", **_BIASES, **_WINDOWS, mlp_bias="mlp_bias", unrotated="no_rope_layers"
+    ),
     "granite": Architecture("GraniteForCausalLM", **_GRANITE),
     "granite_swa": Architecture(
         "GraniteSWAForCausalLM", **_GRANITE, **_WINDOWS, sinks=True, rope_thetas="layer_rope_theta"
@@ -350,7 +368,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         experts=ExpertsLayout(
             True,
             norm_least="moe_norm_min",
-            wide=True,
             choice_bias="mlp.moe_statics.e_score_correction_bias",
             choice_bias_row=True,
             count="moe_num_experts",
@@ -358,6 +375,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             shared_size="moe_intermediate_size",
             shared_count="moe_num_shared_experts",
             shared_module="shared_experts",
+            shared_gate=False,
             dense_blocks="moe_layer_interval",
         ),
     ),
@@ -386,6 +404,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "gemma3": {"gemma3_text": "gemma3_text"},
     "gemma4": {"gemma4_text": "gemma4_text"},
     "gemma4_unified": {"gemma4_unified_text": "gemma4_unified_text"},
+    "muse_glimmer": {"muse_glimmer_text": "muse_glimmer_text"},
     "exaone4_5": {"exaone4": "exaone4", "exaone4_5_text": "exaone4"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
@@ -407,6 +426,8 @@ _NOT_TEXT = (
     "audio_tower.",
     "embed_audio.",
     "vision_embedder.",
+    "vision_adapter.",
+    "vision_projection.",
 )
 
 

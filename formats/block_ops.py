@@ -43,8 +43,18 @@ class Attention(Op):
 
 
 @dataclass(frozen=True)
+class GatedAttention(Attention):
+    """Attention with gates, of the projection of the queries or of one of their own."""
+
+
+@dataclass(frozen=True)
 class DeltaNet(Op):
     """Gated DeltaNet: reads the projections' output and their input; reads and writes the recurrent state."""
+
+
+@dataclass(frozen=True)
+class InterleavedDeltaNet(DeltaNet):
+    """Gated DeltaNet of one projection, in whose output the parts of a key head stand together."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +74,20 @@ class UngatedActivate(Activate):
 
 @dataclass(frozen=True)
 class Router(Op):
-    """The chosen experts of each row and their weights, as the model's configuration says (`Experts`). ``normed``: the input
-    goes through a norm of its own first."""
+    """The chosen experts of each row and their weights. ``normed``: the input goes through a norm of its own first."""
 
     normed: bool
 
 
 @dataclass(frozen=True)
+class GeneralRouter(Router):
+    """A router whose choice has a bias, or whose weights are sigmoids or have a factor."""
+
+
+@dataclass(frozen=True)
 class Experts(Op):
-    """The weighted sum of the chosen experts' MLPs; reads the MLPs' input and the router's result. A shared expert is one
-    more expert, chosen by every row, with weight 1 or sigmoid(gate)."""
+    """The weighted sum of the chosen experts' MLPs; reads the MLPs' input and the router's result. A shared expert with a
+    gate is one more expert, chosen by every row, with weight sigmoid(gate)."""
 
     projections: tuple[Projection, ...]
 
@@ -129,18 +143,25 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
     n = norm(HIDDEN, "attention_input", "attention_input")
     qkv = linear(n, "qkv", "qkv")
     if spec.mixer == "delta_net":
-        found.append(DeltaNet((qkv, n), "attended"))
+        found.append((InterleavedDeltaNet if arch.interleaved_delta else DeltaNet)((qkv, n), "attended"))
     else:
-        found.append((ShortConv if spec.mixer == "short_conv" else Attention)((qkv,), "attended"))
+        attention = GatedAttention if arch.attention_gate else Attention
+        found.append((ShortConv if spec.mixer == "short_conv" else attention)((qkv,), "attended"))
     add(linear("attended", "o", "o"), "attention_output")
 
     if spec.experts is None:
         add(mlp(norm(HIDDEN, "mlp_input", "mlp_input")), "mlp_output")
     elif not spec.experts.parallel_mlp:
-        n = norm(HIDDEN, "mlp_input", "mlp_input")
-        found.append(Router((n,), "routing", normed=False))
-        found.append(Experts((n, "routing"), "experts", tuple(one for group in groups for one in group)))
-        add("experts", "mlp_output")
+        n, plain_shared = (
+            norm(HIDDEN, "mlp_input", "mlp_input"),
+            spec.experts.shared_size and not spec.experts.shared_gate,
+        )
+        found.append((Router if spec.experts.plain_router else GeneralRouter)((n,), "routing", normed=False))
+        own = [next(groups), next(groups)] if plain_shared else groups
+        found.append(Experts((n, "routing"), "experts", tuple(one for group in own for one in group)))
+        if plain_shared:
+            found.append(Sum((mlp(n, "shared_"), "experts"), "mlp"))
+        add("mlp" if plain_shared else "experts", "mlp_output")
     else:  # a dense MLP beside the experts
         routed = tuple(one for _ in range(2) for one in next(groups))
         found.append(Router((HIDDEN,), "routing", normed=True))
@@ -162,8 +183,11 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 # Operation -> what a model that has it consists of, and the back ends and exports that do not run it yet.
 NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     DeltaNet: ("recurrent blocks", frozenset({"onnx", "vllm"})),
+    InterleavedDeltaNet: ("in_proj_qkvz of recurrent blocks", frozenset({"numba", "triton", "onnx", "vllm"})),
+    GatedAttention: ("gates of attention", frozenset({"onnx", "vllm"})),
     ShortConv: ("gated short convolutions", frozenset({"onnx", "vllm"})),
     UngatedActivate: ("MLPs without a gate", frozenset({"vllm"})),
+    GeneralRouter: ("routers with a bias, sigmoids or a factor", frozenset({"numba", "triton", "onnx", "vllm"})),
     Experts: ("experts", frozenset({"onnx"})),
     PerLayer: ("per-layer embeddings", frozenset({"triton", "onnx"})),
 }

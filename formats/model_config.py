@@ -58,16 +58,20 @@ class Experts:
     chosen: int
     intermediate_size: int
     renormalised: bool  # whether the top-k weights are divided by their sum
-    shared_size: int  # width of a shared expert, whose weight is 1 or sigmoid(gate (1, H) x); 0: none
+    shared_size: int  # width of a shared expert, whose output is multiplied by sigmoid(gate (1, H) x); 0: none
     router: str  # tensor names within the block: the router, and the shared expert's gate
     router_bias: str | None = None
     parallel_mlp: bool = False  # see `ExpertsLayout`; the shared expert is the dense MLP, without a gate
-    shared_gate: str | None = None
+    shared_gate: str | None = "mlp.shared_expert_gate.weight"  # None: no gate
     score: Literal["softmax", "sigmoid"] = "softmax"
     choice_bias: str | None = None
     norm: tuple[float, float] = (0.0, 0.0)  # the sum is at least the first; the second is added to it
     scale: float = 1.0  # factor of the weights
-    wide: bool = False  # the logits are computed in float32, not in the activations' dtype
+
+    @property
+    def plain_router(self) -> bool:
+        """Whether the weights are those of a softmax, renormalised or not."""
+        return self.score == "softmax" and self.choice_bias is None and self.scale == 1.0
 
 
 @dataclass(frozen=True)
@@ -93,18 +97,12 @@ class DeltaNet:
     def mixed_size(self) -> int:
         return 2 * self.key_size + self.value_size
 
-    @property
-    def heads_order(self) -> tuple[int, ...]:
-        """The rows of ``in_proj_qkvz`` in the order of ``in_proj_qkv`` and ``in_proj_z``."""
-        values = self.value_size // self.key_heads
-        return self.order(self.key_dim, self.key_dim, values, values)
-
-    def order(self, *sizes: int) -> tuple[int, ...]:
+    def order(self, *sizes: int) -> list[int]:
         """Rows of a matrix that has, for each key head, parts of these ``sizes``: those of all heads' first parts, …"""
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         heads = range(0, self.key_heads * sum(sizes), sum(sizes))
         parts = zip(starts, sizes, strict=True)
-        return tuple(head + start + row for start, size in parts for head in heads for row in range(size))
+        return [head + start + row for start, size in parts for head in heads for row in range(size)]
 
 
 @dataclass(frozen=True)
@@ -173,6 +171,7 @@ class ModelConfig:
     delta_net: DeltaNet | None = None  # of blocks with that mixer, or None
     short_conv: ShortConv | None = None
     per_layer_size: int = 0  # width of per-layer embeddings; 0: none
+    output_eps: float | None = None  # of the norms of outputs; None: ``rms_norm_eps``
 
     @property
     def architecture(self) -> Architecture:
@@ -198,6 +197,13 @@ class ModelConfig:
     @property
     def shares_kv(self) -> bool:
         return any(block.kv_from is not None for block in self.blocks)
+
+    def norm(self, weight: str) -> tuple[float, bool]:
+        """What a norm adds to the mean square, and whether it multiplies by 1 + weight; ``weight``: as of `block_ops.Norm`,
+        or ``final``."""
+        output = weight in ("attention_output", "mlp_output") and self.output_eps is not None
+        offset = self.architecture.norm_offset and (weight != "final" or self.architecture.final_offset)
+        return (self.output_eps if output else self.rms_norm_eps), offset
 
     def dense_size(self, block: int) -> int:
         """Width of a block's dense MLP."""
@@ -236,9 +242,11 @@ class ModelConfig:
                 sizes = [(role, hidden, rows, False) for role, rows in outputs.items()]
                 sizes.append(("out_proj", delta.value_size, hidden, False))
             else:
-                part, gates = "self_attn", 2 if arch.attention_gate else 1
+                part, gates = "self_attn", 2 if arch.attention_gate == "q_proj" else 1
                 outputs = {"q_proj": gates * q, "k_proj": kv, "v_proj": kv, "qkv_proj": q + 2 * kv}
                 sizes = [(role, hidden, outputs[role], self.qkv_bias) for role in self.qkv(index)]
+                if arch.attention_gate == "attention_gate_proj":
+                    sizes.insert(1, (arch.attention_gate, hidden, q, False))
                 sizes.append(("o_proj", q, hidden, self.o_bias))
             for role, inputs, rows, bias in sizes:
                 name = arch.modules.get(role, f"{part}.{role}")
@@ -331,6 +339,8 @@ class ModelConfig:
             blocks = _with_experts(config, arch.experts, blocks)
             narrow = not any(block.wide_mlp for block in blocks)
             require(narrow, str(arch.wide_mlp), "false where blocks have experts", True)
+        tied = switch(config, "tie_word_embeddings")
+        require(not (tied and arch.embedding_norm), "tie_word_embeddings", "false: embeddings have a norm", tied)
         per_layer_size = read_count(config, arch.per_layer)
         if per_layer_size:
             rows, key = config.get("vocab_size_per_layer_input"), "vocab_size_per_layer_input"
@@ -376,14 +386,14 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=number(config, arch.eps, 0, 1, "a small number"),
-            tie_word_embeddings=switch(config, "tie_word_embeddings"),
+            tie_word_embeddings=tied,
             **{name: switch(config, bias) if isinstance(bias, str) else bias for name, bias in biases.items()},
             dtype=str(config.get("dtype") or "float32"),
             activation=arch.activations[activation],
             clamp=(number(config, "swiglu_alpha"), number(config, "swiglu_limit")) if clamped else (0.0, 0.0),
             blocks=blocks,
             rotaries=rotaries,
-            attention_scale=power(arch.attention_scale, head_dim**-0.5),
+            attention_scale=power(arch.attention_scale, head_dim**-0.5) * power(arch.query_multiplier),
             attention_softcap=optional(arch.attention_softcap),
             logits_softcap=optional(arch.logits_softcap),
             **multipliers,
@@ -391,6 +401,7 @@ class ModelConfig:
             delta_net=_delta_net(config) if any(block.mixer == "delta_net" for block in blocks) else None,
             short_conv=_short_conv(config) if any(block.mixer == "short_conv" for block in blocks) else None,
             per_layer_size=per_layer_size,
+            output_eps=None if arch.output_eps is None else number(config, arch.output_eps, 0, 1, "a small number"),
         )
 
 
@@ -404,10 +415,10 @@ def _blocks(
     for kind in kinds:
         require(kind in (other, "full_attention"), "layer_types", f"{other} or full_attention", kind)
     rotated: list[Any] = [True] * num_blocks
-    if arch.unrotated == "listed":
-        rotated = listed(config, "no_rope_layers", num_blocks)
-    elif arch.recurrent or (arch.unrotated == "full" and window is not None):
+    if arch.recurrent or (arch.unrotated == "full" and window is not None):
         rotated = [(kind == other) != bool(arch.recurrent) for kind in kinds]
+    elif arch.unrotated not in (None, "full"):
+        rotated = listed(config, arch.unrotated, num_blocks)
     which = [0] * num_blocks
     if arch.rope_thetas is not None:
         known, thetas = _thetas(config, arch, num_blocks)
@@ -499,12 +510,11 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
         f"{layout.router}.weight" if layout.parallel_mlp else f"{layout.module}.{layout.router}.weight",
         f"{layout.module}.{layout.router}.bias" if layout.biases else None,
         layout.parallel_mlp is not None,
-        layout.shared_gate if shared_size else None,
+        Experts.shared_gate if layout.shared_gate and layout.parallel_mlp is None else None,
         layout.score,
         layout.choice_bias if biased else None,
         (0.0 if layout.norm_least is None else number(config, layout.norm_least, 0), layout.norm_added),
         1.0 if layout.scale is None else number(config, layout.scale),
-        layout.wide,
     )
     every, dense = 1, list[int]()
     if layout.dense_blocks == "mlp_layer_types":

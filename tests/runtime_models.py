@@ -69,6 +69,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {"head_dim": 24, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.7}}),
 }
 
+FAMILIES["muse-glimmer"] = ("muse_glimmer_text", {
+    **_WINDOWS, "head_dim": 24, "layer_rope_theta": [10000.0, 0, 10000.0], "attention_bias": True, "rms_norm_eps": 1e-3,
+    "qk_scale_factor": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 5.0,
+})
 _GEMMA4 = {key: value for key, value in FAMILIES["gemma4"][1].items() if key != "hidden_size_per_layer_input"}
 FAMILIES["gemma4-unified"] = ("gemma4_unified_text", _GEMMA4)
 
@@ -206,6 +210,10 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         "gemma4_unified", {}, {"model_type": "gemma4_unified_text", **_GEMMA4},
         {"mm_embed_dim": 16, "mm_posemb_size": 8, "patch_size": 4, "output_proj_dims": 64},
     ),
+    "muse-glimmer": (
+        "muse_glimmer", {"out_hidden_size": 64, "projector_hidden_size": 24}, FAMILIES["muse-glimmer"][1],
+        {**_VISION, "num_attention_heads": 2, "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
+    ),
     "exaone4.5": (
         "exaone4_5", {"tie_word_embeddings": False}, {"model_type": "exaone4", **_WINDOWS},
         {**_QWEN_NEW_VISION, "fullatt_block_indexes": [0], "num_key_value_heads": 2},
@@ -242,6 +250,8 @@ def make_checkpoint(variant: str, out: Path, *, vocab_size: int = 101) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, settings = {**VARIANTS, **HYBRIDS, **SMALL, **EXPERTS}[variant]
+    if model_type == "muse_glimmer_text":
+        import wisparse.converter.muse_glimmer  # noqa: F401
     rows = dict.fromkeys(
         ("vocab_size", "vocab_size_per_layer_input")[: 2 if model_type == "gemma4_text" else 1], vocab_size
     )

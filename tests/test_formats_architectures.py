@@ -43,6 +43,8 @@ def test_projections_of_transformers_models_are_found() -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    import wisparse.converter.muse_glimmer  # noqa: F401  (its class)
+
     for model_type in ARCHITECTURES:
         # Helium's o_proj takes the heads to be as wide as the hidden states.
         settings = {**LLAMA, "head_dim": 16 if model_type == "helium" else 24, "pad_token_id": 0}

@@ -400,12 +400,14 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "attention unrotated": partial(attention, arch, rotary=0),
         "attention scaled": partial(attention, arch, scaled=True),
         "attention gated": partial(attention, arch, norm=FP32, gated=True, heads=16, kv_heads=4, d=256, rotary=64),
+        "attention gates last": partial(attention, arch, norm=BF16, gated=True, gates_last=True, kv_heads=2),
         "attention 512 wide": partial(attention, arch, **widest),
         "attention 512 wide fp32": partial(attention, arch, dtype=FP32, **{**widest, "norm": FP32}),
         "attention 512 wide short": partial(attention, arch, splits=4, **widest),
         "attention 256 wide": partial(attention, arch, kv_heads=16, d=256, rotary=256, window=1024, **wide),
         "chunk 16": partial(attention, arch, rows=16),
         "chunk normed": partial(attention, arch, rows=16, norm=FP32, gated=True, scaled=True),
+        "chunk gates last": partial(attention, arch, rows=128, gated=True, gates_last=True),
         "chunk 128": partial(attention, arch, rows=128),
         **{f"{name} {kind}": partial(attention, arch, cached=codes, **given) for name, given in (
             ("attention", {}), ("attention 256 wide fp16", {"dtype": FP16, **capped}), ("chunk 128", {"rows": 128}),
@@ -442,8 +444,6 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
            for quant in (("int4", 128, True), ("int8", 0, False))},
         "router": partial(router, arch),
         "router biased": partial(router, arch, bias=empty(129)),
-        "router of sigmoids": partial(router, arch, choice_bias=empty(128, dtype=FP32), sigmoid=True, norm=(0.0, 1e-6), factor=1.5),
-        "router in float32": partial(router, arch, choice_bias=empty(128, dtype=FP32), norm=(1e-12, 0.0), wide=True),
         "router scaled": partial(router, arch, multiplier=0.02, expert_scale=empty(128)),
         **{f"experts {k} {quant[0]} {rows}{' dense' * dense}": partial(experts, arch, k, rows, quant, dense)
            for k in (2048, 768) for quant in (("none", None), ("int8", None), ("int4", 128), ("fp8", None), ("graded", 128))

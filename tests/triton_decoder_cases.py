@@ -251,7 +251,7 @@ def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int, rows: int = 
     [
         *((weights, rows, "qwen2") for weights in ("int8", "int4", "fp8") for rows in (1, 2)),
         ("int8", 1, "qwen3.5-moe"), ("int4", 2, "lfm2"), ("fp8", 2, "olmoe"), ("int4", 2, "olmoe"),
-        ("int8", 2, "gpt-oss"), ("fp8", 1, "gemma4-moe"),
+        ("int8", 2, "gpt-oss"), ("fp8", 1, "gemma4-moe"), ("int4", 1, "muse-glimmer"),
     ],
 )  # fmt: skip
 def test_weights_rounded_at_load(weights: str, rows: int, family: str) -> None:

@@ -198,8 +198,8 @@ def attention(p, row, qkv, thread, threads, out, scratch, tag):
     keys, key_scales = block[AttentionField.KEYS], block[AttentionField.KEY_SCALES]
     values, value_scales = block[AttentionField.VALUES], block[AttentionField.VALUE_SCALES]
     q_size, share = heads * dim, heads // kv_heads
-    stride = 2 * dim if p[StepField.GATED] != 0 else dim  # between queries; a gate follows each
-    keys_from, width = heads * stride, block[AttentionField.INPUT_WIDTH]
+    stride, gate_from = block[AttentionField.QUERY_STRIDE], block[AttentionField.GATE_FROM]
+    keys_from, width = 2 * q_size if gate_from != 0 else q_size, block[AttentionField.INPUT_WIDTH]
     values_from, has_kv = width - kv_heads * dim, width > keys_from
     q_norm, k_norm = block[AttentionField.Q_NORM], block[AttentionField.K_NORM]
     whole, after = p[StepField.QK_WHOLE], p[StepField.QK_AFTER]
@@ -252,9 +252,9 @@ def attention(p, row, qkv, thread, threads, out, scratch, tag):
                 _attend(*heads_of, _E4M3)
             else:
                 _attend(*heads_of, tag)
-            if stride != dim:
+            if gate_from != 0:
                 for i in range(h, stop):
-                    out_, gate_ = floats(out + 4 * i * dim), floats(qkv + 4 * (i * stride + dim))
+                    out_, gate_ = floats(out + 4 * i * dim), floats(qkv + 4 * (i * stride + gate_from))
                     for d in range(dim):
                         out_[d] = out_[d] / (ONE + exp32(-gate_[d]))
             h = stop

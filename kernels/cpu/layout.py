@@ -134,6 +134,7 @@ class OpRow(Row):
     first: Word  # row of its first projection
     count: Word  # projections
     width: Word  # sum of their outputs
+    eps: Word  # float32, of a norm
 
 
 class AttentionRow(Row):
@@ -155,6 +156,8 @@ class AttentionRow(Row):
     interleaved: Word  # rotary pairs are (2 i, 2 i + 1), not (i, i + ROTARY_HALF)
     sinks: Word  # (heads,) float32: an additional score of each head's softmax; 0: none
     input_width: Word  # values come last, and are the keys if there is no v_proj
+    query_stride: Word  # between heads' queries
+    gate_from: Word  # from a head's query to its gate (head_dim,) of the attention's output; 0: none
 
 
 class DeltaRow(Row):
@@ -194,19 +197,12 @@ class ExpertsRow(Row):
     count: Word
     chosen: Word  # of a token
     size: Word  # outputs of gate and up
-    # float32 numbers: the chosen experts' weights are divided by NORM_ADDED plus their sum or, if that is less, NORM_LEAST,
-    # and multiplied by FACTOR.
-    renormalised: Word
-    norm_least: Word
-    norm_added: Word
-    factor: Word
-    sigmoid: Word  # scores are the logits' sigmoids, not their softmax
-    choice_bias: Word  # (COUNT,) float32: added to the scores for the choice
+    renormalised: Word  # the chosen experts' weights are divided by their sum
     router: Word  # (COUNT, hidden) float32
     router_bias: Word  # (COUNT,) float32
-    scale: Word  # (COUNT,) float32: multiplies the experts' weights
+    scale: Word  # (COUNT,) float32: multiplies the chosen experts' weights
     shared_size: Word  # of the expert for every token; 0: none
-    shared_gate: Word  # (hidden,) float32; 0: its weight is 1
+    shared_gate: Word  # (hidden,) float32
 
 
 class PerLayerRow(Row):
@@ -267,7 +263,6 @@ class StepRow(Row):
     qk_whole: Word  # q and k are normalized over all heads, not head by head
     qk_after: Word  # q and k are normalized after the rotary embedding, not before
     activation: Word  # MlpActivation
-    gated: Word  # each head's query is followed by a gate (head_dim,) of the attention's output
     embedding: Word  # (V, hidden), the base type
     head: Word  # (V, hidden), the base type or int8
     head_scale: Word  # (V,) float32 of an int8 head
@@ -312,7 +307,6 @@ class StepRow(Row):
     partial_at: Word
     # Experts. A token's slots: its chosen experts, then the shared one.
     expert_scores: Word  # (rows, experts) float32
-    expert_keys: Word  # (threads, 2, experts) float32: a token's scores, and what the choice is by
     expert_choice: Word  # (threads, rows, slots, 2) int64: expert id, and the bits of its float32 weight
     expert_index: Word  # (slots, EXPERT_LENGTH) int32: down's kept channels of a token, thread by thread
     expert_value: Word  # (slots, EXPERT_LENGTH) float32

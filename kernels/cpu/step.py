@@ -157,7 +157,7 @@ def step(p, base_tag, routed):
         code, row = op[OpField.CODE], op[OpField.PARAMETERS]
         x, y = op[OpField.X] + thread * op[OpField.X_STEP], op[OpField.Y] + thread * op[OpField.Y_STEP]
         if code == OpCode.NORM:
-            _norm(x, row, rows, hidden, eps, y)
+            _norm(x, row, rows, hidden, number(op[OpField.EPS]), y)
         elif code == OpCode.LINEAR:
             linear(p, op, x, y, thread, threads, base_tag)
         elif code == OpCode.ATTENTION:

@@ -69,7 +69,8 @@ class AttentionShape(NamedTuple):
     interleaved: bool = False  # rotary pairs are (2 i, 2 i + 1), not (i, i + rotary / 2)
     softcap: float = 0.0  # c in c * tanh(score / c); 0: none
     norm_of: str = "head"  # RMSNorm of q and k: "head", "rotated head" (after the rotation), "whole" (all heads as one)
-    gated: bool = False  # each head's query is followed by a gate (d,)
+    gated: bool = False  # each head's query is followed by a gate (d,),
+    gates_last: bool = False  # or all heads' queries are followed by their gates
     shared: bool = False  # the values are the keys before norm and rotation
     value_norm: bool = False  # each head's values are divided by their root mean square
 
@@ -149,7 +150,7 @@ def _queries(
 ):
     """(group_pad, d_pad) rotated queries of the heads that share a KV head."""
     GROUP: tl.constexpr = shape.heads // shape.kv_heads
-    STRIDE: tl.constexpr = 2 * shape.d if shape.gated else shape.d
+    STRIDE: tl.constexpr = 2 * shape.d if shape.gated and not shape.gates_last else shape.d
     g = tl.arange(0, config.group_pad)
     q = _head_vectors(
         query_ptr, kv_head * GROUP + g, g < GROUP, norms.q, cos, sin, norms.eps, 0, shape.heads, STRIDE, shape, config,
@@ -158,6 +159,12 @@ def _queries(
     if rotary.query_scale is not None:
         q = (q.to(tl.float32) * tl.load(rotary.query_scale + p).to(tl.float32)).to(dtype)
     return q
+
+
+@triton.jit
+def _gate_at(head, shape: tl.constexpr):
+    """The first element of a head's gate, from a row's first query on."""
+    return (shape.heads + head if shape.gates_last else 2 * head + 1) * shape.d
 
 
 @triton.jit
@@ -318,7 +325,8 @@ def _attention_kernel(
     head = kv_head * GROUP + g
     live = (g < GROUP)[:, None] & (d < D)[None, :]
     if shape.gated:  # applied to every split: linear in acc
-        gate = tl.load(query_ptr + head[:, None] * Q_STRIDE + D + d[None, :], mask=live, other=0.0).to(tl.float32)
+        gate_at = _gate_at(head, shape)[:, None] + d[None, :]
+        gate = tl.load(query_ptr + gate_at, mask=live, other=0.0).to(tl.float32)
         acc = acc / (1.0 + tl.exp(-gate))
     at = (row * shape.heads + head) * config.splits + split
     tl.store(out.maximum + at, m, mask=g < GROUP)
@@ -452,7 +460,7 @@ def _chunk_attention_kernel(
     acc = _join_columns(acc, acc_odd, cache)
     out = acc / total[:, None]
     if shape.gated:
-        gate_at = row * (2 * shape.heads + 2 * shape.kv_heads) * D + head * 2 * D + D
+        gate_at = row * (2 * shape.heads + 2 * shape.kv_heads) * D + _gate_at(head, shape)
         gate = tl.load(qkv_ptr + gate_at[:, None] + d[None, :], mask=live, other=0.0).to(tl.float32)
         out = out / (1.0 + tl.exp(-gate))
     tl.store(out_ptr + at, out.to(dtype), mask=live)

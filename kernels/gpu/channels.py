@@ -58,6 +58,7 @@ def tile_columns(tile, split, problem: tl.constexpr, BLOCK_N: tl.constexpr):
     """The ``Columns`` of a tile of BLOCK_N columns; a tile does not span two projections."""
     T0: tl.constexpr = (problem.n0 + BLOCK_N - 1) // BLOCK_N
     T1: tl.constexpr = (problem.n1 + BLOCK_N - 1) // BLOCK_N
+    T2: tl.constexpr = (problem.n2 + BLOCK_N - 1) // BLOCK_N
     second = (tile >= T0).to(tl.int32)
     third = (tile >= T0 + T1).to(tl.int32)
     projection = second + third if problem.n2 > 0 else second
@@ -68,6 +69,12 @@ def tile_columns(tile, split, problem: tl.constexpr, BLOCK_N: tl.constexpr):
         local = local - third * T1
         first = tl.where(third > 0, problem.n0 + problem.n1, first)
         width = tl.where(third > 0, problem.n2, width)
+    if problem.n3 > 0:
+        fourth = (tile >= T0 + T1 + T2).to(tl.int32)
+        projection += fourth
+        local = local - fourth * T2
+        first = tl.where(fourth > 0, problem.n0 + problem.n1 + problem.n2, first)
+        width = tl.where(fourth > 0, problem.n3, width)
     n = local * BLOCK_N + tl.arange(0, BLOCK_N)
     return Columns(tile, split, projection, local, first, width, n, n < width, first + n)
 

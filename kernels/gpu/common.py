@@ -70,6 +70,7 @@ class Problem(NamedTuple):
     n0: int  # the projections' widths, and their sum
     n1: int
     n2: int
+    n3: int
     n: int
     stride: int  # of weight_t
     quant: str  # "none", "int4", "int8", "fp8"

@@ -54,7 +54,8 @@ def fused_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at 
     SPLITS: tl.constexpr = launch.splits
     LENGTH: tl.constexpr = launch.length
     # All tiles are full: loads need no mask.
-    FULL: tl.constexpr = K % BLOCK_K + problem.n0 % BLOCK_N + problem.n1 % BLOCK_N + problem.n2 % BLOCK_N == 0
+    REST: tl.constexpr = problem.n0 % BLOCK_N + problem.n1 % BLOCK_N + problem.n2 % BLOCK_N + problem.n3 % BLOCK_N
+    FULL: tl.constexpr = K % BLOCK_K + REST == 0
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     ROWS: tl.constexpr = 16 if BATCH <= 16 else 32  # BATCH padded for tl.dot
     SMEM: tl.constexpr = launch.smem
@@ -104,13 +105,13 @@ def fused_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at 
 @triton.jit(do_not_specialize=["M"])
 def _mask_rows_kernel(
     x_ptr, scale_ptr, threshold_ptr, row_mask_ptr, out_ptr, M,  # as of mask_rows
-    K: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,  # index of the first copy of these projections
+    K: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr,  # their first copies' indices
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     copy = tl.program_id(2)
-    p = (copy >= SECOND).to(tl.int32) + (copy >= THIRD).to(tl.int32)
+    p = (copy >= SECOND).to(tl.int32) + (copy >= THIRD).to(tl.int32) + (copy >= FOURTH).to(tl.int32)
     live = k < K
     scale = tl.load(scale_ptr + p * K + k, mask=live, other=0.0)
     threshold = tl.load(threshold_ptr + p)
@@ -125,17 +126,17 @@ def mask_rows(
     x: Tensor, scales: Tensor, thresholds: Tensor, row_mask: Tensor, *, copies: Sequence[int] | None = None,
     pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x (M, K) masked for each of one to three projections: (sum(copies), M, K), projection by projection. ``scales``,
+    """x (M, K) masked for each of one to four projections: (sum(copies), M, K), projection by projection. ``scales``,
     ``thresholds``: as in ``common.Weights``; ``row_mask``: (M,) float32, 0 for a row that keeps all its channels;
     ``copies`` of each projection, None: one."""
     rows, k = x.shape
     offsets = list(accumulate(copies or [1] * len(scales)))
     out = torch.empty(offsets[-1], rows, k, dtype=x.dtype, device=x.device)
     block_k = min(1024, triton.next_power_of_2(k))
-    second, third = (*offsets, offsets[-1], offsets[-1])[:2]
+    second, third, fourth = (*offsets, *offsets[-1:] * 3)[:3]
     _mask_rows_kernel[(rows, triton.cdiv(k, block_k), offsets[-1])](
-        x, scales, thresholds, row_mask, out, rows, K=k, SECOND=second, THIRD=third, BLOCK_K=block_k, PDL=pdl,
-        num_warps=4, launch_pdl=pdl,
+        x, scales, thresholds, row_mask, out, rows, K=k, SECOND=second, THIRD=third, FOURTH=fourth,
+        BLOCK_K=block_k, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -156,9 +157,8 @@ def _gemm_kernel(
     MASKED: tl.constexpr = row_mask_ptr is not None
     EACH: tl.constexpr = 8 if QUANT == "int4" else 4
     # All tiles are full: loads need no mask. Codes are padded, and the padding's scales are 0.
-    FULL: tl.constexpr = (
-        K % BLOCK_K + problem.n0 % BLOCK_N + problem.n1 % BLOCK_N + problem.n2 % BLOCK_N == 0 if not CODES else True
-    )
+    REST: tl.constexpr = problem.n0 % BLOCK_N + problem.n1 % BLOCK_N + problem.n2 % BLOCK_N + problem.n3 % BLOCK_N
+    FULL: tl.constexpr = CODES or K % BLOCK_K + REST == 0
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     of = tile_columns(tl.program_id(0), tl.program_id(1) if SPLITS > 1 else 0, problem, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -312,7 +312,8 @@ def packed_gemv_kernel(
         gdc_launch(problem.pdl)
 
     # --- epilogue
-    VECTOR: tl.constexpr = OUT_COLUMNS % 4 == 0 and problem.n0 % 4 + problem.n1 % 4 + problem.n2 % 4 == 0
+    REST: tl.constexpr = problem.n0 % 4 + problem.n1 % 4 + problem.n2 % 4 + problem.n3 % 4
+    VECTOR: tl.constexpr = OUT_COLUMNS % 4 == 0 and REST == 0
     for row_tile in tl.static_range(ROW_TILES):
         for lane_row in tl.static_range(LANE_ROWS):
             row = 8 * row_tile + 2 * t % ROWS + lane_row

@@ -244,7 +244,8 @@ class ParallelExperts(NamedTuple):
 
 @triton.jit
 def _residual_add_kernel(
-    output_ptr, parallel, hidden_ptr, norm_ptr, scalar_ptr, ssq_ptr, next_ptr, normed_ptr, eps,  # as of launch_residual_add
+    # As of launch_residual_add.
+    output_ptr, parallel, hidden_ptr, norm_ptr, scalar_ptr, ssq_ptr, next_ptr, normed_ptr, norm_eps, eps,
     MULTIPLIER: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
@@ -260,11 +261,11 @@ def _residual_add_kernel(
         other = tl.load(parallel.output + row * K + k, mask=live, other=0.0).to(tl.float32)
         norm_y = tl.load(parallel.norm_of_first + k, mask=live, other=0.0)
         norm_other = tl.load(parallel.norm + k, mask=live, other=0.0)
-        y = rms_normalize(y, norm_y, tl.rsqrt(tl.sum(y * y, axis=0) / K + eps), dtype).to(tl.float32)
-        other = rms_normalize(other, norm_other, tl.rsqrt(tl.sum(other * other, axis=0) / K + eps), dtype)
+        y = rms_normalize(y, norm_y, tl.rsqrt(tl.sum(y * y, axis=0) / K + norm_eps), dtype).to(tl.float32)
+        other = rms_normalize(other, norm_other, tl.rsqrt(tl.sum(other * other, axis=0) / K + norm_eps), dtype)
         y = (y + other.to(tl.float32)).to(dtype).to(tl.float32)
     if norm_ptr is not None:
-        rstd = tl.rsqrt(tl.sum(y * y, axis=0) / K + eps)
+        rstd = tl.rsqrt(tl.sum(y * y, axis=0) / K + norm_eps)
         y = rms_normalize(y, norm, rstd, dtype).to(tl.float32)
     if MULTIPLIER != 1.0:
         y = (y * MULTIPLIER).to(dtype).to(tl.float32)
@@ -286,14 +287,16 @@ def _residual_add_kernel(
 def launch_residual_add(
     output: Tensor, hidden: Tensor, ssq: Tensor | None, *, parallel: ParallelExperts | None = None, norm: Tensor | None = None,
     scalar: Tensor | None = None, next_norm: Tensor | None = None, normed: Tensor | None = None, eps: float = 0.0,
-    multiplier: float = 1.0, pdl: bool = False,
+    norm_eps: float | None = None, multiplier: float = 1.0, pdl: bool = False,
 ) -> None:  # fmt: skip
     """hidden = (hidden + multiplier * norm?(output)) * scalar?, both (B, K), with the roundings of transformers; norm
     (K,) as ``common.Input.norm``, scalar (1,). ``ssq`` (B, 1) float32 receives the sums of squares of hidden's rows,
-    ``normed`` (B, K) the RMSNorm ``next_norm`` of hidden, or a copy. One program computes a row."""
+    ``normed`` (B, K) the RMSNorm ``next_norm`` of hidden, or a copy. ``norm_eps``: of the outputs' norms, if it is another.
+    One program computes a row."""
     batch, width = hidden.shape
     _residual_add_kernel[(batch,)](
-        output, parallel, hidden, norm, scalar, ssq, next_norm, normed, eps, multiplier, width,
+        output, parallel, hidden, norm, scalar, ssq, next_norm, normed,
+        eps if norm_eps is None else norm_eps, eps, multiplier, width,
         triton.next_power_of_2(width), pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -78,10 +78,10 @@ class LinearShape(NamedTuple):
 
     def problem(self, **fields: Any) -> Problem:
         """The constants of a kernel that computes the linear; ``fields``: beyond those of the shape."""
-        n0, n1, n2 = (*self.widths, 0, 0)[:3]
+        n0, n1, n2, n3 = (*self.widths, *[0] * (4 - len(self.widths)))
         return Problem(
-            k=self.in_features, n0=n0, n1=n1, n2=n2, n=n0 + n1 + n2, stride=self.stride, quant=self.quant,
-            group=self.group, planes=self.planes, **{"dense": self.dense} | fields,
+            k=self.in_features, n0=n0, n1=n1, n2=n2, n3=n3, n=sum(self.widths), stride=self.stride,
+            quant=self.quant, group=self.group, planes=self.planes, **{"dense": self.dense} | fields,
         )  # fmt: skip
 
 
@@ -269,7 +269,9 @@ def quant_columns(of, n, problem: tl.constexpr):
     """The padded columns, indices of ``quant_scales``, of the columns ``n`` of a tile's projection."""
     FIRST: tl.constexpr = (problem.n0 + BLOCK - 1) // BLOCK * BLOCK
     SECOND: tl.constexpr = FIRST + (problem.n1 + BLOCK - 1) // BLOCK * BLOCK
-    return tl.where(of.projection == 0, 0, tl.where(of.projection == 1, FIRST, SECOND)) + n
+    THIRD: tl.constexpr = SECOND + (problem.n2 + BLOCK - 1) // BLOCK * BLOCK
+    second = tl.where(of.projection == 1, FIRST, tl.where(of.projection == 2, SECOND, THIRD))
+    return tl.where(of.projection == 0, 0, second) + n
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from ..decoding.heads import HeadFiles, MtpFiles
 from ..decoding.rotary import switch_length
 from ..decoding.sampling import SamplingParams, sample
 from ..memory import weight_bytes
-from ..torch.block import MaskedLinear, attention, finish_logits
+from ..torch.block import MaskedLinear, attention, finish_logits, norm_embedding
 from ..torch.decoder import TorchDecoder
 from .step import MOST_ROWS, Step
 from .weights import CpuProjection, MappedMemory, Matrix, read_matrix
@@ -79,7 +79,8 @@ class CpuDecoder(TorchDecoder):
             mapped.close_files(*self._lack, of_experts[0].chosen / of_experts[0].experts)
         self._head = embedding = read_matrix(bundle, _EMBEDDING, dtype, "native", transposed=False)
         graded = planes_of(bundle.masks) > 1
-        self._embedding, head_type = embedding.data, "int8" if graded else WEIGHT_TYPES[weights].head
+        self._embedding = norm_embedding(config, embedding.data)
+        head_type = "int8" if graded else WEIGHT_TYPES[weights].head
         if not config.tie_word_embeddings or head_type != "native":
             head = _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
             self._head = read_matrix(bundle, head, dtype, head_type, transposed=False)

@@ -68,13 +68,13 @@ class Step:
         self._kept_alive = table
         self._table = np.array([row.words for row in table])
         self._thresholds = torch.zeros(len(self._projections), 2)
-        arch, qk_norm, p = config.architecture, config.architecture.qk_norm, StepRow()
+        qk_norm, p = config.architecture.qk_norm, StepRow()
         self._p = p
         p.slots, p.tokens, p.positions, p.outputs = rows
         p.hidden, p.heads, p.max_len, p.vocab = config.hidden_size, config.num_heads, max_len, config.vocab_size
         p.qk_whole = qk_norm is not None and not qk_norm.per_head
         p.qk_after = qk_norm is not None and qk_norm.per_head and qk_norm.after_rotary
-        p.activation, p.gated = MlpActivation[config.activation.upper()], arch.attention_gate
+        p.activation = MlpActivation[config.activation.upper()]
         p.embedding, p.head, p.head_scale, p.final_norm = embedding, output.data, output.scale, _floats(decoder._norm)
         p.query_scales = query_scales(config, 0, max_len, torch.device("cpu"))
         p.cached_as, p.mapped = _CACHED_AS[decoder.kv_cache_dtype], decoder._mapped is not None
@@ -198,7 +198,6 @@ class Step:
             slots, inner = experts.chosen + 1, planes * max(experts.intermediate_size, experts.shared_size)
             p.expert_slots, p.expert_length = slots, inner
             p.expert_scores = torch.empty(rows, experts.count)
-            p.expert_keys = torch.empty(threads, 2, experts.count)
             p.expert_choice = torch.empty(threads, rows, slots, 2, dtype=torch.int64)
             p.expert_index, p.expert_value = torch.empty(slots, inner, dtype=torch.int32), torch.empty(slots, inner)
             p.expert_count = torch.empty(slots, threads, 2, dtype=torch.int64)
@@ -218,9 +217,10 @@ class Step:
         for a ``divided`` value; for a mixer's ``inputs``; and for linears' ``outputs``."""
         config, first = self._config, 0  # row of the next projection
         parameters: Any
-        fields: dict[str, int]
+        fields: dict[str, Any]
 
-        def row(code: OpCode, x: Buffer, y: Buffer, parameters: Any = None, **fields: int) -> OpRow:
+        def row(code: OpCode, x: Buffer, y: Buffer, parameters: Any = None, **fields: Any) -> OpRow:
+            fields = {"eps": config.rms_norm_eps, **fields}
             return OpRow(code=code, x=x[0], x_step=x[1], y=y[0], y_step=y[1], parameters=parameters, **fields)
 
         def taps(block: int) -> Iterator[OpRow]:
@@ -240,7 +240,8 @@ class Step:
                 y, parameters, fields = x[0], None, {}  # by default the operation changes its first input
                 match op:
                     case block_ops.Norm():
-                        code, y, parameters = OpCode.NORM, free, _floats(getattr(block, op.weight))
+                        norm = getattr(block, op.weight)
+                        code, y, parameters, fields = OpCode.NORM, free, _floats(norm), {"eps": norm.eps}
                     case block_ops.Linear():
                         count, width = len(op.projections), sum(one.out_features for one in op.projections)
                         fields, first = {"first": first, "count": count, "width": width}, first + count
@@ -293,6 +294,9 @@ class Step:
         row.q_norm, row.k_norm, row.sinks = (_floats(one) for one in (block.q_norm, block.k_norm, block.sinks))
         row.value_norm = torch.ones(spec.head_dim) if self._config.architecture.value_norm else None
         row.window, row.kv_heads, row.head_dim = spec.window, spec.num_kv_heads, spec.head_dim
+        gate = self._config.architecture.attention_gate
+        row.query_stride = (2 if gate == "q_proj" else 1) * spec.head_dim
+        row.gate_from = {None: 0, "q_proj": spec.head_dim}.get(gate, self._config.q_size(index))
         row.input_width = sum(projection.out_features for projection in block.qkv)
         if spec.rotary is not None:
             rope, (row.cos, row.sin) = self._config.rotaries[spec.rotary], self._rotary[spec.rotary]
@@ -324,9 +328,7 @@ def _experts(block: Block[Any]) -> ExpertsRow:
     row = ExpertsRow(count=spec.count, chosen=spec.chosen, size=spec.intermediate_size, renormalised=spec.renormalised)
     row.router, row.router_bias = _floats(block.router), _floats(block.router_bias)
     row.scale, row.shared_gate = _floats(block.expert_scale), _floats(gate)
-    row.choice_bias, row.sigmoid, row.factor = _floats(block.choice_bias), spec.score == "sigmoid", spec.scale
-    row.norm_least, row.norm_added = spec.norm
-    row.shared_size = 0 if spec.parallel_mlp else spec.shared_size
+    row.shared_size = 0 if gate is None else spec.shared_size
     return row
 
 

@@ -64,8 +64,9 @@ def attention_parts(
         rotary = tables[-1 if spec.rotary is None else spec.rotary]
         shape = AttentionShape(
             config.num_heads, spec.num_kv_heads, spec.head_dim, rotary.cos.shape[1] * 2, spec.window or 0,
-            config.rotaries[0].interleaved, config.attention_softcap or 0.0, place, arch.attention_gate,
-            spec.shared_values, arch.value_norm,
+            config.rotaries[0].interleaved, config.attention_softcap or 0.0, place,
+            arch.attention_gate is not None, arch.attention_gate == "attention_gate_proj", spec.shared_values,
+            arch.value_norm,
         )  # fmt: skip
         q_norm, k_norm = (None if one is None else one.factors for one in (block.q_norm, block.k_norm))
         found.append(AttentionParts(rotary, shape, QKNorms(q_norm, k_norm, config.rms_norm_eps)))
@@ -80,9 +81,8 @@ def router_of(block: Block[AnyLinear]) -> Router:
     multiplier = 1.0 if block.router_scale is None else weight.shape[1] ** -0.5
     chosen, shared = experts.chosen, block.gate_up.chosen - experts.chosen
     return Router(
-        weight, experts.count, chosen, shared, experts.renormalised, multiplier, block.router_bias, block.expert_scale,
-        block.choice_bias, experts.score == "sigmoid", experts.norm, experts.scale, experts.wide,
-    )  # fmt: skip
+        weight, experts.count, chosen, shared, experts.renormalised, multiplier, block.router_bias, block.expert_scale
+    )
 
 
 def tensor_of(value: Input) -> Tensor:
@@ -236,7 +236,8 @@ class BlockLauncher(ABC):
         self._launch(
             f"{role} add", launch_residual_add, y.x, self.hidden, self._sums(index, role), parallel=parallel, norm=y.norm,
             scalar=block.scalar if scaled else None, next_norm=None if norm is None else norm.factors,
-            normed=self.normed, eps=self.config.rms_norm_eps, multiplier=multiplier, pdl=self.pdl,
+            normed=self.normed, eps=self.config.rms_norm_eps, norm_eps=self.config.output_eps, multiplier=multiplier,
+            pdl=self.pdl,
         )  # fmt: skip
 
     def _next_norm(self, index: int, later: Sequence[ops.Op]) -> Norm | None:

@@ -23,7 +23,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, interle
 from wisparse.kernels.gpu.experts import ExpertLinear, empty_experts
 from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
-from ..torch.block import LINEARS, SHARED, Block, Norm, read_spec
+from ..torch.block import LINEARS, SHARED, Block, Norm, norm_embedding, read_spec
 
 _HEAD_ROWS = 4096  # rows of a quantized output layer that fit into ``CudaWeights.dequantized``, at least
 _MOST_THREADS = 12  # of ``staged_reads``
@@ -118,11 +118,11 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
     with reads as stored:
         graded = planes_of(bundle.masks) > 1
         source = _Source(checkpoint, stored, graded, device, dtype)
-        embedding = source.tensor(_EMBEDDING)
+        embedding = norm_embedding(config, source.tensor(_EMBEDDING))
         head = source.head(config, embedding, "int8" if graded else WEIGHT_TYPES[weights].head)
         blocks = []
         for index in range(config.num_blocks):
-            spec, experts = read_spec(config, index, stored, dtype), config.blocks[index].experts
+            spec, experts = read_spec(config, index, source.tensor), config.blocks[index].experts
             if experts is not None and spec["shared_gate"] is not None:  # stored as the router's last row
                 spec["router"] = torch.cat((spec["router"], spec["shared_gate"]))
             loaded: list[Any] = [
@@ -133,11 +133,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
             ]
             linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), loaded, strict=False))
             blocks.append(Block(**spec | {"shared_gate": None}, **linears))
-        norm = Norm(
-            source.tensor(f"{config.architecture.final_norm}.weight"),
-            config.rms_norm_eps,
-            config.architecture.norm_offset,
-        )
+        norm = Norm(source.tensor(f"{config.architecture.final_norm}.weight"), *config.norm("final"))
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
         linears_of = (linear for block in blocks for linear in block.linears if isinstance(linear, FusedLinear))
         quantized = [linear for linear in linears_of if linear.weight.quant != "none"]
@@ -377,7 +373,7 @@ def staged_reads(
                 pending.append((part, memory, copied, pool.submit(fill, part, memory, copied)))
 
         def read(name: str) -> Tensor:
-            info, order = checkpoint.tensors[name], checkpoint.orders.get(name)
+            info = checkpoint.tensors[name]
             tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
             flat = tensor.view(-1).view(torch.uint8)
             for _ in range(0, info.nbytes, part_bytes):
@@ -389,7 +385,7 @@ def staged_reads(
                 if copied is not None:
                     copied.record()
                 submit(memory, copied)
-            return tensor if order is None else tensor[list(order)]
+            return tensor
 
         try:
             for _ in range(2 * threads):  # half of the buffers being filled, half being copied

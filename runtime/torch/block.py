@@ -122,6 +122,13 @@ class DeltaWeights:
     norm: Tensor  # (value_dim,), over each head's output
     eps: float
 
+    def split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """The output of in_proj_qkvz to those of in_proj_qkv and in_proj_z."""
+        delta = self.config
+        values = delta.value_size // delta.key_heads
+        order = delta.order(delta.key_dim, delta.key_dim, values, values)
+        return projected[:, order].split((delta.mixed_size, delta.value_size), dim=-1)
+
     def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, cached: RecurrentState) -> Tensor:
         """The next T positions, (T, value_size), the input of out_proj; updates ``cached`` in place. x: (T, H), the block's
         normed input; mixed: (T, mixed_size), of in_proj_qkv; gate: (T, value_size), of in_proj_z."""
@@ -203,7 +210,7 @@ class Block(Generic[Linear]):
     # Of a block with experts: (E, H), (E,); of a shared expert its projections and gate (1, H).
     router: Tensor | None = None
     router_bias: Tensor | None = None
-    choice_bias: Tensor | None = None  # (E,) or (1, E), float32
+    choice_bias: Tensor | None = None  # (E,) or (1, E)
     shared_gate_up: Linear | None = None
     shared_down: Linear | None = None
     shared_gate: Tensor | None = None
@@ -224,25 +231,27 @@ class Block(Generic[Linear]):
         return self.qkv, self.o, self.gate_up, self.down, *(one for one in shared if one is not None)
 
 
-def read_spec(
-    config: ModelConfig, index: int, read: Callable[[str], Tensor], dtype: torch.dtype
-) -> dict[str, Any]:  # fmt: skip
-    """The fields of a `Block` except its projections; ``read`` loads a tensor by its name in the checkpoint, as stored;
-    ``dtype``: of the activations."""
-    eps, offset = config.rms_norm_eps, config.architecture.norm_offset
+def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
+    """The fields of a `Block` except its projections; ``read`` loads a tensor by its name in the checkpoint."""
+    eps = config.rms_norm_eps
     found: dict[str, Any] = {one.name: None for one in fields(Block) if one.default is None and one.name not in SHARED}
     parts: dict[str, dict[str, Any]] = {"delta": {}, "conv": {}}
-    for field_, spec in block_fields(config, index).items():
+    for field_, one in block_fields(config, index).items():
         mixer, _, name = field_.rpartition(".")
-        tensor = read(spec.name).to(float_dtype(dtype) if spec.wide else dtype)
-        (parts[mixer] if mixer else found)[name] = Norm(tensor, eps, offset) if spec.norm else tensor
-    if "ba" in parts["delta"]:
-        parts["delta"] |= zip("ba", parts["delta"].pop("ba").chunk(2), strict=True)
+        tensor = read(one.name)
+        (parts[mixer] if mixer else found)[name] = Norm(tensor, *config.norm(name)) if one.norm else tensor
+    qk_norm, spec = config.architecture.qk_norm, config.blocks[index]
+    if qk_norm is not None and not qk_norm.names and not spec.recurrent:
+        ones = Norm(found["attention_input"].weight.new_ones(spec.head_dim), eps, offset=False)
+        found |= {"q_norm": ones, "k_norm": ones}
+    if "ba" in parts["delta"] and config.delta_net is not None:
+        each = config.delta_net.value_heads // config.delta_net.key_heads
+        parts["delta"] |= zip("ba", parts["delta"].pop("ba")[config.delta_net.order(each, each)].chunk(2), strict=True)
     if parts["delta"] and config.delta_net is not None:
         found["delta"] = DeltaWeights(config.delta_net, eps=eps, **parts["delta"])
     if parts["conv"]:
         found["conv"] = ConvWeights(**parts["conv"])
-    return found | {"spec": config.blocks[index], "ops": block_ops.block_ops(config, index)}
+    return found | {"spec": spec, "ops": block_ops.block_ops(config, index)}
 
 
 @dataclass(frozen=True)
@@ -348,8 +357,7 @@ def _run(
         case block_ops.DeltaNet():
             parts, n = inputs
             assert block.delta is not None
-            delta = block.delta.config
-            mixed, gate = parts if len(parts) == 2 else parts[0].split((delta.mixed_size, delta.value_size), dim=-1)
+            mixed, gate = parts if len(parts) == 2 else block.delta.split(parts[0])
             return block.delta(n, mixed, gate, at.cache.advance(index, at.slot, at.start, at.start + len(n)))
         case block_ops.ShortConv():
             ((projected,),) = inputs
@@ -386,13 +394,14 @@ def _attention(
     config: ModelConfig, index: int, block: Block[Any], qkv: Sequence[Tensor], at: Positions, executor: Executor
 ) -> Tensor:
     """Outputs of the query, key and value projections to ``o``'s input (T, heads * head_dim); fills the cache."""
-    spec, heads, gated = block.spec, config.num_heads, config.architecture.attention_gate
+    spec, heads, gate_of = block.spec, config.num_heads, config.architecture.attention_gate
     q_size = heads * spec.head_dim
     num_kv = 0 if spec.kv_from is not None else 1 if spec.shared_values else 2
-    sizes = (q_size * (2 if gated else 1), *[spec.kv_size] * num_kv)
+    own = [q_size] if gate_of == "attention_gate_proj" else []
+    sizes = (q_size * (2 if gate_of == "q_proj" else 1), *own, *[spec.kv_size] * num_kv)
     q, *kv = qkv if len(qkv) == len(sizes) else qkv[0].split(sizes, dim=-1)
-    count, gates = len(q), None
-    if gated:  # each head's query, then its gate
+    count, gates = len(q), kv.pop(0) if own else None
+    if gate_of == "q_proj":  # each head's query, then its gate
         q, gates = (half.reshape(-1, q_size) for half in q.view(count, heads, 2 * spec.head_dim).chunk(2, dim=-1))
     norm = config.architecture.qk_norm
 
@@ -434,10 +443,9 @@ def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     experts, router = block.spec.experts, block.router
     assert experts is not None
     assert router is not None
-    wide = float_dtype(x.dtype)
-    n, router = (x.to(wide), router.to(wide)) if experts.wide else (x, router)
-    logits = functional.linear(n, router, block.router_bias)
-    probabilities = logits.softmax(-1, dtype=wide) if experts.score == "softmax" else logits.sigmoid().to(wide)
+    logits = functional.linear(x, router, block.router_bias)
+    logits = logits.to(float_dtype(x.dtype))
+    probabilities = logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
     if block.choice_bias is None:
         weights, chosen = probabilities.topk(experts.chosen, dim=-1)
     else:
@@ -466,12 +474,11 @@ def run_experts(
         gate, up = (block.gate_up[index](rows, num_dense) for index in (expert, count + expert))
         output = block.down[expert](activate(config, gate, up), num_dense)
         out.index_add_(0, tokens, output * weights[tokens, rank, None])
-    assert block.spec.experts is not None
-    if block.shared_gate_up is None or block.shared_down is None or block.spec.experts.parallel_mlp:
+    if block.shared_gate is None or block.shared_gate_up is None or block.shared_down is None:
         return out
     gate, up = (linear(x, first_sparse) for linear in block.shared_gate_up)
     shared = block.shared_down[0](activate(config, gate, up), first_sparse)
-    return out + (shared if block.shared_gate is None else functional.linear(x, block.shared_gate).sigmoid() * shared)
+    return out + functional.linear(x, block.shared_gate).sigmoid() * shared
 
 
 def activate(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
@@ -484,6 +491,14 @@ def activate(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
 
 def _maybe(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def norm_embedding(config: ModelConfig, embedding: Tensor) -> Tensor:
+    """The embedding (V, H), after the norm of the tokens' embeddings if the model has one."""
+    if not config.architecture.embedding_norm:
+        return embedding
+    norm = Norm(embedding.new_ones(()), config.rms_norm_eps, offset=False)
+    return torch.cat([norm(rows) for rows in embedding.split(8192)])
 
 
 def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from wisparse.formats.weight_types import QuantizedMatrix, round_weight, split_p
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import Decoder
-from .block import LINEARS, SHARED, Block, MaskedLinear, Norm, PerLayer, finish_logits, read_spec
+from .block import LINEARS, SHARED, Block, MaskedLinear, Norm, PerLayer, finish_logits, norm_embedding, read_spec
 
 
 class TorchDecoder(Decoder):
@@ -34,19 +34,16 @@ class TorchDecoder(Decoder):
         config, device, dtype = self.config, self.device, self.dtype
         read = self._read_matrices(bundle, weights)
 
-        stored = partial(bundle.checkpoint.tensor, device=device)
-
         def read_tensor(name: str) -> Tensor:
-            return stored(name).to(dtype)
+            return bundle.checkpoint.tensor(name, device).to(dtype)
 
         self._blocks = blocks = []
         for index in range(config.num_blocks):
             projections = ([one for p in shared for one in read(p)] for shared in config.shared_inputs(index))
             linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), projections, strict=False))
-            blocks.append(Block(**read_spec(config, index, stored, dtype), **linears))
-        self._per_layer = PerLayer.read(config, read_tensor, stored)
-        norm = read_tensor(f"{config.architecture.final_norm}.weight")
-        self._norm = Norm(norm, config.rms_norm_eps, config.architecture.norm_offset)
+            blocks.append(Block(**read_spec(config, index, read_tensor), **linears))
+        self._per_layer = PerLayer.read(config, read_tensor, partial(bundle.checkpoint.tensor, device=device))
+        self._norm = Norm(read_tensor(f"{config.architecture.final_norm}.weight"), *config.norm("final"))
         self._cache = cache or KVCache(
             config, self.max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, self._state_buffers,
             pages=self._pages,
@@ -56,7 +53,7 @@ class TorchDecoder(Decoder):
     def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], list[MaskedLinear]]:
         """Load embedding and output layer; returns a function that loads a projection, or all of its experts."""
         tensor, device, dtype = bundle.checkpoint.tensor, self.device, self.dtype
-        self._embedding = tensor("model.embed_tokens.weight", device).to(dtype)
+        self._embedding = norm_embedding(self.config, tensor("model.embed_tokens.weight", device).to(dtype))
         tied = self.config.tie_word_embeddings
         self._head: Any = self._embedding if tied else tensor("lm_head.weight", device).to(dtype)
         graded = planes_of(bundle.masks) > 1
