@@ -60,13 +60,14 @@ class ExpertsLayout:
     choice_bias_row: bool = False  # (1, E)
     choice_bias_key: str | None = None  # config key for whether there is one; None: always
     scale: str | None = None  # config key of the weights' factor
+    wide: bool = False  # the router's logits are computed in float32, not in the activations' dtype
     count: str | None = None  # config key of the number of experts; None: one of transformers' two
     chosen: str = "num_experts_per_tok"
     intermediate_size: str = "moe_intermediate_size"
     shared_size: str | None = None  # config key of the width of the shared expert,
     shared_count: str | None = None  # and of the number that it is multiplied by
     shared_module: str = "shared_expert"
-    shared_gate: bool = True  # ``shared_expert_gate`` gates it
+    shared_gate: str | None = None  # a block's tensor (1, H) that gates it
     # Config key by which some blocks have a dense MLP: every so many blocks have experts, but for ``mlp_only_layers``; each
     # block's kind, ``dense`` or ``sparse``; the number of first blocks; or every so many from one block to another.
     dense_blocks: Literal["decoder_sparse_step", "mlp_layer_types", "num_dense_layers", "moe_layer_interval"] | None = (
@@ -225,6 +226,11 @@ _LFM2: dict[str, Any] = {
     "recurrent": "conv",
 }
 _GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "partial": True, "interleaved": True}
+# A shared expert behind a gate.
+_GATED: dict[str, Any] = {
+    "shared_size": "shared_expert_intermediate_size",
+    "shared_gate": "mlp.shared_expert_gate.weight",
+}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
@@ -254,22 +260,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen2MoeForCausalLM",
         **_WINDOWS,
         qkv_bias="qkv_bias",
-        experts=ExpertsLayout(
-            "norm_topk_prob", shared_size="shared_expert_intermediate_size", dense_blocks="decoder_sparse_step"
-        ),
+        experts=ExpertsLayout("norm_topk_prob", **_GATED, dense_blocks="decoder_sparse_step"),
     ),
     "qwen3_5_moe_text": Architecture(
         "Qwen3_5MoeForCausalLM",
         **_QWEN3_5,
-        experts=ExpertsLayout(True, shared_size="shared_expert_intermediate_size"),
+        experts=ExpertsLayout(True, **_GATED),
     ),
     "qwen3_next": Architecture(
         "Qwen3NextForCausalLM",
         **{**_QWEN3_5, "mtp": False},
         interleaved_delta=True,
-        experts=ExpertsLayout(
-            "norm_topk_prob", shared_size="shared_expert_intermediate_size", dense_blocks="decoder_sparse_step"
-        ),
+        experts=ExpertsLayout("norm_topk_prob", **_GATED, dense_blocks="decoder_sparse_step"),
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",
@@ -368,6 +370,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         experts=ExpertsLayout(
             True,
             norm_least="moe_norm_min",
+            wide=True,
             choice_bias="mlp.moe_statics.e_score_correction_bias",
             choice_bias_row=True,
             count="moe_num_experts",
@@ -375,7 +378,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             shared_size="moe_intermediate_size",
             shared_count="moe_num_shared_experts",
             shared_module="shared_experts",
-            shared_gate=False,
             dense_blocks="moe_layer_interval",
         ),
     ),

@@ -53,11 +53,6 @@ class DeltaNet(Op):
 
 
 @dataclass(frozen=True)
-class InterleavedDeltaNet(DeltaNet):
-    """Gated DeltaNet of one projection, in whose output the parts of a key head stand together."""
-
-
-@dataclass(frozen=True)
 class ShortConv(Op):
     """Gated short convolution of the projections' output: c * conv(b * x). Reads and writes the recurrent state."""
 
@@ -74,20 +69,16 @@ class UngatedActivate(Activate):
 
 @dataclass(frozen=True)
 class Router(Op):
-    """The chosen experts of each row and their weights. ``normed``: the input goes through a norm of its own first."""
+    """The chosen experts of each row and their weights, as the model's configuration says (`Experts`). ``normed``: the input
+    goes through a norm of its own first."""
 
     normed: bool
 
 
 @dataclass(frozen=True)
-class GeneralRouter(Router):
-    """A router whose choice has a bias, or whose weights are sigmoids or have a factor."""
-
-
-@dataclass(frozen=True)
 class Experts(Op):
-    """The weighted sum of the chosen experts' MLPs; reads the MLPs' input and the router's result. A shared expert with a
-    gate is one more expert, chosen by every row, with weight sigmoid(gate)."""
+    """The weighted sum of the chosen experts' MLPs; reads the MLPs' input and the router's result. A shared expert is one
+    more expert, chosen by every row, with weight 1 or sigmoid(gate)."""
 
     projections: tuple[Projection, ...]
 
@@ -143,7 +134,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
     n = norm(HIDDEN, "attention_input", "attention_input")
     qkv = linear(n, "qkv", "qkv")
     if spec.mixer == "delta_net":
-        found.append((InterleavedDeltaNet if arch.interleaved_delta else DeltaNet)((qkv, n), "attended"))
+        found.append(DeltaNet((qkv, n), "attended"))
     else:
         attention = GatedAttention if arch.attention_gate else Attention
         found.append((ShortConv if spec.mixer == "short_conv" else attention)((qkv,), "attended"))
@@ -152,16 +143,10 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
     if spec.experts is None:
         add(mlp(norm(HIDDEN, "mlp_input", "mlp_input")), "mlp_output")
     elif not spec.experts.parallel_mlp:
-        n, plain_shared = (
-            norm(HIDDEN, "mlp_input", "mlp_input"),
-            spec.experts.shared_size and not spec.experts.shared_gate,
-        )
-        found.append((Router if spec.experts.plain_router else GeneralRouter)((n,), "routing", normed=False))
-        own = [next(groups), next(groups)] if plain_shared else groups
-        found.append(Experts((n, "routing"), "experts", tuple(one for group in own for one in group)))
-        if plain_shared:
-            found.append(Sum((mlp(n, "shared_"), "experts"), "mlp"))
-        add("mlp" if plain_shared else "experts", "mlp_output")
+        n = norm(HIDDEN, "mlp_input", "mlp_input")
+        found.append(Router((n,), "routing", normed=False))
+        found.append(Experts((n, "routing"), "experts", tuple(one for group in groups for one in group)))
+        add("experts", "mlp_output")
     else:  # a dense MLP beside the experts
         routed = tuple(one for _ in range(2) for one in next(groups))
         found.append(Router((HIDDEN,), "routing", normed=True))
@@ -183,11 +168,9 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 # Operation -> what a model that has it consists of, and the back ends and exports that do not run it yet.
 NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     DeltaNet: ("recurrent blocks", frozenset({"onnx", "vllm"})),
-    InterleavedDeltaNet: ("in_proj_qkvz of recurrent blocks", frozenset({"numba", "triton", "onnx", "vllm"})),
     GatedAttention: ("gates of attention", frozenset({"onnx", "vllm"})),
     ShortConv: ("gated short convolutions", frozenset({"onnx", "vllm"})),
     UngatedActivate: ("MLPs without a gate", frozenset({"vllm"})),
-    GeneralRouter: ("routers with a bias, sigmoids or a factor", frozenset({"numba", "triton", "onnx", "vllm"})),
     Experts: ("experts", frozenset({"onnx"})),
     PerLayer: ("per-layer embeddings", frozenset({"triton", "onnx"})),
 }

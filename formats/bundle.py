@@ -36,6 +36,7 @@ from .manifest import (
 from .model_config import ModelConfig
 from .quantization import Packed
 from .tensor_file import INDEX, MAX_INDEX_BYTES, Entry, build_header, parse_tensors
+from .tensors import model_tensors
 
 # Files that affect generation beside weights and sidecar, with their size limits.
 SMALL_FILES: Mapping[str, int] = {
@@ -170,6 +171,8 @@ class Bundle:
             if stated != value or any(isinstance(one, bool) for one in each):
                 raise BundleError(f"config.json: wisparse.{key}: expected {value!r}, found {stated!r:.80}")
         checkpoint = Checkpoint.open(folder, error=BundleError)
+        orders = {one.name: one.order for one in model_tensors(checkpoint.config) if one.order}
+        checkpoint = replace(checkpoint, orders=orders)
         # Manifest, index and folder must have the same files.
         required = {"config.json", INDEX, SIDECAR, *checkpoint.files}
         present = guard.list_files(folder, _MAX_FILES, BundleError)

@@ -101,6 +101,8 @@ class Checkpoint:
     rotation: Tensor | None = (
         None  # Q (hidden_size, hidden_size) float32: hidden states are x @ Q where the source's are x
     )
+    # Name of a matrix -> its rows in the order in which `matrix`, `tensor` and `row_pieces` give them, if not as stored.
+    orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what of a source was ignored or read in another way than it says, as sentences
     # name -> function that computes a tensor, contiguous on the CPU, in place of the files
     _made: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
@@ -411,7 +413,10 @@ class Checkpoint:
 
     def matrix(self, name: str, device: str | torch.device = "cpu") -> Tensor | QuantizedMatrix:
         """A weight as stored, copied to ``device``; a QuantizedMatrix if quantised."""
-        return self._decode(name, device) if name in self.quantised else self._stored(name).to(device)
+        if name in self.quantised:
+            return self._decode(name, device)
+        stored = self._stored(name).to(device)
+        return stored[list(self.orders[name])] if name in self.orders else stored
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         """A copy of a tensor; a quantised weight is dequantised to float32."""
@@ -432,8 +437,8 @@ class Checkpoint:
     def row_pieces(self, name: str, rows: int) -> Iterator[Tensor]:
         """A tensor (N, ...) in blocks of at most ``rows`` rows; dequantised to float32 if quantised."""
         if name not in self.quantised:
-            if name not in self.tensors:
-                yield from self._stored(name).split(rows)
+            if name not in self.tensors or name in self.orders:
+                yield from self.matrix(name).split(rows)  # type: ignore[union-attr]
                 return
             info = self.tensors[name]
             for flat in self.chunks(name, rows * math.prod(info.shape[1:]) * info.dtype.itemsize):
@@ -455,9 +460,10 @@ class Checkpoint:
         names = weight.packing.parts(weight.rows, weight.columns)
         parts = {part: tensor.to(device) for part, tensor in self._parts_of(name, names).items()}
         try:
-            return weight.packing.decode(parts, weight.rows, weight.columns)
+            decoded = weight.packing.decode(parts, weight.rows, weight.columns)
         except ValueError as reason:
             raise self.error(f"{name}: {reason}") from None
+        return decoded.reordered(self.orders[name]) if name in self.orders else decoded
 
     def _parts_of(self, name: str, parts: Iterable[str]) -> dict[str, Tensor]:
         prefix = name.removesuffix("weight")

@@ -58,20 +58,16 @@ class Experts:
     chosen: int
     intermediate_size: int
     renormalised: bool  # whether the top-k weights are divided by their sum
-    shared_size: int  # width of a shared expert, whose output is multiplied by sigmoid(gate (1, H) x); 0: none
+    shared_size: int  # width of a shared expert, whose weight is 1 or sigmoid(gate (1, H) x); 0: none
     router: str  # tensor names within the block: the router, and the shared expert's gate
     router_bias: str | None = None
     parallel_mlp: bool = False  # see `ExpertsLayout`; the shared expert is the dense MLP, without a gate
-    shared_gate: str | None = "mlp.shared_expert_gate.weight"  # None: no gate
+    shared_gate: str | None = None
     score: Literal["softmax", "sigmoid"] = "softmax"
     choice_bias: str | None = None
     norm: tuple[float, float] = (0.0, 0.0)  # the sum is at least the first; the second is added to it
     scale: float = 1.0  # factor of the weights
-
-    @property
-    def plain_router(self) -> bool:
-        """Whether the weights are those of a softmax, renormalised or not."""
-        return self.score == "softmax" and self.choice_bias is None and self.scale == 1.0
+    wide: bool = False  # the logits are computed in float32, not in the activations' dtype
 
 
 @dataclass(frozen=True)
@@ -97,12 +93,18 @@ class DeltaNet:
     def mixed_size(self) -> int:
         return 2 * self.key_size + self.value_size
 
-    def order(self, *sizes: int) -> list[int]:
+    @property
+    def heads_order(self) -> tuple[int, ...]:
+        """The rows of ``in_proj_qkvz`` in the order of ``in_proj_qkv`` and ``in_proj_z``."""
+        values = self.value_size // self.key_heads
+        return self.order(self.key_dim, self.key_dim, values, values)
+
+    def order(self, *sizes: int) -> tuple[int, ...]:
         """Rows of a matrix that has, for each key head, parts of these ``sizes``: those of all heads' first parts, …"""
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         heads = range(0, self.key_heads * sum(sizes), sum(sizes))
         parts = zip(starts, sizes, strict=True)
-        return [head + start + row for start, size in parts for head in heads for row in range(size)]
+        return tuple(head + start + row for start, size in parts for head in heads for row in range(size))
 
 
 @dataclass(frozen=True)
@@ -510,11 +512,12 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
         f"{layout.router}.weight" if layout.parallel_mlp else f"{layout.module}.{layout.router}.weight",
         f"{layout.module}.{layout.router}.bias" if layout.biases else None,
         layout.parallel_mlp is not None,
-        Experts.shared_gate if layout.shared_gate and layout.parallel_mlp is None else None,
+        layout.shared_gate if shared_size else None,
         layout.score,
         layout.choice_bias if biased else None,
         (0.0 if layout.norm_least is None else number(config, layout.norm_least, 0), layout.norm_added),
         1.0 if layout.scale is None else number(config, layout.scale),
+        layout.wide,
     )
     every, dense = 1, list[int]()
     if layout.dense_blocks == "mlp_layer_types":

@@ -42,6 +42,8 @@ class TensorSpec:
     shape: tuple[int, ...]  # of weights (out, in)
     field: str | None = None  # of `Block`, ``delta.`` and ``conv.``: of its mixer; None: a projection's, or of no block
     norm: bool = False  # the weight of a `Norm`
+    wide: bool = False  # float32, whatever the activations' dtype
+    order: tuple[int, ...] = ()  # the rows in the order of the operations; empty: as stored
     stacked: StackedExperts | None = None  # of an expert's tensor
 
 
@@ -89,7 +91,9 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
             mixer.append(row("sinks", "self_attn.sinks", config.num_heads))
     elif spec.mixer == "delta_net" and (delta := config.delta_net) is not None:
         if arch.interleaved_delta:
-            mixer.append(row("delta.ba", "linear_attn.in_proj_ba.weight", 2 * delta.value_heads, hidden))
+            each = delta.value_heads // delta.key_heads
+            ba = row("delta.ba", "linear_attn.in_proj_ba.weight", 2 * delta.value_heads, hidden)
+            mixer.append(replace(ba, order=delta.order(each, each)))
         else:
             names = {"delta.b": "linear_attn.in_proj_b.weight", "delta.a": "linear_attn.in_proj_a.weight"}
             mixer += [row(field, name, delta.value_heads, hidden) for field, name in names.items()]
@@ -105,12 +109,12 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
             mixer.append(row("conv.bias", "conv.conv.bias", hidden))
     if experts is not None:
         routing = before[arch.gate_up[0]]
-        routing.append(row("router", experts.router, experts.count, hidden))
+        routing.append(replace(row("router", experts.router, experts.count, hidden), wide=experts.wide))
         if experts.router_bias is not None:
-            routing.append(row("router_bias", experts.router_bias, experts.count))
+            routing.append(replace(row("router_bias", experts.router_bias, experts.count), wide=experts.wide))
         if experts.choice_bias is not None and arch.experts is not None:
             one_row = (1,) * arch.experts.choice_bias_row
-            routing.append(row("choice_bias", experts.choice_bias, *one_row, experts.count))
+            routing.append(replace(row("choice_bias", experts.choice_bias, *one_row, experts.count), wide=True))
         if experts.parallel_mlp:
             routing += [
                 row("experts_input", "pre_feedforward_layernorm_2.weight", hidden, norm=True),
@@ -119,7 +123,7 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
                 row("router_scale", "router.scale", hidden),
                 row("expert_scale", "router.per_expert_scale", experts.count),
             ]
-        elif experts.shared_size and experts.shared_gate is not None:
+        elif experts.shared_gate is not None:
             before["shared_gate_proj"] = [row("shared_gate", experts.shared_gate, 1, hidden)]
     interleaved = arch.experts is not None and arch.experts.stacked == "interleaved"
     for one in projections:
@@ -134,7 +138,8 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
                 name, whole, shape = f"{name}_bias", (one.experts, rows), shape[:1]
             for expert, part in enumerate(one.parts):
                 place = StackedExperts(name, whole, expert, position, each, interleaved, shape) if one.experts else None
-                yield TensorSpec(f"{part}.{kind}", shape, stacked=place)
+                order = config.delta_net.heads_order if one.role == "in_proj_qkvz" and config.delta_net else ()
+                yield TensorSpec(f"{part}.{kind}", shape, stacked=place, order=order)
         yield from after.get(one.role, ())
     if per_layer := config.per_layer_size:
         yield row("per_layer_gate", "per_layer_input_gate.weight", per_layer, hidden)

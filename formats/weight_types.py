@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -52,8 +52,15 @@ class QuantizedMatrix:
         return sum(part.numel() * part.element_size() for part in parts)
 
     def rows(self, first: int, last: int) -> QuantizedMatrix:
-        zeros = None if self.zeros is None else self.zeros[first:last]
-        codes, scales = self.codes[first:last], self.scales[first:last]
+        return self._of(slice(first, last))
+
+    def reordered(self, order: Sequence[int]) -> QuantizedMatrix:
+        """The rows ``order``."""
+        return self._of(torch.tensor(order, device=self.codes.device))
+
+    def _of(self, rows: slice | Tensor) -> QuantizedMatrix:
+        zeros = None if self.zeros is None else self.zeros[rows]
+        codes, scales = self.codes[rows], self.scales[rows]
         return QuantizedMatrix(self.kind, codes, scales, zeros, self.group, (len(codes), self.shape[1]))
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ from wisparse.converter.sensitivity import drawn_to_pool
 from wisparse.converter.source import load_source
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import ResourceError, UnsupportedModelError
+from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError
 from wisparse.formats.weight_types import round_weight
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.onnx_export import export_onnx
@@ -119,7 +119,7 @@ def grouped(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A source whose projections' inputs are cut into even groups."""
     model_type, given = EXPERTS[family]
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
-    if family == "qwen3.5-moe":
+    if family in ("qwen3.5-moe", "qwen3-next"):
         sizes |= {"shared_expert_intermediate_size": 64, "linear_value_head_dim": 16}
     monkeypatch.setitem(EXPERTS, "grouped", (model_type, {**given, **sizes}))
     source = make_checkpoint("grouped", folder, vocab_size=VOCAB)
@@ -281,3 +281,24 @@ def test_experts_larger_than_memory_are_mapped_from_a_file(
         ResourceError, match=r"has no room .*No space left on device.*: set TMPDIR to a folder on a larger disk"
     ):
         cpu_decoder(bundle, "numba", max_seq_len=None)
+
+
+@torch.inference_mode()
+def test_recurrent_projections_in_one_matrix_are_read_in_the_order_of_separate_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every stored type, in which rows have scales and zero points of their own."""
+    source = grouped("qwen3-next", tmp_path / "source", monkeypatch)
+    how: dict[str, Any] = {"num_samples": 4, "seq_len": 24, "search": "uniform", "rotation": "none", "device": "cpu"}
+    name = "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    for weights in ("native", "int8", "int4"):
+        bundle = Bundle.open(convert(source, tmp_path / weights, sparsity=0.5, weights=weights, **how))
+        stored, delta = Checkpoint.open(bundle.folder, error=BundleError).tensor(name), bundle.config.delta_net
+        assert delta is not None
+        q, k, v, z = stored.view(delta.key_heads, -1, 64).split([delta.key_dim] * 2 + [2 * delta.value_dim] * 2, dim=1)
+        expected = torch.cat([part.flatten(0, 1) for part in (q, k, v, z)])
+        assert torch.equal(bundle.checkpoint.tensor(name), expected)
+        assert torch.equal(torch.cat(list(bundle.checkpoint.row_pieces(name, 7))), expected)
+        decoders = [cpu_decoder(bundle, backend, max_seq_len=None) for backend in ("torch", "numba")]
+        ours, theirs = (decoder.logits(PROMPT, 1) for decoder in decoders)
+        assert (ours - theirs).abs().max() < 1e-3, weights

@@ -62,18 +62,26 @@ def one_twin(experts: ExpertLinear, expert: int, x: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize(
     *pairwise(
         dtype=DTYPES, batch=[1, 3], case=[(8, 2, 0, True), (40, 5, 2, False)],
-        k=[64, 77], more=[False, True],
+        k=[64, 77], more=["", "logits", "sigmoid", "choice"],
     )
 )  # fmt: skip
 def test_the_router_chooses_as_its_twin(dtype, batch, case, k, more):
     count, chosen, shared, renormalised = case
     hidden, norm, eps = rows(batch, k, dtype), (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype), 1e-5
-    weight = rows(count + (shared > 0), k, dtype, seed=3)
+    gated = shared > 0 and more != "choice"
+    weight = rows(count + gated, k, dtype, seed=3)
     router = Router(weight, count, chosen, shared, renormalised)
     bias, scale = torch.zeros(len(weight), dtype=dtype, device=DEVICE), torch.ones(count, device=DEVICE)
-    if more:  # gpt-oss has the first, Gemma 4 the others
+    choice_bias, least, added = torch.zeros(count, device=DEVICE), 0.0, 0.0
+    if more == "logits":  # gpt-oss has the first, Gemma 4 the others
         bias, scale = rows(1, len(weight), dtype, seed=8)[0], rows(1, count, dtype, seed=9)[0].abs()
         router = router._replace(multiplier=0.3, bias=bias, expert_scale=scale)
+    elif more:  # as of LFM2; of ERNIE 4.5
+        choice_bias, least, added = rows(1, count, torch.float32, seed=8)[0], 0.9 * (more == "choice"), 1e-3
+        router = router._replace(choice_bias=choice_bias, norm=(least, added), factor=1.5, sigmoid=more == "sigmoid")
+        router = router._replace(wide=more == "choice")
+        weight = weight.float() if router.wide else weight
+    router = router._replace(weight=weight)
     total, logits = chosen + shared, torch.full((batch, len(weight)), float("nan"), device=DEVICE)
     found = Routing(
         *(torch.full((batch, total), -7, dtype=kind, device=DEVICE) for kind in (torch.int32, torch.float32))
@@ -86,16 +94,24 @@ def test_the_router_chooses_as_its_twin(dtype, batch, case, k, more):
     x = (x * router.multiplier).to(dtype)
     assert_close(logits, x.double() @ weight.double().T + bias.double(), dtype)
     # In a step, and for a prompt's rows, whose products are torch's.
-    for routing, of in ((found, logits), (choose_experts(x, router), (x @ weight.T + bias).float())):
+    for routing, of in ((found, logits), (choose_experts(x, router), (x.to(weight.dtype) @ weight.T + bias).float())):
         # Of equal logits the expert of the lower number.
-        expert = torch.sort(of[:, :count], dim=-1, descending=True, stable=True).indices[:, :chosen]
+        values = of[:, :count].softmax(-1) if not router.sigmoid else of[:, :count].sigmoid().to(dtype).float()
+        keys = values + choice_bias if router.choice_bias is not None else of[:, :count]
+        expert = torch.sort(keys, dim=-1, descending=True, stable=True).indices[:, :chosen]
         assert torch.equal(routing.expert[:, :chosen].long(), expert)
-        weights = of[:, :count].softmax(-1).gather(1, expert)
-        weights = (weights / weights.sum(-1, keepdim=True) if renormalised else weights) * scale.float()[expert]
+        weights = values.gather(1, expert)
+        if renormalised:
+            weights = weights / (weights.sum(-1, keepdim=True).clamp(min=least) + added)
+        weights = weights * router.factor * scale.float()[expert]
         assert_close(routing.weight[:, :chosen], weights, dtype)
         for i in range(shared):
             assert (routing.expert[:, chosen + i] == count + i).all()
-            assert_close(routing.weight[:, chosen + i], of[:, count].sigmoid(), dtype)
+            assert_close(
+                routing.weight[:, chosen + i],
+                of[:, count].sigmoid() if gated else torch.ones(batch, device=DEVICE),
+                dtype,
+            )
 
 
 def test_logits_that_are_no_numbers_still_choose_experts_that_exist():

@@ -197,12 +197,19 @@ class ExpertsRow(Row):
     count: Word
     chosen: Word  # of a token
     size: Word  # outputs of gate and up
-    renormalised: Word  # the chosen experts' weights are divided by their sum
+    # float32 numbers: the chosen experts' weights are divided by NORM_ADDED plus their sum or, if that is less, NORM_LEAST,
+    # and multiplied by FACTOR.
+    renormalised: Word
+    norm_least: Word
+    norm_added: Word
+    factor: Word
+    sigmoid: Word  # scores are the logits' sigmoids, not their softmax
+    choice_bias: Word  # (COUNT,) float32: added to the scores for the choice
     router: Word  # (COUNT, hidden) float32
     router_bias: Word  # (COUNT,) float32
-    scale: Word  # (COUNT,) float32: multiplies the chosen experts' weights
+    scale: Word  # (COUNT,) float32: multiplies the experts' weights
     shared_size: Word  # of the expert for every token; 0: none
-    shared_gate: Word  # (hidden,) float32
+    shared_gate: Word  # (hidden,) float32; 0: its weight is 1
 
 
 class PerLayerRow(Row):
@@ -307,6 +314,7 @@ class StepRow(Row):
     partial_at: Word
     # Experts. A token's slots: its chosen experts, then the shared one.
     expert_scores: Word  # (rows, experts) float32
+    expert_keys: Word  # (threads, 2, experts) float32: a token's scores, and what the choice is by
     expert_choice: Word  # (threads, rows, slots, 2) int64: expert id, and the bits of its float32 weight
     expert_index: Word  # (slots, EXPERT_LENGTH) int32: down's kept channels of a token, thread by thread
     expert_value: Word  # (slots, EXPERT_LENGTH) float32

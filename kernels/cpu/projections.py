@@ -150,35 +150,49 @@ def gate_up(p, gate, up, x, rows, lo, hi, y, stride, thread, tag):
 
 
 @exact
-def choose_experts(scores, count, chosen, renormalised, choice):
-    """choice (chosen, 2) = ids of the experts with the highest scores (count,), ascending, and their softmax weights.
-    Of equal scores the lower id is chosen."""
-    scores_, choice_ = floats(scores), words(choice)
-    largest = scores_[0]
-    for e in range(count):
-        largest = max(largest, scores_[e])
-    total, of_chosen = ZERO, ZERO
-    for e in range(count):
-        total += exp32(scores_[e] - largest)
-    last, last_score = np.int64(-1), ZERO
+def choose_experts(row, logits, scores, choice):
+    """choice (chosen, 2) = ids of a token's experts, ascending, and their weights. row: words of `ExpertsRow`. Of equal
+    experts the lower id is chosen. scores: scratch memory, (2, COUNT)."""
+    count, chosen, bias = row[ExpertsField.COUNT], row[ExpertsField.CHOSEN], row[ExpertsField.CHOICE_BIAS]
+    logits_, scores_, choice_ = floats(logits), floats(scores), words(choice)
+    keys, largest, total = logits_, logits_[0], ONE
+    if row[ExpertsField.SIGMOID] != 0:
+        for e in range(count):
+            scores_[e] = ONE / (ONE + exp32(-logits_[e]))
+    else:
+        for e in range(count):
+            largest = max(largest, logits_[e])
+        total = ZERO
+        for e in range(count):
+            scores_[e] = exp32(logits_[e] - largest)
+            total += scores_[e]
+    if bias != 0:
+        keys = floats(scores + 4 * count)
+        for e in range(count):
+            keys[e] = scores_[e] / total + floats(bias)[e]
+    last, last_key, of_chosen = np.int64(-1), ZERO, ZERO
     for n in range(chosen):
         best = np.int64(-1)
         for e in range(count):
-            later = n == 0 or scores_[e] < last_score or (scores_[e] == last_score and e > last)
-            if later and (best < 0 or scores_[e] > scores_[best]):
+            later = n == 0 or keys[e] < last_key or (keys[e] == last_key and e > last)
+            if later and (best < 0 or keys[e] > keys[best]):
                 best = np.int64(e)
         last = max(best, np.int64(0))  # comparisons with NaN find none
-        last_score = scores_[last]
-        of_chosen += exp32(last_score - largest)
+        last_key = keys[last]
+        of_chosen += scores_[last]
         at = n
         while at > 0 and choice_[2 * (at - 1)] > last:
             choice_[2 * at] = choice_[2 * (at - 1)]
             at -= 1
         choice_[2 * at] = last
-    if renormalised != 0:
-        total = of_chosen
+    if row[ExpertsField.RENORMALISED] != 0:
+        least, added = number(row[ExpertsField.NORM_LEAST]), number(row[ExpertsField.NORM_ADDED])
+        total = max(of_chosen, least * total) + added * total
     for n in range(chosen):
-        floats(choice + 8 * (2 * n + 1))[0] = exp32(scores_[choice_[2 * n]] - largest) / total
+        weight = scores_[choice_[2 * n]] / total * number(row[ExpertsField.FACTOR])
+        if row[ExpertsField.SCALE] != 0:
+            weight *= floats(row[ExpertsField.SCALE])[choice_[2 * n]]
+        floats(choice + 8 * (2 * n + 1))[0] = weight
 
 
 @exact
@@ -186,7 +200,7 @@ def router(p, row, x, thread, threads):
     """ROUTER: scores, divided among the threads, then each thread's own list of every token's experts. row: of
     `ExpertsRow`."""
     experts, rows, hidden = words(row), p[StepField.ROWS], p[StepField.HIDDEN]
-    total, chosen, scores = experts[ExpertsField.COUNT], experts[ExpertsField.CHOSEN], p[StepField.EXPERT_SCORES]
+    total, scores = experts[ExpertsField.COUNT], p[StepField.EXPERT_SCORES]
     first, last = total * thread // threads, total * (thread + 1) // threads
     numbers, weight = p[StepField.ROW_NUMBERS], experts[ExpertsField.ROUTER]
     output_rows(weight, hidden, first, last, x, hidden, rows, _NONE, scores, numbers, total, ZERO)
@@ -197,13 +211,9 @@ def router(p, row, x, thread, threads):
                 floats(scores)[b * total + e] += bias[e]
     barrier(p[StepField.TEAM], threads)
 
+    own = p[StepField.EXPERT_KEYS] + 8 * thread * total
     for b in range(rows):
-        choice = _choice(p, b, thread)
-        choose_experts(scores + 4 * b * total, total, chosen, experts[ExpertsField.RENORMALISED], choice)
-        if experts[ExpertsField.SCALE] != 0:
-            for n in range(chosen):
-                expert = words(choice)[2 * n]
-                floats(choice + 8 * (2 * n + 1))[0] *= floats(experts[ExpertsField.SCALE])[expert]
+        choose_experts(experts, scores + 4 * b * total, own, _choice(p, b, thread))
 
 
 @exact
@@ -228,7 +238,7 @@ def _read_ahead(p, first, total, chosen, choice, thread, threads, tag):
 @exact
 def experts(p, op, x, y, thread, threads, tag):
     """EXPERTS, token by token: the MLPs of the chosen experts and, in the last slot, of the shared one, whose weight is
-    sigmoid(gate); their outputs are added in the order of slots."""
+    1 or sigmoid(gate); their outputs are added in the order of slots."""
     row, first, hidden, team = words(op[OpField.PARAMETERS]), op[OpField.FIRST], p[StepField.HIDDEN], p[StepField.TEAM]
     total, chosen, shared = row[ExpertsField.COUNT], row[ExpertsField.CHOSEN], row[ExpertsField.SHARED_SIZE]
     slots, stride = chosen + (1 if shared != 0 else 0), p[StepField.EXPERT_LENGTH]
@@ -242,8 +252,10 @@ def experts(p, op, x, y, thread, threads, tag):
         if shared != 0:
             weight, gate = choice + 8 * (2 * chosen + 1), row[ExpertsField.SHARED_GATE]
             numbers = p[StepField.ROW_NUMBERS]
-            output_rows(gate, hidden, _NONE, np.int64(1), token, hidden, 1, _NONE, weight, numbers, _NONE, ZERO)
-            floats(weight)[0] = ONE / (ONE + exp32(-floats(weight)[0]))
+            floats(weight)[0] = ONE
+            if gate != 0:
+                output_rows(gate, hidden, _NONE, np.int64(1), token, hidden, 1, _NONE, weight, numbers, _NONE, ZERO)
+                floats(weight)[0] = ONE / (ONE + exp32(-floats(weight)[0]))
         if b > 0:
             barrier(team, threads)  # until all threads have read the lists of the token before
         for n in range(slots):

@@ -9,8 +9,8 @@ sparse_gemv or packed_gemv, with a grid of (programs, pairs of a row and a chose
 expert id and offsets its pointers. Down's reducers add up the partial sums of all chosen experts in order, so results are
 reproducible.
 
-A shared expert is stored after the others, as one or more experts of their size. Its gate is the router's last row, its
-weight the gate's sigmoid. Bytes: the chosen experts' kept channels and the router; rows with the same expert load it
+A shared expert is stored after the others, as one or more experts of their size. Its weight is 1 or the sigmoid of its gate,
+the router's last row. Bytes: the chosen experts' kept channels and the router; rows with the same expert load it
 again.
 """
 
@@ -86,10 +86,23 @@ class ExpertLinear:
         return FusedLinear(weight, bias, self.scales[expert], self.thresholds[expert], self.dense)
 
 
+class Choice(NamedTuple):
+    """The constants of a `Router` in the kernels."""
+
+    experts: int
+    chosen: int
+    shared: int
+    gated: bool  # the shared experts' weight is the sigmoid of another logit, not 1
+    norm: tuple[float, float] | None  # None: not renormalised
+    sigmoid: bool
+    factor: float
+    wide: bool
+
+
 class Router(NamedTuple):
     """How a block's experts are chosen."""
 
-    weight: Tensor  # (E, K) of dtype; with a shared expert (E + 1, K), its gate's row last
+    weight: Tensor  # (E, K) of dtype; with a gate of the shared experts (E + 1, K), its row last
     experts: int  # E
     chosen: int  # k
     shared: int  # experts, after the others, that every row uses; 0 or more
@@ -97,6 +110,11 @@ class Router(NamedTuple):
     multiplier: float = 1.0  # of n
     bias: Tensor | None = None  # (E,) of the logits
     expert_scale: Tensor | None = None  # (E,), factors of the experts' weights
+    choice_bias: Tensor | None = None  # (E,) float32, added to the scores for the choice
+    sigmoid: bool = False  # scores are the logits' sigmoids, not their softmax
+    norm: tuple[float, float] = (0.0, 0.0)  # the sum is at least the first; the second is added to it
+    factor: float = 1.0  # of the weights
+    wide: bool = False  # logits are float32, not rounded to the dtype of x
 
     @property
     def total(self) -> int:
@@ -104,19 +122,19 @@ class Router(NamedTuple):
         return self.chosen + self.shared
 
     @property
-    def choice(self) -> tuple[int, int, int, bool]:
-        """The constants of the choice, as the kernels take them."""
-        return self.experts, self.chosen, self.shared, self.renormalised
+    def choice(self) -> Choice:
+        norm, gated = self.norm if self.renormalised else None, len(self.weight) > self.experts
+        return Choice(self.experts, self.chosen, self.shared, gated, norm, self.sigmoid, self.factor, self.wide)
 
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def _router_kernel(
-    inputs, weight_ptr, bias_ptr, scale_ptr, logit_ptr, counter_ptr, routing, eps, ssq_parts,  # scale_ptr: of experts
+    inputs, weight_ptr, bias_ptr, scale_ptr, choice_bias_ptr, logit_ptr, counter_ptr, routing, eps, ssq_parts,
     K: tl.constexpr, SSQ_PAD: tl.constexpr, MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-    CHOICE: tl.constexpr,  # `Router.choice`
+    choice: tl.constexpr,  # Choice
 ):  # fmt: skip
     K_PAD: tl.constexpr = triton.next_power_of_2(K)
-    ROWS: tl.constexpr = CHOICE[0] + (1 if CHOICE[2] > 0 else 0)
+    ROWS: tl.constexpr = choice.experts + (1 if choice.gated else 0)
     row = tl.program_id(1)
     k = tl.arange(0, K_PAD)
     expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -135,62 +153,82 @@ def _router_kernel(
     logit = tl.sum(x.to(tl.float32)[None, :] * w.to(tl.float32), axis=1)
     if bias_ptr is not None:
         logit += tl.load(bias_ptr + expert, mask=expert < ROWS, other=0.0).to(tl.float32)
-    logit = logit.to(dtype).to(tl.float32)
+    if not choice.wide:
+        logit = logit.to(dtype).to(tl.float32)
     logit_ptr += row * ROWS
     tl.store(logit_ptr + expert, logit, mask=expert < ROWS)
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel")
     if arrived == (ROWS + BLOCK - 1) // BLOCK - 1:
         tl.store(counter_ptr + row, 0)
-        _choose(logit_ptr, scale_ptr, row, routing, dtype, CHOICE)
+        _choose(logit_ptr, scale_ptr, choice_bias_ptr, row, routing, dtype, choice)
 
 
 @triton.jit
-def _choose(logit_ptr, scale_ptr, row, routing, dtype: tl.constexpr, CHOICE: tl.constexpr):
+def _score(logit, largest, total, dtype: tl.constexpr, choice: tl.constexpr):
+    if choice.sigmoid:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+        return score if choice.wide else score.to(dtype).to(tl.float32)
+    return tl.exp(logit - largest) / total
+
+
+@triton.jit
+def _choose(logit_ptr, scale_ptr, choice_bias_ptr, row, routing, dtype: tl.constexpr, choice: tl.constexpr):
     """Choose a row's experts and compute their weights, with the roundings of transformers."""
-    E: tl.constexpr = CHOICE[0]
-    CHOSEN: tl.constexpr = CHOICE[1]
-    SHARED: tl.constexpr = CHOICE[2]
-    RENORMALISED: tl.constexpr = CHOICE[3]
+    E: tl.constexpr = choice.experts
+    CHOSEN: tl.constexpr = choice.chosen
+    SHARED: tl.constexpr = choice.shared
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     OTHERS: tl.constexpr = 32
     TOTAL: tl.constexpr = CHOSEN + SHARED
     e = tl.arange(0, E_PAD)
     logit = tl.load(logit_ptr + e, mask=e < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
-    # An expert's rank: the number of experts with a larger logit, or an equal one and a lower id. NaN sorts last.
-    order = tl.where(logit == logit, logit, float("-inf"))
+    largest = tl.max(tl.where(logit == logit, logit, float("-inf")), axis=0)
+    total = tl.sum(tl.where(e < E, tl.exp(logit - largest), 0.0), axis=0)
+    weight = tl.where(e < E, _score(logit, largest, total, dtype, choice), 0.0)
+    # An expert's rank: the number of experts with a larger key (its logit, or score plus bias), or an equal one and a lower
+    # id. NaN sorts last.
+    order = logit
+    if choice_bias_ptr is not None:
+        order = weight + tl.load(choice_bias_ptr + e, mask=e < E, other=0.0)
+    order = tl.where(order == order, order, float("-inf"))
     rank = tl.zeros((E_PAD,), tl.int32)
     for start in tl.static_range(0, E_PAD, OTHERS):
         other = start + tl.arange(0, OTHERS)
         value = tl.load(logit_ptr + other, mask=other < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+        if choice_bias_ptr is not None:
+            value = _score(value, largest, total, dtype, choice)
+            value += tl.load(choice_bias_ptr + other, mask=other < E, other=0.0)
         value = tl.where(value == value, value, float("-inf"))
         higher = (value[None, :] > order[:, None]) & (other < E)[None, :]
         equal = (value[None, :] == order[:, None]) & (other[None, :] < e[:, None])
         rank += tl.sum((higher | equal).to(tl.int32), axis=1)
     wanted = (rank < CHOSEN) & (e < E)
-    weight = tl.where(e < E, tl.exp(logit - tl.max(order, axis=0)), 0.0)
-    weight = weight / tl.sum(weight, axis=0)
-    if RENORMALISED:
-        weight = weight / tl.sum(tl.where(wanted, weight, 0.0), axis=0)
+    if choice.norm is not None:
+        of_chosen = tl.sum(tl.where(wanted, weight, 0.0), axis=0)
+        weight = weight / (tl.maximum(of_chosen, choice.norm[0]) + choice.norm[1])
+    weight = weight * choice.factor
     if scale_ptr is not None:
         weight = weight * tl.load(scale_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     at = row.to(tl.int64) * TOTAL + rank
     tl.store(routing.expert + at, e, mask=wanted)
     tl.store(routing.weight + at, weight.to(dtype).to(tl.float32), mask=wanted)
     if SHARED > 0:
-        gate = tl.load(logit_ptr + E, cache_modifier=".cg").to(tl.float32)
-        gate = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        gate = 1.0
+        if choice.gated:
+            gate = tl.load(logit_ptr + E, cache_modifier=".cg").to(tl.float32)
+            gate = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
         for i in tl.static_range(SHARED):
             tl.store(routing.expert + row.to(tl.int64) * TOTAL + CHOSEN + i, E + i)
             tl.store(routing.weight + row.to(tl.int64) * TOTAL + CHOSEN + i, gate)
 
 
 @triton.jit
-def _choose_kernel(logit_ptr, scale_ptr, routing, CHOICE: tl.constexpr):
-    ROWS: tl.constexpr = CHOICE[0] + (1 if CHOICE[2] > 0 else 0)
+def _choose_kernel(logit_ptr, x_ptr, scale_ptr, choice_bias_ptr, routing, choice: tl.constexpr):  # x_ptr: for its dtype
+    ROWS: tl.constexpr = choice.experts + (1 if choice.gated else 0)
     row = tl.program_id(0)
     logits = logit_ptr + row.to(tl.int64) * ROWS
-    _choose(logits, scale_ptr, row, routing, logit_ptr.dtype.element_ty, CHOICE)
+    _choose(logits, scale_ptr, choice_bias_ptr, row, routing, x_ptr.dtype.element_ty, choice)
 
 
 def launch_router(
@@ -203,7 +241,8 @@ def launch_router(
     ssq_parts = 1 if inputs.ssq is None else inputs.ssq.shape[1]
     rows, k = router.weight.shape
     _router_kernel[(triton.cdiv(rows, _ROUTER_ROWS), len(inputs.x))](
-        inputs, router.weight, router.bias, router.expert_scale, logits, counter, routing, eps, ssq_parts, k,
+        inputs, router.weight, router.bias, router.expert_scale, router.choice_bias, logits, counter, routing, eps,
+        ssq_parts, k,
         max(32, triton.next_power_of_2(ssq_parts)), router.multiplier, _ROUTER_ROWS, pdl, router.choice, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
@@ -213,8 +252,9 @@ def choose_experts(x: Tensor, router: Router) -> Routing:
     """``launch_router`` for the rows x (T, K) of a prompt, already normalized and multiplied."""
     expert = torch.empty(len(x), router.total, dtype=torch.int32, device=x.device)
     routing = Routing(expert, torch.empty_like(expert, dtype=torch.float32))
-    logits = functional.linear(x, router.weight, router.bias)
-    _choose_kernel[(len(x),)](logits, router.expert_scale, routing, router.choice, num_warps=1)
+    logits = functional.linear(x.float() if router.wide else x, router.weight, router.bias)
+    scale, choice_bias = router.expert_scale, router.choice_bias
+    _choose_kernel[(len(x),)](logits, x, scale, choice_bias, routing, router.choice, num_warps=1)
     return routing
 
 

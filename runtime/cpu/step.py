@@ -198,6 +198,7 @@ class Step:
             slots, inner = experts.chosen + 1, planes * max(experts.intermediate_size, experts.shared_size)
             p.expert_slots, p.expert_length = slots, inner
             p.expert_scores = torch.empty(rows, experts.count)
+            p.expert_keys = torch.empty(threads, 2, experts.count)
             p.expert_choice = torch.empty(threads, rows, slots, 2, dtype=torch.int64)
             p.expert_index, p.expert_value = torch.empty(slots, inner, dtype=torch.int32), torch.empty(slots, inner)
             p.expert_count = torch.empty(slots, threads, 2, dtype=torch.int64)
@@ -328,7 +329,9 @@ def _experts(block: Block[Any]) -> ExpertsRow:
     row = ExpertsRow(count=spec.count, chosen=spec.chosen, size=spec.intermediate_size, renormalised=spec.renormalised)
     row.router, row.router_bias = _floats(block.router), _floats(block.router_bias)
     row.scale, row.shared_gate = _floats(block.expert_scale), _floats(gate)
-    row.shared_size = 0 if gate is None else spec.shared_size
+    row.choice_bias, row.sigmoid, row.factor = _floats(block.choice_bias), spec.score == "sigmoid", spec.scale
+    row.norm_least, row.norm_added = spec.norm
+    row.shared_size = 0 if spec.parallel_mlp else spec.shared_size
     return row
 
 

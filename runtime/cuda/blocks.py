@@ -81,8 +81,9 @@ def router_of(block: Block[AnyLinear]) -> Router:
     multiplier = 1.0 if block.router_scale is None else weight.shape[1] ** -0.5
     chosen, shared = experts.chosen, block.gate_up.chosen - experts.chosen
     return Router(
-        weight, experts.count, chosen, shared, experts.renormalised, multiplier, block.router_bias, block.expert_scale
-    )
+        weight, experts.count, chosen, shared, experts.renormalised, multiplier, block.router_bias, block.expert_scale,
+        block.choice_bias, experts.score == "sigmoid", experts.norm, experts.scale, experts.wide,
+    )  # fmt: skip
 
 
 def tensor_of(value: Input) -> Tensor:

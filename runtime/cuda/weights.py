@@ -122,7 +122,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weigh
         head = source.head(config, embedding, "int8" if graded else WEIGHT_TYPES[weights].head)
         blocks = []
         for index in range(config.num_blocks):
-            spec, experts = read_spec(config, index, source.tensor), config.blocks[index].experts
+            spec, experts = read_spec(config, index, stored, dtype), config.blocks[index].experts
             if experts is not None and spec["shared_gate"] is not None:  # stored as the router's last row
                 spec["router"] = torch.cat((spec["router"], spec["shared_gate"]))
             loaded: list[Any] = [
@@ -373,7 +373,7 @@ def staged_reads(
                 pending.append((part, memory, copied, pool.submit(fill, part, memory, copied)))
 
         def read(name: str) -> Tensor:
-            info = checkpoint.tensors[name]
+            info, order = checkpoint.tensors[name], checkpoint.orders.get(name)
             tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
             flat = tensor.view(-1).view(torch.uint8)
             for _ in range(0, info.nbytes, part_bytes):
@@ -385,7 +385,7 @@ def staged_reads(
                 if copied is not None:
                     copied.record()
                 submit(memory, copied)
-            return tensor
+            return tensor if order is None else tensor[list(order)]
 
         try:
             for _ in range(2 * threads):  # half of the buffers being filled, half being copied

@@ -103,13 +103,16 @@ class MtpFiles:
         tensor, config = self.bundle.checkpoint.tensor, mtp_config(self.bundle.config)
         offset, eps = config.architecture.norm_offset, config.rms_norm_eps
 
+        def stored(name: str) -> Tensor:
+            return tensor(MTP + name.removeprefix("model."), device)
+
         def read(name: str) -> Tensor:
-            return tensor(MTP + name.removeprefix("model."), device).to(dtype)
+            return stored(name).to(dtype)
 
         def norm(name: str) -> Tensor:
             return Norm(tensor(name, device), eps, offset).factors
 
-        spec = read_spec(config, 0, read)
+        spec = read_spec(config, 0, stored, dtype)
         shared = ([read(f"{part}.weight") for one in group for part in one.parts] for group in config.shared_inputs(0))
         linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), shared, strict=False))
         for role, group in linears.items():

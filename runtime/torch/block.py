@@ -122,13 +122,6 @@ class DeltaWeights:
     norm: Tensor  # (value_dim,), over each head's output
     eps: float
 
-    def split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """The output of in_proj_qkvz to those of in_proj_qkv and in_proj_z."""
-        delta = self.config
-        values = delta.value_size // delta.key_heads
-        order = delta.order(delta.key_dim, delta.key_dim, values, values)
-        return projected[:, order].split((delta.mixed_size, delta.value_size), dim=-1)
-
     def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, cached: RecurrentState) -> Tensor:
         """The next T positions, (T, value_size), the input of out_proj; updates ``cached`` in place. x: (T, H), the block's
         normed input; mixed: (T, mixed_size), of in_proj_qkv; gate: (T, value_size), of in_proj_z."""
@@ -210,7 +203,7 @@ class Block(Generic[Linear]):
     # Of a block with experts: (E, H), (E,); of a shared expert its projections and gate (1, H).
     router: Tensor | None = None
     router_bias: Tensor | None = None
-    choice_bias: Tensor | None = None  # (E,) or (1, E)
+    choice_bias: Tensor | None = None  # (E,) or (1, E), float32
     shared_gate_up: Linear | None = None
     shared_down: Linear | None = None
     shared_gate: Tensor | None = None
@@ -231,22 +224,24 @@ class Block(Generic[Linear]):
         return self.qkv, self.o, self.gate_up, self.down, *(one for one in shared if one is not None)
 
 
-def read_spec(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> dict[str, Any]:
-    """The fields of a `Block` except its projections; ``read`` loads a tensor by its name in the checkpoint."""
+def read_spec(
+    config: ModelConfig, index: int, read: Callable[[str], Tensor], dtype: torch.dtype
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of a `Block` except its projections; ``read`` loads a tensor by its name in the checkpoint, as stored;
+    ``dtype``: of the activations."""
     eps = config.rms_norm_eps
     found: dict[str, Any] = {one.name: None for one in fields(Block) if one.default is None and one.name not in SHARED}
     parts: dict[str, dict[str, Any]] = {"delta": {}, "conv": {}}
     for field_, one in block_fields(config, index).items():
         mixer, _, name = field_.rpartition(".")
-        tensor = read(one.name)
+        tensor = read(one.name).to(float_dtype(dtype) if one.wide else dtype)
         (parts[mixer] if mixer else found)[name] = Norm(tensor, *config.norm(name)) if one.norm else tensor
     qk_norm, spec = config.architecture.qk_norm, config.blocks[index]
     if qk_norm is not None and not qk_norm.names and not spec.recurrent:
         ones = Norm(found["attention_input"].weight.new_ones(spec.head_dim), eps, offset=False)
         found |= {"q_norm": ones, "k_norm": ones}
-    if "ba" in parts["delta"] and config.delta_net is not None:
-        each = config.delta_net.value_heads // config.delta_net.key_heads
-        parts["delta"] |= zip("ba", parts["delta"].pop("ba")[config.delta_net.order(each, each)].chunk(2), strict=True)
+    if "ba" in parts["delta"]:
+        parts["delta"] |= zip("ba", parts["delta"].pop("ba").chunk(2), strict=True)
     if parts["delta"] and config.delta_net is not None:
         found["delta"] = DeltaWeights(config.delta_net, eps=eps, **parts["delta"])
     if parts["conv"]:
@@ -357,7 +352,8 @@ def _run(
         case block_ops.DeltaNet():
             parts, n = inputs
             assert block.delta is not None
-            mixed, gate = parts if len(parts) == 2 else block.delta.split(parts[0])
+            delta = block.delta.config
+            mixed, gate = parts if len(parts) == 2 else parts[0].split((delta.mixed_size, delta.value_size), dim=-1)
             return block.delta(n, mixed, gate, at.cache.advance(index, at.slot, at.start, at.start + len(n)))
         case block_ops.ShortConv():
             ((projected,),) = inputs
@@ -443,9 +439,10 @@ def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     experts, router = block.spec.experts, block.router
     assert experts is not None
     assert router is not None
-    logits = functional.linear(x, router, block.router_bias)
-    logits = logits.to(float_dtype(x.dtype))
-    probabilities = logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
+    wide = float_dtype(x.dtype)
+    n, router = (x.to(wide), router.to(wide)) if experts.wide else (x, router)
+    logits = functional.linear(n, router, block.router_bias)
+    probabilities = logits.softmax(-1, dtype=wide) if experts.score == "softmax" else logits.sigmoid().to(wide)
     if block.choice_bias is None:
         weights, chosen = probabilities.topk(experts.chosen, dim=-1)
     else:
@@ -474,11 +471,12 @@ def run_experts(
         gate, up = (block.gate_up[index](rows, num_dense) for index in (expert, count + expert))
         output = block.down[expert](activate(config, gate, up), num_dense)
         out.index_add_(0, tokens, output * weights[tokens, rank, None])
-    if block.shared_gate is None or block.shared_gate_up is None or block.shared_down is None:
+    assert block.spec.experts is not None
+    if block.shared_gate_up is None or block.shared_down is None or block.spec.experts.parallel_mlp:
         return out
     gate, up = (linear(x, first_sparse) for linear in block.shared_gate_up)
     shared = block.shared_down[0](activate(config, gate, up), first_sparse)
-    return out + functional.linear(x, block.shared_gate).sigmoid() * shared
+    return out + (shared if block.shared_gate is None else functional.linear(x, block.shared_gate).sigmoid() * shared)
 
 
 def activate(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:

@@ -34,15 +34,17 @@ class TorchDecoder(Decoder):
         config, device, dtype = self.config, self.device, self.dtype
         read = self._read_matrices(bundle, weights)
 
+        stored = partial(bundle.checkpoint.tensor, device=device)
+
         def read_tensor(name: str) -> Tensor:
-            return bundle.checkpoint.tensor(name, device).to(dtype)
+            return stored(name).to(dtype)
 
         self._blocks = blocks = []
         for index in range(config.num_blocks):
             projections = ([one for p in shared for one in read(p)] for shared in config.shared_inputs(index))
             linears: dict[str, Any] = dict(zip((*LINEARS, *SHARED), projections, strict=False))
-            blocks.append(Block(**read_spec(config, index, read_tensor), **linears))
-        self._per_layer = PerLayer.read(config, read_tensor, partial(bundle.checkpoint.tensor, device=device))
+            blocks.append(Block(**read_spec(config, index, stored, dtype), **linears))
+        self._per_layer = PerLayer.read(config, read_tensor, stored)
         self._norm = Norm(read_tensor(f"{config.architecture.final_norm}.weight"), *config.norm("final"))
         self._cache = cache or KVCache(
             config, self.max_batch, self.max_seq_len, device, dtype, self.kv_cache_dtype, self._state_buffers,
