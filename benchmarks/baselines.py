@@ -111,9 +111,7 @@ def rsparse(
             ranks |= {name: choose_rank(view.inputs[name].x, source.weight(name), sparsity) for name in view.names}
     paths = [_Path(source.projections[name], rank) for name, rank in ranks.items() if rank]
     try:
-        allocation = {
-            name: low_rank_sparsity(source.projections[name].weight, sparsity, rank) for name, rank in ranks.items()
-        }
+        allocation = {n: low_rank_sparsity(source.projections[n].weight, sparsity, rank) for n, rank in ranks.items()}
         total = sum(module.weight.numel() for module in source.projections.values())
         always = sum(path.left.numel() + path.right.numel() for path in paths) / total
         yield Baseline(source.projections, _result(source, tokens, allocation), always)

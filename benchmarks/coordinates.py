@@ -167,9 +167,7 @@ def only(levels: SparsityLevels, scope: str, sparsity: float) -> SearchResult | 
     inside = {name: size for name, size in sizes.items() if (".experts." in name) == (scope == "experts")}
     if sparsity * sum(sizes.values()) > MAX_SPARSITY * sum(inside.values()):
         return None
-    spread = allocate(
-        {name: curves[name] for name in inside}, inside, sparsity * sum(sizes.values()) / sum(inside.values())
-    )
+    spread = allocate({n: curves[n] for n in inside}, inside, sparsity * sum(sizes.values()) / sum(inside.values()))
     return run.result(dict.fromkeys(sizes, 0.0) | spread)
 
 

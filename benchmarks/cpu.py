@@ -195,13 +195,9 @@ def prompts(source: Path, bundle_folder: Path, repetitions: int) -> dict[str, An
             decoder = CpuDecoder(bundle, device=torch.device("cpu"), dtype=dtype, max_seq_len=520, weights=weights)
             measure(f"{weights} {kind}", lambda ids, decoder=decoder: decoder.prefill(0, ids, len(ids)))
             decoder.close()
-    best = {
-        length: min(times[f"transformers {kind}"][length] for kind in ("bfloat16", "float32")) for length in lengths
-    }
+    best = {length: min(times[f"transformers {k}"][length] for k in ("bfloat16", "float32")) for length in lengths}
     return {
-        name: {
-            str(length): {"s": seconds, "over_transformers": seconds / best[length]} for length, seconds in row.items()
-        }
+        name: {str(length): {"s": t, "over_transformers": t / best[length]} for length, t in row.items()}
         for name, row in times.items()
     }
 

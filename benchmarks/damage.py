@@ -63,9 +63,7 @@ def convert(source: Path, out: Path) -> None:
 def digests(folder: Path) -> dict[str, str]:
     """Of all files but the model card and the report, which state times."""
     named = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return {
-        name: file_digest(path) for name, path in named.items() if not name.endswith((".md", "report.json", ".png"))
-    }
+    return {n: file_digest(path) for n, path in named.items() if not n.endswith((".md", "report.json", ".png"))}
 
 
 def answer(bundle: Path) -> list[int]:

@@ -178,9 +178,7 @@ def _rounded(kl: float) -> str:
 
 def _measured(quality: dict[str, Any], speed: dict[str, Any]) -> tuple[list[str], list[_Point], _Figures, _Speeds]:
     """Models, points that all of them have, KL by model and point, and tok/s by point where it was measured."""
-    kls = {
-        name: {(row["weights"], row["sparsity"]): row["kl"] for row in rows} for name, rows in quality["models"].items()
-    }
+    kls = {name: {(r["weights"], r["sparsity"]): r["kl"] for r in rows} for name, rows in quality["models"].items()}
     points = [(kind, sparsity) for kind in KINDS for sparsity in (0.0, *LEVELS[kind])]
     points = [point for point in points if all(point in of_model for of_model in kls.values())]
     speeds = {(row["weights"], row["level"]): row["tok_per_s"] for row in speed["rows"]}

@@ -67,9 +67,7 @@ def select(tool: str, only: str) -> list[str]:
     """The names of the cases that a tool watches."""
     wanted = f"({SELECTION[tool]}) and ({only})" if only else SELECTION[tool]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-k", wanted]
-    done = subprocess.run(
-        [*command, *(str(TESTS / file) for file in FILES)], stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run([*command, *(str(TESTS / f) for f in FILES)], stdout=subprocess.PIPE, text=True, check=True)
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 

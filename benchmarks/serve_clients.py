@@ -34,6 +34,7 @@ from serve_soak import address_of
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "pycode-llama-6m"
 MOST = 24
+_REASONS = ("stop", "length", "tool_calls")
 # BEGIN, AFTER (the role) and END mark a turn.
 TEMPLATE = """{%- if tools %}BEGINsystemAFTERcall <tool_call>{"name": ..., "arguments": ...}</tool_call>{{ '\\n' }}
 {%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}END{% endif %}
@@ -98,19 +99,10 @@ class Clients:
     def respond(self, **more: Any) -> Any:
         return self.client.responses.create(model=self.model, input=PROMPT, max_output_tokens=MOST, **more)
 
-    def completion(self) -> bool:
-        return bool(self.complete().choices[0].text)
-
     def completion_streamed(self) -> bool:
         long = {"max_tokens": 300}  # what a small model writes in little time comes in one piece
         pieces = [chunk.choices[0].text for chunk in self.complete(stream=True, **long) if chunk.choices]
         return len(pieces) > 2 and "".join(pieces) == self.complete(**long).choices[0].text
-
-    def several_prompts(self) -> bool:
-        return len(self.complete(prompt=[PROMPT, "import"]).choices) == 2
-
-    def token_ids(self) -> bool:
-        return bool(self.complete(prompt=[50, 60, 70]).choices[0].text)
 
     def logprobs_of_a_completion(self) -> bool:
         found = self.complete(logprobs=2).choices[0].logprobs
@@ -120,9 +112,6 @@ class Clients:
         found = self.complete(echo=True, logprobs=1, max_tokens=1).choices[0]
         return found.text.startswith(PROMPT) and len(found.logprobs.token_logprobs) > 3
 
-    def a_chat(self) -> bool:
-        return bool(self.chat().choices[0].message.content)
-
     def a_chat_streamed_with_usage(self) -> bool:
         *_, last = self.chat(stream=True, stream_options={"include_usage": True})
         return last.usage is not None and last.usage.completion_tokens > 2
@@ -131,9 +120,6 @@ class Clients:
         word = self.chat().choices[0].message.content.split()[1]
         found = self.chat(stop=[word]).choices[0]
         return found.finish_reason == "stop" and word not in found.message.content
-
-    def n(self) -> bool:
-        return len(self.chat(n=2, temperature=1).choices) == 2
 
     def seed(self) -> bool:
         texts = [self.chat(temperature=1.0, seed=seed).choices[0].message.content for seed in (1, 1, 2, 3)]
@@ -161,9 +147,6 @@ class Clients:
         wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
         found = json.loads(self.chat(response_format=wanted, max_tokens=100).choices[0].message.content)
         return set(found) == {"a", "b"} and found["a"] in ("x", "y") and isinstance(found["b"], bool)
-
-    def tools_offered(self) -> bool:
-        return self.chat(tools=[WEATHER]).choices[0].finish_reason in ("stop", "length", "tool_calls")
 
     def tool_required(self) -> bool:
         found = self.chat(tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_tokens=100)
@@ -287,23 +270,23 @@ def raises(kind: type[Exception], ask: Callable[[Any], object], clients: Clients
 
 
 OPENAI: dict[str, Callable[[Any], bool]] = {
-    "`completions`": Clients.completion,
+    "`completions`": lambda c: bool(c.complete().choices[0].text),
     "… streamed, the same text": Clients.completion_streamed,
-    "… of several prompts": Clients.several_prompts,
-    "… of token ids": Clients.token_ids,
+    "… of several prompts": lambda c: len(c.complete(prompt=[PROMPT, "import"]).choices) == 2,
+    "… of token ids": lambda c: bool(c.complete(prompt=[50, 60, 70]).choices[0].text),
     "… `logprobs`": Clients.logprobs_of_a_completion,
     "… `echo` with `logprobs`": Clients.echo_with_logprobs,
-    "`chat.completions`": Clients.a_chat,
+    "`chat.completions`": lambda c: bool(c.text()),
     "… streamed, `include_usage`": Clients.a_chat_streamed_with_usage,
     "… `stop`": Clients.stop,
-    "… `n`": Clients.n,
+    "… `n`": lambda c: len(c.chat(n=2, temperature=1).choices) == 2,
     "… `seed` repeats": Clients.seed,
     "… frequency and presence penalties": Clients.penalties,
     "… `logit_bias`": Clients.logit_bias,
     "… `logprobs` with `top_logprobs`": Clients.logprobs_of_a_chat,
     "… `response_format` `json_object`": Clients.json_object,
     "… `response_format` `json_schema`": Clients.json_schema,
-    "… `tools`, free to call": Clients.tools_offered,
+    "… `tools`, free to call": lambda c: c.chat(tools=[WEATHER]).choices[0].finish_reason in _REASONS,
     "… `tool_choice` `required`": Clients.tool_required,
     "`responses`, streamed": Clients.a_response_streamed,
     "second turn, `cached_tokens`": Clients.cached_tokens,

@@ -86,8 +86,10 @@ def warn_of_absurd_perplexity(source: SourceModel, ids: Tensor, name: str) -> No
     loss = float(torch.nn.functional.cross_entropy(logits, ids[1:].to(logits.device)))
     if loss > math.log(source.config.vocab_size / 3):
         found = f"perplexity {math.exp(min(loss, 700)):.3g}, with {source.config.vocab_size} tokens in the vocabulary"
-        _log.warning("%s: the dense model predicts its calibration text hardly better than guessing (%s): is it trained, and "
-                     "are its weights and tokenizer those that belong together?", name, found)  # fmt: skip
+        _log.warning(
+            f"{name}: the dense model predicts its calibration text hardly better than guessing ({found}): is it trained, "
+            "and are its weights and tokenizer those that belong together?"
+        )
 
 
 def closing_token(tokenizer: Any, ends: Set[int]) -> int | None:
@@ -117,9 +119,7 @@ def probability_of_end(source: SourceModel, closing: int, ends: Set[int]) -> tup
     ids = source.tokenizer.encode(before + answer, add_special_tokens=False)
     logits = source.model(torch.tensor([ids], device=source.device)).logits[0, -1].float()
     probabilities = logits.softmax(-1)
-    return float(probabilities[closing]), max(
-        (float(probabilities[one]) for one in ends if one < len(logits)), default=0.0
-    )
+    return float(probabilities[closing]), max((float(probabilities[i]) for i in ends if i < len(logits)), default=0.0)
 
 
 def end_turns(source: SourceModel, folder: Path) -> dict[str, bytes]:

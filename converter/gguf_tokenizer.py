@@ -79,9 +79,7 @@ class _Vocabulary:
         self.model, self.pre = self.get("model", ""), self.get("pre", "default")
         tokens, types, scores = self.get("tokens", []), self.get("token_type", None), self.get("scores", [])
         self.tokens: list[str] = tokens
-        valid = (
-            isinstance(tokens, list) and 0 < len(tokens) <= vocab_size and all(isinstance(one, str) for one in tokens)
-        )
+        valid = isinstance(tokens, list) and 0 < len(tokens) <= vocab_size and all(isinstance(t, str) for t in tokens)
         if not valid:
             raise self.wrong(
                 "tokens", f"a list of at most {vocab_size:,} texts, as many as there are embeddings", len(tokens)
@@ -205,9 +203,7 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> dict[str, Any]:
     merges = vocabulary.get("merges", [])
     if not isinstance(merges, list) or not all(isinstance(one, str) and one.count(" ", 1) == 1 for one in merges):
         raise vocabulary.wrong("merges", "a list of pairs of tokens", merges)
-    model = _model(
-        vocabulary, vocabulary.tokens, [one.split(" ") for one in merges], ignore_merges=pre in _IGNORE_MERGES
-    )
+    model = _model(vocabulary, vocabulary.tokens, [m.split(" ") for m in merges], ignore_merges=pre in _IGNORE_MERGES)
     parts = _PRE_TOKENIZERS[pre]
     return _document(
         vocabulary,

@@ -387,9 +387,7 @@ def _recipe(plan: Plan, model: Prepared, results: Mapping[float, SearchResult], 
         method=settings.method,
         default=settings.default_of(results),
         levels=tuple(levels),
-        calibration=CalibrationRecord(
-            **{key: getattr(model.tokens, key) for key in CalibrationRecord.__dataclass_fields__}
-        ),
+        calibration=CalibrationRecord(**{k: getattr(model.tokens, k) for k in CalibrationRecord.__dataclass_fields__}),
         search=search,
         versions=library_versions(),
         vision_tensors_left_out=model.checkpoint.vision_tensors,

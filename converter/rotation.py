@@ -67,9 +67,7 @@ def find_rotation(
     head_moments = [zeros(config.num_kv_heads, width, width) for _ in range(config.num_blocks)]
     # One projection of each sublayer: the others share its input.
     first_roles = (config.architecture.qkv[0], "in_proj", config.architecture.gate_up[0])
-    first = {
-        projection.name: projection.chosen for projection in config.projections() if projection.role in first_roles
-    }
+    first = {one.name: one.chosen for one in config.projections() if one.role in first_roles}
     outputs = {one.name: one.block for one in config.projections() if one.role == "o_proj"}
     norms = {name: norm_factors(checkpoint, input_norms[name], "cpu") for name in first}
     flow = BlockFlow(source.model, config, tokens.input_ids, tokens.keep, _BATCH_SIZE)

@@ -66,9 +66,7 @@ def bundle_files(folder: Path, tokenizer: Any) -> dict[str, bytes]:
     if not file.is_file() or any(stated.get(name) != named.get(name) for name in ("bos_token", "eos_token")):
         # The class that reads tokenizer.json as it is.
         config = {**read[_CONFIG], **named, "tokenizer_class": "PreTrainedTokenizerFast"}
-        files[_CONFIG] = dump_json(
-            {key: value for key, value in config.items() if key not in ("auto_map", "vocab_file")}
-        )
+        files[_CONFIG] = dump_json({k: v for k, v in config.items() if k not in ("auto_map", "vocab_file")})
     return files
 
 

@@ -153,9 +153,7 @@ def open_files(
                 f"{INDEX} does not say where {len(moved)} tensor{'s' * (len(moved) > 1)} ({moved[0]!r:.200}) lie: read from "
                 f"{places[moved[0]]}, as transformers does"
             )
-        others = [
-            name for name in os.listdir(folder) if name not in files and re.fullmatch(r"model.*\.safetensors", name)
-        ]
+        others = [n for n in os.listdir(folder) if n not in files and re.fullmatch(r"model.*\.safetensors", n)]
         if others:
             notes.append(f"{min(others)!r:.200} is not read: {INDEX} does not name it")
         return weight_map | places, files, notes

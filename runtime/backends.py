@@ -282,10 +282,8 @@ def load(
         log.info("speculation: %s", config)
     drafter = make_drafter(config, decoder.verify_costs, decoder.draft_cost, ())
     if config.method != "ngram" and not drafter.propose(config.num_speculative_tokens):
-        log.warning(
-            "speculative: no drafts are made: a drafted token takes %.2f of a step, and its verification more than it "
-            "saves", decoder.draft_cost,
-        )  # fmt: skip
+        reason = "a drafted token takes %.2f of a step, and its verification more than it saves"
+        log.warning(f"speculative: no drafts are made: {reason}", decoder.draft_cost)
     model = Model(opened, decoder, text, prefill, config if decoder.speculates else None)
     if max_kl is not None:
         model.choice = choose_level(model, weights, given, supported, max_kl)

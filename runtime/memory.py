@@ -119,9 +119,7 @@ class Paging(NamedTuple):
 def paging_of(config: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str, page_bytes: int | None) -> Paging:
     """``page_bytes``: of mapped pages; None: pages are only counted."""
     kept = [block for block in config.blocks if not block.recurrent and block.kv_from is None]
-    sizes = tuple(
-        padded(sum(padded(size, 16) for _, size in stored_parts(one, dtype, kv_cache_dtype)), 32) for one in kept
-    )
+    sizes = tuple(padded(sum(padded(n, 16) for _, n in stored_parts(one, dtype, kv_cache_dtype)), 32) for one in kept)
     if page_bytes is None:
         return Paging(sizes, PAGE_POSITIONS * max(sizes, default=1))
     # The first page of each block stays mapped: Triton and torch query the driver about its address.

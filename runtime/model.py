@@ -36,9 +36,10 @@ _OTHER_NAMES = {
     **dict.fromkeys(("stop_strings", "stop_token_ids"), "stop"),
     **dict.fromkeys(("num_return_sequences", "best_of"), "n"),
     **dict.fromkeys(("guided_json", "response_format"), "json_schema"),
-    "do_sample": "temperature (0 is greedy)", "guided_grammar": "grammar", "use_chat_template": "chat_template",
-    "repeat_penalty": "repetition_penalty", "bad_words": "bad_words_ids", "output_scores": "logprobs",
-}  # fmt: skip
+}
+_OTHER_NAMES |= {"do_sample": "temperature (0 is greedy)", "guided_grammar": "grammar", "output_scores": "logprobs"}
+_OTHER_NAMES |= {"use_chat_template": "chat_template", "repeat_penalty": "repetition_penalty"}
+_OTHER_NAMES["bad_words"] = "bad_words_ids"
 
 
 # Arguments of `Model.generate` that only prompts through the chat template have.
@@ -76,10 +77,11 @@ class Model(AbstractContextManager["Model"]):
         end = None if text is None or self.thoughts is HARMONY else text.end_of_turn(configured)
         if end is not None:
             self.stop_ids = configured | {end}
+            token = self.tokenizer.token_bytes(end).decode(errors="replace")
             log.warning(
-                "the chat template ends turns with %s, which no configuration names as an end: answers end there too; "
-                "generate continues texts without the template", self.tokenizer.token_bytes(end).decode(errors="replace"),
-            )  # fmt: skip
+                f"the chat template ends turns with {token}, which no configuration names as an end: answers end there "
+                "too; generate continues texts without the template"
+            )
         self.sampling_defaults = self._read_sampling_defaults()
         self.engine = Engine(decoder, text, bundle, speculative)
         self._chat = text is not None and text.template_ends_turns(configured)

@@ -17,10 +17,9 @@ from .tokenizer import partial_marker
 # Names of the template variable that switches thoughts on and off.
 _SWITCHES = ("enable_thinking", "thinking")
 # What a conversation is rendered with anyway, and arguments of transformers' ``apply_chat_template`` that are no variables.
-_NOT_VARIABLES = frozenset([
-    "self", "messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
-    "return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs",
-])  # fmt: skip
+_NOT_VARIABLES = {"self", "messages", "conversation", "add_generation_prompt", "continue_final_message"}
+_NOT_VARIABLES |= {"chat_template", "tokenize", "return_dict", "return_tensors", "padding", "truncation"}
+_NOT_VARIABLES |= {"max_length", "tokenizer_kwargs"}
 
 
 class LogitsMask(Protocol):
@@ -82,10 +81,11 @@ def _tags(opens: str, closes: str, *markers: str) -> ThoughtFormat:
 
 
 HARMONY = HarmonyFormat(
-    "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
     ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"),
     re.compile(rb"<\|channel\|>final[^<]*(<\|constrain\|>[^<]*)?<\|message\|>$"),
-)  # fmt: skip
+)
 # Qwen3, QwQ, DeepSeek R1, GLM-4.5, SmolLM3, EXAONE 4, Hunyuan, ERNIE; Magistral; Seed-OSS; Gemma 4.
 FORMATS = (
     _tags("<think>", "</think>"),

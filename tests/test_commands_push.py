@@ -105,9 +105,7 @@ def test_push_then_use_by_hub_id_on_another_cache(
     assert (code, "holds no model at revision" in said) == (4, True), said
 
 
-def test_a_dry_run_shows_what_would_go_and_asks_nothing(
-    standin: HubStandIn, bundle: Path, tmp_path: Path, run: Run
-) -> None:
+def test_a_dry_run_shows_what_would_go(standin: HubStandIn, bundle: Path, tmp_path: Path, run: Run) -> None:
     copy = shutil.copytree(bundle, tmp_path / "bundle")
     (copy / "notes.txt").write_text("mine")
     code, out, said = run("push", copy, "alice/tiny-50", "--dry-run")

@@ -73,9 +73,7 @@ def test_right_weights_are_centred(name: str, tmp_path: Path) -> None:
     require_centred_weights(source, "tiny")
 
 
-def test_a_perplexity_near_guessing_is_said(
-    example_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_perplexity_near_guessing(example_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = load_source(example_model, device="cpu")
     text = torch.tensor(source.tokenizer.encode("def add(a, b):\n    return a + b\n\n\nfor i in range(10):\n"))
     with caplog.at_level(logging.WARNING, "wisparse"):

@@ -120,7 +120,7 @@ def test_an_estimate_for_the_whole(search: str, said: bool, model: Path, out: Pa
     lines = [line for line in err.splitlines() if "in all" in line]
     assert len(lines) == said
     assert all(
-        re.fullmatch(r" *\d+ s elapsed  About [\d.e-]+ minutes in all \(half to twice that\)", line) for line in lines
+        re.fullmatch(r" *\d+ s elapsed  About [\d.e-]+ minutes in all \(half to twice that\)", one) for one in lines
     )
 
 

@@ -211,9 +211,7 @@ def test_without_a_terminal_a_stage_prints_a_line_now_and_then(
         assert lines == []
 
 
-def test_bars_fit_80_columns_and_name_their_times(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bars_fit_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     progress = processes.Progress(True)
     for title in ("Checking", "Writing calibration text", "Refinement", "Inside", "Measuring"):

@@ -31,9 +31,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 def quantised(kind: str, stages: Stages) -> tuple[object, dict[str, torch.Tensor]]:
     source = tiny_source(**SIZES)
     matrices = quantise_weights(source, tiny_tokens(), kind, torch.bfloat16, stages)
-    return source, {
-        n: torch.cat((m.codes.view(torch.uint8).flatten(), m.scales.flatten())) for n, m in matrices.items()
-    }
+    return source, {n: torch.cat((m.codes.view(torch.uint8).flatten(), m.scales.ravel())) for n, m in matrices.items()}
 
 
 def inputs(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

@@ -151,9 +151,7 @@ def test_every_operation_has_a_family(bundles: Bundles) -> None:
     assert set(OPERATIONS) == set(block_ops.Op.__subclasses__())
     for operation, name in OPERATIONS.items():
         config = Bundle.open(bundles.bundle(name, "uniform")).config
-        assert operation in {
-            type(op) for index in range(config.num_blocks) for op in block_ops.block_ops(config, index)
-        }
+        assert operation in {type(op) for i in range(config.num_blocks) for op in block_ops.block_ops(config, i)}
 
 
 def numba_answer(bundle: Path, prompt: list[int], count: int) -> tuple[list[int], list[list[float]]]:

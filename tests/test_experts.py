@@ -97,9 +97,7 @@ def cut(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         (cut, r"down_proj: expected shape \(6, 64, 40\), found \(5, 64, 40\)"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_a_weight_is_read(
-    source: Path, tmp_path: Path, change: Any, words: str
-) -> None:
+def test_what_does_not_fit_is_refused_before_reading(source: Path, tmp_path: Path, change: Any, words: str) -> None:
     apply = (lambda config, tensors: config.update(change)) if isinstance(change, dict) else change
     with pytest.raises(UnsupportedModelError, match=words):
         Checkpoint.open(changed(source, tmp_path / "changed", apply), complete=full_config)
@@ -183,9 +181,7 @@ def test_graded_experts(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     count = 4 if INTERPRETED else 12
     for _ in range(count):
         text = torch.cat((text, codes.model(text[None]).logits[0, -1:].argmax(-1)))
-    matrices = {
-        name: bundle.checkpoint.matrix(f"{name}.weight") for p in bundle.config.projections() for name in p.parts
-    }
+    matrices = {n: bundle.checkpoint.matrix(f"{n}.weight") for p in bundle.config.projections() for n in p.parts}
     read = read_in_planes(codes, matrices)
     torch.testing.assert_close(read.model(prompt[None]).logits[0], expected[8], rtol=1e-4, atol=1e-4)
     masks: Any = None
@@ -266,9 +262,7 @@ def test_experts_larger_than_memory_are_mapped_from_a_file(
                 monkeypatch.setattr(f"wisparse.{place}.available_bytes", lambda device, free=free: free)
             caplog.clear()
             decoder = cpu_decoder(bundle, "numba", weights=weights, max_seq_len=None)
-            said = [
-                text for text in caplog.messages if re.search(r"experts of .* mapped from a file in .* tok/s", text)
-            ]
+            said = [one for one in caplog.messages if re.search(r"experts of .* mapped from a file in .* tok/s", one)]
             assert (len(said), os.listdir(folder)) == (int(free == 600_000 and weights == "native"), [])
             found.append(greedy(decoder, PROMPT, 8)[1])
         assert torch.equal(*found)

@@ -208,9 +208,7 @@ def two_renames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("how", ["new", "one_step", "two_renames"])
 @pytest.mark.parametrize("interrupt", [False, True])
-def test_stopped_at_every_single_step(
-    interrupt: bool, how: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_stopped_at_every_step(interrupt: bool, how: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Whatever stands at OUT is one of the two, whole; the next run ends as if nothing had happened."""
     number, old, before = 0, how != "new", None
     if old:

@@ -74,9 +74,7 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_plain_transformers_loads_it_dense_and_silently(
-    tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_transformers_loads_it_dense_and_silently(tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import transformers
 
     logging.getLogger("transformers").propagate = True

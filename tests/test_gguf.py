@@ -102,9 +102,8 @@ def test_rotary_scaling(name: str, metadata: dict[str, Any], rope: dict[str, Any
 
 def test_ends_and_templates(tmp_path: Path) -> None:
     templates = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": "{{ tools }}"}
-    write_gguf(
-        "llama", tmp_path / "m.gguf", metadata={**templates, "general.sampling.temp": 0.7, "general.license": "mit"}
-    )
+    more = {"general.sampling.temp": 0.7, "general.license": "mit"}
+    write_gguf("llama", tmp_path / "m.gguf", metadata={**templates, **more})
     source = open_source(str(tmp_path / "m.gguf"), None, None)
     documents = small_files(tmp_path / "m.gguf")
     # The field's, the turn's, and the one that only its text tells.
@@ -207,18 +206,21 @@ def test_token_ids_are_those_of_sentencepiece(architecture: str, prefix: bool, t
 @pytest.mark.parametrize(("dtype", "weights"), [("float32", "native"), ("auto", "native"), ("auto", "int8")])
 def test_conversion(dtype: str, weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_gguf("llama-3.1", tmp_path / "m.gguf", "Q4_K", {"general.license": "apache-2.0"})
-    arguments = [
-        tmp_path / "m.gguf",
-        "-o",
-        tmp_path / "out",
-        "--dtype",
-        dtype,
-        "--weights",
-        weights,
+    arguments = [tmp_path / "m.gguf", "-o", tmp_path / "out", "--dtype", dtype, "--weights", weights]
+    arguments += [
         "--rotation",
         "none",
+        "--sparsity",
+        "0",
+        "--search",
+        "uniform",
+        "--num-samples",
+        "2",
+        "--seq-len",
+        "16",
+        "--device",
+        "cpu",
     ]
-    arguments += ["--sparsity", "0", "--search", "uniform", "--num-samples", "2", "--seq-len", "16", "--device", "cpu"]
     with pytest.raises(SystemExit) as ended:
         convert_main([*map(str, arguments)])
     assert not ended.value.code
@@ -292,18 +294,8 @@ def test_damaged_files(tmp_path: Path) -> None:
         "data": whole[:-500], "big-endian": whole[:4] + whole[4:8][::-1] + whole[8:], "version": whole[:4] + b"\x09" + whole[5:],
         "tensors": whole[:8] + huge + whole[16:], "keys": whole[:16] + huge + whole[24:], "name": whole[:24] + huge + whole[32:],
     }  # fmt: skip
-    words = [
-        "found b''",
-        "Git LFS",
-        "not a GGUF file",
-        "cut off",
-        "cut off",
-        "big-endian",
-        "version 9",
-        "claims",
-        "claims",
-        "cut off",
-    ]
+    words = ["found b''", "Git LFS", "not a GGUF file", "cut off", "cut off", "big-endian", "version 9"]
+    words += ["claims", "claims", "cut off"]
     for (name, data), said in zip(damaged.items(), words, strict=True):
         (tmp_path / f"{name}.gguf").write_bytes(data)
         with pytest.raises(UnsupportedModelError, match=said):

@@ -59,9 +59,7 @@ def test_side_by_side_kernels_are_compiled_and_not_run(monkeypatch: pytest.Monke
     assert JITFunction.run is run
 
 
-def test_compilations_run_in_processes_and_leave_what_is_found_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_compilations_run_in_processes_and_stay_found_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def compile_one(index: int) -> int:
         with open(tmp_path / str(index), "a", encoding="utf-8") as file:
             file.write(f"{os.getpid()} ")

@@ -53,9 +53,7 @@ def test_figures_by_hand() -> None:
 def test_figures_are_those_of_evaluate_text() -> None:
     texts = [torch.arange(300) % 7, torch.arange(40) % 5]  # the first is longer than a piece
     models = [lambda ids, start, seed=seed: _random(400, 11, seed=seed)[: len(ids)] for seed in (1, 2)]
-    rows = [
-        token_figures(models[0](ids, 0), models[1](ids, 0), torch.cat((ids[1:], torch.tensor([-1])))) for ids in texts
-    ]
+    rows = [token_figures(models[0](x, 0), models[1](x, 0), torch.cat((x[1:], torch.tensor([-1])))) for x in texts]
     found = divergence(rows)
     wanted = evaluate_text(models[1], texts, ["all"], reference=models[0])["all"].overall
     estimates = (found.kl, found.top1_agreement)
@@ -117,9 +115,7 @@ def test_cache_of_a_folder_that_is_gone_or_read_only(
 
 
 @pytest.mark.parametrize("name", ["reference", "model"])
-def test_logits_that_are_no_numbers(
-    example_model: Path, tmp_path: Path, run: Run, stdlib_files: Any, name: str
-) -> None:
+def test_logits_that_are_nan(example_model: Path, tmp_path: Path, run: Run, stdlib_files: Any, name: str) -> None:
     """NaN is no token to leave out of a mean."""
     places = {"reference": example_model, "model": example_model, name: tmp_path / "broken"}
     shutil.copytree(example_model, tmp_path / "broken")
@@ -146,17 +142,8 @@ def test_logits_at_the_ends_of_their_range() -> None:
 def test_models_of_all_kinds(
     bundle: Path, example_model: Path, run: Run, cache: Path, stdlib_files: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = (
-        "--text",
-        stdlib_files["evaluation"][0],
-        "--num-samples",
-        3,
-        "--seq-len",
-        64,
-        "--dtype",
-        "float32",
-        "--json",
-    )
+    text = ("--text", stdlib_files["evaluation"][0], "--num-samples", 3, "--seq-len", 64)
+    text += ("--dtype", "float32", "--json")
     models = ("--model", example_model, "--model", bundle)
     code, out, err = run("eval", "--reference", example_model, *models, "--backend", "torch", *text)
     assert code == 0, err

@@ -215,9 +215,8 @@ def test_thoughts_tools_and_their_results(server: Running, stream: bool) -> None
     turns = [*ASK, {"role": "assistant", "content": found.content}, {"role": "user", "content": results}]
     said = ask(server, turns, stream, extra_body=says("It is cold."), **tools)
     assert ([block.text for block in said.content], said.stop_reason) == (["It is cold."], "end_turn")
-    prompt = (
-        f"weather clock user: def f(x):\nassistant: Well.(cold?){CALLS}\ntool: weather: 5\ntool: clock: 5\nassistant:"
-    )
+    prompt = f"weather clock user: def f(x):\nassistant: Well.(cold?){CALLS}\n"
+    prompt += "tool: weather: 5\ntool: clock: 5\nassistant:"
     counted = client(server).messages.count_tokens(model=NAME, messages=turns, **tools)
     assert counted.input_tokens == len(server.text.encode(prompt, add_special_tokens=False))
     # A conversation that ends with an assistant's message can be counted, too.
@@ -229,9 +228,8 @@ def test_thoughts_tools_and_their_results(server: Running, stream: bool) -> None
 
 
 def test_an_answer_of_a_schema(server: Running) -> None:
-    found = ask(
-        server, extra_body={"output_config": {"format": {"type": "json_schema", "schema": CITY}, "effort": "low"}}
-    )
+    config = {"format": {"type": "json_schema", "schema": CITY}, "effort": "low"}
+    found = ask(server, extra_body={"output_config": config})
     assert json.loads(found.content[0].text)["city"] in ("Rome", "Oslo")
 
 

@@ -310,9 +310,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, chat_bundle: P
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 640), (320, 568), (640, 360), (900, 600)])
-def test_every_control_has_a_name_and_fits_the_window(
-    browser: Browser, server: Running, width: int, height: int
-) -> None:
+def test_controls_have_names_and_fit_the_window(browser: Browser, server: Running, width: int, height: int) -> None:
     tab = opened(browser, server, width=width, height=height)
     ask(tab, "x" * 300)
     tab.until("by('status').textContent.startsWith('Answered')")

@@ -821,9 +821,7 @@ main()
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
 def test_a_signal_before_the_server_runs_ends_it(bundle: Path, number: int, code: int) -> None:
     options = ["serve", str(bundle), "--port", "0", "--backend", "torch", "--max-seq-len", "64"]
-    done = subprocess.run(
-        [sys.executable, "-c", _SIGNALLED, str(int(number)), *options], capture_output=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", _SIGNALLED, f"{number:d}", *options], capture_output=True, timeout=60)
     assert done.returncode == code
     assert b"Traceback" not in done.stderr
 

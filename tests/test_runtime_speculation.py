@@ -264,9 +264,7 @@ def test_a_server_tells_what_was_drafted(chat_bundle: Path) -> None:
         assert "accepted" in footer(answer, model, {})
 
 
-def test_recurrent_models_speculate_where_it_is_asked_for(
-    bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_models_speculate_if_asked(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "_MIN_SPEEDUP", 0.0)  # it drafts although that takes longer
     how: dict[str, Any] = {"device": "cpu", "dtype": "float32", "backend": "numba", "max_seq_len": 160}
     answers, every = [], {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 1}

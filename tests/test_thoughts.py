@@ -171,17 +171,8 @@ def test_a_grammar_begins_after_the_thought_that_the_answer_opens() -> None:
 
 
 def test_a_budget_of_channels_ends_with_the_thought() -> None:
-    spelled = [
-        "a",
-        "<|end|>",
-        "<|start|>",
-        "assistant",
-        "<|channel|>",
-        "final",
-        "<|message|>",
-        "commentary",
-        "analysis",
-    ]
+    spelled = ["a", "<|end|>", "<|start|>", "assistant", "<|channel|>", "final", "<|message|>"]
+    spelled += ["commentary", "analysis"]
     opens, closes = [4, 8, 6], [1, 2, 3, 4, 5, 6]
 
     def limited() -> ThinkingConstraint:
@@ -208,9 +199,7 @@ def model(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield model
 
 
-def test_python_and_terminal_keep_thought_and_answer_apart(
-    model: Any, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_python_and_terminal_keep_thoughts_apart(model: Any, run: Callable[..., tuple[int, str, str]]) -> None:
     talk = [{"role": "user", "content": "2 + 2?"}]
     said: Any = {"grammar": 'root ::= "two and two\\n</think>\\n\\nfour"', "max_new_tokens": 60}
     answer = model.generate(talk, **said)
@@ -289,9 +278,7 @@ def warning_of(server: Running, path: str, **body: Any) -> tuple[int, str]:
     return answer.status, answer.getheader("x-wisparse-warning") or (text if answer.status != 200 else "")
 
 
-def test_a_model_without_thoughts_says_so(
-    example_model: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_models_without_thoughts(example_model: Path, tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
     folder = with_template(example_model, tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}:", 0.3)
     with Running(folder) as server:
         code, said = warning_of(server, "chat/completions", thinking_token_budget=5)

@@ -127,6 +127,16 @@ revision_option = click.option("--revision", help="Branch, tag or commit of a bu
 _SAVE = "Also write the results into the bundle: to its report and its model card."
 save_option = click.option("--save", is_flag=True, help=_SAVE)
 
+_BACKEND = "Implementation of the model; auto is the fastest that supports this model on this machine."
+_KV_CACHE = "Type of the KV cache. One-byte types halve it; of these, int8 costs the least quality."
+_PREFILL = "Which tokens of the prompt are sparse: none, the last half, all. Those of the answer always are."
+_TEMPERATURE = f"0 is greedy decoding.  [default of this and the next four: the model's {FILE}, else greedy]"
+_TOP_P = "Sample from the most likely tokens that together have this probability."
+_MIN_P = "Drop tokens below this fraction of the highest probability."
+_PENALTY = "Above 1: makes tokens of prompt and answer less likely; 1 is off."
+_N = "Answers to a prompt; of several, at temperature 1 unless told otherwise, the chat goes on with the first."
+_LOGPROBS = "Print the log-probability of each token, and the N most likely at its place."
+_THINKING = "Thoughts of a reasoning model, by its chat template's switch; auto is the template's default."
 _LENGTH = "Most tokens of prompt and answer together.  [default: the model's context, if memory allows]"
 _LEVEL = "A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  [default: the bundle's own]"
 _BITS = "A level of a graded bundle: the bits read of a weight, or 8 for the dense model.  [default: the bundle's own]"
@@ -159,28 +169,23 @@ device_options = stacked(
     option_table(
         ("--device", str, "auto", "auto, cpu, cuda or cuda:N."),
         ("--dtype", Dtype(["auto", *DTYPES]), "auto", "Type of the weights in memory; auto is that of the files."),
-        ("--backend", click.Choice(["auto", *BACKENDS]), "auto",
-         "Implementation of the model; auto is the fastest that supports this model on this machine."),
+        ("--backend", click.Choice(["auto", *BACKENDS]), "auto", _BACKEND),
         ("--weights", click.Choice(WEIGHT_TYPES), None, _WEIGHTS),
-        ("--kv-cache-dtype", click.Choice(KV_CACHE_DTYPES), "auto",
-         "Type of the KV cache. One-byte types halve it; of these, int8 costs the least quality."),
+        ("--kv-cache-dtype", click.Choice(KV_CACHE_DTYPES), "auto", _KV_CACHE),
         ("--sparsity", float, None, _LEVEL),
         ("--bits", float, None, _BITS),
         ("--max-seq-len", click.IntRange(min=1), None, _LENGTH),
     ),
     revision_option,
     click.option("-v", "--verbose", is_flag=True, help="Print which back end was chosen, and why."),
-)  # fmt: skip
+)
 
 # The same for sub-commands that generate text, with a prefill policy.
 loading_options = stacked(
     device_options,
     max_kl_option,
-    option_table(
-        ("--prefill", click.Choice(PREFILL_POLICIES), "dense",
-         "Which tokens of the prompt are sparse: none, the last half, all. Those of the answer always are."),
-    ),
-)  # fmt: skip
+    option_table(("--prefill", click.Choice(PREFILL_POLICIES), "dense", _PREFILL)),
+)
 
 _SPECULATIVE = (
     'Speculative decoding, as JSON with keys as in vLLM. Drafts by prompt lookup: {"method": "ngram"}; by an EAGLE-3 head: '
@@ -196,38 +201,30 @@ def speculative_option(default: str) -> Callable[[_F], _F]:
 sampling_options = stacked(
     option_table(
         ("--max-new-tokens", click.IntRange(min=1), 256, "Longest answer, in tokens."),
-        ("--temperature", click.FloatRange(min=0), None,
-         f"0 is greedy decoding.  [default of this and the next four: the model's {FILE}, else greedy]"),
+        ("--temperature", click.FloatRange(min=0), None, _TEMPERATURE),
         ("--top-k", click.IntRange(min=0), None, "Sample from the K most likely tokens; 0: from all."),
-        ("--top-p", click.FloatRange(min=0, max=1, min_open=True), None,
-         "Sample from the most likely tokens that together have this probability."),
-        ("--min-p", click.FloatRange(min=0, max=1), None, "Drop tokens below this fraction of the highest probability."),
-        ("--repetition-penalty", click.FloatRange(0, 100, min_open=True), None,
-         "Above 1: makes tokens of prompt and answer less likely; 1 is off."),
+        ("--top-p", click.FloatRange(min=0, max=1, min_open=True), None, _TOP_P),
+        ("--min-p", click.FloatRange(min=0, max=1), None, _MIN_P),
+        ("--repetition-penalty", click.FloatRange(0, 100, min_open=True), None, _PENALTY),
         ("--seed", click.IntRange(min=0), None, "Seed of the sampling.  [default: a random one]"),
-        ("--n", click.IntRange(1, 64), 1,
-         "Answers to a prompt; of several, at temperature 1 unless told otherwise, the chat goes on with the first."),
-        ("--logprobs", click.IntRange(0, 100), None,
-         "Print the log-probability of each token, and the N most likely at its place."),
+        ("--n", click.IntRange(1, 64), 1, _N),
+        ("--logprobs", click.IntRange(0, 100), None, _LOGPROBS),
         ("--json-schema", TextOrFile(), None, "The answer is JSON of this schema: its text, or @FILE."),
         ("--grammar", TextOrFile(), None, "The answer follows this grammar, Lark or GBNF: its text, or @FILE."),
     ),
     click.option("--stop", multiple=True, help="Stop before this text; may be given several times."),
     click.option("--system-prompt", help="System message, for models with a chat template."),
-)  # fmt: skip
+)
 
 
 thinking_options = stacked(
-    click.option(
-        "--thinking", type=Switch(["auto", "on", "off"]), default="auto", show_default=True,
-        help="Thoughts of a reasoning model, by its chat template's switch; auto is the template's default.",
-    ),
     option_table(
+        ("--thinking", Switch(["auto", "on", "off"]), "auto", _THINKING),
         ("--thinking-budget", click.IntRange(min=0), None, "Most tokens of a thought; then its end is forced."),
         ("--reasoning-effort", str, None, "For chat templates that read it, such as low, medium and high of gpt-oss."),
         ("--chat-template-kwargs", JsonObject(), None, "Further variables of the chat template, as JSON."),
     ),
-)  # fmt: skip
+)
 
 _TEMPLATE = (
     "Use the chat template, or the model's template of this name.  "

@@ -225,10 +225,8 @@ class CudaDecoder(Decoder):
         kv_splits = kv_splits_for(context, rows)
         key = -1, rows, kv_splits
         if key not in self._steps:
-            self._steps[key] = DecodeStep(
-                self.weights, self.config, self._cache, self._parts, rows=rows, kv_splits=kv_splits, verifies=True,
-                head=self.head,
-            )  # fmt: skip
+            model = self.weights, self.config, self._cache, self._parts
+            self._steps[key] = DecodeStep(*model, rows=rows, kv_splits=kv_splits, verifies=True, head=self.head)
         return self._steps[key]
 
     @torch.inference_mode()
@@ -411,10 +409,9 @@ class CudaDecoder(Decoder):
     def new_step(self, rows: int, context: int, tiles: dict[str, Tile] | None = None) -> DecodeStep:
         """A step as of :meth:`step_for` that is not kept; ``tiles``: by role, instead of the chosen ones."""
         rows = triton.next_power_of_2(rows)
-        return (DecodeStep if rows <= self._fused_rows else ManyRowsStep)(
-            self.weights, self.config, self._cache, self._parts, rows=rows, tiles=tiles,
-            kv_splits=kv_splits_for(context, rows), head=self.head,
-        )  # fmt: skip
+        made = DecodeStep if rows <= self._fused_rows else ManyRowsStep
+        model, splits = (self.weights, self.config, self._cache, self._parts), kv_splits_for(context, rows)
+        return made(*model, rows=rows, tiles=tiles, kv_splits=splits, head=self.head)
 
     def _groups(self, slots: Sequence[int]) -> list[Sequence[int]]:
         """Divide the slots of a batch among steps of at most ``_most_rows`` rows."""

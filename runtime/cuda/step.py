@@ -287,10 +287,8 @@ class DecodeStep(BlockLauncher):
 
     def launch_logits(self) -> None:
         weights, ssq = self.weights, self._sums(len(self.weights.blocks) - 1, "down")
-        launch_logits(
-            self.hidden, ssq, weights.norm.factors, weights.head, weights.head_scales, self._logits,
-            eps=self.config.rms_norm_eps, pdl=self.pdl,
-        )  # fmt: skip
+        head = weights.norm.factors, weights.head, weights.head_scales
+        launch_logits(self.hidden, ssq, *head, self._logits, eps=self.config.rms_norm_eps, pdl=self.pdl)
 
     def _pairs(self, block: Block[AnyLinear]) -> int:
         """Rows of the output of gate and up; of experts one for each pair of a row and a chosen expert."""

@@ -421,9 +421,7 @@ class Decoder(Executor, ABC):
             del self.__dict__[name]
 
 
-def verified_settings(
-    token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]
-) -> list[SamplingParams]:  # fmt: skip
+def verified_settings(token_ids: Sequence[Sequence[int]], settings: Sequence[SamplingParams]) -> list[SamplingParams]:
     """The sampling settings of each token of `Decoder.verify`."""
     return [setting for setting, tokens in zip(settings, token_ids, strict=True) for _ in tokens]
 

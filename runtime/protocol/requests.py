@@ -51,10 +51,9 @@ _UNSUPPORTED: Sequence[tuple[str, Sequence[Any]]] = (
 # Fields of OpenAI's API and of other servers that are refused unless they have a neutral value.
 UNSUPPORTED = {field: neutral for fields, neutral in _UNSUPPORTED for field in fields.split()}
 # Fields that clients send and that change no answer.
-IGNORED = {
-    "user", "metadata", "store", "service_tier", "prediction", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "cache_control", "request_id", "priority", "cache_salt", "context_management", "inference_geo", "speed", "betas",
-}  # fmt: skip
+IGNORED = {"user", "metadata", "store", "service_tier", "prediction", "safety_identifier", "prompt_cache_key"}
+IGNORED |= {"prompt_cache_retention", "cache_control", "request_id", "priority", "cache_salt", "context_management"}
+IGNORED |= {"inference_geo", "speed", "betas"}
 MAX_STOPS = 64
 _MAX_INT = 2**63 - 1
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"} | {

@@ -128,10 +128,9 @@ _OPENINGS = (
     "Here is a list of things to {verb}:\n1. The {noun}\n2. The {other}\n",
 )
 _VERBS = ["read", "write", "open", "close", "find", "sort", "merge", "split", "send", "copy", "parse", "count", "build"]
-_NOUNS = [
-    "file", "record", "message", "table", "user", "letter", "garden", "window", "queue", "token", "image", "number",
-    "list", "house", "cache", "server", "river", "field", "book", "engine", "clock", "color", "market", "signal",
-]  # fmt: skip
+_NOUNS = ["file", "record", "message", "table", "user", "letter", "garden", "window", "queue", "token", "image"]
+_NOUNS += ["number", "list", "house", "cache", "server", "river", "field", "book", "engine", "clock", "color"]
+_NOUNS += ["market", "signal"]
 
 
 def make_prompts(count: int, seed: int) -> list[str]:

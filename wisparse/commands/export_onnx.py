@@ -16,16 +16,18 @@ from wisparse.formats.guard import text
 
 from ..options import FOLDER_OR_ID, NEW_FOLDER, open_bundle, option_table, revision_option
 
+_LEVEL = "A sparsity level of the bundle, or 0 for the dense model.  [default: the bundle's own]"
+_DTYPE = "Type of weights and activations; auto is the bundle's own, and float32 for bfloat16."
+
 
 @click.command("export-onnx")
 @click.argument("bundle", type=FOLDER_OR_ID)
 @click.argument("out", type=NEW_FOLDER)
 @option_table(
     ("--opset", click.IntRange(18, 24), 21, "ONNX operator set."),
-    ("--dtype", click.Choice(["auto", "float32", "float16"]), "auto",
-     "Type of weights and activations; auto is the bundle's own, and float32 for bfloat16."),
-    ("--sparsity", float, None, "A sparsity level of the bundle, or 0 for the dense model.  [default: the bundle's own]"),
-)  # fmt: skip
+    ("--dtype", click.Choice(["auto", "float32", "float16"]), "auto", _DTYPE),
+    ("--sparsity", float, None, _LEVEL),
+)
 @click.option("--check/--no-check", default=True, show_default=True, help="Run it and compare it with our runtime.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT, once the new one is complete.")
 @revision_option

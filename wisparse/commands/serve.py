@@ -44,6 +44,13 @@ _ALLOWED = (
     "Host name that clients may use, beside localhost, 127.0.0.1 and [::1]; * for any; may be given several times.  "
     "[default: none on a loopback address, else any]"
 )
+_BATCH = "Requests in a batch: 1 to 64, or as many as fit in memory, up to 32 (8 on a CPU)."
+_MEMORY = "Memory of the KV cache.  [default: 70% of what is free beside the weights, on a CPU a quarter]"
+_CHECKPOINTS = (
+    "Most copies of recurrent states kept for prompts that begin alike.  "
+    "[default: 8 a request, in a quarter of the cache]"
+)
+_KEY_FILE = f"File with the API key that clients have to send.  [default: the variable {_KEY}, else none]"
 
 
 @click.command("serve")
@@ -52,15 +59,12 @@ _ALLOWED = (
     ("--host", str, "127.0.0.1", "Address to listen at; 0.0.0.0: all interfaces."),
     ("--port", click.IntRange(0, 65535), 8000, "0: any free port."),
     ("--alias", str, None, "Name of the model in requests and responses.  [default: the folder's, or the Hub id]"),
-    ("--max-batch", BatchSize(), "auto", "Requests in a batch: 1 to 64, or as many as fit in memory, up to 32 (8 on a CPU)."),
-    ("--kv-cache-memory-bytes", click.IntRange(min=1), None,
-     "Memory of the KV cache.  [default: 70% of what is free beside the weights, on a CPU a quarter]"),
-    ("--state-checkpoints", click.IntRange(min=0), None,
-     "Most copies of recurrent states kept for prompts that begin alike.  [default: 8 a request, in a quarter of the cache]"),
+    ("--max-batch", BatchSize(), "auto", _BATCH),
+    ("--kv-cache-memory-bytes", click.IntRange(min=1), None, _MEMORY),
+    ("--state-checkpoints", click.IntRange(min=0), None, _CHECKPOINTS),
     ("--max-queue", click.IntRange(0, 100_000), 64, "Requests that may wait; more are refused (429)."),
-    ("--api-key-file", click.Path(exists=True, dir_okay=False), None,
-     f"File with the API key that clients have to send.  [default: the variable {_KEY}, else none]"),
-)  # fmt: skip
+    ("--api-key-file", click.Path(exists=True, dir_okay=False), None, _KEY_FILE),
+)
 @click.option("--allowed-host", "hosts", multiple=True, help=_ALLOWED)
 @shared.speculative_option("auto")
 @click.option("--cors", multiple=True, help="Origin whose pages may send requests, * for any; can be repeated.")
