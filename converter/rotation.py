@@ -45,8 +45,7 @@ class Rotation:
 
 def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
     """Why a model cannot be rotated, as a clause; None if it can."""
-    arch = config.architecture
-    norms = arch.norms
+    arch, norms = config.architecture, config.norms
     if norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input:
         return f"the norms of {config.model_type} tie its hidden state to its coordinates"
     if arch.attention_gate or config.delta_net is not None:

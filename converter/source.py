@@ -162,9 +162,9 @@ def weights_of(model: Any, config: ModelConfig) -> dict[str, Tensor]:
             tensors[router] = tensors[f"model.layers.{index}.mlp.gate.weight"]
         bias = None if block.experts is None else block.experts.choice_bias
         if bias is not None and f"model.layers.{index}.{bias}" not in tensors:
-            tensors[f"model.layers.{index}.{bias}"] = tensors[
-                f"model.layers.{index}.{bias.replace('mlp.', 'mlp.gate.')}"
-            ]
+            inside = re.sub("^(mlp|block_sparse_moe)[.]", "mlp.gate.", bias)
+            old = f"model.layers.{index}.{inside}"
+            tensors[f"model.layers.{index}.{bias}"] = tensors[old if old in tensors else old.replace(".gate", "")]
     return tensors
 
 

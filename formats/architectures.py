@@ -32,6 +32,7 @@ class Norms:
     attention_output: str | None = None
     mlp_input: str | None = "post_attention_layernorm"
     mlp_output: str | None = None
+    outputs_key: str | None = None  # config key for whether there are norms of outputs; None: always
 
 
 _BEFORE = Norms()
@@ -46,6 +47,7 @@ class QKNorm:
     per_head: bool = True
     after_rotary: bool = False
     names: tuple[str, ...] = ("q_norm", "k_norm")  # none: without weights
+    key: str | None = None  # config key for whether there are such norms; None: always
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class ExpertsLayout:
     choice_bias_row: bool = False  # (1, E)
     choice_bias_key: str | None = None  # config key for whether there is one; None: always
     scale: str | None = None  # config key of the weights' factor
-    wide: bool = False  # the router's logits are computed in float32, not in the activations' dtype
+    # What is rounded to the activations' dtype: the router's logits, also their scores, or neither.
+    rounded: Literal["logits", "scores"] | None = "logits"
     count: str | None = None  # config key of the number of experts; None: one of transformers' two
     chosen: str = "num_experts_per_tok"
     intermediate_size: str = "moe_intermediate_size"
@@ -70,9 +73,12 @@ class ExpertsLayout:
     shared_gate: str | None = None  # a block's tensor (1, H) that gates it
     # Config key by which some blocks have a dense MLP: every so many blocks have experts, but for ``mlp_only_layers``; each
     # block's kind, ``dense`` or ``sparse``; the number of first blocks; or every so many from one block to another.
-    dense_blocks: Literal["decoder_sparse_step", "mlp_layer_types", "num_dense_layers", "moe_layer_interval"] | None = (
-        None
-    )
+    dense_blocks: (
+        Literal[
+            "decoder_sparse_step", "mlp_layer_types", "num_dense_layers", "first_k_dense_replace", "moe_layer_interval"
+        ]
+        | None
+    ) = None
     module: str = "mlp"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
@@ -226,6 +232,19 @@ _LFM2: dict[str, Any] = {
     "recurrent": "conv",
 }
 _GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "partial": True, "interleaved": True}
+# DeepSeek-V3's router and shared experts; groups of experts are refused.
+_DEEPSEEK: dict[str, Any] = {
+    "renormalised": "norm_topk_prob",
+    "norm_added": 1e-20,
+    "score": "sigmoid",
+    "scale": "routed_scaling_factor",
+    "rounded": None,
+    "choice_bias": "mlp.gate.e_score_correction_bias",
+    "count": "n_routed_experts",
+    "shared_size": "moe_intermediate_size",
+    "shared_count": "n_shared_experts",
+    "shared_module": "shared_experts",
+}
 # A shared expert behind a gate.
 _GATED: dict[str, Any] = {
     "shared_size": "shared_expert_intermediate_size",
@@ -346,19 +365,78 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granite_swa": Architecture(
         "GraniteSWAForCausalLM", **_GRANITE, **_WINDOWS, sinks=True, rope_thetas="layer_rope_theta"
     ),
+    "hyperclovax": Architecture(
+        "HyperCLOVAXForCausalLM",
+        **{**_GRANITE, "logits_multiplier": ("logits_scaling", 1)},
+        norms=Norms(attention_output="post_norm1", mlp_output="post_norm2", outputs_key="use_post_norm"),
+    ),
     "glm": Architecture("GlmForCausalLM", **_GLM),
     "glm4": Architecture(
         "Glm4ForCausalLM",
         **_GLM,
         norms=Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ),
+    "glm4_moe": Architecture(
+        "Glm4MoeForCausalLM",
+        qkv_bias="attention_bias",
+        partial=True,
+        qk_norm=QKNorm(key="use_qk_norm"),
+        experts=ExpertsLayout(**_DEEPSEEK, dense_blocks="first_k_dense_replace"),
+    ),
+    "solar_open": Architecture(
+        "SolarOpenForCausalLM", qkv_bias="attention_bias", partial=True, experts=ExpertsLayout(**_DEEPSEEK)
+    ),
+    "dots1": Architecture(
+        "Dots1ForCausalLM", **_QWEN3, experts=ExpertsLayout(**_DEEPSEEK, dense_blocks="first_k_dense_replace")
+    ),
+    "minimax_m2": Architecture(
+        "MiniMaxM2ForCausalLM",
+        partial=True,
+        qk_norm=QKNorm(per_head=False),
+        experts=ExpertsLayout(
+            True,
+            score="sigmoid",
+            choice_bias="block_sparse_moe.e_score_correction_bias",
+            intermediate_size="intermediate_size",
+            module="block_sparse_moe",
+            names=("w1", "w3", "w2"),
+        ),
+    ),
     "helium": Architecture("HeliumForCausalLM", qkv_bias="attention_bias", mlp_bias="mlp_bias", interleaved=True),
     "seed_oss": Architecture("SeedOssForCausalLM", **{**_BIASES, "o_bias": "attention_out_bias"}, mlp_bias="mlp_bias"),
     "exaone4": Architecture("Exaone4ForCausalLM", **_WINDOWS, norms=_AFTER, qk_norm=QKNorm(), unrotated="full"),
+    "exaone_moe": Architecture(
+        "ExaoneMoeForCausalLM",
+        **_WINDOWS,
+        qk_norm=QKNorm(),
+        unrotated="full",
+        experts=ExpertsLayout(
+            **{
+                **_DEEPSEEK,
+                "choice_bias": "mlp.e_score_correction_bias",
+                "count": "num_experts",
+                "shared_count": "num_shared_experts",
+            },
+            dense_blocks="mlp_layer_types",
+        ),
+    ),
     "hunyuan_v1_dense": Architecture(
         "HunYuanDenseV1ForCausalLM",
         **_BIASES,
         qk_norm=QKNorm(after_rotary=True, names=("query_layernorm", "key_layernorm")),
+    ),
+    "hunyuan_v1_moe": Architecture(
+        "HunYuanMoEV1ForCausalLM",
+        **_BIASES,
+        qk_norm=QKNorm(after_rotary=True, names=("query_layernorm", "key_layernorm")),
+        experts=ExpertsLayout(
+            True,
+            chosen="moe_topk",
+            intermediate_size="intermediate_size",
+            shared_size="intermediate_size",
+            shared_module="shared_mlp",
+            router="gate.wg",
+        ),
     ),
     "ernie4_5": Architecture(
         "Ernie4_5ForCausalLM", qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", interleaved=True
@@ -370,7 +448,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         experts=ExpertsLayout(
             True,
             norm_least="moe_norm_min",
-            wide=True,
+            rounded=None,
             choice_bias="mlp.moe_statics.e_score_correction_bias",
             choice_bias_row=True,
             count="moe_num_experts",
@@ -389,6 +467,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "norm_topk_prob",
             norm_added=1e-6,
             score="sigmoid",
+            rounded="scores",
             choice_bias="feed_forward.expert_bias",
             choice_bias_key="use_expert_bias",
             scale="routed_scaling_factor",

@@ -113,7 +113,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 
     def norm(value: str, weight: str, output: str) -> str:
         """``value``, or the name of its norm if the family has that norm."""
-        if getattr(arch.norms, weight) is None:
+        if getattr(config.norms, weight) is None:
             return value
         found.append(Norm((value,), output, weight))
         return output

@@ -16,6 +16,7 @@ import numpy as np
 
 from . import guard
 from .architectures import WRAPPERS, require_known, text_name
+from .config_fields import read_count
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .lazy import Tensor, torch
 from .manifest import MANIFEST, SIDECAR
@@ -201,12 +202,15 @@ class Checkpoint:
         # Checkpoints also have key and value projections of blocks that use another block's keys and values.
         shared = {f"model.layers.{at}.self_attn" for at, block in enumerate(config.blocks) if block.kv_from is not None}
         unused = {f"{module}.{name}.weight" for module in shared for name in ("k_proj", "v_proj", "k_norm")}
+        # MTP heads that are stored as further blocks: GLM-4.5's.
+        heads = read_count(config_dict, "num_nextn_predict_layers")
+        later = tuple(f"model.layers.{config.num_blocks + at}." for at in range(min(heads, 8)))
         extra, ignored = [name for name in stored if name not in parts and name not in wholes], dict[str, list[str]]()
         if not is_bundle:
             unknown, extra = [name for name in extra if name not in unused], []
             for name in unknown:
                 why = "computed anew" if _COMPUTED.fullmatch(name) else "an MTP head of a kind that is not known here"
-                known = _COMPUTED.fullmatch(name) or name.startswith(MTP)
+                known = _COMPUTED.fullmatch(name) or name.startswith(MTP) or name.startswith(later)
                 (ignored.setdefault(why, []) if known else extra).append(name)
         for why, names in ignored.items():
             notes.append(f"ignored {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}): {why}")

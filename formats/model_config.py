@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .architectures import ARCHITECTURES, MIXERS, Activation, Architecture, ExpertsLayout, Mixer, Power, why_refused
+from .architectures import (
+    ARCHITECTURES,
+    MIXERS,
+    Activation,
+    Architecture,
+    ExpertsLayout,
+    Mixer,
+    Norms,
+    Power,
+    why_refused,
+)
 from .config_fields import LARGEST_DIMENSION, dimension, listed, number, read_count, require, switch
 from .errors import UnsupportedModelError
 from .rope_config import RopeConfig, read_rope
@@ -67,7 +77,7 @@ class Experts:
     choice_bias: str | None = None
     norm: tuple[float, float] = (0.0, 0.0)  # the sum is at least the first; the second is added to it
     scale: float = 1.0  # factor of the weights
-    wide: bool = False  # the logits are computed in float32, not in the activations' dtype
+    rounded: Literal["logits", "scores"] | None = "logits"  # see `ExpertsLayout`
 
 
 @dataclass(frozen=True)
@@ -174,10 +184,17 @@ class ModelConfig:
     short_conv: ShortConv | None = None
     per_layer_size: int = 0  # width of per-layer embeddings; 0: none
     output_eps: float | None = None  # of the norms of outputs; None: ``rms_norm_eps``
+    has_qk_norm: bool = True  # if the family may have it
+    has_output_norms: bool = True
 
     @property
     def architecture(self) -> Architecture:
         return ARCHITECTURES[self.model_type]
+
+    @property
+    def norms(self) -> Norms:
+        norms = self.architecture.norms
+        return norms if self.has_output_norms else replace(norms, attention_output=None, mlp_output=None)
 
     @property
     def has_experts(self) -> bool:
@@ -404,6 +421,8 @@ class ModelConfig:
             short_conv=_short_conv(config) if any(block.mixer == "short_conv" for block in blocks) else None,
             per_layer_size=per_layer_size,
             output_eps=None if arch.output_eps is None else number(config, arch.output_eps, 0, 1, "a small number"),
+            has_output_norms=arch.norms.outputs_key is None or switch(config, arch.norms.outputs_key),
+            has_qk_norm=arch.qk_norm is None or arch.qk_norm.key is None or switch(config, arch.qk_norm.key),
         )
 
 
@@ -517,15 +536,15 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
         layout.choice_bias if biased else None,
         (0.0 if layout.norm_least is None else number(config, layout.norm_least, 0), layout.norm_added),
         1.0 if layout.scale is None else number(config, layout.scale),
-        layout.wide,
+        layout.rounded,
     )
     every, dense = 1, list[int]()
     if layout.dense_blocks == "mlp_layer_types":
         kinds = listed(config, "mlp_layer_types", len(blocks))
         require(set(kinds) <= {"dense", "sparse"}, "mlp_layer_types", "dense or sparse", kinds)
         dense += [index for index, kind in enumerate(kinds) if kind == "dense"]
-    elif layout.dense_blocks == "num_dense_layers":
-        dense += range(read_count(config, "num_dense_layers"))
+    elif layout.dense_blocks in ("num_dense_layers", "first_k_dense_replace"):
+        dense += range(read_count(config, layout.dense_blocks))
     elif layout.dense_blocks == "moe_layer_interval":
         every, last = dimension(config, "moe_layer_interval"), read_count(config, "moe_layer_end_index")
         first = read_count(config, "moe_layer_start_index")

@@ -72,7 +72,7 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
         return TensorSpec(prefix + name, shape, field, norm)
 
     def norms(field: str) -> list[TensorSpec]:
-        name = getattr(arch.norms, field)
+        name = getattr(config.norms, field)
         return [] if name is None else [row(field, f"{name}.weight", hidden, norm=True)]
 
     projections = list(config.projections(index))
@@ -82,7 +82,7 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
     after = {output: norms("attention_output"), "down_proj": norms("mlp_output")}
     mixer = before[output]
     if spec.mixer == "attention":
-        if arch.qk_norm is not None:
+        if arch.qk_norm is not None and config.has_qk_norm:
             sizes = {"q_norm": config.q_size(index)} | ({} if spec.kv_from is not None else {"k_norm": spec.kv_size})
             for (field, size), name in zip(sizes.items(), arch.qk_norm.names, strict=False):
                 size = spec.head_dim if arch.qk_norm.per_head else size
@@ -109,9 +109,11 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
             mixer.append(row("conv.bias", "conv.conv.bias", hidden))
     if experts is not None:
         routing = before[arch.gate_up[0]]
-        routing.append(replace(row("router", experts.router, experts.count, hidden), wide=experts.wide))
+        routing.append(replace(row("router", experts.router, experts.count, hidden), wide=experts.rounded is None))
         if experts.router_bias is not None:
-            routing.append(replace(row("router_bias", experts.router_bias, experts.count), wide=experts.wide))
+            routing.append(
+                replace(row("router_bias", experts.router_bias, experts.count), wide=experts.rounded is None)
+            )
         if experts.choice_bias is not None and arch.experts is not None:
             one_row = (1,) * arch.experts.choice_bias_row
             routing.append(replace(row("choice_bias", experts.choice_bias, *one_row, experts.count), wide=True))

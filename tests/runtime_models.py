@@ -53,6 +53,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cwm": ("cwm", {**_WINDOWS, "head_dim": 24, "rope_parameters": LLAMA3}),
     "internlm3": ("internlm3", {"head_dim": 24, "attention_bias": True, "mlp_bias": True}),
     "iquestcoder": ("iquestcoder", {"head_dim": 24}),
+    "hyperclovax": ("hyperclovax", {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 2.5,
+    }),
+    "hyperclovax-plain": ("hyperclovax", {"use_post_norm": False, "head_dim": 24, "attention_bias": True}),
     "gemma": ("gemma", {"head_dim": 24, "attention_bias": True}),
     "ministral": ("ministral", {**_WINDOWS, "head_dim": 24}),
     "helium": ("helium", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
@@ -124,6 +128,30 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["conv", "full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 40, "num_dense_layers": 1, "routed_scaling_factor": 1.5, "intermediate_size": 96,
     }),
+    "glm4-moe": ("glm4_moe", {
+        "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "use_qk_norm": True,
+        "routed_scaling_factor": 1.5, "attention_bias": True,
+    }),
+    "glm4-moe-plain": ("glm4_moe", {
+        "head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 2,
+        "norm_topk_prob": False,
+    }),
+    "solar-open": ("solar_open", {
+        "head_dim": 24, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+    }),
+    "dots1": ("dots1", {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "sliding_window": 7, "max_window_layers": 1, "routed_scaling_factor": 1.5,
+    }),
+    "exaone-moe": ("exaone_moe", {
+        **_WINDOWS, "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "sliding_window_pattern": None,
+    }),
+    "minimax-m2": ("minimax_m2", {
+        "head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+    }),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"head_dim": 24, "num_experts": 6, "moe_topk": 2, "intermediate_size": 40}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
     "qwen3.5-moe": ("qwen3_5_moe_text", {
@@ -264,7 +292,11 @@ def save_random(auto: Any, config: Any, name: str, out: Path) -> Path:
     torch.manual_seed(len(name))
     model = auto.from_config(config).eval()
     with torch.no_grad():
-        scalars = [pair for pair in model.named_buffers() if pair[0].endswith(("layer_scalar", "expert_bias"))]
+        scalars = [
+            pair
+            for pair in model.named_buffers()
+            if pair[0].endswith(("layer_scalar", "expert_bias", "correction_bias"))
+        ]
         for name, parameter in [*model.named_parameters(), *scalars]:
             # The usual initialisation gives nearly the same logits to every token, and zero biases hide a forgotten one.
             if parameter.dim() == 2:

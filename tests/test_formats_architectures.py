@@ -54,6 +54,8 @@ def test_projections_of_transformers_models_are_found() -> None:
             settings |= GEMMA4 | {"attention_k_eq_v": True}
         if model_type == "lfm2_moe":
             settings |= {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1}
+        if model_type == "dots1":
+            settings |= {"n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 2}
         hf_config = AutoConfig.for_model(**copy.deepcopy({**settings, "model_type": model_type}))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
@@ -64,6 +66,7 @@ def test_projections_of_transformers_models_are_found() -> None:
         left_out = (
             "lm_head.weight",
             "shared_expert_gate.weight",
+            "gate.wg.weight",
             *(f"in_proj_{one}.weight" for one in ("a", "b", "ba")),
         )
         linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -245,7 +248,7 @@ def test_a_file_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        *(({"model_type": name}, "mixture-of-experts") for name in ("dbrx", "glm4_moe", "deepseek_v4", "solar_open")),
+        *(({"model_type": name}, "mixture-of-experts") for name in ("dbrx", "flint", "deepseek_v4", "zaya")),
         ({"model_type": "brand_new", "num_experts": 64}, "'brand_new' is a mixture-of-experts model"),
         ({"model_type": "bert"}, "an encoder, which writes no text"),
         ({"model_type": "t5"}, "an encoder-decoder model"),

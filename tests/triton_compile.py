@@ -444,8 +444,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
            for quant in (("int4", 128, True), ("int8", 0, False))},
         "router": partial(router, arch),
         "router biased": partial(router, arch, bias=empty(129)),
-        "router of sigmoids": partial(router, arch, choice_bias=empty(128, dtype=FP32), sigmoid=True, norm=(0.0, 1e-6), factor=1.5),
-        "router in float32": partial(router, arch, choice_bias=empty(128, dtype=FP32), norm=(1e-12, 0.0), wide=True),
+        "router of sigmoids": partial(router, arch, choice_bias=empty(128, dtype=FP32), sigmoid=True, norm=(0.0, 1e-6), factor=1.5, rounded="scores"),
+        "router in float32": partial(router, arch, choice_bias=empty(128, dtype=FP32), norm=(1e-12, 0.0), rounded=None),
         "router scaled": partial(router, arch, multiplier=0.02, expert_scale=empty(128)),
         **{f"experts {k} {quant[0]} {rows}{' dense' * dense}": partial(experts, arch, k, rows, quant, dense)
            for k in (2048, 768) for quant in (("none", None), ("int8", None), ("int4", 128), ("fp8", None), ("graded", 128))

@@ -79,8 +79,8 @@ def test_the_router_chooses_as_its_twin(dtype, batch, case, k, more):
     elif more:  # as of LFM2; of ERNIE 4.5
         choice_bias, least, added = rows(1, count, torch.float32, seed=8)[0], 0.9 * (more == "choice"), 1e-3
         router = router._replace(choice_bias=choice_bias, norm=(least, added), factor=1.5, sigmoid=more == "sigmoid")
-        router = router._replace(wide=more == "choice")
-        weight = weight.float() if router.wide else weight
+        router = router._replace(rounded="scores" if router.sigmoid else None)
+        weight = weight.float() if router.rounded is None else weight
     router = router._replace(weight=weight)
     total, logits = chosen + shared, torch.full((batch, len(weight)), float("nan"), device=DEVICE)
     found = Routing(

@@ -96,7 +96,7 @@ class Choice(NamedTuple):
     norm: tuple[float, float] | None  # None: not renormalised
     sigmoid: bool
     factor: float
-    wide: bool
+    rounded: str | None
 
 
 class Router(NamedTuple):
@@ -114,7 +114,7 @@ class Router(NamedTuple):
     sigmoid: bool = False  # scores are the logits' sigmoids, not their softmax
     norm: tuple[float, float] = (0.0, 0.0)  # the sum is at least the first; the second is added to it
     factor: float = 1.0  # of the weights
-    wide: bool = False  # logits are float32, not rounded to the dtype of x
+    rounded: str | None = "logits"  # what is rounded to the dtype of x: logits; their "scores" too; None: neither
 
     @property
     def total(self) -> int:
@@ -124,7 +124,7 @@ class Router(NamedTuple):
     @property
     def choice(self) -> Choice:
         norm, gated = self.norm if self.renormalised else None, len(self.weight) > self.experts
-        return Choice(self.experts, self.chosen, self.shared, gated, norm, self.sigmoid, self.factor, self.wide)
+        return Choice(self.experts, self.chosen, self.shared, gated, norm, self.sigmoid, self.factor, self.rounded)
 
 
 @triton.jit(do_not_specialize=["ssq_parts"])
@@ -153,7 +153,7 @@ def _router_kernel(
     logit = tl.sum(x.to(tl.float32)[None, :] * w.to(tl.float32), axis=1)
     if bias_ptr is not None:
         logit += tl.load(bias_ptr + expert, mask=expert < ROWS, other=0.0).to(tl.float32)
-    if not choice.wide:
+    if choice.rounded is not None:
         logit = logit.to(dtype).to(tl.float32)
     logit_ptr += row * ROWS
     tl.store(logit_ptr + expert, logit, mask=expert < ROWS)
@@ -168,7 +168,7 @@ def _router_kernel(
 def _score(logit, largest, total, dtype: tl.constexpr, choice: tl.constexpr):
     if choice.sigmoid:
         score = 1.0 / (1.0 + tl.exp(-logit))
-        return score if choice.wide else score.to(dtype).to(tl.float32)
+        return score.to(dtype).to(tl.float32) if choice.rounded == "scores" else score
     return tl.exp(logit - largest) / total
 
 
@@ -252,7 +252,7 @@ def choose_experts(x: Tensor, router: Router) -> Routing:
     """``launch_router`` for the rows x (T, K) of a prompt, already normalized and multiplied."""
     expert = torch.empty(len(x), router.total, dtype=torch.int32, device=x.device)
     routing = Routing(expert, torch.empty_like(expert, dtype=torch.float32))
-    logits = functional.linear(x.float() if router.wide else x, router.weight, router.bias)
+    logits = functional.linear(x.to(router.weight.dtype), router.weight, router.bias)
     scale, choice_bias = router.expert_scale, router.choice_bias
     _choose_kernel[(len(x),)](logits, x, scale, choice_bias, routing, router.choice, num_warps=1)
     return routing

@@ -82,7 +82,7 @@ def router_of(block: Block[AnyLinear]) -> Router:
     chosen, shared = experts.chosen, block.gate_up.chosen - experts.chosen
     return Router(
         weight, experts.count, chosen, shared, experts.renormalised, multiplier, block.router_bias, block.expert_scale,
-        block.choice_bias, experts.score == "sigmoid", experts.norm, experts.scale, experts.wide,
+        block.choice_bias, experts.score == "sigmoid", experts.norm, experts.scale, experts.rounded,
     )  # fmt: skip
 
 

@@ -440,9 +440,9 @@ def route(block: Block[Any], x: Tensor) -> tuple[Tensor, Tensor]:
     assert experts is not None
     assert router is not None
     wide = float_dtype(x.dtype)
-    n, router = (x.to(wide), router.to(wide)) if experts.wide else (x, router)
-    logits = functional.linear(n, router, block.router_bias)
-    probabilities = logits.softmax(-1, dtype=wide) if experts.score == "softmax" else logits.sigmoid().to(wide)
+    logits = functional.linear(x.to(router.dtype), router, block.router_bias)
+    logits = logits if experts.rounded == "scores" else logits.to(wide)
+    probabilities = (logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()).to(wide)
     if block.choice_bias is None:
         weights, chosen = probabilities.topk(experts.chosen, dim=-1)
     else:
