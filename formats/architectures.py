@@ -212,6 +212,7 @@ _QWEN3_5: dict[str, Any] = {
     **_QWEN3,
     "norm_offset": True,
     "attention_gate": "q_proj",
+    "activations": {"silu": "silu"},  # of the recurrent blocks' convolution too, which knows no other here
     "recurrent": "linear_attention",
     "partial": True,
     "mtp": True,

@@ -133,6 +133,10 @@ def test_what_blocks_have_is_read() -> None:
         ({**GEMMA4, "global_head_dim": 7}, "even"),
         ({"model_type": "hrm_text"}, "model_type 'hrm_text'; the nearest known ones"),  # near to no other name
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh'"),
+        (
+            {"model_type": "qwen3_5_text", "hidden_act": "gelu_pytorch_tanh", "layer_types": ["full_attention"] * 4},
+            "hidden_act: expected 'silu', found",
+        ),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh' or 'gelu'"),
         ({"hidden_size": -1}, "hidden_size: expected a positive integer, found -1"),
         ({"hidden_size": 2**60}, "hidden_size"),
