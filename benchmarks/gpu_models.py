@@ -13,9 +13,11 @@ import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import click
 import torch
@@ -29,7 +31,9 @@ from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.tensors import expected_tensors
 from wisparse.formats.weight_types import interleaved, quantise
 from wisparse.formats.write import write_bundle
+from wisparse.kernels.gpu.expert_gemm import expert_gemm
 from wisparse.kernels.reference import scores
+from wisparse.runtime.cuda import eager
 from wisparse.runtime.cuda import weights as cuda_weights
 from wisparse.runtime.cuda.decoder import CudaDecoder
 
@@ -170,7 +174,7 @@ def calibrate(
     for sparsity in sparsities:
         settings = []
 
-        def observe(group, x, first_sparse, sparsity=sparsity, settings=settings):
+        def observe(group, x, sparsity=sparsity, settings=settings):
             for i in range(len(group.widths) if len(x) else 0):
                 score = scores(x, group.scales[i]).flatten()
                 rank = max(1, round(sparsity * score.numel()))
@@ -181,10 +185,20 @@ def calibrate(
             _switch_dense(decoder, False)
         decoder.cache.grow(0, tokens)
         decoder.cache.begin(0, 0)
-        decoder._observe = observe
-        for _ in decoder._read(decoder._cache, 0, ids, tokens if dense else 0, 0, tokens):
-            pass
-        decoder._observe = None
+
+        def project(block, role, x, first_sparse, observe=observe):
+            observe(getattr(block, role), x)
+            return CudaDecoder.project(decoder, block, role, x, first_sparse)
+
+        def of_experts(x, linear, groups, *others, observe=observe, **options):
+            for index, (first, end) in enumerate(pairwise(groups.offset.tolist())):
+                rows = groups.order[first:end] // linear.chosen
+                observe(linear.one(index), x[rows] if "activation" in options else x[first:end])
+            expert_gemm(x, linear, groups, *others, **options)
+
+        with patch.object(decoder, "project", project), patch.object(eager, "expert_gemm", of_experts):
+            for _ in decoder._read(decoder._cache, 0, ids, tokens if dense else 0, 0, tokens):
+                pass
         found[sparsity] = settings
     return found
 
@@ -199,7 +213,6 @@ def set_sparsity(decoder: CudaDecoder, calibrated: dict, sparsity: float) -> Non
                 group.thresholds.zero_()
     _switch_dense(decoder, sparsity == 0)
     decoder._steps.clear()
-    decoder._dense_weights = decoder._count_dense()
 
 
 def mask_bundle(bundle: SimpleNamespace, decoder: CudaDecoder, calibrated: dict, sparsity: float) -> None:

@@ -463,21 +463,15 @@ def test_closing_twice_at_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("users", "expected"),
-    [
-        ([16, 1, -1, -16], [(True, 16), (True, 1), (True, 16), (False, 1)]),
-        ([16, 1, -16, -1], [(True, 16), (True, 1), (False, 1)]),
-        ([1, 16, 16, -16, -1, -16], [(True, 1), (True, 16), (False, 1)]),
-    ],
+    ("users", "expected"), [("+-", [True, False]), ("++-+--", [True, False]), ("+-++--", [True, False] * 2)]
 )
 def test_measuring_follows_its_users(
-    model: Model, monkeypatch: pytest.MonkeyPatch, users: list[int], expected: list[tuple[bool, int]]
+    model: Model, monkeypatch: pytest.MonkeyPatch, users: str, expected: list[bool]
 ) -> None:
-    """``users``: the ``every`` of each that starts, negative of each that stops."""
-    calls: list[tuple[bool, int]] = []
-    monkeypatch.setattr(model.decoder, "measure_sparsity", lambda enabled, every=1: calls.append((enabled, every)))
+    calls: list[bool] = []
+    monkeypatch.setattr(model.decoder, "measure_sparsity", lambda enabled, every: calls.append(enabled))
     engine = model.engine
-    for every in users:
-        (engine.start_measuring if every > 0 else engine.stop_measuring)(abs(every))
+    for user in users:
+        (engine.start_measuring if user == "+" else engine.stop_measuring)()
     engine.call(int)
     assert calls == expected

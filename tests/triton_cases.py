@@ -15,7 +15,8 @@ import torch
 
 from wisparse.formats.model_config import DeltaNet
 from wisparse.kernels.gpu.attention import AttentionShape, QKNorms, RotaryTables, Rows, launch_attention
-from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
+from wisparse.kernels.gpu.common import Input, KVSplits, Output
+from wisparse.kernels.gpu.count import launch_count
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.gemm import gemm, mask_rows
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
@@ -75,12 +76,12 @@ def make_linear(
 
 def launch(
     linear: FusedLinear, given: Input, target: Output, scratch: Scratch | None = None, *, tile: Tile | None = None,
-    eps: float = 0.0, counting: Counting | None = None, **planned: Any,
+    eps: float = 0.0, **planned: Any,
 ) -> Scratch:  # fmt: skip
     chosen = choose_product(linear.shape, len(target.out), tile=tile, pdl=planned.pop("pdl", False), **planned)
     scratch = scratch or Scratch(DEVICE, target.out.dtype)
     scratch.reserve(chosen)
-    launch_linear(linear, given, target, scratch, chosen, eps=eps, counting=counting)
+    launch_linear(linear, given, target, scratch, chosen, eps=eps)
     return scratch
 
 
@@ -170,23 +171,27 @@ def test_linears_are_the_twins(dtype, tile, batch, shape):
 
 
 @pytest.mark.parametrize(
-    *pairwise(dtype=DTYPES, tile=[TILES[0], TILES[1], replace(TILES[2], lead=1), BATCH_TILES[1]], batch=[1, 2, 5])
+    *pairwise(dtype=DTYPES, batch=[1, 5], k=[130, 1152], given=["plain", "normed", "attention"], idle=[None, 1])
 )
-def test_kept_channels_are_counted_row_by_row(dtype, tile, batch):
-    linear, x = make_linear((128, 37, 80), 130, dtype, 0.6), rows(batch, 130, dtype)
-    cells = torch.full((2, 3, tile.splits), 7, dtype=torch.int64, device=DEVICE)
-    tokens = torch.arange(batch, device=DEVICE) - int(batch > 1)  # the first of several is idle
-    counted = tokens >= 0
-    expected = torch.stack([keep_mask(x[counted], linear.scales[i], linear.thresholds[i]).sum() for i in range(3)])
-    outs, scratch = [], None
-    for turn in (0, 1, 0, None):
-        counting = None if turn is None else Counting(tokens, cells[1 - turn], cells[turn])
-        outs.append(torch.full((batch, 245), float("nan"), dtype=dtype, device=DEVICE))
-        scratch = launch(linear, Input(x), Output(outs[-1]), scratch, tile=tile, counting=counting)
-    assert all(torch.equal(out, outs[-1]) for out in outs)
-    assert_close(outs[0], twin(x, linear), dtype)
-    # The second launch adds to what the first left, and the third to that.
-    assert torch.equal(cells.sum(2) - 7 * tile.splits, torch.stack([3 * expected, 2 * expected]))
+def test_kept_channels_are_counted_row_by_row(dtype, batch, k, given, idle):
+    linear, x, total = make_linear((128, 37, 80), k, dtype, 0.6), rows(batch, k, dtype), torch.tensor([7]).to(DEVICE)
+    tokens = None if idle is None else torch.arange(batch, device=DEVICE) - idle  # the first is idle
+    inputs = Input(x)
+    if given == "normed":
+        norm = (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype)
+        inputs = Input(x, x.float().square().sum(1, keepdim=True), norm)
+        x = norm * (x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-5)).to(dtype)
+    elif given == "attention":  # two splits, each of them x
+        parts, sums = x.float().view(batch, -1, 1, 2).expand(-1, -1, 2, -1).contiguous(), torch.ones(batch, k // 2, 2)
+        inputs = Input(None, attention=KVSplits(parts, sums.to(DEVICE), sums.to(DEVICE)))
+    counted = x if tokens is None else x[tokens >= 0]
+    expected = sum(
+        width * int(keep_mask(counted, linear.scales[i], linear.thresholds[i]).sum())
+        for i, width in enumerate(linear.widths)
+    )
+    for turn in (1, 2):
+        launch_count(linear, inputs, total, tokens=tokens, eps=1e-5, pdl=PDL)
+        assert int(total) - 7 == turn * expected
 
 
 SPINNING = [tile for tile in TILES + BATCH_TILES if tile.reducers]

@@ -36,7 +36,8 @@ from wisparse.kernels.gpu.attention import (
     launch_store_kv,
     launch_store_rows,
 )
-from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
+from wisparse.kernels.gpu.common import Input, KVSplits, Output, Routing
+from wisparse.kernels.gpu.count import launch_count
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
 from wisparse.kernels.gpu.experts import (
@@ -158,23 +159,35 @@ def llama_linear(
     return FusedLinear(weight, None, empty(parts, k, dtype=FP32), empty(parts * planes, dtype=FP32), dense)
 
 
+def input_of(source: str, batch: int, k: int, dtype: torch.dtype = BF16, norm: torch.dtype | None = None) -> Input:
+    x, sums = empty(batch, k, dtype=dtype), empty(batch, k // 128, 16 // batch, dtype=FP32)
+    if source == "attention":
+        return Input(None, attention=KVSplits(empty(*sums.shape, 128, dtype=FP32), sums, sums))
+    return Input(x) if source == "plain" else Input(x, empty(batch, 16, dtype=FP32), empty(k, dtype=norm or dtype))
+
+
+def count(arch: int, group: str, batch: int, quant: tuple[str, int, bool] = ("none", 0, False)) -> None:
+    linear, (k, _, source, _) = llama_linear(group, False, BF16, quant), SHAPES[group]
+    tokens, total = empty(batch, dtype=I64), empty(2, dtype=I64)
+    launch_count(linear, input_of(source, batch, k), total, tokens=tokens, pdl=arch >= 90)
+
+
+def count_experts(arch: int, k: int, rows: int) -> None:
+    expert, total = empty(8, 8, dtype=I32), empty(2, dtype=I64)
+    launch_count(of_experts(k, ("graded", 128), BF16), Input(empty(rows, k)), total, expert=expert, pdl=arch >= 90)
+
+
 def gemv(
     arch: int, tile: Tile | None, group: str, batch: int = 1, dense: bool = False, dtype: torch.dtype = BF16,
-    pdl: bool | None = None, count: bool = False, by_row: bool = False, norm: torch.dtype | None = None,
+    pdl: bool | None = None, by_row: bool = False, norm: torch.dtype | None = None,
     quant: tuple[str, int, bool] = ("none", 0, False), **ends: str,
 ) -> None:  # fmt: skip
-    """The linear as Llama-3.1-8B launches it for ``group``; ``count``: with its kept channels counted; ``by_row``:
-    as vLLM does; ``norm`` (type of the norm's weights), ``source`` and ``target``: as other families do."""
+    """The linear as Llama-3.1-8B launches it for ``group``; ``by_row``: as vLLM does; ``norm`` (type of the norm's weights), ``source`` and ``target``: as other families do."""
     linear, (k, _, source, target) = llama_linear(group, dense, dtype, quant), SHAPES[group]
     if by_row:
         source = target = "plain"
     source, target, splits = ends.get("source", source), ends.get("target", target), 16 // batch
-    sums = empty(batch, k // 128, splits, dtype=FP32)
-    given = {
-        "plain": Input(empty(batch, k, dtype=dtype)),
-        "hidden": Input(empty(batch, k, dtype=dtype), empty(batch, 16, dtype=FP32), empty(k, dtype=norm or dtype)),
-        "attention": Input(None, attention=KVSplits(empty(batch, k // 128, splits, 128, dtype=FP32), sums, sums)),
-    }[source]
+    given, sums = input_of(source, batch, k, dtype, norm), empty(batch, k // 128, splits, dtype=FP32)
     chosen = choose_product(
         linear.shape, batch, gpu=Gpu(arch, 1 << 20), output=target, ssq_parts=16, tile=tile, pdl=pdl,
         **({"kv_splits": splits, "head_dim": 128} if source == "attention" else {}),
@@ -182,10 +195,7 @@ def gemv(
     scratch = Scratch(META, dtype)
     scratch.reserve(chosen)
     out = Output(empty(batch, linear.out_features, dtype=dtype), sums if target == "residual" else None)
-    launch_linear(
-        linear, given._replace(row_mask=empty(batch, dtype=FP32) if by_row else None), out, scratch, chosen,
-        counting=Counting(*(empty(1, dtype=I64) for _ in range(3))) if count else None,
-    )  # fmt: skip
+    launch_linear(linear, given._replace(row_mask=empty(batch, dtype=FP32) if by_row else None), out, scratch, chosen)
 
 
 def attention(
@@ -267,12 +277,11 @@ def experts(
     scratch = Scratch(META, dtype)
     scratch.reserve(chosen)
     pairs, hidden = empty(rows * 8, 768, dtype=dtype), empty(rows, 2048, dtype=dtype)
-    sums, cells = empty(rows, 64, dtype=FP32), empty(1, dtype=I64)
+    sums = empty(rows, 64, dtype=FP32)
     launch_linear(
         linear, Input(hidden, sums, empty(2048, dtype=dtype)) if gate_up else Input(pairs),
         Output(pairs) if gate_up else Output(hidden, sums), scratch, chosen,
         routing=Routing(empty(rows, 8, dtype=I32), empty(rows, 8, dtype=FP32)),
-        counting=None if dense else Counting(cells, cells, cells),
     )  # fmt: skip
 
 
@@ -330,9 +339,6 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
                 dense, ending = kind == "dense", ", as measured" * measured
                 case = f"{kind} {batch}", tile_of(group, kind, measured=measured), group, batch, ending
                 yield linear(*case, dense=dense)
-                if not dense and measured == (arch == 90):
-                    name, build = linear(*case, count=True)
-                    yield f"{name} counting", build
         yield linear("fp32", tile_of(group, "sparse"), group, dtype=FP32)
         yield linear("batch 8 fp32", tile_of(group, "batch"), group, 8, dtype=FP32)
     # Programs without a block of channels, and the least that a spinning reducer may have.
@@ -368,7 +374,7 @@ def linear_cases(arch: int) -> Iterator[tuple[str, partial]]:
             tile, _ = tiles.choose_tile(Gpu(arch, 132), llama_linear(group, dense, dtype, quant).shape, rows)
             name = f"{quant[0]}-{quant[1]} {tiles.regime(rows, dense=dense)} {rows}"
             ends = {"source": "plain", "target": "plain"} if rows > 16 else {}
-            yield linear(name, tile, group, rows, dense=dense, dtype=dtype, quant=quant, count=not dense, **ends)
+            yield linear(name, tile, group, rows, dense=dense, dtype=dtype, quant=quant, **ends)
 
 
 def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
@@ -442,6 +448,10 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "sample capped": partial(draw, dtype=BF16, multiplier=0.125, cap=30.0),
         **{f"codes {rows} {quant[0]}": partial(codes, rows, quant) for rows in (32, 128)
            for quant in (("int4", 128, True), ("int8", 0, False))},
+        **{f"count {group} {batch} {quant[0]}": partial(count, arch, group, batch, quant) for group, batch, quant in (
+            ("qkv", 1, ("none", 0, False)), ("o", 8, ("none", 0, False)), ("down", 1, ("graded", 128, False)),
+        )},
+        **{f"count experts {k}": partial(count_experts, arch, k, rows) for k, rows in ((2048, 8), (768, 64))},
         "router": partial(router, arch),
         "router biased": partial(router, arch, bias=empty(129)),
         "router of sigmoids": partial(router, arch, choice_bias=empty(128, dtype=FP32), sigmoid=True, norm=(0.0, 1e-6), factor=1.5, rounded="scores"),

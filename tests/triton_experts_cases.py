@@ -7,7 +7,8 @@ import torch
 from triton_cases import DEVICE, DTYPES, PDL, assert_close, make_linear, pairwise, rows, twin
 from triton_codes_cases import KINDS, exact_twin, quantized_linear
 
-from wisparse.kernels.gpu.common import Counting, Input, Output, Routing
+from wisparse.kernels.gpu.common import Input, Output, Routing
+from wisparse.kernels.gpu.count import launch_count
 from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
 from wisparse.kernels.gpu.experts import (
     ExpertLinear,
@@ -147,13 +148,10 @@ def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile,
     product = choose_product(linear.shape, batch, output=output, tile=tile, pdl=PDL, clamp=CLAMP)
     scratch, x = Scratch(DEVICE, dtype), rows(batch if gate_up else batch * chosen, k, dtype)
     scratch.reserve(product)
-    counting, tokens = None, torch.arange(batch, device=DEVICE) - int(batch > 1)
-    cells = torch.full((2, batch * chosen, len(widths), product.launch.splits), 7, dtype=torch.int64, device=DEVICE)
+    tokens, read = torch.arange(batch, device=DEVICE) - int(batch > 1), torch.tensor([7], device=DEVICE)
     norm, ssq = (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype), x.float().square().sum(1, keepdim=True)
     outs: list[torch.Tensor] = []
-    for turn in (0, 1):
-        if sparsity:
-            counting = Counting(tokens, cells[1 - turn], cells[turn])
+    for _ in range(2):
         if gate_up:
             out = torch.full((batch * chosen, 72), float("nan"), dtype=dtype, device=DEVICE)
             given, target = Input(x, ssq, norm), Output(out)
@@ -161,7 +159,8 @@ def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile,
             out = rows(batch, 104, dtype, seed=9)
             before, sums = out.double(), torch.full((batch, product.ssq_parts), float("nan"), device=DEVICE)
             given, target = Input(x), Output(out, sums)
-        launch_linear(linear, given, target, scratch, product, routing=routing, eps=eps, counting=counting)
+        launch_linear(linear, given, target, scratch, product, routing=routing, eps=eps)
+        launch_count(linear, given, read, tokens=tokens, expert=routing.expert, eps=eps, pdl=PDL)
         assert (scratch.polled == -1).all()
         assert not scratch.counter.any()
         outs.append(out)
@@ -185,8 +184,7 @@ def test_products_of_the_chosen_experts_are_the_twins(quant, dtype, batch, tile,
         if not gate_up:
             assert_close(out[row], before[row] + total, dtype)
             torch.testing.assert_close(sums.sum(1), out.float().square().sum(1))
-    if sparsity:
-        assert int(cells[1].sum()) - cells[1].numel() * 7 == 2 * kept
+    assert int(read) - 7 == 2 * kept * widths[0]
 
 
 @pytest.mark.parametrize(

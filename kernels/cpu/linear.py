@@ -60,6 +60,12 @@ _ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rou
 
 
 @exact
+def keeps(v, scale, threshold):
+    """1 if the mask keeps a channel of value v, else 0; a NaN is kept."""
+    return 0 if abs(v) * scale < threshold else 1
+
+
+@exact
 def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, value_stride, counts):
     """List the channels lo..hi (graded: their rows of the weight) that any row keeps; returns their number. Adds the
     number that each row keeps to ``counts``, int64."""
@@ -71,12 +77,11 @@ def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, valu
     kept = 0
     if words(projection)[ProjectionField.PLANES] == 2 and rows == 1:
         for k in range(lo, hi):
-            v = x_[k]
-            score = abs(v) * scale_[k] if scale != 0 else _INFINITY
+            v, of = x_[k], scale_[k] if scale != 0 else _INFINITY
             index_[n], value_[n] = np.int32(2 * k), _HIGH * v
-            n += 0 if score < threshold else 1  # a NaN is kept
+            n += keeps(v, of, threshold)
             index_[n], value_[n] = np.int32(2 * k + 1), v
-            n += 0 if score < low else 1
+            n += keeps(v, of, low)
         kept = n
     elif words(projection)[ProjectionField.PLANES] == 2:
         for k in range(lo, hi):
@@ -86,9 +91,7 @@ def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, valu
                 keeping = 0
                 for b in range(rows):
                     v = x_[b * x_stride + k]
-                    keep = 1
-                    if scale != 0 and abs(v) * scale_[k] < limit:
-                        keep = 0
+                    keep = keeps(v, scale_[k], limit) if scale != 0 else 1
                     value_[b * value_stride + n] = factor * v if keep else ZERO
                     keeping += keep
                 n += 1 if keeping else 0
@@ -105,7 +108,7 @@ def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, valu
             v = x_[k]
             index_[n] = np.int32(k)
             value_[n] = v
-            n += 0 if abs(v) * scale_[k] < threshold else 1  # a NaN is kept
+            n += keeps(v, scale_[k], threshold)
         kept = n
     else:
         for k in range(lo, hi):
@@ -113,7 +116,7 @@ def select(x, x_stride, rows, lo, hi, projection, thresholds, index, value, valu
             keeping = 0
             for b in range(rows):
                 v = x_[b * x_stride + k]
-                keep = 0 if abs(v) * scale_[k] < threshold else 1
+                keep = keeps(v, scale_[k], threshold)
                 value_[b * value_stride + n] = v if keep else ZERO
                 keeping += keep
             n += 1 if keeping else 0

@@ -49,8 +49,6 @@ class Channels(NamedTuple):
     threshold: Any  # scalar; of graded weights one for each row
     low: Any  # of ``paired_channels``: scalar, threshold of the low planes
     count: Any  # scalar, number of rows, including those of a last chunk that are K or more
-    cell: Any  # scalar, the program's index in ``Counting``
-    counts: Any  # scalar, whether this program counts: only a projection's first tile does
 
 
 @triton.jit
@@ -114,8 +112,7 @@ def program_channels(inputs, weights, of, problem: tl.constexpr, launch: tl.cons
     scale = k if problem.dense else tl.load(scale_at, mask=live, other=0.0)
     CHUNKS: tl.constexpr = (problem.k + CHUNK - 1) // CHUNK
     count = ((CHUNKS - of.split + launch.splits - 1) // launch.splits) * CHUNK
-    cell = of.projection * launch.splits + of.split
-    return Channels(position, k, live, norm, scale, threshold, threshold, count, cell, of.local == 0)
+    return Channels(position, k, live, norm, scale, threshold, threshold, count)
 
 
 @triton.jit
@@ -133,8 +130,7 @@ def paired_channels(inputs, weights, of, problem: tl.constexpr, launch: tl.const
     scale = tl.load(weights.scales + of.projection * CHANNELS + k, mask=live, other=0.0)
     CHUNKS: tl.constexpr = (CHANNELS + CHUNK - 1) // CHUNK
     count = ((CHUNKS - of.split + launch.splits - 1) // launch.splits) * launch.chunk
-    cell = of.projection * launch.splits + of.split
-    return Channels(position, k, live, norm, scale, high, low, count, cell, of.local == 0)
+    return Channels(position, k, live, norm, scale, high, low, count)
 
 
 @triton.jit
@@ -205,12 +201,12 @@ def load_input(inputs, row, channels, problem: tl.constexpr, dtype: tl.constexpr
 
 @triton.jit
 def choose_channels(
-    inputs, channels, counting, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr,
+    inputs, channels, eps, ssq_parts, problem: tl.constexpr, EACH: tl.constexpr, dtype: tl.constexpr,
     PAIRED: tl.constexpr = False,
 ):  # fmt: skip
-    """For one or two rows: the float32 values of each row at the program's channels, and for each channel ``any_kept``
-    and ``kept_rows``, the number of counted rows that keep it. EACH: values are 0 where their own row drops the
-    channel, and rows are counted. PAIRED: values and masks of the high planes, then of the low ones."""
+    """For one or two rows: the float32 values of each row at the program's channels, whether any row keeps each channel,
+    and the same for low planes. EACH: values are 0 where their own row drops the channel. PAIRED: values of the high
+    planes, then of the low ones."""
     BATCH: tl.constexpr = problem.batch
     CHANNELS: tl.constexpr = problem.k // problem.planes
     NORMED: tl.constexpr = inputs.norm is not None
@@ -223,7 +219,6 @@ def choose_channels(
             squares += (load_squares(inputs.ssq, row, ssq_parts, problem.ssq_pad),)
     keep = channels.position < 0
     keep_low = keep
-    kept_rows = channels.position * 0
     xs = ()
     lows = ()
     for row in tl.static_range(BATCH):
@@ -234,34 +229,28 @@ def choose_channels(
         if not problem.dense:
             keep_row = channels.live & ~drops(inputs, x, channels, row)
             keep = keep | keep_row
-            kept = keep_row.to(tl.int32)
             if PAIRED:
                 keep_row_low = channels.live & ~drops(inputs, x, channels, row, True)
                 keep_low = keep_low | keep_row_low
-                kept += keep_row_low.to(tl.int32)
                 lows += (tl.where(keep_row_low, x.to(tl.float32), 0.0),)
             if EACH:
-                if counting is not None:
-                    kept_rows += tl.where(tl.load(counting.token + row) >= 0, kept, 0)
                 value = tl.where(keep_row, value, 0.0)
         xs += (value,)
-    return xs + lows, keep, keep_low, kept_rows
+    return xs + lows, keep, keep_low
 
 
 @triton.jit
 def store_inputs(
-    values, inputs, channels, counting, eps, ssq_parts,
+    values, inputs, channels, eps, ssq_parts,
     problem: tl.constexpr, LENGTH: tl.constexpr, SHARED: tl.constexpr, dtype: tl.constexpr, SCALE: tl.constexpr = 1.0,
     RUN: tl.constexpr = 1,
 ):  # fmt: skip
     """gdc_wait and gdc_launch, then store each row's masked values at the program's channels, times SCALE, from
-    values[row * LENGTH] on; returns ``values`` after a barrier. Counts the kept channels. RUN: 1, or the RUN of
-    ``smem_store_runs``."""
+    values[row * LENGTH] on; returns ``values`` after a barrier. RUN: 1, or the RUN of ``smem_store_runs``."""
     BATCH: tl.constexpr = problem.batch
     CHANNELS: tl.constexpr = problem.k // problem.planes
     NORMED: tl.constexpr = inputs.norm is not None
-    COUNT: tl.constexpr = counting is not None
-    AT_ONCE: tl.constexpr = 8 if BATCH <= 16 or COUNT else 16  # rows whose inputs are loaded together
+    AT_ONCE: tl.constexpr = 8 if BATCH <= 16 else 16  # rows whose inputs are loaded together
     position = channels.position
     # Called within the loop over the weights, whose prologue has to load them before the wait; the compiler moves no
     # load across tl.extra.cuda.gdc_wait. This asm returns 0, which is added to the pointers loaded after it, as a
@@ -273,10 +262,6 @@ def store_inputs(
             "=r,r", [ssq_parts], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     zero = tl.multiple_of(zero, 16)
-    kept_rows = position * 0
-    kept_before = zero.to(tl.int64)
-    if COUNT:
-        kept_before = tl.load(counting.before + channels.cell, mask=channels.counts, other=0)
     if inputs.attention is not None:
         splits = inputs.attention
         splits = KVSplits(splits.x + zero, splits.maximum + zero, splits.total + zero)
@@ -307,10 +292,7 @@ def store_inputs(
                 if NORMED:
                     x = rms_normalize(x, channels.norm, reciprocal_rms(squares[row - begin], eps, CHANNELS), dtype)
                 if not problem.dense:
-                    dropped = drops(inputs, x, channels, row)
-                    if COUNT:
-                        kept_rows += (channels.live & ~dropped & (tl.load(counting.token + row) >= 0)).to(tl.int32)
-                    x = tl.where(dropped, 0.0, x).to(dtype)
+                    x = tl.where(drops(inputs, x, channels, row), 0.0, x).to(dtype)
                 x = tl.where(channels.live, x, 0.0).to(dtype)
                 if SCALE != 1.0 or problem.planes != 1:
                     x = (plane_value(x, channels.k, problem) * SCALE).to(dtype)
@@ -318,7 +300,4 @@ def store_inputs(
                     smem_store_runs(values, row * LENGTH + position, x, position < LENGTH, RUN)
                 else:
                     smem_store(values, row * LENGTH + position, x, position < LENGTH, SHARED)
-    if COUNT:  # noqa: SIM102 (resolved at compile time)
-        if channels.counts:
-            tl.store(counting.after + channels.cell, kept_before + tl.sum(kept_rows, axis=0))
     return smem_barrier(values, SHARED)

@@ -57,12 +57,6 @@ class Workspace(NamedTuple):
     chosen_expert: Any = None
 
 
-class Counting(NamedTuple):
-    token: Tensor  # (B,) int64, negative for a row that is not counted
-    before: Tensor  # (projections, splits) int64
-    after: Tensor  # the same shape: before + the channels that this launch keeps
-
-
 class Problem(NamedTuple):
     """Compile-time constants: what is computed. Defaults: a product of plain x without ends."""
 

@@ -26,18 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from .common import (
-    Counting,
-    Input,
-    Output,
-    Routing,
-    Weights,
-    Workspace,
-    gdc_wait,
-    load_squares,
-    reciprocal_rms,
-    rms_normalize,
-)
+from .common import Input, Output, Routing, Weights, Workspace, gdc_wait, load_squares, reciprocal_rms, rms_normalize
 from .packed_gemv import packed_gemv_kernel
 from .sparse_gemv import sparse_gemv_kernel
 from .weights import DeviceWeight, FusedLinear, LinearShape, empty_weight
@@ -267,7 +256,7 @@ def scale_offset(expert, of: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def expert_gemv_kernel(
-    inputs, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
+    inputs, weights, output, workspace, eps, ssq_parts,  # as of sparse_gemv_kernel
     routing,  # Routing
     problem: tl.constexpr, launch: tl.constexpr,
     packed: tl.constexpr,  # PackedConfig; None: sparse_gemv_kernel
@@ -331,14 +320,10 @@ def expert_gemv_kernel(
         chosen_expert = routing.expert + row * CHOSEN
     partial = workspace.partial + pair * (launch.splits * N)
     workspace = Workspace(partial, counter, index, value, pair - row * CHOSEN, chosen_weight, chosen_expert)
-    if counting is not None:
-        cells = pair * (PROJECTIONS * launch.splits)
-        counting = Counting(counting.token + row, counting.before + cells, counting.after + cells)
-
     if packed is not None:
-        packed_gemv_kernel(inputs, weights, output, workspace, counting, eps, ssq_parts, problem, launch, packed)
+        packed_gemv_kernel(inputs, weights, output, workspace, eps, ssq_parts, problem, launch, packed)
     else:
-        sparse_gemv_kernel(inputs, weights, output, workspace, counting, eps, ssq_parts, problem, launch)
+        sparse_gemv_kernel(inputs, weights, output, workspace, eps, ssq_parts, problem, launch)
 
 
 def empty_experts(

@@ -45,7 +45,7 @@ MOST_TILES = 1 << 14  # of a launch of ``gemm``: the size of its counter
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def fused_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at least tl.dot's smallest K
-    inputs, weights, output, workspace, counting, eps, ssq_parts, problem: tl.constexpr, launch: tl.constexpr
+    inputs, weights, output, workspace, eps, ssq_parts, problem: tl.constexpr, launch: tl.constexpr
 ):
     K: tl.constexpr = problem.k
     BATCH: tl.constexpr = problem.batch
@@ -69,7 +69,7 @@ def fused_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at 
     channels = program_channels(inputs, weights, of, problem, launch, BLOCK_K)
     values = smem_alloc(SMEM, program) if SHARED else workspace.list_value + program * BATCH * LENGTH
     if not SHARED:
-        values = store_inputs(values, inputs, channels, counting, eps, ssq_parts, problem, LENGTH, SHARED, dtype)
+        values = store_inputs(values, inputs, channels, eps, ssq_parts, problem, LENGTH, SHARED, dtype)
 
     # --- the product
     rows = tl.arange(0, ROWS)
@@ -88,9 +88,7 @@ def fused_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at 
         if SHARED:  # noqa: SIM102 (resolved at compile time)
             # Inside the loop: the compiler's pipeline prologue then loads the first weights before x is waited for.
             if step == 0:
-                values = store_inputs(
-                    values, inputs, channels, counting, eps, ssq_parts, problem, LENGTH, SHARED, dtype
-                )
+                values = store_inputs(values, inputs, channels, eps, ssq_parts, problem, LENGTH, SHARED, dtype)
         x = smem_load(values, row_at + (step * BLOCK_K + lane)[None, :], dtype, SHARED)
         acc = tl.dot(x.to(w.dtype), w, acc, input_precision="ieee")
     if BLOCKS < SPLITS:

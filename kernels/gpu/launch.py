@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import Counting, Input, Output, Routing, Weights, Workspace
+from .common import Input, Output, Routing, Weights, Workspace
 from .experts import ExpertLinear, expert_gemv_kernel
 from .gemm import MOST_TILES, fused_gemm_kernel, gemm, mask_rows
 from .packed_gemv import packed_gemv_kernel
@@ -64,17 +64,16 @@ class Scratch:
 
 def launch_linear(
     linear: FusedLinear | ExpertLinear, inputs: Input, output: Output, scratch: Scratch, product: Product, *,
-    eps: float = 0.0, counting: Counting | None = None, routing: Routing | None = None,
+    eps: float = 0.0, routing: Routing | None = None,
 ) -> None:  # fmt: skip
     """Launch a linear with its ends, after ``scratch.reserve(product)``; nothing is checked or allocated. ``eps``: of the
-    RMSNorm; ``counting``: count the kept channels (of a linear that is not dense). Of experts, by ``routing``: gate_up
-    from (B, K) to (B * k, I), down from (B * k, I) to (B, N); ``counting`` (B * k, projections, splits)."""
+    RMSNorm. Of experts, by ``routing``: gate_up from (B, K) to (B * k, I), down from (B * k, I) to (B, N)."""
     weight, problem, launch, tile = linear.weight, product.problem, product.launch, product.tile
     assert problem is not None
     assert tile is not None
     weights = Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros)
     ssq_parts = 1 if inputs.ssq is None else inputs.ssq.shape[1]
-    shared = inputs, weights, output, scratch.workspace(product), counting, eps, ssq_parts
+    shared = inputs, weights, output, scratch.workspace(product), eps, ssq_parts
     options = {"num_warps": tile.warps, "launch_pdl": problem.pdl and tile.early}
     if routing is not None:
         chosen = routing.expert.shape[1]
@@ -89,15 +88,14 @@ def launch_linear(
 
 
 def multiply(
-    product: Product, linear: FusedLinear, x: Tensor, scratch: Scratch, *, row_mask: Tensor | None = None,
-    counting: Counting | None = None,
-) -> Tensor:  # fmt: skip
+    product: Product, linear: FusedLinear, x: Tensor, scratch: Scratch, *, row_mask: Tensor | None = None
+) -> Tensor:
     """y (M, N) of x (M, K). ``row_mask``: (M,) float32, 1 for a masked row, 0 for one that keeps all channels; None: all
-    are masked. ``counting``: as of ``launch_linear``."""
+    are masked."""
     weight, n, bias = linear.weight, linear.out_features, linear.bias
     if product.fused:
         y = x.new_empty(len(x), n)
-        launch_linear(linear, Input(x, row_mask=row_mask), Output(y), scratch, product, counting=counting)
+        launch_linear(linear, Input(x, row_mask=row_mask), Output(y), scratch, product)
         return y
     if (product.masks or product.copies) and row_mask is None:
         row_mask = scratch.ones[: len(x)]

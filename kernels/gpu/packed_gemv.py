@@ -55,7 +55,7 @@ from .channels import (
     store_inputs,
     tile_columns,
 )
-from .common import Counting, gdc_launch, gdc_wait, issue_loads, smem_alloc, smem_barrier, smem_load, smem_store
+from .common import gdc_launch, gdc_wait, issue_loads, smem_alloc, smem_barrier, smem_load, smem_store
 from .reduction import reduce_tile, store_partial, store_partial4
 from .weights import BLOCK, INT4_ZERO, quant_columns
 
@@ -188,7 +188,7 @@ def keeps_subnormals(device: torch.device, dtype: torch.dtype) -> bool:
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def packed_gemv_kernel(
-    inputs, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
+    inputs, weights, output, workspace, eps, ssq_parts,  # as of sparse_gemv_kernel
     problem: tl.constexpr,
     launch: tl.constexpr,  # chunk a multiple of 16 and of the group
     packed: tl.constexpr,  # PackedConfig
@@ -246,7 +246,7 @@ def packed_gemv_kernel(
     if LISTED:
         clear_lists(base, base + LENGTH * 4, K, BATCH * LENGTH // 2, launch, True)
         gdc_wait(problem.pdl, launch.trigger == 1)
-        kept_rows = _store_list(base, inputs, channels, counting, eps, ssq_parts, problem, launch, packed, dtype)
+        _store_list(base, inputs, channels, eps, ssq_parts, problem, launch, packed, dtype)
         base = smem_barrier(base, True)
         kept_at = base + LENGTH * (4 + 2 * BATCH)
         index = base + 16 * t
@@ -263,7 +263,7 @@ def packed_gemv_kernel(
         prefetch_at = _next_stage(prefetch_at, kept_at, GROUPED, launch, packed)
     if not LISTED and X_TILES == 1:
         values = store_inputs(
-            base, inputs, channels, counting, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
+            base, inputs, channels, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
         )
 
     # --- the product
@@ -282,16 +282,10 @@ def packed_gemv_kernel(
             tile_start = first // SEGMENT * SEGMENT
             if first == tile_start:
                 tile_channels = program_channels(inputs, weights, of, problem, launch, launch.chunk, first)
-                tile_counting = counting
-                if counting is not None:  # tiles after the first add to what the tile before has stored
-                    tile_counting = Counting(
-                        counting.token, tl.where(slot == 0, counting.before, counting.after), counting.after
-                    )
                 base = smem_barrier(base, True)  # all warps have read the tile before
                 values = row_at + store_inputs(
-                    base, inputs, tile_channels, tile_counting, eps, ssq_parts, problem, LENGTH, True, dtype,
-                    packed.value_scale, RUN,
-                )  # fmt: skip
+                    base, inputs, tile_channels, eps, ssq_parts, problem, LENGTH, True, dtype, packed.value_scale, RUN
+                )
         if GROUPED:
             next_scales = _load_scales(
                 weights, scale_at, in_range, slot + 1, split, OUT_COLUMNS, problem, launch, packed
@@ -326,19 +320,16 @@ def packed_gemv_kernel(
                 else:
                     store_partial(workspace.partial, at + i, sums[0], live)
                     sums = sums[1:]
-    if LISTED and counting is not None:
-        kept_before = tl.load(counting.before + channels.cell, mask=channels.counts, other=0)
-        tl.store(counting.after + channels.cell, kept_before + tl.sum(kept_rows, axis=0), mask=channels.counts)
     reduce_tile(of, weights.bias, output, workspace, problem, launch, BATCH > 2)
 
 
 @triton.jit
 def _store_list(
-    base, inputs, channels, counting, eps, ssq_parts,
+    base, inputs, channels, eps, ssq_parts,
     problem: tl.constexpr, launch: tl.constexpr, packed: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Select the program's channels and store to shared memory the index list (from ``base`` on), each row's x, and the
-    number of entries in each slot; returns how many counted rows keep each channel."""
+    number of entries in each slot."""
     BATCH: tl.constexpr = problem.batch
     SEGMENT: tl.constexpr = launch.segment
     LENGTH: tl.constexpr = launch.length
@@ -346,9 +337,7 @@ def _store_list(
     PLANES: tl.constexpr = problem.planes  # selected together, at one position
     SLOT_POSITIONS: tl.constexpr = SLOT // PLANES
     position = channels.position
-    xs, keep, keep_low, kept_rows = choose_channels(
-        inputs, channels, counting, eps, ssq_parts, problem, True, dtype, PLANES == 2
-    )
+    xs, keep, keep_low = choose_channels(inputs, channels, eps, ssq_parts, problem, True, dtype, PLANES == 2)
     rank = keep.to(tl.int32)
     if PLANES == 2:
         rank += keep_low.to(tl.int32)
@@ -368,7 +357,6 @@ def _store_list(
             smem_store(base + LENGTH * 4, row * LENGTH + entry, x, kept, True)
     slot_end = position % SLOT_POSITIONS == SLOT_POSITIONS - 1
     smem_store(base + LENGTH * (4 + 2 * BATCH), position // SLOT_POSITIONS, rank, slot_end, True)
-    return kept_rows
 
 
 @triton.jit

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .channels import is_dropped
 from .common import KVSplits, gdc_wait, rms_normalize
 
 # All bits set: a NaN that arithmetic does not produce. ``_bits`` replaces it, so that it is never stored as a sum.
@@ -311,8 +312,8 @@ Mask = tuple[Tensor, Tensor]  # of a linear with one projection: channel scales 
 def _masked(y, k, live, scale_ptr, threshold_ptr):
     """y, zero where the next linear's mask drops channel k; y if there is no mask."""
     if scale_ptr is not None:
-        score = tl.abs(y.to(tl.float32)) * tl.load(scale_ptr + k, mask=live, other=0.0)
-        y = tl.where(score < tl.load(threshold_ptr), 0.0, y)
+        scale = tl.load(scale_ptr + k, mask=live, other=0.0)
+        y = tl.where(is_dropped(y, scale, tl.load(threshold_ptr)), 0.0, y)
     return y
 
 

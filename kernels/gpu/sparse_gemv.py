@@ -38,7 +38,6 @@ def sparse_gemv_kernel(
     weights,  # Weights
     output,  # Output
     workspace,  # Workspace
-    counting,  # Counting; None: nothing is counted
     eps,  # RMSNorm
     ssq_parts,  # columns of inputs.ssq
     problem: tl.constexpr,  # Problem
@@ -69,9 +68,6 @@ def sparse_gemv_kernel(
     channels = program_channels(inputs, weights, of, problem, launch, launch.chunk)
     position = channels.position
     count = channels.count
-    kept = program * 0
-    if counting is not None:
-        kept_before = tl.load(counting.before + channels.cell, mask=channels.counts, other=0)
     lane = tl.arange(0, BLOCK_K)
     if SHARED:
         list_index = smem_alloc(SMEM, program)
@@ -95,7 +91,7 @@ def sparse_gemv_kernel(
         gdc_launch(problem.pdl)
 
     # --- select: compact the kept channels
-    xs, keep, _, kept_rows = choose_channels(inputs, channels, counting, eps, ssq_parts, problem, BATCH > 1, dtype)
+    xs, keep, _ = choose_channels(inputs, channels, eps, ssq_parts, problem, BATCH > 1, dtype)
     entry = position
     listed = position >= 0
     if not DENSE:
@@ -111,12 +107,6 @@ def sparse_gemv_kernel(
         list_value = list_index + LENGTH * 4
     if not DENSE:
         count = smem_load(list_index, LENGTH - 1, tl.int32, SHARED)
-    if counting is not None:
-        if BATCH > 1:
-            if channels.counts:
-                kept = tl.sum(kept_rows, axis=0)
-        else:  # the index list has the channels that the row keeps
-            kept = tl.where(tl.load(counting.token) >= 0, count, 0)
 
     # --- the product
     acc = ()
@@ -158,8 +148,6 @@ def sparse_gemv_kernel(
         else:
             y = tl.sum(acc[row], axis=0)
         store_partial(workspace.partial, (split * BATCH + row) * problem.n + of.column, y, of.live)
-    if counting is not None:
-        tl.store(counting.after + channels.cell, kept_before + kept, mask=channels.counts)
 
     reduce_tile(of, weights.bias, output, workspace, problem, launch, False)
 

@@ -17,14 +17,15 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.backend import compiling_side_by_side
+from wisparse.kernels.gpu.common import Input
+from wisparse.kernels.gpu.count import launch_count
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
-from wisparse.kernels.gpu.experts import ExpertLinear, choose_experts
+from wisparse.kernels.gpu.experts import choose_experts
 from wisparse.kernels.gpu.head import Logits, launch_logits
 from wisparse.kernels.gpu.launch import Scratch
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.gpu.tiles import Tile
 from wisparse.kernels.gpu.weights import FusedLinear
-from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, Pages, RecurrentState
 from ..decoding.decoder import Decoder, OnLogits, verified_settings
@@ -33,7 +34,7 @@ from ..decoding.sampling import SamplingParams, sample
 from ..memory import memory_errors
 from ..torch.block import Block, finish_logits
 from .blocks import attention_parts, router_of
-from .eager import Observer, attention, head_products, lower_right, project, run_experts
+from .eager import attention, head_products, lower_right, project, run_experts
 from .many_rows import MANY_ROWS, ManyRowsStep, takes_many_rows
 from .pages import CudaPages
 from .prefill import PIECE, PromptReader, chunk_size, too_little_memory
@@ -116,16 +117,14 @@ class CudaDecoder(Decoder):
         native = self._most_rows > MAX_ROWS and dtype != torch.float32 and self.weights.dequantized is None
         self._fused_rows = MAX_ROWS // 2 if native else MAX_ROWS
         # The step that was launched ahead: its input ids (negative for idle slots), each slot's sampling parameters,
-        # its captured steps, and whether it counts kept channels.
-        self._ahead: tuple[list[int], list[SamplingParams], list[DecodeStep], bool] | None = None
+        # and its captured steps.
+        self._ahead: tuple[list[int], list[SamplingParams], list[DecodeStep]] | None = None
         self._readback = TokenReadback(max_batch, device)
-        # Counts for the realised sparsity: kept weights of prompts; counted decoded rows and the dense linears' weights
-        # of these rows; every ``_every``-th of the ``_started`` steps is counted.
-        self._observe: Observer | None = None  # None: nothing is counted
-        self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=device)
-        self._decoded, self._kept_dense, self._every, self._started = 0, 0, 1, 0
+        # For the realised sparsity: the weights that masked positions of prompts and the rows of counting steps read, and
+        # the number of these rows. Of the steps launched every ``_every``-th counts, also if it is discarded.
+        self._counted = torch.zeros(2, dtype=torch.int64, device=device)
+        self._every, self._started = 0, 0  # 0: nothing is counted
         self._planes = planes_of(bundle.masks)
-        self._dense_weights = self._count_dense()
 
     @classmethod
     def refusal(cls, config: ModelConfig, weights: str) -> str | None:
@@ -204,17 +203,15 @@ class CudaDecoder(Decoder):
         rows = [(token, lengths[slot] + i, slot) for slot, one in enumerate(token_ids) for i, token in enumerate(one)]
         tokens, positions, slots = zip(*rows, strict=True)
         self._grow_verified(token_ids)
-        step, counts = self._verifying_step(len(rows), max(positions) + 1), self._counts_next()
+        step = self._verifying_step(len(rows), max(positions) + 1)
         chosen_by = verified_settings(token_ids, settings)
         on_device = self.dtype in SAMPLED_DTYPES or all(setting.greedy for setting in settings)
         step.set_inputs(tokens, positions, slots)
-        step.replay(chosen_by if on_device else (), count=counts)
+        step.replay(chosen_by if on_device else (), count=self._counts_next())
         if self.head is not None:
             self.head.note(slots, positions, tokens)
         for slot, one in enumerate(token_ids):
             lengths[slot] += len(one)
-        self._decoded += counts * len(rows)
-        self._kept_dense += counts * len(rows) * self._dense_weights
         logits = finish_logits(self.config, step.logits[: len(rows)])
         if on_device:
             return step.tokens[: len(rows)], logits
@@ -225,7 +222,7 @@ class CudaDecoder(Decoder):
         kv_splits = kv_splits_for(context, rows)
         key = -1, rows, kv_splits
         if key not in self._steps:
-            model = self.weights, self.config, self._cache, self._parts
+            model = self.weights, self.config, self._cache, self._parts, self._counted
             self._steps[key] = DecodeStep(*model, rows=rows, kv_splits=kv_splits, verifies=True, head=self.head)
         return self._steps[key]
 
@@ -242,9 +239,9 @@ class CudaDecoder(Decoder):
             return super().step(token_ids, settings, adjust, last)
         drawn = settings if adjust is None else []  # sampled within the graph; adjusted logits are sampled after it
         if self._ahead is not None and self._ahead[0] == tokens and (adjust is not None or self._ahead[1] == settings):
-            _, _, steps, counted = self._ahead
+            _, _, steps = self._ahead
             self._ahead = None
-            self._append(tokens, counted=counted)
+            self._append(tokens)
         else:
             steps = self._replay(tokens, drawn)
         lengths, groups = self._cache.lengths, self._groups(active)
@@ -259,26 +256,24 @@ class CudaDecoder(Decoder):
         most = self.max_seq_len if self.head is None else self.head.length
         fits = all(lengths[slot] < most and self._cache.grow(slot, lengths[slot] + 1) for slot in active)
         launch_ahead = fits and not last and self._steps_for(groups) == steps
-        counts = launch_ahead and self._counts_next()
         if launch_ahead:
+            counts = self._counts_next()
             for step, slots in zip(steps, groups, strict=True):
                 step.replay([drawn[slot] for slot in slots] if drawn else (), count=counts)
         chosen = torch.full((len(tokens),), -1)
         chosen[active] = self._readback.read(len(active))
         if launch_ahead:
-            self._ahead = chosen.tolist(), drawn, steps, counts
+            self._ahead = chosen.tolist(), drawn, steps
         return chosen
 
     @torch.inference_mode()
     def _grow_head(self, positions: int) -> None:
         self._forget_ahead()
-        # Captured steps hold the address of the head's smaller cache. Their counts are saved before they are dropped.
+        # Captured steps hold the address of the head's smaller cache.
         captured = [steps for _, steps in self._by_dense.values()]
         if self._drafting is not None:
             captured += [steps for _, steps in self._drafting._by_dense.values()]
         for steps in captured:
-            if self._observe is not None:
-                self._kept_dense += sum(step.counts.weights(but_last=False) for step in steps.values())
             steps.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -300,7 +295,7 @@ class CudaDecoder(Decoder):
 
     def _count_options(self) -> set[bool]:
         """Values of ``count`` of the steps to come."""
-        return {self._observe is not None, self._observe is not None and self._every == 1}
+        return {self._every > 0, self._every == 1}
 
     def _all_verifying(self, first: int, last: int) -> list[DecodeStep]:
         """The verifying steps of contexts from ``first`` to ``last`` positions."""
@@ -364,7 +359,7 @@ class CudaDecoder(Decoder):
         other.weights, other._steps = with_dense(self.weights, dense, copy_masks=True), {}
         put_masks(other.weights, self.config, masks)
         other._blocks, other._by_dense = other.weights.blocks, {dense: (other.weights, other._steps)}
-        other.speculates, other._ahead, other._observe = False, None, None
+        other.speculates, other._ahead, other._every = False, None, 0
         return other
 
     @torch.inference_mode()
@@ -375,27 +370,22 @@ class CudaDecoder(Decoder):
             self._by_dense[dense] = with_dense(self.weights, dense), {}
         # Masks with the same dense linears share captured steps: ``put_masks`` writes to the same memory.
         self.weights, self._steps = self._by_dense[dense]
-        self._blocks, self._dense_weights = self.weights.blocks, self._count_dense()
+        self._blocks = self.weights.blocks
         put_masks(self.weights, self.config, masks)
 
     @torch.inference_mode()
     def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
         self._forget_ahead()
-        self._decoded, self._kept_dense, self._every, self._started, self._sparse_positions = 0, 0, every, 0, 0
-        self._observe = self._count_prompt if enabled else None
-        self._kept_in_prompts.zero_()
-        for step in self._all_steps():
-            step.counts.cells.zero_()
+        self._every, self._started, self._sparse_positions = every if enabled else 0, 0, 0
+        self._counted.zero_()
 
     def realised_sparsity(self) -> float | None:
-        per_position = sum(projection.num_parameters for projection in self.config.projections()) * self._planes
-        positions = self._sparse_positions + self._decoded
-        if self._observe is None or not positions:
+        if not self._every:
             return None
-        kept = self._kept_dense
-        for step in self._all_steps():
-            kept += step.counts.weights(but_last=self._ahead is not None and step in self._ahead[2])
-        return 1.0 - (kept + float(self._kept_in_prompts)) / (positions * per_position)
+        read, rows = self._counted.tolist()
+        per_position = sum(projection.num_parameters for projection in self.config.projections()) * self._planes
+        weights = (self._sparse_positions + rows) * per_position
+        return 1.0 - read / weights if weights else None
 
     def step_for(self, rows: int, context: int = 0, index: int = 0) -> DecodeStep:
         """The captured step of at least ``rows`` rows for contexts up to ``context`` positions; ``index``: of
@@ -410,7 +400,7 @@ class CudaDecoder(Decoder):
         """A step as of :meth:`step_for` that is not kept; ``tiles``: by role, instead of the chosen ones."""
         rows = triton.next_power_of_2(rows)
         made = DecodeStep if rows <= self._fused_rows else ManyRowsStep
-        model, splits = (self.weights, self.config, self._cache, self._parts), kv_splits_for(context, rows)
+        model, splits = (self.weights, self.config, self._cache, self._parts, self._counted), kv_splits_for(context, rows)
         return made(*model, rows=rows, tiles=tiles, kv_splits=splits, head=self.head)
 
     def _groups(self, slots: Sequence[int]) -> list[Sequence[int]]:
@@ -432,13 +422,12 @@ class CudaDecoder(Decoder):
         lengths = self._cache.lengths
         self._forget_ahead()
         self._grow_one(tokens)
-        active, counts = [slot for slot, token in enumerate(tokens) if token >= 0], self._counts_next()
-        groups = self._groups(active)
+        groups, counts = self._groups([slot for slot, token in enumerate(tokens) if token >= 0]), self._counts_next()
         steps = self._steps_for(groups)
         for step, slots in zip(steps, groups, strict=True):
             step.set_inputs([tokens[slot] for slot in slots], [lengths[slot] for slot in slots], slots)
             step.replay([settings[slot] for slot in slots] if settings else (), count=counts)
-        self._append(tokens, counted=counts)
+        self._append(tokens)
         return steps
 
     def _logits_of(self, steps: Sequence[DecodeStep], tokens: Sequence[int]) -> Tensor:
@@ -454,33 +443,18 @@ class CudaDecoder(Decoder):
     def _counts_next(self) -> bool:
         """Whether the step that is launched now counts: the first does, and every ``_every``-th."""
         self._started += 1
-        return self._observe is not None and self._started % self._every == 1 % self._every
+        return self._every > 0 and self._started % self._every == 1 % self._every
 
-    def _append(self, tokens: Sequence[int], *, counted: bool) -> None:
+    def _append(self, tokens: Sequence[int]) -> None:
         for slot, token in enumerate(tokens):
             if token >= 0:
                 if self.head is not None:
                     self.head.note([slot], [self._cache.lengths[slot]], [token])
                 self._cache.lengths[slot] += 1
-                self._decoded += counted
-                self._kept_dense += counted * self._dense_weights
 
     def _forget_ahead(self) -> None:
-        """Discard a step launched ahead. It wrote beyond every slot's length, or into the states' other buffer; only
-        its counts have to be taken back."""
-        if self._ahead is not None:
-            for step in self._ahead[2]:
-                step.counts.forget_last()
-            self._ahead = None
-
-    def _all_steps(self) -> list[DecodeStep]:
-        return [step for _, steps in self._by_dense.values() for step in steps.values()]
-
-    def _count_dense(self) -> int:
-        """Number of weights (times planes) of the linears that are dense with the current masks, for one row."""
-        linears = (linear for block in self.weights.blocks for linear in block.linears if linear.dense)
-        read = ((linear, linear.chosen if isinstance(linear, ExpertLinear) else 1) for linear in linears)
-        return sum(linear.in_features * linear.out_features * self._planes * times for linear, times in read)
+        """Discard a step launched ahead: it wrote beyond every slot's length, or into the states' other buffer."""
+        self._ahead = None
 
     def route(self, block: Block[AnyLinear], x: Tensor) -> tuple[Tensor, Tensor]:
         return choose_experts(x, router_of(block))
@@ -488,12 +462,12 @@ class CudaDecoder(Decoder):
     def run_experts(
         self, block: Block[AnyLinear], x: Tensor, routing: tuple[Tensor, Tensor], first_sparse: int
     ) -> Tensor:
-        return run_experts(self.config, block, x, routing, first_sparse, self._observe)
+        return run_experts(self.config, block, x, routing, first_sparse, self._counted if self._every else None)
 
     def project(self, block: Block[AnyLinear], role: str, x: Tensor, first_sparse: int) -> tuple[Tensor, ...]:
         linear: FusedLinear = getattr(block, role)
-        if self._observe is not None:
-            self._observe(linear, x, first_sparse)
+        if self._every and first_sparse < len(x):
+            launch_count(linear, Input(x[first_sparse:]), self._counted)
         return project(linear, x, first_sparse, self._scratch)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -506,9 +480,3 @@ class CudaDecoder(Decoder):
         out = Logits.empty(len(x), head)
         launch_logits(x, None, None, head, scales, out)
         return finish_logits(self.config, out.logit)
-
-    def _count_prompt(self, linear: FusedLinear, x: Tensor, first_sparse: int) -> None:
-        sparse = x[first_sparse:]
-        for i, width in enumerate(linear.widths if len(sparse) else ()):
-            for limit in linear.thresholds[i * self._planes : (i + 1) * self._planes]:
-                self._kept_in_prompts.add_(keep_mask(sparse, linear.scales[i], limit).sum(), alpha=width)

@@ -4,7 +4,6 @@ float32, and for families that `PromptReader` refuses."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.gpu.attention import AttentionShape, launch_chunk_attention
+from wisparse.kernels.gpu.common import Input
+from wisparse.kernels.gpu.count import launch_count
 from wisparse.kernels.gpu.expert_gemm import expert_gemm, sort_by_expert
 from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.kv_cache import kv_slots
@@ -27,9 +28,6 @@ from .weights import AnyLinear, CudaWeights
 
 # Up to this many positions after a cached prefix an explicit mask is faster than the import in ``lower_right``.
 _FEW = 64
-
-# Called with a linear, its input (T, K) and the first masked row.
-Observer = Callable[[FusedLinear, Tensor, int], None]
 
 
 def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Scratch) -> tuple[Tensor, ...]:
@@ -52,10 +50,10 @@ def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Scratch)
 
 def run_experts(
     config: ModelConfig, block: Block[AnyLinear], x: Tensor, routing: tuple[Tensor, Tensor], first_sparse: int,
-    observe: Observer | None = None,
+    counted: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A block's experts of x (T, H); rows from ``first_sparse`` on are masked. ``routing``: the chosen experts and their
-    weights; ``observe``: called for each expert's linears."""
+    weights; ``counted``: as of ``launch_count``."""
     gate_up, down, (expert, weight) = block.gate_up, block.down, routing
     assert isinstance(gate_up, ExpertLinear)
     assert isinstance(down, ExpertLinear)
@@ -66,13 +64,11 @@ def run_experts(
     expert_gemm(x, gate_up, groups, activated, tiles[0], **ends)
     out = x.new_empty(len(x), expert.shape[1], down.out_features)
     expert_gemm(activated, down, groups, out, tiles[1], weight=weight, first_sparse=masked_from)
-    offsets = pairwise(groups.offset.tolist() if observe is not None else ())
-    for index, (first, end) in enumerate(offsets):
-        assert observe is not None
-        rows = groups.order[first:end] // expert.shape[1]
-        dense = int((rows < first_sparse).sum())
-        observe(gate_up.one(index), x[rows], dense)
-        observe(down.one(index), activated[first:end], dense)
+    if counted is not None and masked_from is not None:
+        launch_count(gate_up, Input(x[first_sparse:]), counted, expert=expert[first_sparse:])
+        order = groups.order.long()
+        tokens, sorted_expert = order // expert.shape[1] - first_sparse, expert.flatten()[order][:, None]
+        launch_count(down, Input(activated), counted, tokens=tokens, expert=sorted_expert)
     return out.sum(1)
 
 

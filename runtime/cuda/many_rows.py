@@ -22,7 +22,6 @@ from wisparse.kernels.gpu.launch import multiply
 from wisparse.kernels.gpu.products import choose_product
 from wisparse.kernels.gpu.reduction import Mask, launch_combine
 from wisparse.kernels.gpu.tiles import Tile
-from wisparse.kernels.reference import keep_mask
 
 from ..torch.block import LINEARS, Block
 from .blocks import tensor_of
@@ -56,16 +55,14 @@ class ManyRowsStep(DecodeStep):
 
     def block_launches(self, index: int) -> dict[str, Callable[[], object]]:
         """One block's products by name, of inputs of zeros, for per-kernel timings."""
-        self._counts_now, n, block = False, self.hidden, self.weights.blocks[index]
+        self._counting, n, block = False, self.hidden, self.weights.blocks[index]
         zeros = {role: Input(n.new_zeros(len(n), getattr(block, role).in_features)) for role in LINEARS}
         return {role: partial(self._linear, index, role, x) for role, x in zeros.items()}
 
-    def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
-        if count:  # this step's buffer starts from the totals of the steps before
-            self.counts.cells[self._buffer].copy_(self.counts.cells[1 - self._buffer])
+    def _launch_blocks(self, indices: Iterable[int]) -> None:
         norm = self._next_norm(-1, ())
         self.normed = self.hidden.clone() if norm is None else norm(self.hidden)
-        super()._launch_blocks(count, indices)
+        super()._launch_blocks(indices)
 
     def launch_logits(self) -> None:
         weights, normed = self.weights, self.hidden if self.normed is None else self.normed
@@ -82,14 +79,9 @@ class ManyRowsStep(DecodeStep):
 
     def _linear(self, index: int, role: str, value: Input) -> Tensor:
         """A linear of (rows, K): (rows, N), masked here unless ``_comes_masked``."""
-        x, linear, product = tensor_of(value), getattr(self.weights.blocks[index], role), self.plans[index][role]
-        counting = self.counts.of(index, role, self._buffer) if self._counts_now else None
-        if counting is not None and not (product.fused and product.masks):
-            active = (counting.token >= 0)[:, None]
-            for cell, scales, threshold in zip(counting.after, linear.scales, linear.thresholds, strict=True):
-                cell += (keep_mask(x, scales, threshold) & active).sum()
-            counting = None
-        return multiply(product, linear, x, self._scratch, counting=counting)
+        linear = getattr(self.weights.blocks[index], role)
+        self._count(linear, value)
+        return multiply(self.plans[index][role], linear, tensor_of(value), self._scratch)
 
 
 def _comes_masked(block: Block[AnyLinear], role: str) -> bool:

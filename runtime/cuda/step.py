@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.backend import triton_compiling
-from wisparse.kernels.gpu.attention import (
-    Rows,
-)
-from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Routing
+from wisparse.kernels.gpu.attention import Rows
+from wisparse.kernels.gpu.common import Input, KVSplits, Output, Routing
+from wisparse.kernels.gpu.count import launch_count
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.experts import ExpertLinear, launch_router
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
@@ -94,15 +92,16 @@ class DecodeStep(BlockLauncher):
     """A step of ``rows`` rows, each of any slot."""
 
     def __init__(
-        self, weights: CudaWeights, config: ModelConfig, cache: KVCache, parts: Sequence[AttentionParts], *, rows: int,
-        tiles: dict[str, Tile] | None = None, kv_splits: int = max(KV_SPLITS.values()), verifies: bool = False,
-        head: DraftHead | None = None,
+        self, weights: CudaWeights, config: ModelConfig, cache: KVCache, parts: Sequence[AttentionParts], counted: Tensor,
+        *, rows: int, tiles: dict[str, Tile] | None = None, kv_splits: int = max(KV_SPLITS.values()),
+        verifies: bool = False, head: DraftHead | None = None,
     ) -> None:  # fmt: skip
-        """``tiles``: by role (qkv, o, gate_up, down), in place of the chosen ones, for measurements.
+        """``counted``: (2,) int64, the weights that the rows of counting steps read, and the number of these rows.
+        ``tiles``: by role (qkv, o, gate_up, down), in place of the chosen ones, for measurements.
         ``verifies``: rows may be consecutive positions of one slot. ``head``: receives the hidden states that it
         reads."""
         self.weights, self.config, self.rows, self._parts = weights, config, rows, parts
-        self._verifies, self._head = verifies, head
+        self._counted, self._verifies, self._head = counted, verifies, head
         device, dtype = weights.embedding.device, weights.embedding.dtype
         gpu = gpu_of(device)
         self.pdl = gpu.arch >= 90
@@ -124,7 +123,7 @@ class DecodeStep(BlockLauncher):
             return torch.empty(shape, dtype=kind, device=device)
 
         self._ids = torch.full((2, padded), -1, dtype=torch.int64, device=device)[:, :rows]
-        self._buffer = 0  # of ``_ids`` and of ``counts``
+        self._buffer = 0  # of ``_ids``
         self.hidden = empty(rows, config.hidden_size)
         self._taps = empty(rows, len(head.taps) if head else 0, config.hidden_size)
         # Partial sums of squares: of down and the embedding for the first norm of a block, of o for the second.
@@ -160,7 +159,7 @@ class DecodeStep(BlockLauncher):
         self._logits = Logits.empty(rows, weights.head)
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if dtype in SAMPLED_DTYPES else None
         self._settings: list[SamplingParams] = []
-        self.counts = _KeptCells(self)
+        self._of_row = torch.tensor([weights.dense_weights, 1], device=device)  # of each row of a counting step
         self._replays: dict[tuple[bool, bool], list[Callable[[], object]]] = {}
 
     def _plan(self, tiles: dict[str, Tile], kv_splits: int) -> None:
@@ -197,11 +196,14 @@ class DecodeStep(BlockLauncher):
             self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"),
             multiplier=self._embedding_multiplier,
         )  # fmt: skip
-        self._launch_blocks(count, range(len(self.weights.blocks)) if indices is None else indices)
+        self._counting = count
+        self._launch_blocks(range(len(self.weights.blocks)) if indices is None else indices)
         if self._head is not None:
             self._tap(len(self.weights.blocks))
             self._head.keep(self.slots, self.positions, self._taps.flatten(1), self.tokens >= 0)
         self.launch_logits()
+        if count:
+            self._counted.add_((self.tokens >= 0).sum() * self._of_row)
         config, choice = self.config, Choice(self.tokens, self._ids[1 - self._buffer], self.positions)
         if sampled and self._sampling is not None:
             launch_sample(
@@ -212,8 +214,7 @@ class DecodeStep(BlockLauncher):
             launch_argmax(self._logits, *choice, pdl=self.pdl)
         self._buffer = 1 - self._buffer
 
-    def _launch_blocks(self, count: bool, indices: Iterable[int]) -> None:
-        self._counts_now = count
+    def _launch_blocks(self, indices: Iterable[int]) -> None:
         for index in indices:
             self._tap(index)
             self.launch_block(index)
@@ -226,7 +227,7 @@ class DecodeStep(BlockLauncher):
 
     def block_launches(self, index: int) -> dict[str, Callable[[], object]]:
         """One block's launches by name, in order."""
-        self._counts_now, self._launches = False, {}
+        self._counting, self._launches = False, {}
         try:
             self.launch_block(index)
             return self._launches
@@ -242,11 +243,17 @@ class DecodeStep(BlockLauncher):
         else:
             rows, width = self._shape(block, role)
             output = Output(self._outputs[role][: rows * width].view(rows, width))
-        counting = self.counts.of(index, role, self._buffer) if self._counts_now else None
+        self._count(linear, value, routing)
         eps = self.config.rms_norm_eps
-        options = {"eps": eps, "counting": counting, "routing": routing}
-        self._launch(role, launch_linear, linear, value, output, self._scratch, chosen, **options)
+        self._launch(role, launch_linear, linear, value, output, self._scratch, chosen, eps=eps, routing=routing)
         return output.out
+
+    def _count(self, linear: AnyLinear, value: Input, routing: Routing | None = None) -> None:
+        """Count the weights that a masked linear's input reads."""
+        if self._counting and not linear.dense:
+            expert, pdl = None if routing is None else routing.expert, self.pdl and self.normed is None
+            total, eps = self._counted, self.config.rms_norm_eps
+            launch_count(linear, value, total, tokens=self.tokens, expert=expert, eps=eps, pdl=pdl)
 
     def _attend(self, index: int, qkv: Tensor) -> Input:
         stages, pdl, out = self._attention_stages[index], self.pdl and self.normed is None, self._attended[index]
@@ -331,7 +338,7 @@ class DecodeStep(BlockLauncher):
 
     def replay(self, settings: Sequence[SamplingParams] = (), *, count: bool = False) -> None:
         """Run the step on ``tokens``, asynchronously. ``settings``: of the first rows, with seeds; the other rows are
-        greedy. ``count``: add the rows' kept channels to ``counts``."""
+        greedy. ``count``: add what the rows read to ``counted``."""
         sampled = any(not setting.greedy for setting in settings)
         if sampled and list(settings) != self._settings:
             assert self._sampling is not None  # the dtype is one of SAMPLED_DTYPES
@@ -342,7 +349,6 @@ class DecodeStep(BlockLauncher):
             self._sampling.seeds.copy_(torch.tensor([s.seed or 0 for s in padded]))
         buffer = self._buffer
         self.prepare(sampled=sampled, count=count)
-        self.counts.begin(buffer, count=count)
         self._replays[sampled, count][buffer]()
         self._buffer = 1 - buffer
 
@@ -351,8 +357,10 @@ class DecodeStep(BlockLauncher):
         kernel once, within ``compiling_side_by_side``."""
         if (sampled, count) in self._replays:
             return
-        saved_ids, saved_cells, buffer = self._ids.clone(), self.counts.cells.clone(), self._buffer
-        self._ids.fill_(-1)  # idle rows: the run before the capture writes neither cache nor positions
+        saved_ids, buffer = self._ids.clone(), self._buffer
+        self._ids.fill_(
+            -1
+        )  # idle rows: the run before the capture writes neither cache nor positions, and counts nothing
 
         def launch(buffer: int, indices: Iterable[int] | None = None) -> None:
             self._buffer = buffer
@@ -372,61 +380,4 @@ class DecodeStep(BlockLauncher):
             with triton_compiling(kernels + (3 if sampled else 1)):
                 self._replays[sampled, count] = [capture(partial(launch, other), self._ids.device) for other in (0, 1)]
         self._ids.copy_(saved_ids)
-        self.counts.cells.copy_(saved_cells)
         self._buffer = buffer
-
-
-class _KeptCells:
-    """Counts of kept channels, one cell for each program that counts (``common.Counting``). Double-buffered like the
-    token ids: a step reads the totals of the previous one and writes its own, so that a step that was launched ahead
-    can be discarded. Not every step counts."""
-
-    def __init__(self, step: DecodeStep) -> None:
-        self._ids = step._ids
-        self._shapes: dict[tuple[int, str], tuple[int, tuple[int, ...]]] = {}
-        widths: list[Tensor] = []
-        size = 0
-        for index, block in enumerate(step.weights.blocks):
-            for role, linear in zip((*LINEARS, *SHARED), block.linears, strict=False):
-                if linear.dense:
-                    continue
-                pairs = (step._pairs(block),) if isinstance(linear, ExpertLinear) else ()
-                chosen = step.plans[index][role]  # not fused, or without a mask: ``ManyRowsStep`` counts these itself
-                splits = chosen.launch.splits if chosen.launch is not None and chosen.masks else 1
-                shape = (*pairs, len(linear.widths), splits)
-                self._shapes[index, role] = size, shape
-                own = torch.tensor(linear.widths)[:, None].expand(shape).flatten()
-                # Aligned to 16 bytes: Triton compiles a kernel again for pointers of another alignment.
-                widths.append(functional.pad(own, (0, own.numel() % 2)))
-                size += widths[-1].numel()
-        self._widths = torch.cat(widths) if widths else torch.zeros(0, dtype=torch.int64)
-        self.cells = torch.zeros(2, size, dtype=torch.int64, device=self._ids.device)
-        self._newest = 0  # the buffer with the totals of all steps
-        self._last_counted = False
-
-    def begin(self, buffer: int, *, count: bool) -> None:
-        self._last_counted = count
-        if count:
-            if self._newest == buffer:
-                self.cells[1 - buffer].copy_(self.cells[buffer])
-            self._newest = buffer
-
-    def forget_last(self) -> None:
-        """Discard the counts of the last step."""
-        if self._last_counted:
-            self._newest, self._last_counted = 1 - self._newest, False
-
-    def of(self, index: int, role: str, buffer: int) -> Counting | None:
-        if (index, role) not in self._shapes:
-            return None
-        first, shape = self._shapes[index, role]
-        before, after = (
-            self.cells[which, first : first + math.prod(shape)].view(shape) for which in (1 - buffer, buffer)
-        )
-        return Counting(self._ids[buffer], before, after)
-
-    def weights(self, *, but_last: bool) -> int:
-        """Number of weights of the kept channels over all counted steps; ``but_last``: without the last counted
-        step."""
-        which = 1 - self._newest if but_last and self._last_counted else self._newest
-        return int((self.cells[which].cpu() * self._widths).sum())

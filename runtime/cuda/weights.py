@@ -59,6 +59,13 @@ class CudaWeights:
         """Bytes of the projections that a token reads: of experts the chosen ones."""
         return sum(linear.num_bytes_read for block in self.blocks for linear in block.linears)
 
+    @property
+    def dense_weights(self) -> int:
+        """Weights (times planes) of the linears that drop nothing, for one row."""
+        linears = (linear for block in self.blocks for linear in block.linears if linear.dense)
+        read = ((linear, linear.chosen if isinstance(linear, ExpertLinear) else 1) for linear in linears)
+        return sum(one.in_features * one.weight.planes * one.out_features * times for one, times in read)
+
 
 @dataclass(frozen=True)
 class _Source:

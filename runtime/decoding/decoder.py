@@ -405,12 +405,13 @@ class Decoder(Executor, ABC):
 
     @abstractmethod
     def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
-        """Start counting dropped channels from zero, or stop. ``every``: count in one of that many decode steps."""
+        """Start counting dropped channels from zero, or stop. ``every``: a GPU counts the first of that many decode
+        steps."""
 
     @abstractmethod
     def realised_sparsity(self) -> float | None:
-        """Share of the projections' weights dropped at the masked positions since ``measure_sparsity``, weighted by
-        parameters, dense projections included; None without masked positions."""
+        """Share of the projections' weights dropped at the masked positions since ``measure_sparsity``, of decode steps
+        those that count, weighted by parameters, dense projections included; None without masked positions."""
 
     def close(self) -> None:
         """Free the memory. Idempotent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,6 +26,8 @@ from .speculation import SpeculativeConfig
 
 log = logging.getLogger(__name__)
 
+# A decoder on a GPU counts dropped channels in one of so many steps: its counting launches lengthen a step.
+_COUNTED_STEPS = 16
 SHUTTING_DOWN = "the server is shutting down: ask again when it runs"
 
 T = TypeVar("T")
@@ -61,7 +63,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._max_queue: int | None = None
         self._stopping = False
-        self._measuring = Counter[int]()  # by ``every``, the users of ``start_measuring``
+        self._measuring = 0  # users of ``start_measuring``
 
     @property
     def state(self) -> EngineState:
@@ -119,24 +121,19 @@ class Engine:
         self.drive(future.done)
         return future.result()
 
-    def start_measuring(self, every: int = 1) -> Future[None]:
-        """Count dropped channels in one of ``every`` decode steps until :meth:`stop_measuring`. Of several users the lowest
-        ``every`` counts; a change of it starts from zero."""
-        return self.ask(partial(self._measure, every, 1))
+    def start_measuring(self) -> Future[None]:
+        """Count dropped channels until :meth:`stop_measuring`; from zero, unless another user does so already."""
+        return self.ask(partial(self._measure, 1))
 
-    def stop_measuring(self, every: int = 1) -> None:
+    def stop_measuring(self) -> None:
         with self._changed:
             if not self.closed:
-                self.ask(partial(self._measure, every, -1))
+                self.ask(partial(self._measure, -1))
 
-    def _measure(self, every: int, users: int) -> None:
-        before = min(+self._measuring, default=None)
-        self._measuring[every] += users
-        lowest = min(+self._measuring, default=None)
-        if lowest is None:
-            self.decoder.measure_sparsity(False)
-        elif lowest != before:
-            self.decoder.measure_sparsity(True, lowest)
+    def _measure(self, users: int) -> None:
+        before, self._measuring = self._measuring, self._measuring + users
+        if not before or not self._measuring:
+            self.decoder.measure_sparsity(not before, _COUNTED_STEPS)
 
     def start(self, max_queue: int) -> None:
         """Compile and capture, then run the steps in a thread, with at most ``max_queue`` waiting requests."""

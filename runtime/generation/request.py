@@ -214,7 +214,8 @@ class Generation:
             a single token. Compilation and graph capture come before the prompt and are not counted.
         peak_memory_bytes: peak memory so far: of the GPU, else of this process.
         realised_sparsity: share of the projections' weights not needed at the sparse positions, over all requests that
-            ran since the measurement began; None without ``measure_sparsity``.
+            ran since the measurement began, of a GPU's decode steps of the first and every 16th after it; None without
+            ``measure_sparsity``.
         scores: log-probabilities of ``token_ids``; None without ``logprobs``.
         prompt_scores: log-probabilities of the prompt's tokens except the first; None without ``score_prompt``.
         cached_tokens: prompt tokens whose KV cache entries were reused.

@@ -38,7 +38,6 @@ from .transport import WARNING, EventStream, Metrics, http_server, set_up, unles
 FLUSH_SECONDS = 1 / 60
 _EVENT_SECONDS = 0.001  # lower bound of that time per open stream: an event takes the event loop 0.2 ms
 _COLLECT_SECONDS = 1.0  # between two collections of the chunks of a response that is not streamed
-_MEASURED_STEPS = 16  # dropped channels are counted in one of this many steps, for /metrics
 _MAX_FILES = 1 << 16
 # Python's default, 5 ms that a thread waits for the interpreter's lock, is longer than a step on a GPU.
 _SWITCH_SECONDS = 0.0005
@@ -269,13 +268,13 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        self._engine.start_measuring(_MEASURED_STEPS)  # before start, which compiles: counting uses other kernels
+        self._engine.start_measuring()  # before start, which captures: counting steps have graphs of their own
         self._engine.start(self._settings.max_queue)
         self._ready()
         try:
             yield
         finally:
-            self._engine.stop_measuring(_MEASURED_STEPS)
+            self._engine.stop_measuring()
             self._engine.stop(drain=False)
             self._texts.shutdown(cancel_futures=True)
             self._grammars.shutdown(cancel_futures=True)
