@@ -61,13 +61,26 @@ def too_little_memory(device: torch.device) -> str | None:
     return None
 
 
+class _Inputs:
+    """The positions of one prompt or of several, in one tensor that is copied to the device at once. Each part is aligned
+    to 16 bytes: Triton compiles a kernel again for pointers of another alignment."""
+
+    def __init__(self, rows: int, prompts: int, device: torch.device | str = "cpu") -> None:
+        """No positions: a pass over them writes to no cache."""
+        padded, even = -(-rows // 4) * 4, -(-prompts // 2) * 2
+        self.data = torch.zeros(4 + padded + even + rows, dtype=torch.int64, device=device)
+        chunk, places, last, self.tokens = self.data.split((4, padded, even, rows))
+        self.chunk = chunk[:3]  # of one prompt: slot, first position, number of positions
+        self.positions, self.slots = places.view(torch.int32).view(2, padded)[:, :rows]
+        self.last = last[:prompts]  # index of each prompt's last row
+        self.tokens.fill_(-1)  # negative for an idle row
+
+
 class _Graph(NamedTuple):
     """Captured prefill of up to ``rows`` positions, of one prompt or of several."""
 
     rows: int
-    # int64. One prompt: slot, first position, number of positions, token ids. Several: each row's token id, negative
-    # for an idle row, then its position and its slot as int32 (rows,) each, then the index of each prompt's last row.
-    inputs: Tensor
+    inputs: _Inputs
     replay: Callable[[], object]
 
 
@@ -92,14 +105,13 @@ class PromptReader:
         fitting = -(-len(cache.lengths) * len(parts[0].rotary.cos) // 16) * 16
         self._joint_rows = sorted({min(rows, fitting) for rows in _JOINT_ROWS}) if self.prompts > 1 else []
         self.joint_logits = Logits.empty(self.prompts, weights.head)
-        self._graphs: list[_Graph] = []
-        self._joint_graphs: list[_Graph] = []
+        self._graphs: dict[bool, list[_Graph]] = {False: [], True: []}  # of one prompt, of several; ascending
         self.head: DraftHead | None = None
         self.gpu = gpu_of(device)
 
     @property
     def captured(self) -> bool:
-        return bool(self._graphs)
+        return bool(self._graphs[False])
 
     @property
     def max_joint_prefill(self) -> int:
@@ -129,23 +141,19 @@ class PromptReader:
         if device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
         sizes = sorted({min(rows, chunk) for rows in _ROWS}, reverse=True)
-        graphs = [(3 + rows, rows, False) for rows in sizes]
-        graphs += [(2 * rows + self.prompts, rows, True) for rows in reversed(self._joint_rows)]
+        graphs = [
+            (rows, several) for several in (False, True) for rows in (self._joint_rows[::-1] if several else sizes)
+        ]
         with triton_compiling(2 * len(set(self.config.blocks)) + len(sizes)):
             if device.type == "cuda":
                 distinct = {block: index for index, block in enumerate(self.config.blocks)}
                 with compiling_side_by_side():
-                    for size, _, several in graphs:
-                        inputs = torch.zeros(size, dtype=torch.int64, device=device)
-                        self._launch(inputs, distinct.values(), several=several)
-            for size, rows, several in graphs:
-                # No positions, or idle rows, so that the run before the capture writes no cache.
-                inputs = torch.full((size,), -1 if several else 0, device=device)
-                inputs[rows * several :].zero_()
-                launch = partial(self._launch, inputs, several=several)
-                (self._joint_graphs if several else self._graphs).insert(
-                    0, _Graph(rows, inputs, capture(launch, device, pool))
-                )
+                    for rows, several in graphs:
+                        self._launch(self._inputs(rows, several, device), distinct.values(), several=several)
+            for rows, several in graphs:
+                inputs = self._inputs(rows, several, device)
+                replay = capture(partial(self._launch, inputs, several=several), device, pool)
+                self._graphs[several].insert(0, _Graph(rows, inputs, replay))
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of the runs before each capture
 
@@ -157,45 +165,39 @@ class PromptReader:
             return None
         while start < stop:
             end = min((start // chunk + 1) * chunk, stop)
-            count = end - start
-            graph = next((graph for graph in self._graphs if count <= graph.rows), None)
-            inputs = torch.zeros(3 + (count if graph is None else graph.rows), dtype=torch.int64)
-            inputs[:3] = torch.tensor((slot, start, count))
-            inputs[3 : 3 + count] = token_ids[start:end]
-            if graph is None:
-                self._launch(inputs.to(self.logits.logit.device, non_blocking=True))
-            else:
-                graph.inputs.copy_(inputs, non_blocking=True)
-                graph.replay()
+            self._read([(slot, token_ids[:end], start)], several=False)
             start = end
         return self.logits.logit
 
     def read_jointly(self, prompts: Sequence[tuple[int, Tensor, int]]) -> Tensor:
         """Read several prompts to their ends; prompts: (slot, token ids, first position to read), in all at most
         ``max_joint_prefill`` positions. Returns (len(prompts), V) as :meth:`read`."""
-        parts = [(slot, start, ids[start:]) for slot, ids, start in prompts]
-        count, device = sum(len(ids) for *_, ids in parts), self.logits.logit.device
-        rows = next(rows for rows in self._joint_rows if count <= rows)
-        inputs = torch.zeros(2 * rows + self.prompts, dtype=torch.int64)
-        inputs[:rows] = -1
-        inputs[:count] = torch.cat([ids for *_, ids in parts])
-        positions, slots = inputs[rows : 2 * rows].view(torch.int32).view(2, rows)
-        end = 0
-        for index, (slot, start, ids) in enumerate(parts):
-            first, end = end, end + len(ids)
-            positions[first:end] = torch.arange(start, start + len(ids))
-            slots[first:end], inputs[2 * rows + index] = slot, end - 1
-        graph = next((graph for graph in self._joint_graphs if graph.rows == rows), None)
-        if graph is None:
-            self._launch(inputs.to(device, non_blocking=True), several=True)
-        else:
-            graph.inputs.copy_(inputs, non_blocking=True)
-            graph.replay()
+        self._read(prompts, several=True)
         return self.joint_logits.logit[: len(prompts)]
 
-    def _launch(self, inputs: Tensor, indices: Iterable[int] | None = None, *, several: bool = False) -> Tensor:
-        """Read the positions of ``inputs``, as in ``_Graph``, and compute the last ones' logits. ``indices``: of the
-        blocks to launch; None: all."""
+    def _inputs(self, rows: int, several: bool, device: torch.device | str = "cpu") -> _Inputs:
+        return _Inputs(rows, self.prompts if several else 1, device)
+
+    def _read(self, prompts: Sequence[tuple[int, Tensor, int]], *, several: bool) -> None:
+        count, device = sum(len(ids) - start for _, ids, start in prompts), self.logits.logit.device
+        graph = next((graph for graph in self._graphs[several] if count <= graph.rows), None)
+        rows = next(rows for rows in self._joint_rows if count <= rows) if several else count
+        inputs, end = self._inputs(rows if graph is None else graph.rows, several), 0
+        for index, (slot, ids, start) in enumerate(prompts):
+            first, end = end, end + len(ids) - start
+            inputs.tokens[first:end], inputs.positions[first:end] = ids[start:], torch.arange(start, len(ids))
+            inputs.slots[first:end], inputs.last[index] = slot, end - 1
+            inputs.chunk[:] = torch.tensor((slot, start, len(ids) - start))
+        on_device = self._inputs(rows, several, device) if graph is None else graph.inputs
+        on_device.data.copy_(inputs.data, non_blocking=True)
+        if graph is None:
+            self._launch(on_device, several=several)
+        else:
+            graph.replay()
+
+    def _launch(self, inputs: _Inputs, indices: Iterable[int] | None = None, *, several: bool) -> Tensor:
+        """Read the positions of ``inputs`` and compute the last ones' logits. ``indices``: of the blocks to launch; None:
+        all."""
         return _Pass(self, inputs, several=several).launch(indices)
 
 
@@ -204,24 +206,15 @@ class _Pass(BlockLauncher):
 
     _reads_prompts = True
 
-    def __init__(self, reader: PromptReader, inputs: Tensor, *, several: bool) -> None:
-        """``inputs``: as in ``_Graph``."""
+    def __init__(self, reader: PromptReader, inputs: _Inputs, *, several: bool) -> None:
         config, weights = reader.config, reader.weights
         self.config, self.weights, self._parts, self._cache = config, weights, reader.parts, reader.cache
         self._kept, self._several = reader.kept, several
         self._head, self._scratch, self._gpu = reader.head, reader.scratch, reader.gpu
-        self._chunk, self._logits = inputs, reader.logits
-        tokens, self._last = inputs[3:], (inputs[2:3] - 1).clamp(min=0)
-        if several:
-            size = (len(inputs) - reader.prompts) // 2
-            tokens, self._last, self._logits = inputs[:size], inputs[2 * size :], reader.joint_logits
-            self._inputs = Rows(tokens, *inputs[size : 2 * size].view(torch.int32).view(2, size))
-        elif config.short_conv is not None:
-            slot, start, count = inputs[:3]
-            offsets = torch.arange(len(tokens), device=tokens.device)
-            positions, slots = (start + offsets).int(), slot.int().expand(len(tokens)).contiguous()
-            self._inputs = Rows(tokens.where(offsets < count, -1), positions, slots)
-        self.hidden = hidden = embed(config, weights.embedding, tokens.clamp(min=0))
+        self._logits = reader.joint_logits if several else reader.logits
+        self._chunk, self._last = inputs.chunk, inputs.last
+        self._inputs = Rows(inputs.tokens, inputs.positions, inputs.slots)
+        self.hidden = hidden = embed(config, weights.embedding, inputs.tokens.clamp(min=0))
         norm = self._next_norm(-1, ())
         self.normed = hidden.clone() if norm is None else norm(hidden)
         width = config.blocks[0].head_dim
@@ -241,10 +234,8 @@ class _Pass(BlockLauncher):
             inputs[index] = hidden.clone() if index in taps else hidden
             self.launch_block(index)
         if self._head is not None:
-            slot, start, length = self._chunk[:3]
-            offsets = torch.arange(len(hidden), device=hidden.device)
-            states = torch.cat([inputs[tap] for tap in taps], dim=-1)
-            self._head.keep(slot.expand_as(offsets), start + offsets, states, offsets < length)
+            tokens, positions, slots = self._inputs
+            self._head.keep(slots, positions, torch.cat([inputs[tap] for tap in taps], dim=-1), tokens >= 0)
         ends = weights.norm(hidden.index_select(0, self._last))
         launch_logits(ends, None, None, weights.head, weights.head_scales, self._logits)
         return self._logits.logit
