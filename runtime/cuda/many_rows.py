@@ -69,9 +69,9 @@ class ManyRowsStep(DecodeStep):
         launch_logits(normed, None, None, weights.head, weights.head_scales, self._logits, pdl=self.pdl)
 
     def _attend(self, index: int, qkv: Tensor) -> Input:
-        super()._attend(index, qkv)
-        mask = self._mask(self.weights.blocks[index], "o")
-        return Input(launch_combine(self._attended[index], qkv.dtype, mask))
+        splits = super()._attend(index, qkv).attention
+        assert splits is not None
+        return Input(launch_combine(splits, qkv.dtype, self._mask(self.weights.blocks[index], "o")))
 
     def _mask(self, block: Block[AnyLinear], role: str) -> Mask | None:
         linear = getattr(block, role)

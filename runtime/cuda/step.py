@@ -27,7 +27,7 @@ from wisparse.kernels.gpu.attention import Rows
 from wisparse.kernels.gpu.common import Input, KVSplits, Output, Routing
 from wisparse.kernels.gpu.count import launch_count
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
-from wisparse.kernels.gpu.experts import ExpertLinear, launch_router
+from wisparse.kernels.gpu.experts import launch_router
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.kv_cache import kv_slots
 from wisparse.kernels.gpu.launch import Scratch, launch_linear
@@ -115,7 +115,7 @@ class DecodeStep(BlockLauncher):
         self._positions_slots = torch.zeros(2, padded, dtype=torch.int32, device=device)[:, :rows]
         self.positions, self.slots = self._positions_slots  # (rows,): of each row's input token; its cache slot
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
-        self._scratch = Scratch(device, dtype)
+        self._scratch, self._kv_splits = Scratch(device, dtype), kv_splits
         self.plans: list[dict[str, Product]] = []
         self._plan(tiles or {}, kv_splits)
 
@@ -129,33 +129,11 @@ class DecodeStep(BlockLauncher):
         # Partial sums of squares: of down and the embedding for the first norm of a block, of o for the second.
         sums_of = max((one.ssq_parts for plans in self.plans for one in plans.values()), default=1)
         self._ssq = empty(2, rows * sums_of, kind=torch.float32)
-        self._recalled = empty(rows, config.delta_net.value_size if config.delta_net is not None else 0)
-        splits = (rows, config.num_heads, kv_splits)
-        sums = empty(*splits, kind=torch.float32), empty(*splits, kind=torch.float32)
-        of_width = {d: empty(*splits, d, kind=torch.float32) for d in {block.head_dim for block in config.blocks}}
-        self._attended = [KVSplits(of_width[block.head_dim], *sums) for block in config.blocks]
         # Measured on an H200: five stages are faster for long contexts.
         long = gpu.arch == 90 and dtype != torch.float32 and kv_splits * rows > min(KV_SPLITS.values())
-        self._attention_stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
-        chosen = max(map(self._pairs, weights.blocks)) // rows
-        parallel = any(block.shared_down is not None for block in weights.blocks)
-        # Outputs of linears that are not added to the residual stream at once.
-        sizes = [
-            math.prod(self._shape(block, role)) for block in weights.blocks for role in GATE_UP if getattr(block, role)
-        ]
-        activated, added = empty(max(sizes)), empty(rows * config.hidden_size)
-        self._outputs = {
-            "qkv": empty(rows * max(block.qkv.out_features for block in weights.blocks)),
-            "o": added,
-            "gate_up": activated,
-            "down": empty(rows * config.hidden_size) if parallel else added,
-            "shared_gate_up": activated,
-            "shared_down": added,
-        }
-        self._routing = Routing(empty(rows, chosen, kind=torch.int32), empty(rows, chosen, kind=torch.float32))
-        routers = [block.router for block in weights.blocks if block.router is not None]
-        self._router_logits = empty(rows, max(map(len, routers), default=0), kind=torch.float32)
-        self._router_counter = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
+        self._buffers: dict[str, Tensor] = {}  # of ``_zeros``
+        self._routing: Routing | None = None  # of the last router
         self._logits = Logits.empty(rows, weights.head)
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if dtype in SAMPLED_DTYPES else None
         self._settings: list[SamplingParams] = []
@@ -241,8 +219,11 @@ class DecodeStep(BlockLauncher):
         if chosen.problem is not None and chosen.problem.output == "residual":
             output = Output(self.hidden, self._sums(index, role))
         else:
-            rows, width = self._shape(block, role)
-            output = Output(self._outputs[role][: rows * width].view(rows, width))
+            rows, width = self.rows, linear.out_features
+            if role in GATE_UP:  # after the activation; of experts a row for each pair of a row and a chosen expert
+                rows *= linear.chosen if routing is not None else 1
+                width = getattr(block, role.replace("gate_up", "down")).in_features
+            output = Output(self._zeros(role, rows, width))
         self._count(linear, value, routing)
         eps = self.config.rms_norm_eps
         self._launch(role, launch_linear, linear, value, output, self._scratch, chosen, eps=eps, routing=routing)
@@ -256,8 +237,11 @@ class DecodeStep(BlockLauncher):
             launch_count(linear, value, total, tokens=self.tokens, expert=expert, eps=eps, pdl=pdl)
 
     def _attend(self, index: int, qkv: Tensor) -> Input:
-        stages, pdl, out = self._attention_stages[index], self.pdl and self.normed is None, self._attended[index]
-        return self._attend_rows(index, qkv, out, stored=self._verifies, stages=stages, pdl=pdl)
+        splits = self.rows, self.config.num_heads, self._kv_splits
+        shapes = {"attended": (*splits, self.weights.blocks[index].spec.head_dim), "maximum": splits, "total": splits}
+        out = KVSplits(*(self._zeros(name, *shape, dtype=torch.float32) for name, shape in shapes.items()))
+        pdl = self.pdl and self.normed is None
+        return self._attend_rows(index, qkv, out, stored=self._verifies, stages=self._stages[index], pdl=pdl)
 
     def _delta_net(self, index: int, projected: Tensor, x: Input) -> Tensor:
         delta, pdl = self.weights.blocks[index].delta, self.pdl and self.normed is None
@@ -265,6 +249,7 @@ class DecodeStep(BlockLauncher):
         if self.normed is not None:  # the kernel norms its input itself
             norm = self._next_norm(index - 1, ())
             x = Input(self.hidden, self._sums(index - 1, "down"), norm.factors) if norm else Input(self.hidden)
+        out = self._zeros("recalled", self.rows, delta.config.value_size)
         self._launch(
             "attention",
             launch_delta_net,
@@ -272,21 +257,24 @@ class DecodeStep(BlockLauncher):
             DeltaTensors(delta.a, delta.b, delta.kernel, delta.log_rate, delta.dt_bias, delta.norm),
             self._states[index],
             self._inputs,
-            self._recalled,
+            out,
             key_heads=delta.config.key_heads,
             eps=self.config.rms_norm_eps,
             pdl=pdl,
             in_order=self._verifies,
         )
-        return self._recalled
+        return out
 
     def _route(self, index: int, x: Input) -> Routing:
         block = self.weights.blocks[index]
         if block.router_scale is not None:
             x = Input(self.hidden, self._sums(index, "o"), block.router_scale)
-        scratch = self._router_logits, self._router_counter, self._routing
-        eps = self.config.rms_norm_eps
-        self._launch("router", launch_router, x, router_of(block), *scratch, eps=eps, pdl=self.pdl)
+        router, eps = router_of(block), self.config.rms_norm_eps
+        logits = self._zeros("router", self.rows, len(router.weight), dtype=torch.float32)
+        counter = self._zeros("router counter", self.rows, dtype=torch.int32)
+        expert = self._zeros("expert", self.rows, router.total, dtype=torch.int32)
+        self._routing = Routing(expert, self._zeros("expert weight", *expert.shape, dtype=torch.float32))
+        self._launch("router", launch_router, x, router, logits, counter, self._routing, eps=eps, pdl=self.pdl)
         return self._routing
 
     def _experts(self, index: int, x: Input, routing: Routing) -> Tensor:
@@ -297,16 +285,12 @@ class DecodeStep(BlockLauncher):
         head = weights.norm.factors, weights.head, weights.head_scales
         launch_logits(self.hidden, ssq, *head, self._logits, eps=self.config.rms_norm_eps, pdl=self.pdl)
 
-    def _pairs(self, block: Block[AnyLinear]) -> int:
-        """Rows of the output of gate and up; of experts one for each pair of a row and a chosen expert."""
-        return self.rows * (block.gate_up.chosen if isinstance(block.gate_up, ExpertLinear) else 1)
-
-    def _shape(self, block: Block[AnyLinear], role: str) -> tuple[int, int]:
-        """Of the output of a linear; of gate and up after the activation."""
-        if role not in GATE_UP:
-            return self.rows, getattr(block, role).out_features
-        rows = self._pairs(block) if role == "gate_up" else self.rows
-        return rows, getattr(block, role.replace("gate_up", "down")).in_features
+    def _zeros(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """What launches of this name write, at the same address in each block. It grows in the run before a capture."""
+        size, held = math.prod(shape), self._buffers.get(name)
+        if held is None or len(held) < size:
+            self._buffers[name] = held = torch.zeros(size, dtype=dtype or self.hidden.dtype, device=self.hidden.device)
+        return held[:size].view(shape)
 
     def _sums(self, index: int, role: str) -> Tensor:
         """(rows, parts): partial sums of squares that ``role`` of block ``index`` writes; block -1 is the embedding."""
