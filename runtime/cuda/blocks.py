@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from wisparse.kernels.gpu.kv_cache import KVSlots
 from wisparse.kernels.gpu.reduction import Mask, ParallelExperts, launch_activate, launch_residual_add
 from wisparse.kernels.gpu.short_conv import launch_short_conv
 
+from ..decoding.heads import DraftHead
 from ..decoding.rotary import Rotary, query_scales
 from ..torch.block import Block, Norm
 from .eager import run_experts
@@ -116,8 +117,24 @@ class BlockLauncher(ABC):
     _cache: dict[int, KVSlots]
     _kept: dict[int, Tensor]  # inputs of each short convolution
     _inputs: Rows
+    _head: DraftHead | None
     _reads_prompts = False  # rows may be more positions of a sequence than the cache has states of
     _launches: dict[str, Callable[[], object]] | None = None  # by name, in place of being launched
+
+    def launch_blocks(self, indices: Iterable[int] | None = None) -> None:
+        """``indices``: of the blocks to launch; None: all. The draft head then receives the hidden states that it reads:
+        inputs of blocks, or the last block's output."""
+        count, taps = len(self.weights.blocks), self._head.taps if self._head is not None else ()
+        states = self.hidden.new_empty(len(self.hidden), len(taps), self.config.hidden_size)
+        for index in (*(range(count) if indices is None else indices), count):
+            for at, tap in enumerate(taps):
+                if tap == index:
+                    states[:, at] = self.hidden
+            if index < count:
+                self.launch_block(index)
+        if self._head is not None:
+            tokens, positions, slots = self._inputs
+            self._head.keep(slots, positions, states.flatten(1), tokens >= 0)
 
     def launch_block(self, index: int) -> None:
         block = self.weights.blocks[index]

@@ -19,7 +19,7 @@ from wisparse.kernels.gpu.common import Input
 from wisparse.kernels.gpu.experts import ExpertLinear
 from wisparse.kernels.gpu.head import launch_logits
 from wisparse.kernels.gpu.launch import multiply
-from wisparse.kernels.gpu.products import choose_product
+from wisparse.kernels.gpu.products import Product, choose_product
 from wisparse.kernels.gpu.reduction import Mask, launch_combine
 from wisparse.kernels.gpu.tiles import Tile
 
@@ -41,17 +41,9 @@ def takes_many_rows(weights: CudaWeights) -> bool:
 
 
 class ManyRowsStep(DecodeStep):
-    def _plan(self, tiles: dict[str, Tile], kv_splits: int) -> None:
-        self._last_norm = self.weights.norm
-        for block in self.weights.blocks:
-            self.plans.append({})
-            for role in LINEARS:
-                linear, first = getattr(block, role), getattr(self.weights.blocks[0], role)
-                self.plans[-1][role] = choose_product(
-                    linear.shape, self.rows, "rows", ready=_comes_masked(block, role), pdl=self.pdl,
-                    tile=tiles.get(role) if linear.widths == first.widths else None,
-                )  # fmt: skip
-                self._scratch.reserve(self.plans[-1][role])
+    def _plan(self, block: Block[AnyLinear], kv_splits: int, tiles: dict[str, Tile]) -> dict[str, Product]:
+        ready = {role: _comes_masked(block, role) for role in LINEARS}
+        return {role: self._choose(block, role, "rows", tiles, ready=ready[role]) for role in LINEARS}
 
     def block_launches(self, index: int) -> dict[str, Callable[[], object]]:
         """One block's products by name, of inputs of zeros, for per-kernel timings."""
@@ -59,10 +51,10 @@ class ManyRowsStep(DecodeStep):
         zeros = {role: Input(n.new_zeros(len(n), getattr(block, role).in_features)) for role in LINEARS}
         return {role: partial(self._linear, index, role, x) for role, x in zeros.items()}
 
-    def _launch_blocks(self, indices: Iterable[int]) -> None:
-        norm = self._next_norm(-1, ())
+    def launch_blocks(self, indices: Iterable[int] | None = None) -> None:
+        self._last_norm, norm = self.weights.norm, self._next_norm(-1, ())
         self.normed = self.hidden.clone() if norm is None else norm(self.hidden)
-        super()._launch_blocks(indices)
+        super().launch_blocks(indices)
 
     def launch_logits(self) -> None:
         weights, normed = self.weights, self.hidden if self.normed is None else self.normed

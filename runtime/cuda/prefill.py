@@ -227,16 +227,9 @@ class _Pass(BlockLauncher):
 
     def launch(self, indices: Iterable[int] | None) -> Tensor:
         """All blocks, or those of ``indices``, and the logits of the last positions."""
-        count, hidden, weights = len(self.weights.blocks), self.hidden, self.weights
-        taps = () if self._head is None else self._head.taps
-        inputs = [hidden] * (count + 1)
-        for index in range(count) if indices is None else indices:
-            inputs[index] = hidden.clone() if index in taps else hidden
-            self.launch_block(index)
-        if self._head is not None:
-            tokens, positions, slots = self._inputs
-            self._head.keep(slots, positions, torch.cat([inputs[tap] for tap in taps], dim=-1), tokens >= 0)
-        ends = weights.norm(hidden.index_select(0, self._last))
+        weights = self.weights
+        self.launch_blocks(indices)
+        ends = weights.norm(self.hidden.index_select(0, self._last))
         launch_logits(ends, None, None, weights.head, weights.head_scales, self._logits)
         return self._logits.logit
 

@@ -117,7 +117,8 @@ class DecodeStep(BlockLauncher):
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         self._scratch, self._kv_splits = Scratch(device, dtype), kv_splits
         self.plans: list[dict[str, Product]] = []
-        self._plan(tiles or {}, kv_splits)
+        for block in weights.blocks:
+            self.plans.append(self._plan(block, kv_splits, tiles or {}))
 
         def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=kind, device=device)
@@ -125,7 +126,6 @@ class DecodeStep(BlockLauncher):
         self._ids = torch.full((2, padded), -1, dtype=torch.int64, device=device)[:, :rows]
         self._buffer = 0  # of ``_ids``
         self.hidden = empty(rows, config.hidden_size)
-        self._taps = empty(rows, len(head.taps) if head else 0, config.hidden_size)
         # Partial sums of squares: of down and the embedding for the first norm of a block, of o for the second.
         sums_of = max((one.ssq_parts for plans in self.plans for one in plans.values()), default=1)
         self._ssq = empty(2, rows * sums_of, kind=torch.float32)
@@ -140,22 +140,15 @@ class DecodeStep(BlockLauncher):
         self._of_row = torch.tensor([weights.dense_weights, 1], device=device)  # of each row of a counting step
         self._replays: dict[tuple[bool, bool], list[Callable[[], object]]] = {}
 
-    def _plan(self, tiles: dict[str, Tile], kv_splits: int) -> None:
-        for block in self.weights.blocks:
-            self._plan_block(block, tiles, kv_splits)
-
-    def _plan_block(self, block: Block[AnyLinear], tiles: dict[str, Tile], kv_splits: int) -> None:
-        chosen: dict[str, Product] = {}
-        added = added_by_linears(block.ops)
+    def _plan(self, block: Block[AnyLinear], kv_splits: int, tiles: dict[str, Tile]) -> dict[str, Product]:
+        """How the block's linears are computed."""
+        activation, added, chosen = self.config.activation, added_by_linears(block.ops), dict[str, Product]()
 
         def choose(role: str, output: str, ssq_parts: int = 1, **attention: Any) -> None:
-            linear = getattr(block, role)
-            alike = linear.widths == getattr(self.weights.blocks[0], role).widths and not linear.shape.experts
-            ends: dict[str, Any] = {"output": output, "ssq_parts": ssq_parts, "pdl": self.pdl} | attention
-            if linear.shape.experts:
+            ends: dict[str, Any] = {"output": output, "ssq_parts": ssq_parts} | attention
+            if getattr(block, role).shape.experts:
                 ends["clamp"] = self.config.clamp
-            chosen[role] = choose_product(linear.shape, self.rows, tile=tiles.get(role) if alike else None, **ends)
-            self._scratch.reserve(chosen[role])
+            chosen[role] = self._choose(block, role, "step", tiles, **ends)
 
         splits = {} if block.spec.recurrent else {"kv_splits": kv_splits, "head_dim": block.spec.head_dim}
         for role, reads in (("o", splits), ("down", {})):
@@ -163,10 +156,17 @@ class DecodeStep(BlockLauncher):
         # qkv reads the partial sums of squares of the previous block's down. The embedding writes as many as block 0's.
         choose("qkv", "plain", _num_sums((self.plans[-1] if self.plans else chosen)["down"]))
         for role in GATE_UP[: 1 if block.shared_down is None else 2]:
-            choose(role, self.config.activation, _num_sums(chosen["o"]))
+            choose(role, activation, _num_sums(chosen["o"]))
         if block.shared_down is not None:
             choose("shared_down", "plain")
-        self.plans.append({role: chosen[role] for role in (*LINEARS, *SHARED) if role in chosen})
+        return {role: chosen[role] for role in (*LINEARS, *SHARED) if role in chosen}
+
+    def _choose(self, block: Block[AnyLinear], role: str, place: str, tiles: dict[str, Tile], **ends: Any) -> Product:
+        linear, first = getattr(block, role), getattr(self.weights.blocks[0], role)
+        tile = tiles.get(role) if linear.widths == first.widths and not linear.shape.experts else None
+        product = choose_product(linear.shape, self.rows, place, tile=tile, pdl=self.pdl, **ends)
+        self._scratch.reserve(product)
+        return product
 
     def launch(self, *, sampled: bool = False, count: bool = False, indices: Iterable[int] | None = None) -> None:
         """``indices``: of the blocks to launch; None: all."""
@@ -175,10 +175,7 @@ class DecodeStep(BlockLauncher):
             multiplier=self._embedding_multiplier,
         )  # fmt: skip
         self._counting = count
-        self._launch_blocks(range(len(self.weights.blocks)) if indices is None else indices)
-        if self._head is not None:
-            self._tap(len(self.weights.blocks))
-            self._head.keep(self.slots, self.positions, self._taps.flatten(1), self.tokens >= 0)
+        self.launch_blocks(indices)
         self.launch_logits()
         if count:
             self._counted.add_((self.tokens >= 0).sum() * self._of_row)
@@ -191,17 +188,6 @@ class DecodeStep(BlockLauncher):
         else:
             launch_argmax(self._logits, *choice, pdl=self.pdl)
         self._buffer = 1 - self._buffer
-
-    def _launch_blocks(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self._tap(index)
-            self.launch_block(index)
-
-    def _tap(self, index: int) -> None:
-        """Copy a block's input for the draft head, if it reads that."""
-        for at, tap in enumerate(self._head.taps if self._head is not None else ()):
-            if tap == index:
-                self._taps[:, at] = self.hidden
 
     def block_launches(self, index: int) -> dict[str, Callable[[], object]]:
         """One block's launches by name, in order."""
