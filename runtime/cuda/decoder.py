@@ -120,7 +120,7 @@ class CudaDecoder(Decoder):
         # and its captured steps.
         self._ahead: tuple[list[int], list[SamplingParams], list[DecodeStep]] | None = None
         self._readback = TokenReadback(max_batch, device)
-        # For the realised sparsity: the weights that masked positions of prompts and the rows of counting steps read, and
+        # For the realised sparsity: the weights that masked positions of prompts and the rows of counting steps read, then
         # the number of these rows. Of the steps launched every ``_every``-th counts, also if it is discarded.
         self._counted = torch.zeros(2, dtype=torch.int64, device=device)
         self._every, self._started = 0, 0  # 0: nothing is counted
@@ -400,7 +400,8 @@ class CudaDecoder(Decoder):
         """A step as of :meth:`step_for` that is not kept; ``tiles``: by role, instead of the chosen ones."""
         rows = triton.next_power_of_2(rows)
         made = DecodeStep if rows <= self._fused_rows else ManyRowsStep
-        model, splits = (self.weights, self.config, self._cache, self._parts, self._counted), kv_splits_for(context, rows)
+        model = self.weights, self.config, self._cache, self._parts, self._counted
+        splits = kv_splits_for(context, rows)
         return made(*model, rows=rows, tiles=tiles, kv_splits=splits, head=self.head)
 
     def _groups(self, slots: Sequence[int]) -> list[Sequence[int]]:
