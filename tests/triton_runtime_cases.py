@@ -78,6 +78,11 @@ def captured_steps(decoder: CudaDecoder) -> list[int]:
     return [len(steps) for _, steps in decoder._by_dense.values()]
 
 
+def captured_replays(decoder: CudaDecoder) -> dict[Any, set[Any]]:
+    """Of each kept step the kinds of replays that were captured."""
+    return {key: set(step._replays) for key, step in decoder._steps.items()}
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[DecodeStep]:
     seen: list[DecodeStep] = []
@@ -230,13 +235,13 @@ def test_what_is_prepared_is_what_batches_take():
     for decoder in (fast, plain):
         decoder.prefill(0, PROMPT, 5)
     fast.prepare_batches()
-    held = {key: set(step._replays) for key, step in fast._steps.items()}
+    held = captured_replays(fast)
     assert all(ways == {(False, False), (True, False)} for ways in held.values())
     assert {rows for _, rows, _ in held} == {1, 2, 4}
     for slots in ([3], [0, 1], [1, 3, 2], [0, 3]):
         for sampled in (False, True):
             fast.prepare(slots, 1, 300, sampled=sampled)
-    assert {key: set(step._replays) for key, step in fast._steps.items()} == held
+    assert captured_replays(fast) == held
     assert torch.equal(fast.decode(torch.tensor([5])), plain.decode(torch.tensor([5])))
     fast.close(), plain.close()
 
