@@ -6,7 +6,7 @@ Speed depends on shapes and on how many channels are kept, not on what the weigh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from wisparse.converter.experts import Rows, find_experts
 from wisparse.converter.statistics import channel_scale, weight_norm
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel, unread
+from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, QualityTable, Recipe, SparsityLevel, unread
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.tensors import expected_tensors
 from wisparse.formats.weight_types import PLANE_BITS, group_of, quantise
@@ -60,11 +60,11 @@ def random_checkpoint(config: dict[str, Any], folder: Path, seed: int = 0) -> Pa
 
 @torch.inference_mode()
 def calibrated_bundle(
-    source: Path, out: Path, sparsity: float, num_tokens: int = 128,
-    graded: Mapping[float, tuple[float, float]] | None = None,
+    source: Path, out: Path, sparsity: float | Sequence[float], num_tokens: int = 128,
+    graded: Mapping[float, tuple[float, float]] | None = None, quality: QualityTable | None = None,
 ) -> Path:  # fmt: skip
-    """A bundle whose every projection drops ``sparsity`` of its channels on random tokens; written once. ``graded``: one
-    of graded weights, as GRADED.
+    """A bundle whose every projection drops ``sparsity`` of its channels on random tokens, one level or several; written
+    once. ``graded``: one of graded weights, as GRADED.
 
     channel_scale = (g / gmean(g)) ** 0.5, as alpha = 0.5 gives it.
     """
@@ -74,7 +74,9 @@ def calibrated_bundle(
 
     checkpoint = Checkpoint.open(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=checkpoint.tensors["model.norm.weight"].dtype).eval()
-    levels: dict[float, dict[str, ProjectionMask]] = {unread(bits): {} for bits in graded or ()} or {sparsity: {}}
+    levels: dict[float, dict[str, ProjectionMask]] = {unread(bits): {} for bits in graded or ()}
+    for level in () if graded else [sparsity] if isinstance(sparsity, float) else sparsity:
+        levels[level] = {}
 
     counted = torch.arange(num_tokens)[None] > 0
 
@@ -116,7 +118,7 @@ def calibrated_bundle(
         base_model=source.name, base_revision=None, method="benchmark", default=min(levels),
         levels=tuple(SparsityLevel(level, entries(level), (level,) * blocks) for level in sorted(levels)),
         calibration=CalibrationRecord("random tokens", 1, num_tokens, num_tokens, 0, "0" * 64),
-        versions={"torch": torch.__version__}, plane_bits=PLANE_BITS if graded else (),
+        versions={"torch": torch.__version__}, plane_bits=PLANE_BITS if graded else (), quality=quality,
     )  # fmt: skip
     return write_bundle(checkpoint, recipe, dict(sorted(levels.items())), out)
 

@@ -33,11 +33,13 @@ _log = logging.getLogger("wisparse")
 LEVELS = (0.4, 0.5, 0.6)
 # Added to the calibration's seed. Far from seeds that users choose.
 _SEED_OFFSET, _CHOICE_SEED_OFFSET = 1_000_003, 2_000_003
-_SIZE, _WRITTEN = (16, 512), (9, 256)  # samples and length of the measurement text, at most; of text written on a CPU
-# On a CPU only the dense model and the default level are measured on all of it, the others on this many tokens, so that
-# it takes about 5% of a conversion.
+# Samples and length of the measurement text, at most; on a CPU of given text, and of text that the model writes.
+_SIZE, _SIZE_CPU, _WRITTEN_CPU = (16, 512), (8, 512), (9, 256)
+# On a CPU only the dense model and the default level are measured on all of it, the others on this many tokens.
 _FEW_TOKENS = 1024
-_ROUNDED = ("int8", "fp8")  # that a bundle's weights can be rounded to at load; int4 is only good if it is fitted
+# That a bundle's weights can be rounded to at load; int4 is only good if it is fitted. On a CPU fp8 is left out: it has int8's
+# size and a higher KL.
+_ROUNDED = {"cuda": ("int8", "fp8"), "cpu": ("int8",)}
 _SENSITIVITY_TOKENS = 1024
 # The lowest sparsity that `choose` tries: below it a mask saves less time than it takes.
 LOWEST = 0.05
@@ -155,7 +157,7 @@ def measure(
             known[key] = rounded(dense_logits(source, ids)).cpu()
         return known[key].to(source.device)
 
-    kinds = _ROUNDED if not reference and can_round(source) else ()
+    kinds = _ROUNDED[source.device.type] if not reference and can_round(source) else ()
     few = len(texts) if source.device.type == "cuda" else max(1, min(len(texts), _FEW_TOKENS // texts.shape[1]))
     levels, curve = dict[float, Quality](), dict[float, Quality]()
     pairs: dict[tuple[str, float], Measured] = {}
@@ -214,7 +216,7 @@ def measure(
 
 def fresh_text(num_samples: int, seq_len: int, seed: int, device_type: str, written: bool) -> tuple[int, int, int]:
     """(num_samples, seq_len, seed) of the measurement text, from those of the calibration text; ``written``: by the model."""
-    most, longest = _WRITTEN if written and device_type == "cpu" else _SIZE
+    most, longest = _SIZE if device_type != "cpu" else _WRITTEN_CPU if written else _SIZE_CPU
     return min(most, num_samples), min(longest, seq_len), seed + _SEED_OFFSET
 
 

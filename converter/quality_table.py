@@ -125,9 +125,9 @@ def quality_table(
     rows = []
     order = list(WEIGHT_TYPES)
     for (weights, sparsity), found in sorted(pairs.items(), key=lambda pair: (order.index(pair[0][0]), pair[0][1])):
-        error = found.kl_stderr if math.isfinite(found.kl_stderr) else None
+        errors = [value if math.isfinite(value) else None for value in (found.kl_stderr, found.perplexity_stderr)]
         kl, top1 = max(0.0, found.kl), min(1.0, found.top1_agreement)
-        rows.append(QualityRow(weights, sparsity, found.num_tokens, kl, error, top1, found.perplexity))
+        rows.append(QualityRow(weights, sparsity, found.num_tokens, kl, errors[0], top1, found.perplexity, errors[1]))
     figures = [default.dense_perplexity, *(value for row in rows for value in (row.kl, row.perplexity))]
     if not all(map(math.isfinite, figures)):
         return None

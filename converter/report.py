@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from wisparse.formats.card import CARD, REPORT, Inherited, render_card
-from wisparse.formats.manifest import Recipe, SparsityLevel, level_name
+from wisparse.formats.manifest import Recipe, SparsityLevel, level_name, plus_minus
 from wisparse.formats.model_config import ModelConfig, Projection
 
 from .evaluation import Quality, json_values
@@ -31,30 +31,32 @@ FIGURES: Mapping[str, str] = {
 # Longer lists of numbers are subsampled in the report.
 _LONGEST_HISTORY = 60
 
-# (largest KL in nats per token, smallest top-1 agreement, largest rise of perplexity, grade). The example models' answers
-# hardly change at a KL of 0.05; at 0.2 a reader notices mistakes.
-_GRADES = (
-    (0.02, 0.92, 0.03, "nearly indistinguishable from dense"),
-    (0.08, 0.84, 0.1, "close to dense"),
-    (0.2, 0.75, 0.25, "visibly different"),
+# (largest KL in nats per token, least and most of 100 answers that change): greedy answers of 32 tokens that differ anywhere
+# from those of the stored weights without masks. Around the points in benchmarks/results/answers.json (benchmarks/answers.py).
+CHANGED = (
+    (0.001, 10, 30),
+    (0.003, 15, 40),
+    (0.01, 25, 55),
+    (0.03, 40, 70),
+    (0.1, 55, 90),
+    (0.3, 75, 95),
+    (math.inf, 90, 100),
 )
-_WORST = "clearly damaged: choose a lower sparsity"
+ANSWERS = "greedy answers of 32 tokens"
 
 
-def grade(quality: Quality) -> str:
-    """The grade of a quality: the worst of those by KL, top-1 agreement and perplexity."""
-    sparse = quality.sparse
-    return grade_of(sparse.kl, sparse.top1_agreement, sparse.perplexity / sparse.dense_perplexity - 1)
+def answers_changed(kl: float, stderr: float = 0.0) -> tuple[int, int]:
+    """The least and the most of 100 short answers that change at a KL, give or take its standard error."""
+    error = stderr if math.isfinite(stderr) else 0.0
 
+    def row(value: float) -> tuple[float, int, int]:
+        return next(row for row in CHANGED if value <= row[0] or row is CHANGED[-1])
 
-def grade_of(kl: float, top1: float = 1.0, rise: float = 0.0) -> str:
-    for max_kl, min_top1, max_rise, name in _GRADES:
-        if kl <= max_kl and top1 >= min_top1 and not rise > max_rise:  # the rise may be NaN
-            return name
-    return _WORST
+    return (row(kl - error)[1] if kl - error > 0 else 0), (row(kl + error)[2] if kl > 0 else 0)
 
 
 FEW_TOKENS = 2048  # with fewer a KL is not judged
+_LARGE_KL = 0.02  # beside which a perplexity that falls is explained
 
 
 def note_on(num_tokens: int, kl: float, rise: float) -> str:
@@ -62,7 +64,7 @@ def note_on(num_tokens: int, kl: float, rise: float) -> str:
     notes = []
     if num_tokens < FEW_TOKENS:
         notes.append(f"too few tokens to tell: {num_tokens:,}, expected {FEW_TOKENS:,} or more")
-    if kl > _GRADES[0][0] and rise < 0:
+    if kl > _LARGE_KL and rise < 0:
         notes.append(
             "perplexity counts only the probability of the text's own tokens, which can rise while the distribution moves "
             "away from the dense model's: judge by the KL"
@@ -78,12 +80,16 @@ def verdict(sparsity: float, quality: Quality | None, graded: bool = False) -> s
     figures = quality.sparse
     tokens = {"all": "every token sparse", "half": "the last half of each text sparse"}.get(quality.prefill, "")
     change = figures.perplexity / figures.dense_perplexity - 1
-    perplexity = f", perplexity {figures.dense_perplexity:.3g} -> {figures.perplexity:.3g} ({change:+.1%})"
-    error = f" ± {figures.kl_stderr:.1g}" if math.isfinite(figures.kl_stderr) and figures.kl_stderr else ""
-    judged = "" if figures.num_tokens < FEW_TOKENS else f": {grade(quality)}"
+    measured = f"{figures.perplexity:.3g}{plus_minus(figures.perplexity_stderr)}"
+    perplexity = f", perplexity {figures.dense_perplexity:.3g} -> {measured} ({change:+.1%})"
+    least, most = answers_changed(figures.kl, figures.kl_stderr)
+    judged = f"; about {least} to {most} of 100 {ANSWERS} change" * (
+        figures.num_tokens >= FEW_TOKENS and not math.isnan(figures.kl)
+    )
     note = note_on(figures.num_tokens, figures.kl, change)
     return (
-        f"At {level} ({tokens}), KL {figures.kl:.2g}{error} nats/token, top-1 agreement {figures.top1_agreement:.0%}"
+        f"At {level} ({tokens}), KL {figures.kl:.2g}{plus_minus(figures.kl_stderr)} nats/token, top-1 agreement "
+        f"{figures.top1_agreement:.0%}{plus_minus(100 * figures.top1_stderr)}"
         f"{perplexity if math.isfinite(change) else ''}{judged}{f'; {note}' if note else ''}."
     )
 
@@ -194,7 +200,7 @@ class Report:
                     "sparsity": sparsity,
                     "realised_on_calibration": self.realised(sparsity),
                     "verdict": verdict(sparsity, level, recipe.graded),
-                    "grade": grade(level),
+                    "answers_changed_of_100": answers_changed(level.sparse.kl, level.sparse.kl_stderr),
                     "quality": _rounded(level.to_dict()),
                 }
                 for sparsity, level in measurement.levels.items()

@@ -23,8 +23,8 @@ LARGEST_LOGITS = 1 << 26
 _LARGEST_LOGITS_CPU = 1 << 21
 # The dense model's distributions are kept up to this size; if they are larger, its last hidden states are kept.
 _LARGEST_REFERENCE_BYTES = 1 << 30
-# Activations of one autograd graph: several blocks of a small model, one block of a large one.
-_LARGEST_GRAPH_BYTES = 1 << 29
+# Activations of one autograd graph: all blocks of a small model, one block of a large one.
+_LARGEST_GRAPH_BYTES = 1 << 30
 _ENOUGH_TOKENS = 256  # an expert with at least this many tokens is not pooled with the others
 
 
@@ -104,11 +104,11 @@ def backward(
     last = (len(flow.blocks) - 1) // span * span
     # Gradients of fused attention kernels on a GPU are not deterministic; equal seeds have to give equal bundles.
     deterministic = sdpa_kernel(SDPBackend.MATH) if flow.device.type == "cuda" else nullcontext()
+    states = {0: flow.start()[batch]}
+    with torch.no_grad():
+        for start in range(0, last, span):
+            states[start + span] = flow.run(batch, states[start], start, start + span)
     with deterministic, torch.enable_grad():
-        states = {0: flow.start()[batch]}
-        with torch.no_grad():
-            for start in range(0, last, span):
-                states[start + span] = flow.run(batch, states[start], start, start + span)
         gradient = torch.empty(0)
         shared_gradients: dict[Any, Sequence[Tensor]] = {}  # of keys and values that several blocks use
         for start in sorted(states, reverse=True):

@@ -62,6 +62,8 @@ class Scores:
         """A regular sample of this process's scores, over all tokens and channels, sorted."""
         inputs, scale = self._inputs, self._scale.to(self.device)
         stride = max(1, inputs.x.numel() // _SAMPLE) | 1  # odd, as widths are mostly even: so it reaches all channels
+        if self._single is not None:
+            return _sorted(self._single.reshape(-1)[::stride].clone())
         index = torch.arange(0, inputs.x.numel(), stride, device=self.device)
         row, channel = index // inputs.x.shape[1], index % inputs.x.shape[1]
         scale = scale[channel] if inputs.experts is None else scale[inputs.experts[row], channel]

@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader
 from .errors import BundleError
 from .folder import check_target, clear_leftovers, replaced_folder
 from .guard import dump_json, open_regular, parse_json, read_bounded, read_json, resolve_inside
-from .manifest import BUNDLE, MANIFEST, MAX_MANIFEST_BYTES, Recipe, level_name, listed_files
+from .manifest import BUNDLE, MANIFEST, MAX_MANIFEST_BYTES, Recipe, level_name, listed_files, plus_minus
 
 # Address of the project's repository (https://…), empty while it has none. README.md, pyproject.toml, CITATION.cff and
 # mkdocs.yml repeat it; a test compares them.
@@ -94,10 +94,12 @@ def quality_cells(recipe: Recipe) -> list[tuple[str, ...]]:
     """The quality table as text, by `QUALITY_HEADS`; empty without one."""
     rows: list[tuple[str, ...]] = []
     for row in recipe.quality.rows if recipe.quality else ():
-        error = f" ± {row.kl_stderr:.1g}" if row.kl_stderr else ""
         level = level_name(row.sparsity, recipe.graded) if row.sparsity else "dense"
-        figures = f"{row.kl:.2g}{error}", f"{row.top1_agreement:.1%}", f"{row.perplexity:.3f}"
-        rows.append((row.weights, level, *figures, f"{row.num_tokens:,}"))
+        kl, perplexity = (
+            f"{row.kl:.2g}{plus_minus(row.kl_stderr)}",
+            f"{row.perplexity:.3f}{plus_minus(row.perplexity_stderr)}",
+        )
+        rows.append((row.weights, level, kl, f"{row.top1_agreement:.1%}", perplexity, f"{row.num_tokens:,}"))
     return rows
 
 

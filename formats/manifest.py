@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -85,6 +86,7 @@ class QualityRow:
     kl_stderr: float | None  # over sequences; None of one sequence
     top1_agreement: _Fraction
     perplexity: float
+    perplexity_stderr: float | None = None  # on disk only if it is known
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,9 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         only_if_any = ("vision_tensors_left_out", "rotation", "plane_bits", "quality", "dequantised_from")
         document = {key: value for key, value in asdict(self).items() if value or key not in only_if_any}
+        for row in document.get("quality", {"rows": ()})["rows"]:
+            if row["perplexity_stderr"] is None:
+                del row["perplexity_stderr"]
         return {"format_version": FORMAT_VERSION, **document}
 
     @classmethod
@@ -188,6 +193,11 @@ class Recipe:
 def bits_of(sparsity: float) -> float:
     """Bits read per graded weight at a level, whose sparsity is the share of unread bits."""
     return sum(PLANE_BITS) * (1.0 - sparsity)
+
+
+def plus_minus(stderr: float | None) -> str:
+    """A standard error behind its figure; empty if it is not known, or 0."""
+    return f" ± {float(f'{stderr:.1g}'):g}" if stderr and math.isfinite(stderr) else ""
 
 
 def level_name(sparsity: float, graded: bool, form: str = ".4g") -> str:

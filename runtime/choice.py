@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.formats.manifest import QualityRow, level_name
+from wisparse.formats.manifest import QualityRow, level_name, plus_minus
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
 
@@ -45,6 +45,7 @@ class Pair:
     sparsity: float
     kl: float
     tok_per_s: float
+    kl_stderr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class Choice:
 
     def _name(self, pair: Pair) -> str:
         level = level_name(pair.sparsity, self.graded) if pair.sparsity else "dense"
-        return f"{pair.weights} {level}, about {pair.tok_per_s:,.0f} tok/s, KL {pair.kl:.2g}"
+        return (
+            f"{pair.weights} {level}, about {pair.tok_per_s:,.0f} tok/s, KL {pair.kl:.2g}{plus_minus(pair.kl_stderr)}"
+        )
 
 
 def _rounded_up(kl: float) -> float:
@@ -116,7 +119,9 @@ def forecast_pairs(
         return 1e9 / bytes_read(bundle.config, dtype, kind, level)
 
     unit = 1.0 if base is None else base.tok_per_s / rate(base.weights, base.sparsity)
-    return [Pair(row.weights, row.sparsity, row.kl, unit * rate(row.weights, row.sparsity)) for row in rows]
+    return [
+        Pair(row.weights, row.sparsity, row.kl, unit * rate(row.weights, row.sparsity), row.kl_stderr) for row in rows
+    ]
 
 
 def choose_weights(

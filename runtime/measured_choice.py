@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-import statistics
+import time
 from collections.abc import Sequence
 
 from wisparse.formats.folder import write_file
@@ -18,7 +18,8 @@ from .model import Model
 
 log = logging.getLogger(__name__)
 
-_ROUNDS, _SECONDS, _MOST_STEPS, _PROMPT = 3, 0.06, 24, 5  # of the measurement, for each level
+# Of the measurement, for each level: at least these rounds, and more for a second in all; seconds and steps of a round.
+_ROUNDS, _MOST_ROUNDS, _SECONDS, _MOST_STEPS, _PROMPT = 3, 24, 0.06, 24, 5
 
 
 def choose_level(model: Model, weights: str, given: str | None, supported: Sequence[str], max_kl: float) -> Choice:
@@ -27,7 +28,11 @@ def choose_level(model: Model, weights: str, given: str | None, supported: Seque
     rows = rows_of(bundle, given, supported)
     own = [row for row in rows if row.weights == weights]
     speeds = _speeds(model, weights, [row.sparsity for row in own])
-    measured = [Pair(weights, row.sparsity, row.kl, speeds[row.sparsity]) for row in own if row.sparsity in speeds]
+    measured = [
+        Pair(weights, row.sparsity, row.kl, speeds[row.sparsity], row.kl_stderr)
+        for row in own
+        if row.sparsity in speeds
+    ]
     base = min(measured, key=lambda pair: pair.sparsity, default=None)
     others = [row for row in rows if row.weights != weights or row.sparsity not in speeds]
     found = choose([*measured, *forecast_pairs(bundle, decoder.dtype, others, base)], max_kl, bundle.recipe.graded)
@@ -77,10 +82,13 @@ def _speeds(model: Model, weights: str, levels: Sequence[float]) -> dict[float, 
 
 
 def _time_levels(model: Model, levels: Sequence[float], most_steps: int) -> dict[float, float]:
+    # The fastest round of each level: other programs on the machine only add time.
     times: dict[float, list[float]] = {level: [] for level in levels}
     masks = {level: model.bundle.at(level).masks for level in levels}
-    steps = 2
-    for count in range(2 + _ROUNDS):  # two rounds to warm up and to find the number of steps
+    steps, began = 2, time.perf_counter()
+    for count in range(2 + _MOST_ROUNDS):  # two rounds to warm up and to find the number of steps
+        if count >= 2 + _ROUNDS and time.perf_counter() - began > 1:
+            break
         for level in levels:
             model.decoder.set_masks(masks[level])
             seconds = time_run(model.decoder, Workload(_PROMPT, steps))[1] / steps
@@ -88,4 +96,4 @@ def _time_levels(model: Model, levels: Sequence[float], most_steps: int) -> dict
                 times[level].append(seconds)
         if count == 1:
             steps = max(2, min(most_steps, round(_SECONDS / seconds)))
-    return {level: 1 / statistics.median(seconds) for level, seconds in times.items()}
+    return {level: 1 / min(seconds) for level, seconds in times.items()}

@@ -11,7 +11,7 @@ from tiny_bundle import tiny_config
 
 from wisparse.converter.evaluation import Measured, Quality
 from wisparse.converter.measurement import BlockSensitivity, Measurement
-from wisparse.converter.report import Report, verdict
+from wisparse.converter.report import CHANGED, Report, answers_changed, verdict
 from wisparse.formats.card import REPORT, Inherited
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, RotationRecord, SparsityLevel
 from wisparse.formats.model_config import ModelConfig
@@ -56,19 +56,23 @@ def measured(**changes: object) -> Measurement:
 
 def test_what_the_report_says() -> None:
     assert verdict(0.5, quality()) == (
-        "At 50% sparsity (every token sparse), KL 0.05 nats/token, top-1 agreement 88%, "
-        "perplexity 8 -> 8.4 (+5.0%): close to dense."
+        "At 50% sparsity (every token sparse), KL 0.05 nats/token, top-1 agreement 88%, perplexity 8 -> 8.4 (+5.0%); "
+        f"about {CHANGED[4][1]} to {CHANGED[4][2]} of 100 greedy answers of 32 tokens change."
     )
-    assert "clearly damaged" in verdict(0.7, quality(2.0))
-    assert "nearly indistinguishable" in verdict(0.3, quality(0.001, "half", 8.1, 0.97))
-    assert "clearly damaged" in verdict(0.3, quality(0.001, "all", 8.1, 0.11))  # the worst of the three decides
-    assert "clearly damaged" in verdict(0.3, quality(0.001, "all", 16.0, 0.97))
+    assert answers_changed(0.0) == (0, 0)
+    assert answers_changed(2.0) == CHANGED[-1][1:]
+    assert answers_changed(0.03, 0.025) == (CHANGED[2][1], CHANGED[4][2]), "of the rows within a standard error"
+    assert tuple(zip(*map(sorted, zip(*CHANGED, strict=True)), strict=True)) == CHANGED, "all three columns rise"
+    assert "100 greedy" not in verdict(0.5, quality(math.nan))
     assert "perplexity" not in verdict(0.5, quality(perplexity=math.nan))
     assert "not measured" in verdict(0.5, None)
     assert "KL 0.05 ± 0.002 nats" in verdict(0.5, quality(stderr=0.002))
+    errors = dataclasses.replace(quality().sparse, perplexity_stderr=0.26, top1_stderr=0.011)
+    with_errors = verdict(0.5, dataclasses.replace(quality(), sparse=errors))
+    assert "agreement 88% ± 1, perplexity 8 -> 8.4 ± 0.3 (+5.0%)" in with_errors
     few, falling = verdict(0.5, quality(num_tokens=100)), verdict(0.5, quality(0.3, perplexity=7.0))
     assert few.endswith("(+5.0%); too few tokens to tell: 100, expected 2,048 or more.")
-    assert "(-12.5%): clearly damaged" in falling
+    assert "(-12.5%); about" in falling
     assert "the probability of the text's own tokens, which can rise while" in falling
     # The report says what sparsity to expect on other text.
     found = dataclasses.replace(quality(), realised_range=(0.478, 0.512))

@@ -47,7 +47,7 @@ def test_figures_are_the_runtimes(source: SourceModel, bundle: Path) -> None:
     assert table is not None
     assert torch.equal(source.model.state_dict()["model.layers.0.mlp.up_proj.weight"], before)
     assert [(row.weights, row.sparsity) for row in table.rows] == [
-        (kind, level) for kind in ("native", "int8", "fp8") for level in (0.0, 0.4)
+        (kind, level) for kind in ("native", "int8") for level in (0.0, 0.4)
     ]
     assert (table.num_tokens, table.noise_floor, table.rows[0].kl) == (4 * 47, 0.0, 0.0)
     for row in table.rows[:4]:
@@ -65,8 +65,8 @@ def test_figures_are_the_runtimes(source: SourceModel, bundle: Path) -> None:
         assert row.kl == pytest.approx(figures.kl, rel=0.02, abs=2e-6), row
         assert row.top1_agreement == pytest.approx(figures.top1_agreement, abs=0.011), row
         assert row.perplexity == pytest.approx(figures.perplexity, rel=0.01), row
-    fp8 = {row.sparsity: row.kl for row in table.rows if row.weights == "fp8"}
-    assert 0 < fp8[0.0] < 0.1 * fp8[0.4]
+    int8 = {row.sparsity: row.kl for row in table.rows if row.weights == "int8"}
+    assert 0 < int8[0.0] < 0.1 * int8[0.4]
 
 
 def test_stored_types_are_measured_against_the_weights_before(source: SourceModel, bundle: Path) -> None:
@@ -93,7 +93,7 @@ def test_estimate_from_fewer_tokens() -> None:
 
 ROWS = (
     QualityRow("native", 0.0, 4096, 0.0, 0.0, 1.0, 10.0),
-    QualityRow("native", 0.4, 4096, 0.03, 0.001, 0.9, 10.3),
+    QualityRow("native", 0.4, 4096, 0.03, 0.001, 0.9, 10.3, 0.2),
     QualityRow("int8", 0.4, 1024, 0.031, None, 0.89, 10.4),
 )
 TABLE = QualityTable("text", 4096, 10.0, 0.0011, ROWS)
@@ -108,8 +108,10 @@ def test_manifest_and_text(recipe: Recipe, bundle: Path) -> None:
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     plain = Bundle.open(bundle).recipe
     assert (plain.quality, "quality" in plain.to_dict(), quality_cells(plain)) == (None, False, [])
+    known = [set(row) - {"perplexity_stderr"} != set(row) for row in recipe.to_dict()["quality"]["rows"]]
+    assert known == [False, True, False], "the digest of bundles without it is the same"
     assert quality_cells(recipe)[1:] == [
-        ("native", "40%", "0.03 ± 0.001", "90.0%", "10.300", "4,096"),
+        ("native", "40%", "0.03 ± 0.001", "90.0%", "10.300 ± 0.2", "4,096"),
         ("int8", "40%", "0.031", "89.0%", "10.400", "1,024"),
     ]
     assert "Noise floor of the arithmetic: KL 0.0011" in quality_note(recipe)

@@ -15,7 +15,7 @@ import torch
 from wisparse.converter.config import full_config
 from wisparse.converter.estimate import bundle_bytes, conversion_seconds, working_bytes
 from wisparse.converter.processes import Progress
-from wisparse.converter.report import grade_of
+from wisparse.converter.report import answers_changed
 from wisparse.converter.settings import USUAL, USUAL_DEFAULT, ConvertSettings, auto_seq_len
 from wisparse.converter.source import choose_dtype
 from wisparse.formats.checkpoint import read_config
@@ -47,7 +47,7 @@ class Row(Forecast):
     fits: bool  # in the free memory
     bundle_bytes: int
     kl: tuple[float, float]  # of the models `MEASURED_ON`
-    quality: str  # `grade_of` the larger KL
+    answers_changed: tuple[int, int]  # `answers_changed` of both: the least and the most of 100
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,8 @@ def advise(
         saved = sum(math.prod(shape) * native.itemsize - weight_type.nbytes(shape, native) for shape in shapes)
         disk = bundle_bytes(config, parameters, "auto") - saved
         kl = KL["native" if stored else one.weights][one.sparsity]
-        rows.append(
-            Row(**asdict(one), fits=one.memory_bytes < free, bundle_bytes=disk, kl=kl, quality=grade_of(max(kl)))
-        )
+        changed = answers_changed(min(kl))[0], answers_changed(max(kl))[1]
+        rows.append(Row(**asdict(one), fits=one.memory_bytes < free, bundle_bytes=disk, kl=kl, answers_changed=changed))
     options, why = _recommended(rows, stored, config, device)
     options += ["--device", str(device)] if device != choose_device() else []
     options += ["--revision", revision] if revision is not None else []
@@ -148,7 +147,7 @@ def _recommended(
 def print_advice(advice: Advice) -> None:
     facts = ", ".join(f"{key} {value}" for key, value in advice.machine.items() if key not in ("python", "torch"))
     click.echo(f"{facts}; memory reads {advice.read_gbps:,.1f} GB/s, {advice.memory_free_bytes / 1e9:,.1f} GB free")
-    heads = ["weights", "sparsity", "tok/s", "range", "memory GB", "bundle GB", "KL", "quality"]
+    heads = ["weights", "sparsity", "tok/s", "range", "memory GB", "bundle GB", "KL", "changed"]
     lines = []
     for row in advice.rows:
         rate, low, high = (
@@ -157,13 +156,14 @@ def print_advice(advice: Advice) -> None:
         sizes = [f"{size / 1e9:,.2f}" for size in (row.memory_bytes, row.bundle_bytes)]
         sizes[0] += "" if row.fits else " too large"
         kl = " / ".join(f"{one:.2g}" for one in row.kl)
-        lines.append([row.weights, f"{row.sparsity:.0%}", rate, f"{low} to {high}", *sizes, kl, row.quality])
+        changed = "{} to {}%".format(*row.answers_changed)
+        lines.append([row.weights, f"{row.sparsity:.0%}", rate, f"{low} to {high}", *sizes, kl, changed])
     minutes = advice.conversion_seconds / 60
     duration = f"{minutes:.2g} minutes" if minutes < 100 else f"{minutes / 60:,.0f} hours"
     note = (
         f"tok/s: one request, measured on blocks of this shape with random weights; memory: with {advice.context:,} "
         f"tokens of context.\nKL to the dense model, nats a token, measured on two models: {' / '.join(MEASURED_ON)}; "
-        f"quality: of the worse. Masks cost chat models several times as much: `wisparse eval`.\nConversion: about {duration} (half to twice that; "
+        f"changed: greedy answers of 32 tokens that differ anywhere from the dense model's. Masks cost chat models several times as much: `wisparse eval`.\nConversion: about {duration} (half to twice that; "
         f"int4 longer), {advice.conversion_memory_bytes / 1e9:.2g} GB of memory."
     )
     print_table(heads, lines, note=note)

@@ -32,11 +32,11 @@ Allocation = dict[str, float]
 DAMAGE_LEVELS: tuple[float, ...] = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.95)
 # With one sparsity level, the report's quality curve has these sparsities too.
 OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
-# About how many tokens the KL after a stage is measured on.
-_REPORTED_TOKENS = 4096
+# About how many tokens the KL after a stage, and the predicted damage, are measured on.
+_REPORTED_TOKENS, _DAMAGE_TOKENS = 2048, 4096
 _LARGEST_LOGITS = 1 << 27  # elements, of a micro-batch
-# All tokens are one micro-batch if its widest input has at most this many elements: 64 MiB of float32.
-_ONE_BATCH = 1 << 24
+# All tokens are one micro-batch if its widest input has at most this many elements: 64 MiB of float32, on a GPU 512.
+_ONE_BATCH = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class SearchSettings:
     kl_tokens: int | None = None
     greedy_step: float = 0.01  # of a block; TEAL's 5% costs small models a third of the quality (benchmarks/LOG.md)
     refine_steps: int | None = None  # None: from the number of tokens, see `plan_steps`
-    batch_size: int = 4  # sequences per forward pass
+    # sequences per forward pass; None: 4, but on a CPU 1 of 16 or more: a backward pass then keeps a small model's activations
+    # in all blocks, and computes none of them twice
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class SparsityLevels(AbstractContextManager["SparsityLevels"]):
         num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
         # A backward pass holds a few float32 tensors (tokens, vocab_size), of at most 512 MiB each.
         largest = _LARGEST_LOGITS // (source.config.vocab_size * tokens.seq_len)
-        batch_size, processes = max(1, min(settings.batch_size, largest)), stages.processes
+        wanted = settings.batch_size or (1 if source.device.type == "cpu" and tokens.num_samples >= 16 else 4)
+        batch_size, processes = max(1, min(wanted, largest)), stages.processes
         with torch.no_grad():
             # `calib` has the first kl_tokens, `all_calib` all; `local_calib` and `all_local` this process's part of them.
             self.calib = CalibrationState(source, tokens, num_samples=num_samples, batch_size=batch_size)
@@ -105,7 +108,7 @@ class SparsityLevels(AbstractContextManager["SparsityLevels"]):
                 self.local_calib = CalibrationState(source, tokens, num_samples=num_samples, **options)
                 self.all_local = CalibrationState(source, tokens, **options)
                 self.local_calib.scales, self.local_calib.tables = self.calib.scales, self.calib.tables
-            elif tokens.input_ids.numel() * widest <= _ONE_BATCH:
+            elif tokens.input_ids.numel() * widest <= _ONE_BATCH[source.device.type]:
                 # `final_thresholds` runs a block once for one micro-batch, and up to five times for several.
                 self.all_local = CalibrationState(source, tokens, batch_size=tokens.num_samples, masked=masked)
             self.norms = {name: weight_norm(source.weight(name)) for name in source.projections}
@@ -349,11 +352,13 @@ class Run:
         self.build_tables()
         with self.progress.stage("Predicted damage"):
             thresholds = {name: [calib.thresholds({name: s})[name] for s in DAMAGE_LEVELS] for name in self.names}
+            part = batches[: -(-_DAMAGE_TOKENS // flow.input_ids[0].numel())]
             sums = self.processes.spread(
-                batches, lambda b: quadratic_damage(flow, masked, b, self.draw(2 * b + 1), calib.scales, thresholds)
+                part, lambda b: quadratic_damage(flow, masked, b, self.draw(2 * b + 1), calib.scales, thresholds)
             )
         by_level = {name: zip(*(batch[name] for batch in sums), strict=True) for name in self.names}
-        damages = {name: [sum(row) / flow.num_counted for row in by_level[name]] for name in self.names}
+        counted = sum(int(flow.counted[b].sum()) for b in part)
+        damages = {name: [sum(row) / counted for row in by_level[name]] for name in self.names}
         return {"scales": dict(calib.scales), "tables": dict(calib.tables), "damages": damages}
 
     def result(self, allocation: Allocation) -> SearchResult:

@@ -18,7 +18,7 @@ from wisparse.formats.checkpoint import require_supported
 from wisparse.formats.guard import find_gguf
 from wisparse.formats.hub import require_place
 from wisparse.formats.machine import idle_cores, shown_bytes, torchrun_place, usable_cores
-from wisparse.formats.manifest import level_name
+from wisparse.formats.manifest import level_name, plus_minus
 
 from ..options import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, Dtype, print_rows, stacked
 
@@ -245,7 +245,8 @@ def _recommended(conversion: Conversion) -> str | None:
     found = choose(forecast_pairs(bundle, dtype, rows), MAX_KL, bundle.recipe.graded)
     level = level_name(found.pair.sparsity, bundle.recipe.graded) if found.pair.sparsity else "dense"
     reason = f"the fastest by bytes with KL at most {MAX_KL:g}" if found.within else f"nothing has a KL of {MAX_KL:g}"
-    return f"generate, chat and serve take {found.pair.weights} {level}, KL {found.pair.kl:.2g}: {reason}; --max-kl changes it"
+    kl = f"KL {found.pair.kl:.2g}{plus_minus(found.pair.kl_stderr)}"
+    return f"generate, chat and serve take {found.pair.weights} {level}, {kl}: {reason}; --max-kl changes it"
 
 
 def _print_conversion(conversion: Conversion) -> None:
