@@ -62,7 +62,7 @@ class ExpertsLayout:
     choice_bias_row: bool = False  # (1, E)
     choice_bias_key: str | None = None  # config key for whether there is one; None: always
     scale: str | None = None  # config key of the weights' factor
-    # What is rounded to the activations' dtype: the router's logits, also their scores, or neither.
+    # What is rounded to the activations' dtype: the router's logits and the bias, the logits and their scores, or nothing.
     rounded: Literal["logits", "scores"] | None = "logits"
     count: str | None = None  # config key of the number of experts; None: one of transformers' two
     chosen: str = "num_experts_per_tok"
@@ -437,6 +437,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             shared_size="intermediate_size",
             shared_module="shared_mlp",
             router="gate.wg",
+            rounded=None,
         ),
     ),
     "ernie4_5": Architecture(
@@ -546,7 +547,7 @@ def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[
         return f"model_type {model_type!r:.80} is {families[family]['is']}; {known}"
     close = difflib.get_close_matches(model_type[:80], supported, n=1, cutoff=0.75)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"model_type {model_type!r:.80}{hint}; {known}"
+    return f"model_type {model_type!r:.80}{hint}: expected a known one; {known}"
 
 
 def require_known(config: Mapping[str, Any]) -> str:

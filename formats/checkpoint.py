@@ -515,7 +515,8 @@ def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError
     is_bundle = issubclass(error, BundleError)
     if not is_bundle and (kind := guard.folder_kind(folder)) is not None:
         raise error(f"{guard.shown(folder)} is {kind}")
-    config = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
+    # Infinity is in configurations of Mamba-2 models: the largest time step.
+    config = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, error, infinite=not is_bundle)
     if isinstance(packed := config.get("quantization"), dict) and {"group_size", "bits"} <= packed.keys():
         raise error(
             f"{guard.shown(folder)}: an MLX checkpoint, whose packed weights only MLX reads; convert "

@@ -226,13 +226,15 @@ _MAX_DEPTH = 32
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_json(folder: Path, name: str, limit: int, error: type[WisparseError]) -> dict[str, Any]:
-    return parse_json(read_bounded(folder, name, limit, error), name, error)
+def read_json(
+    folder: Path, name: str, limit: int, error: type[WisparseError], *, infinite: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    return parse_json(read_bounded(folder, name, limit, error), name, error, infinite=infinite)
 
 
-def parse_json(data: bytes, where: str, error: type[WisparseError]) -> dict[str, Any]:
-    """Parse a JSON object, whose size the caller limits. Refused: other encodings than UTF-8, duplicate keys, NaN and
-    infinity, lone surrogates, deep nesting."""
+def parse_json(data: bytes, where: str, error: type[WisparseError], *, infinite: bool = False) -> dict[str, Any]:
+    """Parse a JSON object, whose size the caller limits. Refused: other encodings than UTF-8, duplicate keys, NaN and, unless
+    ``infinite``, infinity, lone surrogates, deep nesting."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -243,7 +245,7 @@ def parse_json(data: bytes, where: str, error: type[WisparseError]) -> dict[str,
 
     def finite(text: str) -> float:
         value = float(text)
-        if not math.isfinite(value):
+        if not math.isfinite(value) and not (infinite and text == "Infinity"):
             raise error(f"{where}: expected finite numbers, found {text:.40}")
         return value
 

@@ -116,7 +116,11 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
             )
         if experts.choice_bias is not None and arch.experts is not None:
             one_row = (1,) * arch.experts.choice_bias_row
-            routing.append(replace(row("choice_bias", experts.choice_bias, *one_row, experts.count), wide=True))
+            routing.append(
+                replace(
+                    row("choice_bias", experts.choice_bias, *one_row, experts.count), wide=experts.rounded != "logits"
+                )
+            )
         if experts.parallel_mlp:
             routing += [
                 row("experts_input", "pre_feedforward_layernorm_2.weight", hidden, norm=True),

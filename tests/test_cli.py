@@ -5,6 +5,7 @@ import errno
 import functools
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -453,6 +454,7 @@ MLX = {"quantization": {"group_size": 64, "bits": 4}}
     ("config", "card", "words"),
     [
         ({"model_type": "vaultgemma"}, "", "the nearest known ones are gemma"),
+        ({"model_type": "mamba2", "time_step_limit": [0.0, math.inf]}, "", "is a recurrent or state-space model"),
         ({"model_type": None}, "", "model_type: expected a known one (docs/models.md), found None"),
         (MLX, "---\nbase_model: Qwen/Qwen3-8B\n---\n", "convert Qwen/Qwen3-8B"),
         (MLX, "---\nbase_model:\n- Qwen/Qwen3-8B\n---\n", "convert Qwen/Qwen3-8B"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,8 +181,17 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize("executor", ["numba", "triton", "onnx"])
-@pytest.mark.parametrize("name", [*dict.fromkeys(OPERATIONS.values())])
+RUNS: list[Any] = [
+    (name, executor) for name in dict.fromkeys(OPERATIONS.values()) for executor in ("numba", "triton", "onnx")
+]
+RUNS += [
+    pytest.param(name, "triton", marks=pytest.mark.exhaustive)
+    for name in (*PLAIN, *ROUTED)
+    if name not in OPERATIONS.values()
+]
+
+
+@pytest.mark.parametrize(("name", "executor"), RUNS)
 def test_executors_run_or_refuse_every_operation(
     name: str, executor: str, bundles: Bundles, interpreter: ProcessPoolExecutor
 ) -> None:

@@ -30,6 +30,7 @@ from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModel
 from wisparse.formats.weight_types import round_weight
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.onnx_export import export_onnx
+from wisparse.runtime.torch.block import LINEARS, Block, read_spec, route
 
 PROMPT = torch.randint(3, VOCAB, (20,), generator=torch.Generator().manual_seed(5))
 
@@ -296,3 +297,32 @@ def test_recurrent_projections_in_one_matrix_are_read_in_the_order_of_separate_o
         decoders = [cpu_decoder(bundle, backend, max_seq_len=None) for backend in ("torch", "numba")]
         ours, theirs = (decoder.logits(PROMPT, 1) for decoder in decoders)
         assert (ours - theirs).abs().max() < 1e-3, weights
+
+
+@pytest.mark.parametrize("family", [name for name in EXPERTS if name not in ("gemma4-moe", "glm4-moe-plain")])
+@torch.inference_mode()
+def test_routers_round_as_transformers_in_bfloat16(family: str, tmp_path: Path) -> None:
+    """Of near scores, rounding decides which are chosen."""
+    from transformers import AutoModelForCausalLM
+
+    source, dtype = make_checkpoint(family, tmp_path / "source", vocab_size=VOCAB), torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    checkpoint = Checkpoint.open(source, complete=full_config)
+    index = next(at for at, block in enumerate(checkpoint.config.blocks) if block.experts)
+    module = next(one for name, one in model.model.layers[index].named_modules() if name.endswith(".experts"))
+    seen: list[Any] = []
+    handle = module.register_forward_pre_hook(
+        lambda _, args, given: seen.append((*args, *given.values())), with_kwargs=True
+    )
+    generator = torch.Generator().manual_seed(0)
+    model(torch.randint(3, VOCAB, (4, 200), generator=generator))
+    handle.remove()
+    x, chosen, weights = seen[0]
+    spec = read_spec(checkpoint.config, index, checkpoint.tensor, dtype)
+    block = Block[Any](**spec, **dict.fromkeys(LINEARS))
+    ours, at = route(block, x)
+    order, of_theirs = at.argsort(-1), chosen.argsort(-1)
+    same = (at.gather(-1, order) == chosen.gather(-1, of_theirs)).all(-1)
+    assert same.all()
+    near = ours.gather(-1, order).float(), weights.gather(-1, of_theirs).float()
+    torch.testing.assert_close(*near, rtol=2e-2, atol=2e-3)

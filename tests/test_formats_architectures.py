@@ -131,7 +131,10 @@ def test_what_blocks_have_is_read() -> None:
         ({**GEMMA4, "per_layer_config": {"1": {"hidden_size": 3}}}, "expected head_dim and num_key_value_heads"),
         ({**GEMMA4, "per_layer_config": {"0": {"head_dim": 6}}}, "expected one head_dim for blocks of a kind"),
         ({**GEMMA4, "global_head_dim": 7}, "even"),
-        ({"model_type": "hrm_text"}, "model_type 'hrm_text'; the nearest known ones"),  # near to no other name
+        (
+            {"model_type": "hrm_text"},
+            "model_type 'hrm_text': expected a known one; the nearest known ones",
+        ),  # near to no other name
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh'"),
         (
             {"model_type": "qwen3_5_text", "hidden_act": "gelu_pytorch_tanh", "layer_types": ["full_attention"] * 4},

@@ -99,7 +99,7 @@ class Router(NamedTuple):
     multiplier: float = 1.0  # of n
     bias: Tensor | None = None  # (E,) of the logits
     expert_scale: Tensor | None = None  # (E,), factors of the experts' weights
-    choice_bias: Tensor | None = None  # (E,) float32, added to the scores for the choice
+    choice_bias: Tensor | None = None  # (E,), added to the scores for the choice
     sigmoid: bool = False  # scores are the logits' sigmoids, not their softmax
     norm: tuple[float, float] = (0.0, 0.0)  # the sum is at least the first; the second is added to it
     factor: float = 1.0  # of the weights
@@ -179,7 +179,7 @@ def _choose(logit_ptr, scale_ptr, choice_bias_ptr, row, routing, dtype: tl.const
     # id. NaN sorts last.
     order = logit
     if choice_bias_ptr is not None:
-        order = weight + tl.load(choice_bias_ptr + e, mask=e < E, other=0.0)
+        order = weight + tl.load(choice_bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     order = tl.where(order == order, order, float("-inf"))
     rank = tl.zeros((E_PAD,), tl.int32)
     for start in tl.static_range(0, E_PAD, OTHERS):
@@ -187,7 +187,7 @@ def _choose(logit_ptr, scale_ptr, choice_bias_ptr, row, routing, dtype: tl.const
         value = tl.load(logit_ptr + other, mask=other < E, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
         if choice_bias_ptr is not None:
             value = _score(value, largest, total, dtype, choice)
-            value += tl.load(choice_bias_ptr + other, mask=other < E, other=0.0)
+            value += tl.load(choice_bias_ptr + other, mask=other < E, other=0.0).to(tl.float32)
         value = tl.where(value == value, value, float("-inf"))
         higher = (value[None, :] > order[:, None]) & (other < E)[None, :]
         equal = (value[None, :] == order[:, None]) & (other[None, :] < e[:, None])

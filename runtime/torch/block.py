@@ -203,7 +203,7 @@ class Block(Generic[Linear]):
     # Of a block with experts: (E, H), (E,); of a shared expert its projections and gate (1, H).
     router: Tensor | None = None
     router_bias: Tensor | None = None
-    choice_bias: Tensor | None = None  # (E,) or (1, E), float32
+    choice_bias: Tensor | None = None  # (E,) or (1, E)
     shared_gate_up: Linear | None = None
     shared_down: Linear | None = None
     shared_gate: Tensor | None = None
