@@ -48,6 +48,8 @@ def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
     arch, norms = config.architecture, config.norms
     if norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input:
         return f"the norms of {config.model_type} tie its hidden state to its coordinates"
+    if arch.latent:
+        return f"the latents of {config.model_type} tie values to their coordinates"
     if arch.attention_gate or config.delta_net is not None:
         return f"the gates and recurrent blocks of {config.model_type} tie values to their coordinates"
     if quantised:

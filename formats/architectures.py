@@ -139,6 +139,7 @@ class Architecture:
     # The MLP's width is two thirds of ``intermediate_size`` times ``block_ffn_dim_multiplier``, rounded up to a multiple
     # of ``block_multiple_of``, unless ``block_auto_adjust_ff_dim`` is false.
     adjusted_mlp: bool = False
+    latent: bool = False  # multi-head latent attention
     partial: bool = False  # whether ``partial_rotary_factor`` applies
     interleaved: bool = False  # rotary pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
     # ``rope_parameters`` has a rotary embedding for each layer type.
@@ -232,6 +233,7 @@ _LFM2: dict[str, Any] = {
     "layer_types": True,
     "recurrent": "conv",
 }
+_LATENT: dict[str, Any] = {**_BIASES, "latent": True, "interleaved": True}
 _GLM: dict[str, Any] = {"gate_up": _GATE_UP[1], "qkv_bias": "attention_bias", "partial": True, "interleaved": True}
 # DeepSeek-V3's router and shared experts; groups of experts are refused.
 _DEEPSEEK: dict[str, Any] = {
@@ -251,6 +253,7 @@ _GATED: dict[str, Any] = {
     "shared_size": "shared_expert_intermediate_size",
     "shared_gate": "mlp.shared_expert_gate.weight",
 }
+_V2: dict[str, Any] = {"renormalised": False, "norm_added": 0.0, "score": "softmax", "choice_bias": None}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
@@ -460,6 +463,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             shared_module="shared_experts",
             dense_blocks="moe_layer_interval",
         ),
+    ),
+    "glm4_moe_lite": Architecture(
+        "Glm4MoeLiteForCausalLM",
+        **_LATENT,
+        partial=True,
+        experts=ExpertsLayout(**_DEEPSEEK, dense_blocks="mlp_layer_types"),
+    ),
+    "deepseek_v2": Architecture(
+        "DeepseekV2ForCausalLM",
+        **_LATENT,
+        mlp_bias="mlp_bias",
+        experts=ExpertsLayout(**{**_DEEPSEEK, **_V2}, dense_blocks="first_k_dense_replace"),
+    ),
+    "deepseek_v3": Architecture(
+        "DeepseekV3ForCausalLM",
+        **_LATENT,
+        experts=ExpertsLayout(**_DEEPSEEK, dense_blocks="first_k_dense_replace"),
     ),
     "lfm2": Architecture("Lfm2ForCausalLM", **_LFM2, adjusted_mlp=True),
     "lfm2_moe": Architecture(

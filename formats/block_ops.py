@@ -48,6 +48,21 @@ class GatedAttention(Attention):
 
 
 @dataclass(frozen=True)
+class LatentQuery(Op):
+    """RMSNorm of the queries' latent, the first part of the input."""
+
+
+@dataclass(frozen=True)
+class LatentKeys(Op):
+    """Queries and keys for `Attention`, of the queries, or of the projections' output alone, and of the latent in it."""
+
+
+@dataclass(frozen=True)
+class LatentValues(Op):
+    """The heads' outputs, of latents that `Attention` has added up."""
+
+
+@dataclass(frozen=True)
 class DeltaNet(Op):
     """Gated DeltaNet: reads the projections' output and their input; reads and writes the recurrent state."""
 
@@ -136,8 +151,17 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
     if spec.mixer == "delta_net":
         found.append(DeltaNet((qkv, n), "attended"))
     else:
+        read = (qkv,)
+        if config.latent is not None:
+            if config.latent.query_rank:
+                found.append(LatentQuery(read, "query"))
+                read = (linear("query", "q_b", "queries"), qkv)
+            found.append(LatentKeys(read, "keys"))
+            read = ("keys",)
         attention = GatedAttention if arch.attention_gate else Attention
-        found.append((ShortConv if spec.mixer == "short_conv" else attention)((qkv,), "attended"))
+        found.append((ShortConv if spec.mixer == "short_conv" else attention)(read, "attended"))
+        if config.latent is not None:
+            found.append(LatentValues(("attended",), "attended"))
     add(linear("attended", "o", "o"), "attention_output")
 
     if spec.experts is None:
@@ -169,6 +193,7 @@ def block_ops(config: ModelConfig, index: int) -> tuple[Op, ...]:
 NOT_YET: Mapping[type[Op], tuple[str, frozenset[str]]] = {
     DeltaNet: ("recurrent blocks", frozenset({"onnx", "vllm"})),
     GatedAttention: ("gates of attention", frozenset({"onnx", "vllm"})),
+    LatentKeys: ("multi-head latent attention", frozenset({"numba", "triton", "onnx", "vllm"})),
     ShortConv: ("gated short convolutions", frozenset({"onnx", "vllm"})),
     UngatedActivate: ("MLPs without a gate", frozenset({"vllm"})),
     Experts: ("experts", frozenset({"onnx"})),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -127,6 +128,18 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention. A token's keys and values are made by ``kv_b_proj`` of a latent of ``rank`` elements,
+    and of ``rotary_dim`` rotated ones that all heads share. Both are cached, in place of a KV head's keys and values."""
+
+    rank: int
+    query_rank: int  # of the queries' latent; 0: none
+    key_dim: int  # of a head, without the rotated elements
+    rotary_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class Block:
     window: int | None  # sliding window in positions, including the current one; None: full attention
     rotary: int | None  # index into ``ModelConfig.rotaries``; None without a rotary embedding
@@ -183,6 +196,7 @@ class ModelConfig:
     delta_net: DeltaNet | None = None  # of blocks with that mixer, or None
     short_conv: ShortConv | None = None
     per_layer_size: int = 0  # width of per-layer embeddings; 0: none
+    latent: Latent | None = None
     output_eps: float | None = None  # of the norms of outputs; None: ``rms_norm_eps``
     has_qk_norm: bool = True  # if the family may have it
     has_output_norms: bool = True
@@ -220,6 +234,8 @@ class ModelConfig:
     def norm(self, weight: str) -> tuple[float, bool]:
         """What a norm adds to the mean square, and whether it multiplies by 1 + weight; ``weight``: as of `block_ops.Norm`,
         or ``final``."""
+        if weight in ("query_norm", "latent.norm"):  # transformers' default
+            return 1e-6, False
         output = weight in ("attention_output", "mlp_output") and self.output_eps is not None
         offset = self.architecture.norm_offset and (weight != "final" or self.architecture.final_offset)
         return (self.output_eps if output else self.rms_norm_eps), offset
@@ -260,6 +276,14 @@ class ModelConfig:
                     outputs = {"in_proj_qkvz": delta.mixed_size + delta.value_size}
                 sizes = [(role, hidden, rows, False) for role, rows in outputs.items()]
                 sizes.append(("out_proj", delta.value_size, hidden, False))
+            elif (latent := self.latent) is not None:
+                part, queries = "self_attn", self.num_heads * (latent.key_dim + latent.rotary_dim)
+                of_latent = ("kv_a_proj_with_mqa", hidden, latent.rank + latent.rotary_dim, self.qkv_bias)
+                sizes = [("q_proj", hidden, queries, False), of_latent]
+                if latent.query_rank:
+                    sizes[0] = ("q_a_proj", hidden, latent.query_rank, self.qkv_bias)
+                    sizes.append(("q_b_proj", latent.query_rank, queries, False))
+                sizes.append(("o_proj", self.num_heads * latent.value_dim, hidden, self.o_bias))
             else:
                 part, gates = "self_attn", 2 if arch.attention_gate == "q_proj" else 1
                 outputs = {"q_proj": gates * q, "k_proj": kv, "v_proj": kv, "qkv_proj": q + 2 * kv}
@@ -299,6 +323,7 @@ class ModelConfig:
         """A block's projections, grouped by common input, in the order of execution."""
         found: list[list[Projection]] = [[]]
         own_input = (
+            "q_b_proj",
             "o_proj",
             "out_proj",
             self.architecture.gate_up[0],
@@ -351,6 +376,11 @@ class ModelConfig:
         num_blocks = dimension(config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
         stated = config.get("head_dim") is not None
         head_dim = dimension(config, "head_dim") if stated else dimensions["hidden_size"] // num_heads
+        latent = _latent(config) if arch.latent else None
+        rotated_dim, scale = head_dim, head_dim**-0.5
+        if latent is not None:
+            rotated_dim, scale = latent.rotary_dim, (latent.key_dim + latent.rotary_dim) ** -0.5
+            head_dim, num_kv_heads = latent.rank + latent.rotary_dim, 1
         blocks = _blocks(config, arch, num_blocks, head_dim, num_kv_heads)
         if arch.experts is not None and (
             arch.experts.parallel_mlp is None or switch(config, arch.experts.parallel_mlp)
@@ -376,7 +406,7 @@ class ModelConfig:
         config = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, **config} if clamped else config
         rope: Any = config.get("rope_parameters")
         require(isinstance(rope, Mapping), "rope_parameters", "an object", rope)
-        ropes = [(rope, head_dim)]
+        ropes = [(rope, rotated_dim)]
         if arch.local_rope:
             full_dim = next((block.head_dim for block in blocks if block.rotary == 0), head_dim)
             ropes = [(rope.get("full_attention"), full_dim), (rope.get("sliding_attention"), head_dim)]
@@ -384,6 +414,9 @@ class ModelConfig:
             ropes = [
                 ({**rope, "rope_theta": theta}, head_dim) for theta in _thetas(config, arch, num_blocks)[0]
             ] or ropes
+        if latent is not None and rope.get("rope_type") == "yarn" and rope.get("mscale_all_dim"):
+            factor = number(rope, "rope_parameters.factor", 1, 1e30)
+            scale *= (0.1 * number(rope, "rope_parameters.mscale_all_dim") * math.log(factor) + 1) ** 2
         query_scaling = None
         if arch.query_scaling and rope.get("llama_4_scaling_beta") is not None:
             positions = dimension(rope, "original_max_position_embeddings")
@@ -412,7 +445,7 @@ class ModelConfig:
             clamp=(number(config, "swiglu_alpha"), number(config, "swiglu_limit")) if clamped else (0.0, 0.0),
             blocks=blocks,
             rotaries=rotaries,
-            attention_scale=power(arch.attention_scale, head_dim**-0.5) * power(arch.query_multiplier),
+            attention_scale=power(arch.attention_scale, scale) * power(arch.query_multiplier),
             attention_softcap=optional(arch.attention_softcap),
             logits_softcap=optional(arch.logits_softcap),
             **multipliers,
@@ -420,6 +453,7 @@ class ModelConfig:
             delta_net=_delta_net(config) if any(block.mixer == "delta_net" for block in blocks) else None,
             short_conv=_short_conv(config) if any(block.mixer == "short_conv" for block in blocks) else None,
             per_layer_size=per_layer_size,
+            latent=latent,
             output_eps=None if arch.output_eps is None else number(config, arch.output_eps, 0, 1, "a small number"),
             has_output_norms=arch.norms.outputs_key is None or switch(config, arch.norms.outputs_key),
             has_qk_norm=arch.qk_norm is None or arch.qk_norm.key is None or switch(config, arch.qk_norm.key),
@@ -448,7 +482,8 @@ def _blocks(
     for kind, has_rotary, at in zip(kinds, rotated, which, strict=True):
         own = window if kind == other and not arch.recurrent else None
         rotary = 1 if arch.local_rope and own is not None else at
-        blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, MIXERS.get(kind, "attention")))
+        mixer = MIXERS.get(kind, "attention")
+        blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, mixer, arch.latent))
     if arch.full_heads:
         blocks = _with_full_heads(config, arch, blocks)
     shared = read_count(config, arch.shared_kv)
@@ -517,7 +552,7 @@ def _with_experts(config: Mapping[str, Any], layout: ExpertsLayout, blocks: tupl
         require(isinstance(config.get(how), bool), how, "true or false", config.get(how))
     for key in _NOT_ROUTERS:
         found = None if key == layout.scale else config.get(key)
-        require(found in (None, False, 0, 1, "softmax"), key, "nothing: such a router is not known here", found)
+        require(found in (None, False, 0, 1, layout.score), key, "nothing: such a router is not known here", found)
     shared_size = 0 if layout.shared_size is None else dimension(config, layout.shared_size)
     if layout.shared_count is not None:
         shared_size *= read_count(config, layout.shared_count)
@@ -572,6 +607,17 @@ def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
     require(found.value_heads % found.key_heads == 0, "linear_num_value_heads", multiple, found.value_heads)
     require(found.taps > 1, "linear_conv_kernel_dim", "2 or more", found.taps)
     return found
+
+
+def _latent(config: Mapping[str, Any]) -> Latent:
+    found = config.get("rope_interleave", True)
+    require(found is True, "rope_interleave", "true, the only value known here", found)
+    given = config.get("q_lora_rank") is not None
+    return Latent(
+        dimension(config, "kv_lora_rank"),
+        dimension(config, "q_lora_rank") if given else 0,
+        *(dimension(config, f"{key}_head_dim") for key in ("qk_nope", "qk_rope", "v")),
+    )
 
 
 def _short_conv(config: Mapping[str, Any]) -> ShortConv:

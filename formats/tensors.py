@@ -40,7 +40,9 @@ class StackedExperts:
 class TensorSpec:
     name: str
     shape: tuple[int, ...]  # of weights (out, in)
-    field: str | None = None  # of `Block`, ``delta.`` and ``conv.``: of its mixer; None: a projection's, or of no block
+    field: str | None = (
+        None  # of `Block`, ``delta.``, ``conv.`` and ``latent.``: of its mixer; None: a projection's, or of no block
+    )
     norm: bool = False  # the weight of a `Norm`
     wide: bool = False  # float32, whatever the activations' dtype
     order: tuple[int, ...] = ()  # the rows in the order of the operations; empty: as stored
@@ -87,6 +89,12 @@ def block_tensors(config: ModelConfig, index: int) -> Iterator[TensorSpec]:
             for (field, size), name in zip(sizes.items(), arch.qk_norm.names, strict=False):
                 size = spec.head_dim if arch.qk_norm.per_head else size
                 mixer.append(row(field, f"self_attn.{name}.weight", size, norm=True))
+        if (latent := config.latent) is not None:
+            if latent.query_rank:
+                mixer.append(row("query_norm", "self_attn.q_a_layernorm.weight", latent.query_rank, norm=True))
+            mixer.append(row("latent.norm", "self_attn.kv_a_layernorm.weight", latent.rank, norm=True))
+            rows = config.num_heads * (latent.key_dim + latent.value_dim)
+            mixer.append(row("latent.kv_b", "self_attn.kv_b_proj.weight", rows, latent.rank))
         if arch.sinks:
             mixer.append(row("sinks", "self_attn.sinks", config.num_heads))
     elif spec.mixer == "delta_net" and (delta := config.delta_net) is not None:

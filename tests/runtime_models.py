@@ -105,6 +105,11 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }
 
+_LATENT = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 2,
+    "kv_lora_rank": 40, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 28, "attention_bias": True,
+    "num_key_value_heads": 4,
+}
 # name -> as above: models with experts, in all blocks but the second of the first one.
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {
@@ -152,6 +157,12 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
     }),
     "hunyuan-moe": ("hunyuan_v1_moe", {"head_dim": 24, "num_experts": 6, "moe_topk": 2, "intermediate_size": 40}),
+    "glm4-moe-lite": ("glm4_moe_lite", {**_LATENT, "q_lora_rank": 48, "routed_scaling_factor": 1.5}),
+    "deepseek-v2": ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1}),
+    "deepseek-v3": ("deepseek_v3", {
+        **_LATENT, "q_lora_rank": 48, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    }),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
     "qwen3.5-moe": ("qwen3_5_moe_text", {

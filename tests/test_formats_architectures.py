@@ -48,6 +48,8 @@ def test_projections_of_transformers_models_are_found() -> None:
     for model_type in ARCHITECTURES:
         # Helium's o_proj takes the heads to be as wide as the hidden states.
         settings = {**LLAMA, "head_dim": 16 if model_type == "helium" else 24, "pad_token_id": 0}
+        if model_type.startswith("deepseek"):
+            settings |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
         del settings["rope_parameters"]  # some families have one for each kind of layer
         settings["hidden_act"] = "silu" if ARCHITECTURES[model_type].gated else "relu2"
         if model_type == "gemma4_text":
@@ -67,6 +69,7 @@ def test_projections_of_transformers_models_are_found() -> None:
             "lm_head.weight",
             "shared_expert_gate.weight",
             "gate.wg.weight",
+            "kv_b_proj.weight",
             *(f"in_proj_{one}.weight" for one in ("a", "b", "ba")),
         )
         linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}

@@ -19,10 +19,12 @@ from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..decoding.cache import KVCache, RecurrentState
 from ..decoding.rotary import rotate
+from .latent import LatentWeights
 
 Linear = TypeVar("Linear")
 LINEARS = ("qkv", "o", "gate_up", "down")  # groups of projections with the same input, in the order of execution
 SHARED = ("shared_gate_up", "shared_down")  # of a shared expert, after LINEARS
+ROLES = ("qkv", "q_b", *LINEARS[1:], *SHARED)
 _CHUNK = 64  # positions of a chunk of the delta rule
 _LENGTH_EPS = 1e-6  # added to the squared length of a delta net's queries and keys
 
@@ -198,6 +200,11 @@ class Block(Generic[Linear]):
     k_norm: Norm | None = None
     delta: DeltaWeights | None = None  # of a block with this mixer
     conv: ConvWeights | None = None
+    latent: LatentWeights | None = (
+        None  # of multi-head latent attention, with the queries' second projection and its norm
+    )
+    q_b: Linear | None = None
+    query_norm: Norm | None = None
     scalar: Tensor | None = None  # (1,), factor of the block's output
     sinks: Tensor | None = None  # (num_heads,), an additional logit in each head's softmax
     # Of a block with experts: (E, H), (E,); of a shared expert its projections and gate (1, H).
@@ -219,9 +226,12 @@ class Block(Generic[Linear]):
     per_layer_output: Norm | None = None
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(role for role in ROLES if getattr(self, role) is not None)
+
+    @property
     def linears(self) -> tuple[Linear, ...]:
-        shared = (self.shared_gate_up, self.shared_down)
-        return self.qkv, self.o, self.gate_up, self.down, *(one for one in shared if one is not None)
+        return tuple(getattr(self, role) for role in self.roles)
 
 
 def read_spec(
@@ -230,12 +240,12 @@ def read_spec(
     """The fields of a `Block` except its projections; ``read`` loads a tensor by its name in the checkpoint, as stored;
     ``dtype``: of the activations."""
     eps = config.rms_norm_eps
-    found: dict[str, Any] = {one.name: None for one in fields(Block) if one.default is None and one.name not in SHARED}
-    parts: dict[str, dict[str, Any]] = {"delta": {}, "conv": {}}
+    found: dict[str, Any] = {one.name: None for one in fields(Block) if one.default is None and one.name not in ROLES}
+    parts: dict[str, dict[str, Any]] = {"delta": {}, "conv": {}, "latent": {}}
     for field_, one in block_fields(config, index).items():
         mixer, _, name = field_.rpartition(".")
         tensor = read(one.name).to(float_dtype(dtype) if one.wide else dtype)
-        (parts[mixer] if mixer else found)[name] = Norm(tensor, *config.norm(name)) if one.norm else tensor
+        (parts[mixer] if mixer else found)[name] = Norm(tensor, *config.norm(field_)) if one.norm else tensor
     qk_norm, spec = config.architecture.qk_norm, config.blocks[index]
     if qk_norm is not None and not qk_norm.names and not spec.recurrent:
         ones = Norm(found["attention_input"].weight.new_ones(spec.head_dim), eps, offset=False)
@@ -246,6 +256,8 @@ def read_spec(
         found["delta"] = DeltaWeights(config.delta_net, eps=eps, **parts["delta"])
     if parts["conv"]:
         found["conv"] = ConvWeights(**parts["conv"])
+    if parts["latent"] and config.latent is not None:
+        found["latent"] = LatentWeights(config.latent, **parts["latent"])
     return found | {"spec": spec, "ops": block_ops.block_ops(config, index)}
 
 
@@ -349,6 +361,15 @@ def _run(
             return outputs if op.split else outputs[0]
         case block_ops.Attention():
             return _attention(config, index, block, inputs[0], at, executor)
+        case block_ops.LatentQuery():
+            assert block.query_norm is not None
+            return block.query_norm(inputs[0][0])
+        case block_ops.LatentKeys():
+            assert block.latent is not None
+            return block.latent.queries_and_keys(inputs[0] if len(inputs) == 2 else inputs[0][0], inputs[-1][-1])
+        case block_ops.LatentValues():
+            assert block.latent is not None
+            return block.latent.outputs(*inputs)
         case block_ops.DeltaNet():
             parts, n = inputs
             assert block.delta is not None
