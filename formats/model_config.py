@@ -236,9 +236,9 @@ class ModelConfig:
         or ``final``."""
         if weight in ("query_norm", "latent.norm"):  # transformers' default
             return 1e-6, False
-        output = weight in ("attention_output", "mlp_output") and self.output_eps is not None
+        output = self.output_eps if weight in ("attention_output", "mlp_output") else None
         offset = self.architecture.norm_offset and (weight != "final" or self.architecture.final_offset)
-        return (self.output_eps if output else self.rms_norm_eps), offset
+        return (self.rms_norm_eps if output is None else output), offset
 
     def dense_size(self, block: int) -> int:
         """Width of a block's dense MLP."""
